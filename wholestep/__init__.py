@@ -1,0 +1,1 @@
+"""Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""

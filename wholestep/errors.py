@@ -1,0 +1,67 @@
+"""Every error that Wholestep raises on purpose.
+
+WholestepError
+├── CaptureError (also RuntimeError)      the step cannot be captured
+│   ├── DataDependentError                Python needs a value that only exists when the step runs
+│   ├── UnsupportedError                  an operator, object or optimizer that tracing cannot follow
+│   └── LeakError                         a traced tensor was stored where replaying cannot put it
+├── GraphError (also AssertionError)      a graph breaks an invariant of its stage: our mistake
+├── LoweringError (also RuntimeError)     a backend could not turn a graph into a callable
+├── PlanError (also ValueError)           a plan, mesh or placement that does not fit
+└── DistError (also RuntimeError)         communication failed; its children live in `comm/`
+
+A mistake in calling our functions is a plain `ValueError` or `TypeError`.
+"""
+
+from __future__ import annotations
+
+
+class WholestepError(Exception):
+    """The root of all errors of this package."""
+
+
+class CaptureError(WholestepError, RuntimeError):
+    """The step cannot be captured; says what, where in the user's code, and what to do.
+
+    Args:
+        what: one sentence: what was found, against what is required.
+        where: the user's ``file:line`` (empty when there is none).
+        remedy: what to do about it.
+    """
+
+    def __init__(self, what: str, where: str = "", remedy: str = "") -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        lines = [what]
+        if where:
+            lines.append(f"  at: {where}")
+        if remedy:
+            lines.append(f"  to do: {remedy}")
+        super().__init__("\n".join(lines))
+
+
+class DataDependentError(CaptureError):
+    """Python asked for a number or a shape that only exists when the step runs."""
+
+
+class UnsupportedError(CaptureError):
+    """Tracing met an operator, an object or an optimizer that it cannot follow."""
+
+
+class LeakError(CaptureError):
+    """A tensor made inside the step was stored where a replay cannot put it."""
+
+
+class GraphError(WholestepError, AssertionError):
+    """A graph breaks an invariant of its stage."""
+
+
+class LoweringError(WholestepError, RuntimeError):
+    """A backend could not turn a graph into a callable."""
+
+
+class PlanError(WholestepError, ValueError):
+    """A plan, mesh or placement that does not fit the model, the batch or the world."""
+
+
+class DistError(WholestepError, RuntimeError):
+    """Communication failed."""

@@ -1,0 +1,269 @@
+"""The intermediate representation: `torch.fx.Graph` plus typed records.
+
+A `StepGraph` is what every stage after capture takes and gives: a `GraphModule` and a `Signature`.
+Inside the graph
+
+- a *placeholder* is a tensor, or a Python float, that the step reads from outside;
+- a *get_attr* is a constant tensor that the step built from Python numbers;
+- a *call_function* is a pure ATen overload, a `wholestep::` operator, a `Functionalized` operator,
+  `operator.getitem` for operators of several results, a Python function on host numbers
+  (`operator.mul`, `math.sqrt`, `max`) or `get_rng_state` / `set_rng_state`;
+- the *output* is one flat tuple: results, new values of mutated inputs, tensors the step created.
+
+Only this file and `torch_compat.py` stand below every room.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from wholestep.errors import GraphError
+
+Phase = Literal["forward", "backward", "optimizer"]
+InputKind = Literal["parameter", "buffer", "grad", "state", "tensor", "number"]
+
+
+@dataclass
+class NodeInfo:
+    """What is known of one node.
+
+    Attributes:
+        value: the fake tensor, the tuple/list of them, or the Python number that the node gives.
+        phase: the part of the step that ran it.
+        seq: autograd sequence number; a backward node carries that of its forward node.
+        where: the user's ``file:line`` that ran it.
+        module: path of the module whose forward ran it, ``""`` outside of modules.
+        placement: set by `spmd/`.
+    """
+
+    value: Any
+    phase: Phase = "forward"
+    seq: int | None = None
+    where: str = ""
+    module: str = ""
+    placement: Any = None
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: where its value comes from and what it is for."""
+
+    name: str
+    source: str
+    kind: InputKind
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one parameter when one `backward()` ended.
+
+    `before` and `after` are node names: the value of ``.grad`` on entry (None when unset) and on exit.
+    """
+
+    parameter: str
+    before: str | None
+    after: str
+
+
+@dataclass
+class Signature:
+    """Names what goes in and out of a graph.
+
+    Attributes:
+        inputs: one per placeholder, in order.
+        n_outputs: length of the flat output.
+        mutations: output index -> input index: that output is the new content of that input, which a
+            lowered program writes into the input's own memory. All other outputs are fresh memory that
+            the caller owns.
+        gradients: one per parameter and `backward()`, for data parallelism.
+    """
+
+    inputs: list[Input] = field(default_factory=list)
+    n_outputs: int = 0
+    mutations: dict[int, int] = field(default_factory=dict)
+    gradients: list[Gradient] = field(default_factory=list)
+
+
+@dataclass
+class StepGraph:
+    """A graph, its signature and the name of the stage that made it."""
+
+    gm: fx.GraphModule
+    signature: Signature
+    stage: str = "trace"
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.gm.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        (node,) = (node for node in self.graph.nodes if node.op == "output")
+        return list(node.args[0])
+
+
+class Functionalized:
+    """A pure form of an operator that writes to its arguments and has no functional twin.
+
+    Calling it clones each written argument, runs the operator, and returns a tuple: the operator's own
+    results that are not one of the written arguments, then the new values of the written arguments, in
+    schema order (a written list contributes one entry per tensor).
+    """
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        self.op = op
+        self.__name__ = f"functional_{op.name().split('::')[-1].replace('.', '_')}"
+        self.__qualname__ = self.__name__
+        self.__module__ = "wholestep.ir"
+        self.written = [i for i, arg in enumerate(op._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+
+    def __repr__(self) -> str:
+        return f"functional({self.op})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Functionalized) and other.op is self.op
+
+    def __hash__(self) -> int:
+        return hash(("functional", self.op))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        names = [arg.name for arg in self.op._schema.arguments]
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        written: list[torch.Tensor] = []
+        for index in self.written:
+            old = bound.get(names[index])
+            if isinstance(old, torch.Tensor):
+                bound[names[index]] = old.clone()
+                written.append(bound[names[index]])
+            elif isinstance(old, (list, tuple)):
+                bound[names[index]] = [t.clone() for t in old]
+                written.extend(bound[names[index]])
+        out = self.op(**bound) if any(a.kwarg_only for a in self.op._schema.arguments) else self.op(*bound.values())
+        outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
+        fresh = [o for o in outs if not any(o is w for w in written)]
+        return (*fresh, *written)
+
+
+def get_rng_state() -> torch.Tensor:
+    """State of the default CPU generator: uint8 [5056]. Effectful: keeps its place among random operators."""
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Sets the default CPU generator to ``state``. Effectful: never removed, never reordered."""
+    torch.default_generator.set_state(state)
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """The record of a node.
+
+    Raises:
+        GraphError: the node has none.
+    """
+    found = node.meta.get("info")
+    if not isinstance(found, NodeInfo):
+        raise GraphError(f"node {node.name} ({node.op} {node.target}) carries no NodeInfo")
+    return found
+
+
+def set_info(node: fx.Node, record: NodeInfo) -> fx.Node:
+    """Attaches a record, and its value under fx's customary key ``val``."""
+    node.meta["info"] = record
+    node.meta["val"] = record.value
+    return node
+
+
+def is_effectful(node: fx.Node) -> bool:
+    """True for nodes that must stay, in order, even when nothing reads them: random and RNG-state calls."""
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output")
+    target = node.target.op if isinstance(node.target, Functionalized) else node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags
+    return target in (get_rng_state, set_rng_state)
+
+
+
+
+def is_host(node: fx.Node) -> bool:
+    """True when the node gives a Python number."""
+    return isinstance(info(node).value, (int, float, bool)) if "info" in node.meta else False
+
+
+def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a node's value."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from fake_tensors(item)
+
+
+def check(step: StepGraph, stage: str) -> StepGraph:
+    """Checks the invariants that hold between stages and returns the graph unchanged.
+
+    1. The graph lints; every node but the output carries a `NodeInfo`.
+    2. Placeholders and `signature.inputs` agree in number and name; so do outputs and `n_outputs`.
+    3. Each call is pure: no overload whose schema writes to an argument.
+    4. `mutations` and `gradients` name things that exist, with equal shape and dtype.
+
+    Raises:
+        GraphError: naming the stage, the node and the ten lines around it.
+    """
+    step.graph.lint()
+    nodes = list(step.graph.nodes)
+    for position, node in enumerate(nodes):
+        if node.op == "output":
+            continue
+        info(node)
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+            _fail(stage, nodes, position, f"{target} writes to an argument")
+        if node.op in ("call_module", "call_method"):
+            _fail(stage, nodes, position, f"{node.op} is not part of the IR")
+    names = [str(node.target) for node in step.placeholders]
+    if names != [i.name for i in step.signature.inputs]:
+        raise GraphError(f"after {stage}: placeholders {names[:5]}… do not match the signature's inputs")
+    outputs = step.outputs
+    if len(outputs) != step.signature.n_outputs:
+        raise GraphError(f"after {stage}: {len(outputs)} outputs, signature says {step.signature.n_outputs}")
+    for out_index, in_index in step.signature.mutations.items():
+        new, old = info(outputs[out_index]).value, info(step.placeholders[in_index]).value
+        if new.shape != old.shape or new.dtype != old.dtype:
+            raise GraphError(f"after {stage}: {step.signature.inputs[in_index].source} changes from {old} to {new}")
+    return step
+
+
+def _fail(stage: str, nodes: list[fx.Node], position: int, why: str) -> None:
+    around = "\n".join(
+        f"{'>>' if i == position else '  '} {nodes[i].format_node()}"
+        for i in range(max(0, position - 5), min(len(nodes), position + 5))
+    )
+    raise GraphError(f"after {stage}: {why}\n{around}")
+
+
+def users_outside(node: fx.Node, inside: Iterable[fx.Node]) -> list[fx.Node]:
+    """Users of a node that are not in a set."""
+    known = set(inside)
+    return [user for user in node.users if user not in known]
+
+
+def dead_code(step: StepGraph) -> StepGraph:
+    """Removes nodes that nothing reads, except effectful ones and placeholders."""
+    for node in reversed(list(step.graph.nodes)):
+        if not node.users and node.op in ("call_function", "get_attr") and not is_effectful(node):
+            step.graph.erase_node(node)
+    return step
+
+
+GETITEM: Callable[..., Any] = operator.getitem
