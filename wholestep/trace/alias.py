@@ -29,13 +29,17 @@ class Storage:
         value: the node that gives the root's current content.
         generation: number of writes so far.
         input: index of the lifted input whose memory this is, None for memory made in the step.
+        first: the node that gave the root its first content.
     """
 
     value: fx.Node
     root: Ref | None = None
     generation: int = 0
     input: int | None = None
-    constant: bool = False
+    first: fx.Node = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = self.value
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -53,12 +53,18 @@ class Found(Protocol):
 
 @dataclass(eq=False)
 class Lifted:
-    """One placeholder: a real tensor with its fake twin, or a number."""
+    """One placeholder: a real tensor with its fake twin, a number, or memory that several tensors share.
+
+    Attributes:
+        source: where the value is found; for shared memory, where its first member is.
+        members: the tensors in a shared memory, whose value is then the memory as one flat tensor.
+    """
 
     node: fx.Node
     source: Any
     value: torch.Tensor | float
     ref: Ref | None = None
+    members: list[torch.Tensor] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):
@@ -67,11 +73,15 @@ class Recorder(TorchDispatchMode):
     Args:
         find: gives the source of a real tensor, or None when it is reachable from nowhere known.
         whereabouts: follows modules and optimizers.
+        shared: memories in which several inputs lie of which one is written; each becomes one input.
     """
 
-    def __init__(self, find: Callable[[torch.Tensor], Found | None], whereabouts: Whereabouts) -> None:
+    def __init__(
+        self, find: Callable[[torch.Tensor], Found | None], whereabouts: Whereabouts, shared: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__()
-        self.find, self.whereabouts = find, whereabouts
+        self.find, self.whereabouts, self.shared = find, whereabouts, shared
+        self.flat: dict[int, Lifted] = {}
         self.graph = fx.Graph()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.lifted: list[Lifted] = []
@@ -169,6 +179,8 @@ class Recorder(TorchDispatchMode):
             )
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             raise UnsupportedError(f"{found.source} is a {type(tensor).__name__}, a tensor subclass", user_line())
+        if memory_of(tensor) in self.shared:
+            return self._member(tensor, found)
         fake = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
         lifted = Lifted(self._placeholder(found.source, found.kind, fake), found.source, tensor)
         ref = self._root(fake, lifted.node)
@@ -177,6 +189,29 @@ class Recorder(TorchDispatchMode):
         self.lifted.append(lifted)
         self.by_id[id(tensor)] = lifted
         return lifted
+
+    def _member(self, tensor: torch.Tensor, found: Found) -> Lifted:
+        """A tensor in a memory that other inputs share: a view of the memory, which is the input."""
+        memory = memory_of(tensor)
+        base = self.flat.get(memory)
+        if base is None:
+            flat = flat_memory(tensor)
+            fake = self.fake_mode.from_tensor(flat, static_shapes=True)
+            base = Lifted(self._placeholder(f"memory of {found.source}", found.kind, fake), found.source, flat)
+            base.ref = self._root(fake, base.node)
+            base.ref.storage.input = len(self.lifted)
+            self.lifted.append(base)
+            self.flat[memory] = base
+        assert base.ref is not None
+        if tensor.dtype != base.ref.fake.dtype:
+            raise UnsupportedError(f"{found.source} shares written memory under another dtype", user_line())
+        base.members.append(tensor)
+        geometry = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+        with self.fake_mode, torch.no_grad():
+            fake = torch.as_strided(base.ref.fake, *geometry)
+        ref = Ref(base.ref.storage, fake, base.ref, aten.as_strided.default, geometry)
+        self.by_id[id(tensor)] = Lifted(base.node, found.source, tensor, ref)
+        return self.by_id[id(tensor)]
 
     def _root(self, fake: torch.Tensor, node: fx.Node) -> Ref:
         storage = Storage(node)
@@ -192,7 +227,7 @@ class Recorder(TorchDispatchMode):
         with self.fake_mode:
             fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
         node = set_info(self.graph.get_attr(name), self._record(fake.detach()))
-        self._root(fake, node).storage.constant = True
+        self._root(fake, node)
         return fake
 
     def value(self, fake: torch.Tensor) -> torch.Tensor:
@@ -444,6 +479,18 @@ class Recorder(TorchDispatchMode):
             user_line(),
             "use it in arithmetic and as operators' arguments only, or return it from the step",
         )
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Identifies the memory that a tensor lies in."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor lies in, as one flat tensor of its dtype."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

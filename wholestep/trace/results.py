@@ -110,9 +110,9 @@ class Outlet:
         if isinstance(value, FakeTensor):
             return SlotRef(self.slot(value))
         if isinstance(value, torch.Tensor):
-            lifted = self.recorder.by_id.get(id(value))
-            if lifted is None:
-                lifted = self.recorder._lift(value)
+            lifted = self.recorder.by_id.get(id(value)) or self.recorder._lift(value)
+            if lifted not in self.recorder.lifted:  # it lies in shared memory: lift it for its identity alone
+                self.recorder.lifted.append(lifted)
             return InputRef(self.recorder.lifted.index(lifted))
         if isinstance(value, (torch.SymFloat, torch.SymInt)):
             return HostRef(self._output(value.node.fx_node))
@@ -176,4 +176,15 @@ def rebuild(template: Any, slots: list[Any], inputs: list[Any], outputs: list[An
         for name, item in fields.items():
             object.__setattr__(made, name, item)
         return made
+    return template
+
+
+def remap_inputs(template: Any, moved: list[int]) -> Any:
+    """The template for inputs that stand in another order: ``moved[old]`` is the new index."""
+    if isinstance(template, InputRef):
+        return InputRef(moved[template.index])
+    if isinstance(template, Tree):
+        return Tree(template.spec, [remap_inputs(leaf, moved) for leaf in template.leaves])
+    if isinstance(template, Dataclass):
+        return Dataclass(template.type, {k: remap_inputs(v, moved) for k, v in template.fields.items()})
     return template
