@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "below_autograd", "has_native_kernel", "set_versions"]
+__all__ = ["FakeTensor", "FakeTensorMode", "below_autograd", "has_native_kernel", "set_versions", "tensor_hooks"]
 
 
 def below_autograd() -> object:
@@ -24,3 +24,14 @@ def has_native_kernel(op: torch._ops.OpOverload, key: str) -> bool:
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
     """Sets version counters, as in-place calls would have left them."""
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+# --- capture ---------------------------------------------------------------------------------------------
+
+
+def tensor_hooks(tensor: torch.Tensor) -> dict[str, object]:
+    """A tensor's hook tables under the attribute names that set them again; None where no hook was ever added."""
+    return {
+        "_backward_hooks": tensor._backward_hooks,
+        "_post_accumulate_grad_hooks": tensor._post_accumulate_grad_hooks,
+    }
