@@ -10,20 +10,9 @@ from contextlib import contextmanager
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-
-__all__ = [
-    "FAKE_ERRORS",
-    "FakeTensor",
-    "FakeTensorMode",
-    "below_autograd",
-    "current_autograd_node",
-    "has_native_kernel",
-    "no_modes",
-    "sequence_number",
-    "set_versions",
-]
 
 
 def below_autograd() -> object:
@@ -64,3 +53,12 @@ def no_modes() -> Iterator[None]:
     """Real execution inside of a trace: no dispatch mode, no function mode, no gradient."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
+# --- capture ---------------------------------------------------------------------------------------------
+
+
+def tensor_hooks(tensor: torch.Tensor) -> dict[str, object]:
+    """A tensor's hook tables under the attribute names that set them again; None where no hook was ever added."""
+    return {
+        "_backward_hooks": tensor._backward_hooks,
+        "_post_accumulate_grad_hooks": tensor._post_accumulate_grad_hooks,
+    }
