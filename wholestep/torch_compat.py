@@ -6,9 +6,10 @@ Each name says what it is for; `tests/test_torch_compat.py` fails when one of th
 from __future__ import annotations
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "below_autograd", "has_native_kernel", "set_versions"]
+__all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "below_autograd", "has_native_kernel", "set_versions"]
 
 
 def below_autograd() -> object:
@@ -16,7 +17,7 @@ def below_autograd() -> object:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def has_native_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+def has_native_kernel(op: OpOverload, key: str) -> bool:
     """True when an overload has a kernel of its own for dispatch key ``key`` ("CPU", "CUDA")."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
