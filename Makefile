@@ -17,7 +17,7 @@ LIMIT  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 .PHONY: demo test lint types check bench bench-quick soak image clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/train_gpt.py
+	$(BIN)/python examples/demo.py
 
 test: lint types check
 
