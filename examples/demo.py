@@ -145,9 +145,9 @@ def summary(outcomes: dict[str, Outcome]) -> str:
     eager, compiled, ddp, both = (outcomes[job.name] for job in JOBS)
     return (
         f"In {len(eager.losses)} steps the loss fell from {eager.losses[0]:.2f} to {last(eager):.2f} all four ways: "
-        f"compiled, one process ran at {compiled.rate / eager.rate:.2f}× eager's speed with its losses "
+        f"compiled, one process ran at {compiled.rate / eager.rate:.2f}× eager's speed with losses equal "
         f"{agreement(farthest(eager, compiled))}, and two processes at {both.rate / ddp.rate:.2f}× DDP's speed "
-        f"with its losses {agreement(farthest(ddp, both))}."
+        f"with losses equal {agreement(farthest(ddp, both))}."
     )
 
 

@@ -32,8 +32,9 @@ def draw_losses(curves: dict[str, list[float]], path: Path) -> None:
         base, ours = 2 * pair, 2 * pair + 1
         apart = np.abs(values[ours] - values[base])
         said = "equal bit for bit" if not apart.any() else f"within {apart.max():.0e}"
-        upper.plot(steps, values[base], color=pale, linewidth=WIDTHS[pair][0], solid_capstyle="round", label=titles[base])
-        upper.plot(steps, values[ours], color=dark, linewidth=WIDTHS[pair][1], label=f"{titles[ours]}: {said}")
+        wide, narrow = WIDTHS[pair]
+        upper.plot(steps, values[base], color=pale, linewidth=wide, label=titles[base])
+        upper.plot(steps, values[ours], color=dark, linewidth=narrow, label=f"{titles[ours]}: {said}")
         lower.plot(steps, np.maximum(apart, FLOOR), color=dark, linewidth=1.4)
     upper.set(title="One training step, four ways to run it", ylabel="loss, nats per byte")
     upper.legend(frameon=False, handlelength=3)
