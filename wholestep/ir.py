@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphError
+from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
 InputKind = Literal["parameter", "buffer", "grad", "state", "tensor", "number"]
@@ -124,7 +125,11 @@ class Functionalized:
         written: positions of the written arguments, for an operator whose schema does not declare them.
     """
 
+<<<<<<< HEAD
     def __init__(self, op: torch._ops.OpOverload, written: tuple[int, ...] | None = None) -> None:
+=======
+    def __init__(self, op: OpOverload) -> None:
+>>>>>>> project
         self.op = op
         self.__name__ = f"functional_{op.name().split('::')[-1].replace('.', '_')}"
         self.__qualname__ = self.__name__
@@ -193,10 +198,9 @@ def is_effectful(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     target = node.target.op if isinstance(node.target, Functionalized) else node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags
     return target in (get_rng_state, set_rng_state)
-
 
 
 
@@ -232,7 +236,7 @@ def check(step: StepGraph, stage: str) -> StepGraph:
             continue
         info(node)
         target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if isinstance(target, OpOverload) and target._schema.is_mutable:
             _fail(stage, nodes, position, f"{target} writes to an argument")
         if node.op in ("call_module", "call_method"):
             _fail(stage, nodes, position, f"{node.op} is not part of the IR")

@@ -13,6 +13,9 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def below_autograd() -> object:
@@ -20,7 +23,7 @@ def below_autograd() -> object:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def has_native_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+def has_native_kernel(op: OpOverload, key: str) -> bool:
     """True when an overload has a kernel of its own for dispatch key ``key`` ("CPU", "CUDA")."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
