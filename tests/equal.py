@@ -17,6 +17,7 @@ import torch
 from walk import Leaf, leaves
 
 import wholestep as ws
+from wholestep.errors import CaptureError
 
 Step = Callable[..., Any]
 Compile = Callable[[Step], Step]
@@ -144,9 +145,40 @@ def assert_same_failure(make: Make, compile: Compile | None = None, calls_before
         raise Different("eager raises nothing: not a world for this check")
     if type(one.error) is not type(two.error):
         raise Different(f"eager raises {one.error!r}, compiled {two.error!r}") from two.error
+    if compile is None and default_compile() is identity:
+        return  # eager itself leaves what it did before it failed
     if not torch.equal(two.rng, rng):
         raise Different("a failed call moved the random state")
     _compare((View(untouched), View(other)), "after a failed call", names=("untouched", "after"))
+
+
+def assert_same_or_refused(make: Make, steps: int = 5, compile: Compile | None = None) -> bool:
+    """As eager, or a `CaptureError` at the first call that leaves the world untouched. True when as eager."""
+    try:
+        assert_same_run(make, steps, compile)
+    except CaptureError as error:
+        assert_refused(make, type(error), compile)
+        return False
+    return True
+
+
+def assert_refused(make: Make, error: type[CaptureError], compile: Compile | None = None) -> CaptureError:
+    """The first call raises ``error``, which names the user's line, and leaves world and random state untouched.
+
+    Returns:
+        The error, for its words.
+    """
+    other, untouched = _build(make), _build(make)
+    rng = torch.get_rng_state()
+    modes = _modes()
+    outcome = _call((compile or default_compile())(other.step), other, 0, rng)
+    if type(outcome.error) is not error:
+        raise Different(f"expected {error.__name__}, found {outcome.error!r}") from outcome.error
+    assert isinstance(outcome.error, CaptureError)
+    if not torch.equal(outcome.rng, rng) or outcome.modes != modes:
+        raise Different("a refused call moved the random state or a mode")
+    _compare((View(untouched), View(other)), "after a refused call", names=("untouched", "after"))
+    return outcome.error
 
 
 class View:
@@ -162,7 +194,7 @@ class View:
         """All leaves by path, now. Earlier results stay in sight: a later call must not overwrite them."""
         roots = {**self.world.watch, "args": list(self.world.args), "results": self.results}
         found: dict[str, Leaf] = {}
-        seen: set[int] = set()
+        seen: dict[int, Any] = {}
         for name, value in roots.items():
             for leaf in leaves(value, name, seen):
                 found[leaf.path] = leaf

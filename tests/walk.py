@@ -49,18 +49,18 @@ class Leaf:
             yield f"{names[0]} {one!r} ({type(one).__name__}), {names[1]} {two!r} ({type(two).__name__})"
 
 
-def leaves(value: Any, path: str, seen: set[int]) -> Iterator[Leaf]:
+def leaves(value: Any, path: str, seen: dict[int, Any]) -> Iterator[Leaf]:
     """All leaves of a value: tensors with their gradients, numbers, container shapes, module and optimizer contents.
 
     Args:
         value: anything; modules, optimizers, dataclasses, mappings and sequences are walked through.
         path: the name that the value goes by.
-        seen: ids of objects already walked (cut cycles); tensors are yielded at each place they are met.
+        seen: objects already walked, by id (cuts cycles, keeps each id in use); tensors are yielded wherever met.
     """
     if isinstance(value, torch.Tensor):
         yield _tensor(value, path)
         if id(value) not in seen:
-            seen.add(id(value))
+            seen[id(value)] = value
             if value.is_leaf or value.retains_grad:
                 yield from leaves(value.grad, f"{path}.grad", seen)
     elif isinstance(value, PLAIN):
@@ -71,11 +71,11 @@ def leaves(value: Any, path: str, seen: set[int]) -> Iterator[Leaf]:
         if id(value) in seen:
             yield Leaf(path, f"seen: {type(value).__name__}")
             return
-        seen.add(id(value))
+        seen[id(value)] = value
         yield from _container(value, path, seen)
 
 
-def _container(value: Any, path: str, seen: set[int]) -> Iterator[Leaf]:
+def _container(value: Any, path: str, seen: dict[int, Any]) -> Iterator[Leaf]:
     yield Leaf(f"{path}.<type>", type(value).__qualname__)
     items: Any
     if isinstance(value, torch.nn.Module):
