@@ -125,11 +125,7 @@ class Functionalized:
         written: positions of the written arguments, for an operator whose schema does not declare them.
     """
 
-<<<<<<< HEAD
-    def __init__(self, op: torch._ops.OpOverload, written: tuple[int, ...] | None = None) -> None:
-=======
-    def __init__(self, op: OpOverload) -> None:
->>>>>>> project
+    def __init__(self, op: OpOverload, written: tuple[int, ...] | None = None) -> None:
         self.op = op
         self.__name__ = f"functional_{op.name().split('::')[-1].replace('.', '_')}"
         self.__qualname__ = self.__name__

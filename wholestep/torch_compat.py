@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def below_autograd() -> object:
