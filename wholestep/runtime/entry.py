@@ -78,6 +78,7 @@ class Entry:
         self.hoist_inputs = [places[id(item)] for item in traced.hoisted.inputs]
         self.counted = tuple(traced.versions)
         self.steps = tuple(traced.versions.values())
+        self.slot_versions = tuple(slot.version for slot in traced.slots)
         self.handle = torch.zeros((), requires_grad=True)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,10 +100,10 @@ class Entry:
         counted = [values[i] for i in self.counted]
         before = [tensor._version for tensor in counted]
         outputs = self.program.run(*values[: self.count])
-        if counted:
-            set_versions(tuple(counted), tuple([v + s for v, s in zip(before, self.steps, strict=True)]))
         traced = self.traced
         slots = [self._slot(slot, outputs, values) for slot in traced.slots]
+        versions = [v + s for v, s in zip(before, self.steps, strict=True)]
+        set_versions((*counted, *slots), (*versions, *self.slot_versions))
         if traced.effects:
             made = [rebuild(item, slots, values, outputs) for item in traced.made]
             self.binder.apply(traced.effects, args, kwargs, made)

@@ -32,6 +32,7 @@ class Slot:
         geometry: (size, stride, offset from the start of that output or input) for a view, None for the
             whole of it.
         requires_grad: as eager leaves it; `leaf` tells whether it then has a `grad_fn`.
+        version: in-place writes that its version counter counts.
     """
 
     output: int | None = None
@@ -39,6 +40,7 @@ class Slot:
     geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
     requires_grad: bool = False
     leaf: bool = True
+    version: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,8 @@ class Dataclass:
     fields: dict[str, Any]
 
 
-def _autograd(tensor: torch.Tensor) -> tuple[bool, bool]:
-    return tensor.requires_grad, tensor.is_leaf
+def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int]:
+    return tensor.requires_grad, tensor.is_leaf, tensor._version
 
 
 def _whole(fake: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
