@@ -13,12 +13,13 @@ from torch._ops import OpOverload as OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 def below_autograd() -> object:
     """Context manager: operators skip the autograd and version-counter layers of the dispatcher."""
-    return torch._C._AutoDispatchBelowAutograd()
+    return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
 def has_native_kernel(op: OpOverload, key: str) -> bool:
@@ -63,3 +64,7 @@ def tensor_hooks(tensor: torch.Tensor) -> dict[str, object]:
         "_backward_hooks": tensor._backward_hooks,
         "_post_accumulate_grad_hooks": tensor._post_accumulate_grad_hooks,
     }
+
+
+# Types for which torch.optim and the gradient clipping functions choose their foreach forms.
+FOREACH_TYPES: list[type] = _foreach_utils._foreach_supported_types
