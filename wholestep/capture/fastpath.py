@@ -20,14 +20,14 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import MISSING
-from wholestep.capture.guards import global_state, metadata
 from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.source import REGISTRIES, Grad, Source
-from wholestep.capture.walk import Place, is_plain
+from wholestep.capture.walk import Place, global_state, is_plain, metadata
 
 _SHAPE, _CONTIGUOUS = attrgetter("shape"), torch.Tensor.is_contiguous
 _GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _ANCHORS = (torch.nn.Module, torch.optim.Optimizer)
+_NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.CELL, boxes.NAMES)
 _CONTAINERS = (dict, list, tuple, deque)
 
 
@@ -110,8 +110,6 @@ class FastPath:
         self.volatile: set[int] = set()
         self.volatile_tensors: list[tuple[str, torch.Tensor]] = []
         self.anchored_tensors: dict[int, str] = {}
-        self.keys: list[Any] = []
-        self.stable: list[Any] = []
         self._mark_volatile()
         self._gather()
         self._arguments()
@@ -146,11 +144,10 @@ class FastPath:
         for _, value in self.snap.walk.roots[:-1]:
             self._mark(value)
         for place in self.snap.places:
-            if isinstance(place.owner, torch.optim.Optimizer) or place.box in (boxes.TENSOR, boxes.TUPLE):
+            if isinstance(place.owner, torch.optim.Optimizer) or place.box not in _NAMED:
                 continue
             for key, value in place.before.items():
-                if type(value) in _CONTAINERS and key not in REGISTRIES and key != "params" and key not in place.ignored \
-                        and place.box is not boxes.MAPPING and self._holds_tensor(value, set()):
+                if type(value) in _CONTAINERS and key not in REGISTRIES and self._holds_tensor(value, set()):
                     self._mark(value)
 
     def _mark(self, value: Any) -> None:
@@ -332,47 +329,40 @@ class FastPath:
     # anchored holders ----------------------------------------------------------------------------------
 
     def _anchored(self) -> None:
-        dicts: list[Any] = []
-        whole_values: list[Any] = []
+        """Compares anchored holders: their keys, then their values, as two long lists; odd ones by themselves."""
+        empty: list[Any] = []
+        dicts: list[Any] = []  # keys of these are compared
+        stable: list[Any] = []  # and values of these
         lists: list[Any] = []
-        keys: list[Any] = []
         for place in filter(self._is_anchored, self.snap.places):
             special = {k for k, v in place.before.items() if k not in place.ignored and self._special(v, place)}
-            values = list(place.before.values())
-            plain_keys = all(type(key) in (str, int) for key in place.before)
-            if place.box in (boxes.MAPPING, boxes.ATTRIBUTES) and not place.ignored and plain_keys:
-                if not values:
-                    self._empty(place)
-                    continue
-                if id(place.holder) in self.whole:
-                    keys.append(place.holder)
-                    continue
-                keys.append(place.holder)
-                if not special:
+            mapping = place.box in (boxes.MAPPING, boxes.ATTRIBUTES) and not place.ignored
+            if not place.before and (mapping or place.box is boxes.SET or place.box is boxes.LIST):
+                empty.append(place.holder)
+            elif mapping:
+                if all(type(key) in (str, int) for key in place.before):
                     dicts.append(place.holder)
-                    whole_values += values
-                    continue
+                else:
+                    holder, keys = self._name(place.holder), list(place.before)
+                    self._require(f"len({holder}) == {len(keys)} and identical({holder}, {self._fresh(keys)})")
+                if not special:
+                    stable.append(place.holder)
+                elif id(place.holder) not in self.whole:
+                    self._one_by_one(place, special)
             elif place.box is boxes.LIST and not special:
-                lists.append(place)
-                continue
-            self._one_by_one(place, special, plain_keys)
-        if keys:
-            self._require(f"[*chain({self._fresh(keys)})] == {self._fresh([k for d in keys for k in d])}")
+                lists.append(place.holder)
+            else:
+                self._one_by_one(place, special)
         if dicts:
-            self._require(f"identical(chain(map(values, {self._fresh(dicts)})), {self._fresh(whole_values)})")
+            self._require(f"[*chain({self._fresh(dicts)})] == {self._fresh([k for d in dicts for k in d])}")
+        if stable:
+            values = [v for d in stable for v in dict.values(d)]
+            self._require(f"identical(chain(map(values, {self._fresh(stable)})), {self._fresh(values)})")
         if lists:
-            holders = [p.holder for p in lists]
-            self._require(f"list(map(len, {self._fresh(holders)})) == {self._fresh([len(x) for x in holders])} and "
-                          f"identical(chain({self._fresh(holders)}), {self._fresh([v for x in holders for v in x])})")
-        if self._empties:
-            self._require(f"not any({self._fresh(self._empties)})")
-
-    @property
-    def _empties(self) -> list[Any]:
-        return self.stable
-
-    def _empty(self, place: Place) -> None:
-        self.stable.append(place.holder)
+            self._require(f"list(map(len, {self._fresh(lists)})) == {self._fresh([len(x) for x in lists])} and "
+                          f"identical(chain({self._fresh(lists)}), {self._fresh([v for x in lists for v in x])})")
+        if empty:
+            self._require(f"not any({self._fresh(empty)})")
 
     def _special(self, value: Any, place: Place) -> bool:
         """True for a value that is not compared by identity with the last one: it has a path of its own."""
@@ -384,20 +374,16 @@ class FastPath:
         """True when a list is where an anchored tensor is read from, not another way to reach it."""
         return self.snap.tensors[id(tensor)].source.path.startswith(place.source.path)
 
-    def _one_by_one(self, place: Place, special: set[Any], plain_keys: bool) -> None:
+    def _one_by_one(self, place: Place, special: set[Any]) -> None:
         kept = [key for key in place.before if key not in place.ignored]
+        holder = self._name(place.holder)
         if place.box in (boxes.SET, boxes.DEQUE, boxes.LIST):
-            self._require(f"len({self._name(place.holder)}) == {len(place.before)}")
+            self._require(f"len({holder}) == {len(place.before)}")
         if place.box is boxes.SET or (place.box is boxes.DEQUE and not special):
-            expected = self._fresh(list(place.holder))
-            self._require(f"identical({self._name(place.holder)}, {expected})")
+            self._require(f"identical({holder}, {self._fresh(list(place.holder))})")
             return
-        if place.box in (boxes.MAPPING, boxes.ATTRIBUTES) and (place.ignored or not plain_keys):
-            holder = self._name(place.holder)
-            if place.ignored and place.box is boxes.ATTRIBUTES:
-                self._require(f"[k for k in {holder} if k not in {self._fresh(place.ignored)}] == {self._fresh(kept)}")
-            elif not place.ignored:
-                self._require(f"len({holder}) == {len(kept)} and identical({holder}, {self._fresh(kept)})")
+        if place.ignored and place.box is boxes.ATTRIBUTES:
+            self._require(f"[k for k in {holder} if k not in {self._fresh(place.ignored)}] == {self._fresh(kept)}")
         for key in kept:
             value = place.before[key]
             expression = self._at(place, key)

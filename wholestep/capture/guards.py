@@ -15,7 +15,7 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.source import Source
-from wholestep.capture.walk import Place, Walk, is_plain
+from wholestep.capture.walk import META, Place, Walk, is_plain
 
 STATE = "global state"
 
@@ -49,26 +49,6 @@ class GuardFailure:
     reason: str
 
 
-META = ("shape", "stride", "dtype", "device", "layout", "requires_grad", "is_leaf", "type")
-
-
-def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a captured program relies on in a tensor, in the order of `META`."""
-    strided = tensor.layout == torch.strided
-    return (list(tensor.shape), list(tensor.stride()) if strided else None, tensor.dtype, tensor.device, tensor.layout,
-            tensor.requires_grad, tensor.is_leaf, type(tensor))
-
-
-def global_state() -> tuple[Any, ...]:
-    """The settings of torch that change what a step computes, in the order of `STATE_NAMES`."""
-    return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
-    )
-
-
 STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
     "autocast dtype on cuda", "autocast cache", "default dtype", "default device", "deterministic algorithms",
@@ -86,15 +66,14 @@ def _structure(walk: Walk, place: Place) -> tuple[Any, ...]:
 
 def guards(walk: Walk) -> list[Guard]:
     """All guards of what a walk met, parents before children."""
-    found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, global_state(), strict=True)]
+    found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, walk.state, strict=True)]
     call = walk.call
     found.append(Guard(None, "arguments", (len(call.args), tuple(call.kwargs))))
     for source, value in walk.roots:
         _value_guard(walk, source, value, found)
     for place in walk.places:
         if place.box is boxes.TENSOR:
-            tensor = place.holder
-            found += [Guard(place.source, name, m) for name, m in zip(META, metadata(tensor), strict=True)]
+            found.append(Guard(place.source, "tensor", walk.metadata[id(place.holder)]))
             found.append(Guard(place.source, "grad", "None" if place.before["grad"] is None else "a tensor"))
         else:
             found.append(Guard(place.source, f"structure of {place.box.name}", _structure(walk, place)))
@@ -132,8 +111,6 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
     for guard in new:
         if guard.kind == "is" and ((guard.source.path if guard.source else ""), "is") not in earlier:
             return GuardFailure(f"{_pair(guard)}: expected two objects, found the same one")
-        if guard.source is not None and guard.kind == "is":
-            continue
     for guard in old:
         path = guard.source.path if guard.source else ""
         match = later.get((path, guard.kind))
@@ -160,6 +137,9 @@ def _reason(guard: Guard, match: Guard | None, later: dict[tuple[str, str], Guar
         if other is None:
             return f"{where}: expected to be there, found missing"
         return f"{where}: expected {guard.kind} {_show(guard.expected)}, found {other.kind} {_show(other.expected)}"
+    if guard.kind == "tensor":
+        name, old, new = next((n, a, b) for n, a, b in zip(META, guard.expected, match.expected, strict=True) if a != b)
+        return f"{where} {name}: expected {_show(old)}, found {_show(new)}"
     if guard.kind.startswith("structure"):
         return f"{where}: {_keys(guard.expected, match.expected)}"
     kind = "" if guard.kind == "value" else f" {guard.kind}"
@@ -191,5 +171,5 @@ def _show(value: Any) -> str:
         return value.__name__
     if isinstance(value, types.CodeType):
         return f"{value.co_qualname} at line {value.co_firstlineno}"
-    text = repr(value)
+    text = repr(list(value) if isinstance(value, torch.Size) else value)
     return text if len(text) <= 120 else text[:117] + "…"

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,7 @@ PLAIN: tuple[type, ...] = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
 )
 _EXACT_PLAIN = frozenset(PLAIN)
+_BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
 BOOKKEEPING = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
@@ -80,6 +81,26 @@ class Number:
     group: dict[str, Any]
     key: str
     index: int | None = None
+
+
+META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape", "stride")
+
+
+def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a captured program relies on in a tensor, in the order of `META`."""
+    strided = tensor.layout == torch.strided
+    return (type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf,
+            tensor.shape, tensor.stride() if strided else None)
+
+
+def global_state() -> tuple[Any, ...]:
+    """The settings of torch that change what a step computes, in the order of `guards.STATE_NAMES`."""
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -142,6 +163,8 @@ class Walk:
         self.places: list[Place] = []
         self.first: dict[int, Source] = {}
         self.tensors: dict[int, Found] = {}
+        self.state = global_state()
+        self.metadata: dict[int, tuple[Any, ...]] = {}
         self.numbers: list[Number] = []
         self.named: set[tuple[int, str]] = set()  # globals met: id of the module's table, name
         self._keep: list[Any] = []  # ids stay valid while the walk lives
@@ -207,6 +230,7 @@ Handler = Callable[[Walk, Any, Source], None]
 
 def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
     walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(tensor, source))
+    walk.metadata[id(tensor)] = metadata(tensor)
     walk.add(tensor, source, boxes.TENSOR)
     attributes = vars(tensor)
     if attributes:
@@ -244,6 +268,8 @@ def _sequence(box: Box) -> Handler:
 
 
 def _plain_attributes(walk: Walk, value: Any, source: Source) -> None:
+    if type(value) in _BARE:
+        return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         walk.add(attributes, Vars(source), boxes.ATTRIBUTES, value)
