@@ -48,12 +48,17 @@ class Binder:
     def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         self.slow_calls += 1
         later = snapshot(self.fn, args, kwargs)
-        failure = compare(self.guards, later.guards()) or self._shares_otherwise(later)
+        failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure
         self._fast = self._compile(later)
         values = self._fast(args, kwargs)
         return [source.read(later.call) for source in self.inputs] if values is None else values
+
+    def _lacks(self, later: Snapshot) -> GuardFailure | None:
+        there = {f.source.path for f in later.tensors.values()} | {n.source.path for n in later.numbers}
+        missing = [source for source in self.inputs if source.path not in there]
+        return GuardFailure(f"{missing[0]}: expected to be there, found missing") if missing else None
 
     def _shares_otherwise(self, later: Snapshot) -> GuardFailure | None:
         now = _sharing(later, self.mutated)

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Box, Contents, Names
-from wholestep.capture.source import Attr, Call, Cell, Closure, Function, Global, Item, Local, Source, Vars
+from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Source, Vars
 from wholestep.ir import InputKind
 
 PLAIN: tuple[type, ...] = (
@@ -52,6 +52,8 @@ class Place:
         holder: the thing itself; for an object its ``__dict__``.
         owner: the object whose ``__dict__`` it is, else the holder.
         ignored: keys that are restored and replayed but not guarded.
+        lifted: keys of these that hold numbers which are inputs, so that only their type is guarded.
+        ordered: whether another order of keys is another structure; loading a state dict reorders groups.
     """
 
     holder: Any
@@ -60,6 +62,8 @@ class Place:
     box: Box
     before: Contents
     ignored: frozenset[Any] = frozenset()
+    lifted: frozenset[Any] = frozenset()
+    ordered: bool = True
     children: list[tuple[Any, Source]] = field(default_factory=list)
 
 
@@ -155,7 +159,7 @@ def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
 class Walk:
     """Collects places, tensors and numbers, in the order in which sources are first met.
 
-    Optimizers and schedulers wait until all else is walked, so that a parameter is named after its module.
+    Optimizers, schedulers and classes wait until all else is walked, so that a parameter is named after its module.
     """
 
     def __init__(self, call: Call) -> None:
@@ -183,15 +187,15 @@ class Walk:
             handler = _handler(type(value))
             if handler is None:
                 continue
-            deferred = handler in (_optimizer, _scheduler)
-            if deferred and not source.path.endswith("#later"):
+            if handler in _LAST and not isinstance(source, _Later):
                 self._later.append((value, _Later(source)))
                 continue
-            if isinstance(source, _Later):
-                source = source.source
+            source = source.source if isinstance(source, _Later) else source
             self.first[id(value)] = source
             self._keep.append(value)
+            mark = len(self._todo)
             handler(self, value, source)
+            self._todo[mark:] = reversed(self._todo[mark:])  # a stack: what was queued first is walked first
 
     def add(self, holder: Any, source: Source, box: Box, owner: Any = None, ignored: frozenset[Any] = frozenset(),
             descend: bool = True) -> Place:
@@ -205,7 +209,7 @@ class Walk:
                     if type(value) not in _EXACT_PLAIN]
         place.children = children
         if descend:
-            self._todo.extend((contents[key], child) for key, child in reversed(children) if key not in ignored)
+            self._todo.extend((contents[key], child) for key, child in children if key not in ignored)
         return place
 
     def _key(self, key: Any) -> Any:
@@ -218,11 +222,9 @@ class Walk:
 
 @dataclass(frozen=True, eq=False)
 class _Later(Source):
-    source: Source
+    """Marks a source that has waited until all else was walked."""
 
-    @functools.cached_property
-    def path(self) -> str:
-        return self.source.path + "#later"
+    source: Source
 
 
 Handler = Callable[[Walk, Any, Source], None]
@@ -253,9 +255,8 @@ def _tensor_kind(tensor: torch.Tensor, source: Source) -> InputKind:
 
 
 def _mapping(walk: Walk, holder: dict[Any, Any], source: Source) -> None:
-    for key in holder:
-        if type(key) not in (str, int) and not is_plain(key):
-            walk._todo.append((key, Attr(source, "keys()")))
+    walk._todo.extend((key, Member(source, index)) for index, key in enumerate(holder)
+                      if type(key) not in _EXACT_PLAIN)
     walk.add(holder, source, boxes.MAPPING)
     _plain_attributes(walk, holder, source)
 
@@ -297,9 +298,7 @@ def _class(walk: Walk, kind: type, source: Source) -> None:
 
 
 def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> None:
-    walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
-    lists = optimizer.param_groups
-    for index, group in enumerate(lists):
+    for index, group in enumerate(optimizer.param_groups):
         where = Item(Item(Item(Vars(source), "param_groups"), index), "")
         later = frozenset(key for key in group if key not in optimizer.defaults and key != "params")
         lifted = set()
@@ -311,7 +310,9 @@ def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> 
                 lifted.add(key)
                 walk.numbers += [Number(Item(Item(where.base, key), i), v, group, key, i) for i, v in enumerate(value)]
         walk.first[id(group)] = where.base
-        walk.add(group, where.base, boxes.MAPPING, None, later | lifted)
+        place = walk.add(group, where.base, boxes.MAPPING, None, later | lifted)
+        place.lifted, place.ordered = frozenset(lifted - later), False
+    walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
     for base in type(optimizer).__mro__:
         if is_user_class(base):
             walk._todo.append((base, Attr(source, "__class__")))
@@ -324,7 +325,7 @@ def _scheduler(walk: Walk, scheduler: Any, source: Source) -> None:
 def _function(walk: Walk, function: types.FunctionType, source: Source) -> None:
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
         if id(cell) not in walk.first:
-            walk.add(cell, Closure(Cell(source, index), name), boxes.CELL)
+            walk.add(cell, Cell(source, index, name), boxes.CELL)
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
             walk._todo.append((getattr(function, name), Attr(source, name)))
@@ -340,13 +341,12 @@ def _function(walk: Walk, function: types.FunctionType, source: Source) -> None:
 
 
 def _method(walk: Walk, method: types.MethodType, source: Source) -> None:
-    walk._todo.append((method.__func__, Attr(source, "__func__")))
-    walk._todo.append((method.__self__, Attr(source, "__self__")))
+    walk._todo += [(method.__self__, Attr(source, "__self__")), (method.__func__, Attr(source, "__func__"))]
 
 
 def _partial(walk: Walk, value: functools.partial[Any], source: Source) -> None:
-    walk._todo += [(value.keywords, Attr(source, "keywords")), (value.args, Attr(source, "args")),
-                   (value.func, Attr(source, "func"))]
+    walk._todo += [(value.func, Attr(source, "func")), (value.args, Attr(source, "args")),
+                   (value.keywords, Attr(source, "keywords"))]
 
 
 HANDLERS: dict[type, Handler] = {
@@ -368,6 +368,7 @@ HANDLERS: dict[type, Handler] = {
     UserList: _object,
     type: _class,
 }
+_LAST = (_optimizer, _scheduler, _class)
 OPAQUE: tuple[type, ...] = (types.ModuleType, types.BuiltinFunctionType, torch.Generator, weakref.ref)
 
 
