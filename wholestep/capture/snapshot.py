@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,15 @@ class Snapshot:
         if moved:
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         self._lifted.clear()
+
+    def module_names(self) -> dict[int, str]:
+        """id of each module that the step can see -> its path, as in ``model.layers.0``."""
+        names: dict[int, str] = {}
+        for place in self.places:
+            if isinstance(place.owner, torch.nn.Module):
+                path = re.sub(r"^\w+\['(\w+)'\]", r"\1", str(place.source))
+                names.setdefault(id(place.owner), path.removesuffix(".__dict__"))
+        return names
 
 
 def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
