@@ -98,7 +98,7 @@ def training_step(
         return [loss.detach(), *torch.autograd.grad(loss, parameters)]
 
     traced = make_fx(forward_backward, tracing_mode="fake")(values, batch)
-    params = [build.input(n.replace(".", "_"), v, "parameter") for n, v in zip(names, values, strict=True)]
+    params = [build.input("p_" + n.replace(".", "_"), v, "parameter") for n, v in zip(names, values, strict=True)]
     given = [build.input(f"batch_{i}", v, "tensor") for i, v in enumerate(batch)]
     state: list[list[fx.Node]] = []
     count = {"sgd": 0, "momentum": 1}.get(optimizer, 3)
