@@ -177,9 +177,11 @@ def arrange(step: StepGraph, tiling: bool = True, batching: bool = True) -> list
 
 
 class _Grouping:
-    """Grows groups node by node, so that the graph of groups never gets a cycle.
+    """Grows and joins groups node by node, so that the graph of groups never gets a cycle.
 
-    `needs[g]` is the set of groups, as bits, that group g depends on; `taint[n]` those that node n depends on.
+    Sets of groups are bits of an int. `direct[g]` are the groups whose members are operands of g's members,
+    `indirect[g]` those that g depends on through a node of no group. A group that joined another one
+    stays as a bit that leads to it.
     """
 
     def __init__(self, nodes: list[fx.Node]) -> None:
@@ -187,64 +189,86 @@ class _Grouping:
         self.group_of: dict[fx.Node, int] = {}
         self.members: list[list[fx.Node]] = []
         self.keys: list[Any] = []
-        self.needs: list[int] = []
+        self.direct: list[int] = []
+        self.indirect: list[int] = []
         self.taint: dict[fx.Node, int] = {}
         self.by_key: dict[Any, list[int]] = {}
 
     def visit(self, node: fx.Node, tiling: bool, batching: bool) -> None:
-        operands = node.all_input_nodes
-        direct = 0
-        for operand in operands:
-            direct |= self.taint.get(operand, 0)
+        """Puts a node into a group of its own, an old one, or none."""
         if tiling and tileable(node):
-            candidates = {self.group_of[o] for o in operands if o in self.group_of}
-            key = ("tile", info(node).value.shape, info(node).value.dtype)
-            siblings = {self.group_of[u] for o in operands for u in o.users if u in self.group_of}
-            chosen = next((g for g in sorted(candidates) + sorted(siblings - candidates)
-                           if self.keys[g] == key and self._may_join(g, operands, tile=True)), None)  # fmt: skip
-        elif batching and (key := batch_key(node)) is not None:
-            found = self.by_key.get(key, [])
-            chosen = next((g for g in found if self._may_join(g, operands, tile=False)), None)
-        else:
-            self.taint[node] = direct
+            value = info(node).value
+            key: Any = ("tile", value.shape, value.dtype)
+        elif not batching or (key := batch_key(node)) is None:
+            self.taint[node] = self._reached(node.all_input_nodes)
             return
-        self._join(node, chosen, key, direct)
+        mine = self._open(node, key)
+        if key[0] == "tile":
+            phase = info(node).phase
+            near = {self.group_of[o]: None for o in node.all_input_nodes if o in self.group_of}
+            for operand in node.all_input_nodes:
+                near |= {self.group_of[u]: None for u in operand.users if u in self.group_of and info(u).phase == phase}
+            for group in near:
+                if group != mine and self.keys[group] == key and self.members[group]:
+                    mine = self._merge(group, mine)
+            return
+        for group in self.by_key.setdefault(key, []):
+            if self.members[group] and not self.direct[mine] >> group & 1 and self._may_merge(group, mine):
+                self._merge(group, mine)
+                return
+        self.by_key[key].append(mine)
+
+    def _reached(self, operands: Iterable[fx.Node]) -> int:
+        mask = 0
+        for operand in operands:
+            mask |= self.taint.get(operand, 0)
+        return mask
+
+    def _open(self, node: fx.Node, key: Any) -> int:
+        group = len(self.members)
+        self.members.append([node])
+        self.keys.append(key)
+        inside = [o for o in node.all_input_nodes if o in self.group_of]
+        self.direct.append(sum(1 << g for g in {self.group_of[o] for o in inside}))
+        self.indirect.append(self._reached(o for o in node.all_input_nodes if o not in self.group_of))
+        self.group_of[node] = group
+        self.taint[node] = 1 << group
+        return group
 
     def _closure(self, mask: int) -> int:
-        """All groups reachable from a set of groups."""
+        """All groups that a set of groups depends on, itself included."""
         seen, todo = 0, mask
         while todo:
             group = (todo & -todo).bit_length() - 1
-            todo &= todo - 1
-            if not seen >> group & 1:
-                seen |= 1 << group
-                todo |= self.needs[group] & ~seen
+            seen |= 1 << group
+            todo = (todo | self.direct[group] | self.indirect[group]) & ~seen
         return seen
 
-    def _may_join(self, group: int, operands: Iterable[fx.Node], tile: bool) -> bool:
-        mask = 0
-        for operand in operands:
-            if self.group_of.get(operand) == group:
-                if not tile:
-                    return False
-                continue
-            mask |= self.taint.get(operand, 0)
-        return not self._closure(mask) >> group & 1
+    def _may_merge(self, a: int, b: int) -> bool:
+        """False when a dependency leads from one to the other by way of a third."""
+        from_a = self._closure(self.indirect[a] | self.direct[a] & ~(1 << b))
+        from_b = self._closure(self.indirect[b] | self.direct[b] & ~(1 << a))
+        return not (from_a >> b & 1 or from_b >> a & 1)
 
-    def _join(self, node: fx.Node, group: int | None, key: Any, direct: int) -> None:
-        if group is None:
-            group = len(self.members)
-            self.members.append([])
-            self.keys.append(key)
-            self.needs.append(0)
-            self.by_key.setdefault(key, []).append(group)
-        self.members[group].append(node)
-        self.group_of[node] = group
-        self.needs[group] |= direct & ~(1 << group)
-        self.taint[node] = 1 << group
+    def _merge(self, a: int, b: int) -> int:
+        """Joins b to a if that makes no cycle; returns the group that b's nodes are in now."""
+        if not self._may_merge(a, b):
+            return b
+        self.members[a] += self.members[b]
+        for node in self.members[b]:
+            self.group_of[node] = a
+            self.taint[node] = 1 << a
+        both = ~(1 << a | 1 << b)
+        self.direct[a] = (self.direct[a] | self.direct[b]) & both
+        self.indirect[a] = (self.indirect[a] | self.indirect[b]) & both
+        self.members[b], self.direct[b], self.indirect[b] = [], 1 << a, 0
+        return a
 
     def ordered(self) -> list[Item]:
         """Sorts items so that each follows what it reads, as near to the original order as that allows."""
+        place = {node: i for i, node in enumerate(self.nodes)}
+        for group in self.members:
+            group.sort(key=place.__getitem__)
         items: list[Item] = []
         item_of: dict[fx.Node, int] = {}
         for node in self.nodes:
@@ -256,7 +280,6 @@ class _Grouping:
                 for member in self.members[group]:
                     item_of[member] = len(items)
                 items.append(Item(self.keys[group][0], self.members[group]))
-        place = {node: i for i, node in enumerate(self.nodes)}
         rank = [place[item.nodes[-1]] for item in items]
         before: list[set[int]] = [set() for _ in items]
         last_effect: int | None = None

@@ -472,7 +472,7 @@ class _Planner:
         plan.how[node] = how
         if over is not None:
             self._share(node, over)
-        elif tiled and all(self.item_of.get(r) == self.item_of[node] for r in self.readers[node]):
+        elif tiled and self._within_item(node):
             dtypes = plan.scratch.setdefault(self.item_of[node], [])
             plan.store[node] = Store("scratch", len(dtypes))
             dtypes.append(info(node).value.dtype)
@@ -482,6 +482,10 @@ class _Planner:
             plan.slots.append(Slot(value.numel() * value.itemsize, 0, 0, str(value.device)))
             self.members[len(plan.slots) - 1] = [node]
 
+    def _within_item(self, node: fx.Node) -> bool:
+        """True when only the node's own group reads it."""
+        return all(self.item_of.get(r) == self.item_of[node] for r in self.readers[node])
+
     def _reusable(self, operand: fx.Node, node: fx.Node, how: How) -> bool:
         value, root = info(operand).value, self.root[operand]
         home = self.plan.store.get(root)
@@ -489,6 +493,8 @@ class _Planner:
             return False
         held = info(root).value
         if not isinstance(value, torch.Tensor) or not isinstance(held, torch.Tensor) or how == "fill":
+            return False
+        if home.kind == "scratch" and not self._within_item(node):
             return False
         whole = held.numel() == value.numel() and is_dense(value) and is_dense(held)
         return whole and layout(value) == layout(info(node).value) and self._may_write_over(node, root, how)
