@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from wholestep.ir import GETITEM, Input, NodeInfo, Signature, StepGraph, check, info, set_info
+from wholestep.ir import GETITEM, Functionalized, Input, NodeInfo, Signature, StepGraph, check, info, set_info
 from wholestep.torch_compat import FakeTensorMode
 
 aten = torch.ops.aten
@@ -60,10 +60,20 @@ class Builder:
             elif node.op == "call_function":
                 new_args, new_kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
                 self.where = f"model.py:{len(env)}"
-                env[node] = self.call(node.target, *new_args, **new_kwargs)
+                env[node] = self.pure(node.target, *new_args, **new_kwargs)
+                if mutable(node.target):
+                    env[node.args[0]] = env[node]
             else:
                 return list(fx.map_arg(node.args[0], lambda n: env[n]))
         raise AssertionError("no output")
+
+    def pure(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """The functional form of a call that may write its first argument."""
+        if not mutable(op):
+            return self.call(op, *args, **kwargs)
+        if op is aten.div_.Scalar:
+            return self.call(aten.div.Scalar, *args)
+        return self.call(GETITEM, self.call(Functionalized(op), *args, **kwargs), 0)
 
     def constant(self, value: torch.Tensor) -> fx.Node:
         self.owner = getattr(self, "owner", torch.nn.Module())
@@ -193,6 +203,10 @@ def sgd(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
 OPTIMIZERS = {
     "adamw": adamw, "adamw_foreach": adamw_foreach, "adamw_fused": adamw_fused, "momentum": momentum, "sgd": sgd,
 }  # fmt: skip
+
+
+def mutable(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
 
 
 def mlp(sizes: list[int]) -> torch.nn.Module:

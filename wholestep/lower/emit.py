@@ -19,6 +19,7 @@ from wholestep.ir import GETITEM, info
 from wholestep.lower.ops import (
     FILLS,
     SCATTERS,
+    UNSET,
     aten,
     base_name,
     inplace_variant,
@@ -201,6 +202,9 @@ class _Writer:
 
     def _fill(self, node: fx.Node, lines: list[str]) -> None:
         number = FILLS[node.target](*node.args, **node.kwargs)
+        if number is UNSET:
+            self._destination(node, lines)
+            return
         zero = not isinstance(number, fx.Node) and number == 0
         text = "zero_()" if zero else f"fill_({self._arg(number)})"
         self._say(lines, f"{self._destination(node, lines)}.{text}", node)

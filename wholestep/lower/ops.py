@@ -30,8 +30,14 @@ OUT_ALIASES: dict[Any, tuple[Any, tuple[Any, ...]]] = {
     aten.relu.default: (aten.clamp_min.out, (0,)),  # relu's CPU and CUDA kernels are clamp_min's
 }
 
+UNSET: Any = object()  # what `empty` fills memory with
+
 # Results that are one constant everywhere, and where in the arguments it stands.
 FILLS: dict[Any, Callable[..., Any]] = {
+    aten.empty.memory_format: lambda *a, **k: UNSET,
+    aten.empty_like.default: lambda *a, **k: UNSET,
+    aten.empty_strided.default: lambda *a, **k: UNSET,
+    aten.new_empty.default: lambda *a, **k: UNSET,
     aten.zeros.default: lambda *a, **k: 0,
     aten.zeros_like.default: lambda *a, **k: 0,
     aten.new_zeros.default: lambda *a, **k: 0,
@@ -42,6 +48,13 @@ FILLS: dict[Any, Callable[..., Any]] = {
     aten.full_like.default: lambda x, value, **k: value,
     aten.new_full.default: lambda x, size, value, **k: value,
     aten.scalar_tensor.default: lambda value, **k: value,
+}
+# Overloads that only wrap their number into a tensor and call another one.
+PLAINER: dict[Any, Any] = {
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
 }
 COPIES = {aten.clone.default, aten._to_copy.default}
 

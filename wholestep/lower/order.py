@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, info, is_effectful, set_info
-from wholestep.lower.ops import aten, base_name, inplace_variant, is_pointwise, out_variant
+from wholestep.lower.ops import PLAINER, aten, base_name, inplace_variant, is_pointwise, out_variant
 
 TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
 TILE_FROM = 1 << 18  # elements from which a chain is tiled: 1 MB in float32
@@ -59,10 +59,11 @@ def copy_step(step: StepGraph) -> StepGraph:
 
 
 def spell_lists(step: StepGraph) -> StepGraph:
-    """Replaces an operand that is a whole list of results by the list of its items."""
+    """Replaces an operand that is a whole list of results by the list of its items; plain overloads throughout."""
     for node in list(step.graph.nodes):
         if node.op != "call_function" or node.target is GETITEM:
             continue
+        node.target = PLAINER.get(node.target, node.target)
         for operand in node.all_input_nodes:
             values = info(operand).value
             if not isinstance(values, (list, tuple)):

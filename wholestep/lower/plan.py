@@ -234,8 +234,9 @@ class _Planner:
         """The value that a clone, detach or alias repeats."""
         while isinstance(node, fx.Node) and node.op == "call_function" and node not in self.fixed:
             base = _base_of(node)
-            same = base is not None and isinstance(info(base).value, torch.Tensor)
-            if base is None or not same or layout(info(base).value) != layout(info(node).value):
+            if base is None or not all(isinstance(info(n).value, torch.Tensor) for n in (base, node)):
+                return node
+            if layout(info(base).value) != layout(info(node).value):
                 return node
             if not (node.target in COPIES or base_name(node.target) in ("detach", "alias", "lift_fresh")):  # type: ignore[arg-type]
                 return node
