@@ -348,10 +348,11 @@ def _after(eager: World, other: World, i: int, one: Outcome, two: Outcome) -> No
 
 def _poke(views: tuple[View, View]) -> None:
     """Writes into each tensor of both worlds in turn; all others must see or not see it alike."""
-    for path in list(views[0].last):
-        pair = [view.last[path].value for view in views]
-        if isinstance(pair[0], torch.Tensor):
-            errors = [_write(tensor) for tensor in pair]
+    looks = views[0].last, views[1].last
+    pairs = [(path, leaf.value, looks[1][path].value) for path, leaf in looks[0].items()]
+    for path, one, two in pairs:
+        if isinstance(one, Tensor):
+            errors = _write(one), _write(two)
             if errors[0] != errors[1]:
                 raise Different(f"writing into {path} afterwards: eager {errors[0]}, compiled {errors[1]}")
             _compare(views, f"after writing into {path}", identity_too=False)
