@@ -131,6 +131,7 @@ def _other(x: Tensor, y: Tensor) -> Tensor | float:
 
 
 def _setitem(x: Tensor, y: Tensor, i: int, j: int) -> None:
+    x = x.view(1) if x.ndim == 0 else x
     keys: list[Any] = [0, slice(1, None), ..., slice(None, None, 2), torch.tensor([0]), x > 0]
     key = keys[i % len(keys)]
     x[key] = _other(x[key], y) if i % len(keys) < 4 else 1 + j
@@ -227,15 +228,21 @@ GRADIENTS = (
 )
 
 
+def _belongs_to_a_leaf(x: Tensor) -> bool:
+    """True for what autograd only lets you write in no_grad: a leaf with gradient, or a view of one."""
+    base = x._base if x._is_view() else x
+    return base is not None and base.requires_grad and base.is_leaf
+
+
 def run(program: Program, inputs: list[Tensor]) -> list[Tensor]:
     """Interprets a program; returns the tensors at its output positions."""
     tensors = list(inputs)
     for op, a, b, i, j, no_grad in program.body:
         x, y = tensors[a % len(tensors)], tensors[b % len(tensors)]
         made = None
-        with torch.set_grad_enabled(not no_grad):
+        with torch.set_grad_enabled(not (no_grad or (op in WRITES and j < 3 and _belongs_to_a_leaf(x)))):
             if op in VIEWS:
-                made = VIEWS[op](x, i, j)
+                made = VIEWS[op](x.view(1) if x.ndim == 0 else x, i, j)
             elif op in PURE:
                 made = PURE[op](x, y, i, j)
             elif op in WRITES:
@@ -243,6 +250,8 @@ def run(program: Program, inputs: list[Tensor]) -> list[Tensor]:
             elif op in RESHAPES:
                 RESHAPES[op](x)
             else:
+                if op == "backward":
+                    x = next((t for t in reversed(tensors) if t.requires_grad), x)
                 made = _gradient(op, x, y, i)
         if isinstance(made, Tensor):
             tensors.append(made)
@@ -283,7 +292,7 @@ def programs(gradients: bool, reshapes: bool = False) -> st.SearchStrategy[Progr
     """Strategy for programs; with gradients or without; with in-place changes of shape or without."""
     small = st.integers(0, 3)
     ops = [*VIEWS, *WRITES, *WRITES, *PURE] + (list(RESHAPES) * 2 if reshapes else [])
-    ops = ops + list(GRADIENTS) * 3 if gradients else ops
+    ops = ops + list(GRADIENTS) * 4 if gradients else ops
     spec = st.tuples(
         st.integers(0, len(SHAPES) - 1),
         small,
