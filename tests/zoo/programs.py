@@ -200,10 +200,13 @@ def _gradient(op: str, x: Tensor, y: Tensor, i: int) -> Tensor | None:
     """Operators on gradients; programs without any gradient pass through."""
     if op == "requires_grad_" and x.is_floating_point() and x.is_leaf:
         x.requires_grad_()
-    elif op == "backward" and x.requires_grad:
-        x.sum().backward(retain_graph=i > 0)
-    elif op == "autograd_grad" and x.requires_grad and y.requires_grad:
-        return torch.autograd.grad(x.sum(), y, retain_graph=True, allow_unused=True)[0]
+    elif op in ("backward", "autograd_grad") and x.requires_grad:
+        with torch.enable_grad():
+            loss = x.sum()
+        if op == "backward":
+            loss.backward(retain_graph=i > 0)
+        elif y.requires_grad:
+            return torch.autograd.grad(loss, y, retain_graph=True, allow_unused=True)[0]
     elif x.is_leaf and x.grad is not None:
         if op == "grad_write":
             x.grad.mul_(2)
@@ -296,15 +299,17 @@ def programs(gradients: bool, reshapes: bool = False) -> st.SearchStrategy[Progr
     spec = st.tuples(
         st.integers(0, len(SHAPES) - 1),
         small,
-        st.booleans() if gradients else st.just(False),
+        st.sampled_from([True, True, False]) if gradients else st.just(False),
         st.sampled_from([-1, -1, -1, 0, 1]),
         st.integers(0, 5),
     ).map(InputSpec._make)
     position = st.integers(0, 9)
     no_grad = st.booleans() if gradients else st.just(False)
     instruction = st.tuples(st.sampled_from(ops), position, position, small, small, no_grad).map(Instruction._make)
+    backward = Instruction("backward", 0, 0, 1, 0, False)
+    ending = st.sampled_from([(backward,), ()]) if gradients else st.just(())
     return st.tuples(
         st.lists(spec, min_size=1, max_size=4).map(tuple),
-        st.lists(instruction, min_size=1, max_size=10).map(tuple),
+        st.tuples(st.lists(instruction, min_size=1, max_size=10), ending).map(lambda parts: (*parts[0], *parts[1])),
         st.lists(position, max_size=4).map(tuple),
     ).map(Program._make)
