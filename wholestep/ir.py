@@ -119,20 +119,25 @@ class Functionalized:
     Calling it clones each written argument, runs the operator, and returns a tuple: the operator's own
     results that are not one of the written arguments, then the new values of the written arguments, in
     schema order (a written list contributes one entry per tensor).
+
+    Args:
+        op: the operator.
+        written: positions of the written arguments, for an operator whose schema does not declare them.
     """
 
-    def __init__(self, op: OpOverload) -> None:
+    def __init__(self, op: OpOverload, written: tuple[int, ...] | None = None) -> None:
         self.op = op
         self.__name__ = f"functional_{op.name().split('::')[-1].replace('.', '_')}"
         self.__qualname__ = self.__name__
         self.__module__ = "wholestep.ir"
-        self.written = [i for i, arg in enumerate(op._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+        declared = tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
+        self.written = declared if written is None else written
 
     def __repr__(self) -> str:
         return f"functional({self.op})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Functionalized) and other.op is self.op
+        return isinstance(other, Functionalized) and (other.op, other.written) == (self.op, self.written)
 
     def __hash__(self) -> int:
         return hash(("functional", self.op))

@@ -1,1 +1,38 @@
-""""""
+"""lower/: a `StepGraph` -> a callable on flat inputs.
+
+Takes a pure graph and example inputs. Gives ``fn(*inputs) -> outputs`` that writes mutated inputs in place and
+gives every other output memory of its own. This is the only room that may reuse memory or write in place.
+May import: errors, ir, torch_compat. Must not import capture, trace, runtime, api.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import fx
+
+from wholestep.ir import StepGraph
+from wholestep.lower.aten import lower_aten
+from wholestep.lower.naive import lower_naive
+
+Backend = Literal["aten", "naive"] | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+LOWERINGS: dict[str, Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]] = {
+    "aten": lower_aten,
+    "naive": lower_naive,
+}
+
+
+def lower(step: StepGraph, example_inputs: Sequence[Any], backend: Backend) -> Callable[..., Sequence[Any]]:
+    """Turns a graph into a callable by name of the backend.
+
+    Raises:
+        ValueError: no backend of that name.
+    """
+    if isinstance(backend, str) and backend in LOWERINGS:
+        return LOWERINGS[backend](step, example_inputs)
+    raise ValueError(f"backend {backend!r} is none of {sorted(LOWERINGS)} and not callable")
+
+
+__all__ = ["LOWERINGS", "Backend", "lower"]

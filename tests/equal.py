@@ -1,0 +1,328 @@
+"""The judge: a compiled training step against the same step run eagerly, everything compared bit for bit.
+
+A test gives a function ``make(seed) -> World``. The judge builds the world twice from the same seed, runs
+one eagerly and one compiled, step by step from the same random state, and after each step walks through
+everything that can be observed from outside: results, parameters, buffers, gradients, optimizer state,
+counters, who shares memory with whom, and the state of the random generator.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from walk import Leaf, leaves
+
+import wholestep as ws
+from wholestep.errors import CaptureError
+
+Step = Callable[..., Any]
+Compile = Callable[[Step], Step]
+
+
+@dataclass
+class World:
+    """All that one training step can see and touch.
+
+    Attributes:
+        step: the training step.
+        args: positional arguments per call; call ``i`` takes ``args[i % len(args)]``.
+        watch: named objects to compare: modules, optimizers, schedulers, tensors, lists that hooks fill…
+        after: runs outside of the step after call ``i`` with its result (a scheduler, a kept gradient).
+        changing: the step legitimately changes after its third call, so later recompiles are allowed.
+    """
+
+    step: Step
+    args: Sequence[tuple[Any, ...]] = ((),)
+    watch: dict[str, Any] = field(default_factory=dict)
+    after: Callable[[int, Any], None] | None = None
+    changing: bool = False
+
+
+Make = Callable[[int], World]
+
+
+@dataclass
+class Outcome:
+    """What one call gave: a result or an exception, and the random state and modes it left."""
+
+    result: Any = None
+    error: Exception | None = None
+    rng: torch.Tensor = field(default_factory=torch.get_rng_state)
+    modes: tuple[Any, ...] = ()
+
+
+@dataclass
+class Run:
+    """A finished comparison: both worlds, the compiled step, all results, and recompile reasons per call."""
+
+    eager: World
+    compiled: World
+    step: Step
+    results: list[tuple[Any, Any]]
+    recompiles: list[list[Any]]
+
+
+class Different(AssertionError):
+    """The compiled world differs from the eager one."""
+
+
+def identity(step: Step) -> Step:
+    """The compile function that changes nothing: for judging the worlds and the judge."""
+    return step
+
+
+def default_compile() -> Compile:
+    """`ws.compile`, or `identity` when WHOLESTEP_TEST_COMPILE=identity."""
+    return identity if os.environ.get("WHOLESTEP_TEST_COMPILE") == "identity" else ws.compile
+
+
+def reasons(step: Step) -> list[Any]:
+    """Recompile reasons so far."""
+    return list(getattr(step, "recompiles", []))
+
+
+def assert_same_run(make: Make, steps: int = 5, compile: Compile | None = None, poke: bool = False) -> Run:
+    """Runs ``steps`` calls eagerly and compiled, from equal beginnings, and compares everything after each.
+
+    Args:
+        make: builds a fresh world from a seed; called twice.
+        steps: number of calls.
+        compile: what to judge; default `default_compile()`.
+        poke: at the end, also write into every tensor in reach of each world, one after the other, and
+            compare who sees the write.
+
+    Raises:
+        Different: naming the first thing that differs, with the maximal absolute difference.
+    """
+    eager, other = _build(make), _build(make)
+    compiled = (compile or default_compile())(other.step)
+    views = View(eager), View(other)
+    _compare(views, "before the first call")
+    results: list[tuple[Any, Any]] = []
+    recompiles: list[list[Any]] = []
+    for i in range(steps):
+        rng = torch.get_rng_state()
+        one = _call(eager.step, eager, i, rng)
+        two = _call(compiled, other, i, rng)
+        recompiles.append(reasons(compiled))
+        _compare_outcome(one, two, f"call {i}")
+        results.append((one.result, two.result))
+        for view, outcome in zip(views, (one, two), strict=True):
+            view.results.append(outcome.result)
+        _compare(views, f"call {i}")
+        if i > 2 and not eager.changing and len(recompiles[-1]) > len(recompiles[2]):
+            raise Different(f"call {i}: recompiled when nothing had changed: {recompiles[-1][len(recompiles[2]) :]}")
+        if _after(eager, other, i, one, two):
+            _compare(views, f"after call {i}", identity_too=False)
+    if poke:
+        _poke(views)
+    return Run(eager, other, compiled, results, recompiles)
+
+
+def assert_same_failure(make: Make, compile: Compile | None = None, calls_before: int = 0) -> None:
+    """The eager step raises: the compiled one must raise the same type and leave its world untouched.
+
+    Args:
+        make: builds a fresh world from a seed; called three times.
+        compile: what to judge; default `default_compile()`.
+        calls_before: how many calls succeed before the one that raises.
+    """
+    eager, other, untouched = _build(make), _build(make), _build(make)
+    compiled = (compile or default_compile())(other.step)
+    for i in range(calls_before):
+        rng = torch.get_rng_state()
+        for step, world in ((eager.step, eager), (compiled, other), (untouched.step, untouched)):
+            outcome = _call(step, world, i, rng)
+            if outcome.error is not None:
+                raise outcome.error
+    rng = torch.get_rng_state()
+    one, two = _call(eager.step, eager, calls_before, rng), _call(compiled, other, calls_before, rng)
+    if one.error is None:
+        raise Different("eager raises nothing: not a world for this check")
+    if type(one.error) is not type(two.error):
+        raise Different(f"eager raises {one.error!r}, compiled {two.error!r}") from two.error
+    if compile is None and default_compile() is identity:
+        return  # eager itself leaves what it did before it failed
+    if not torch.equal(two.rng, rng):
+        raise Different("a failed call moved the random state")
+    _compare((View(untouched), View(other)), "after a failed call", names=("untouched", "after"))
+
+
+def assert_same_or_refused(make: Make, steps: int = 5, compile: Compile | None = None) -> bool:
+    """As eager, or a `CaptureError` at the first call that leaves the world untouched. True when as eager."""
+    try:
+        assert_same_run(make, steps, compile)
+    except CaptureError as error:
+        assert_refused(make, type(error), compile)
+        return False
+    return True
+
+
+def assert_refused(make: Make, error: type[CaptureError], compile: Compile | None = None) -> CaptureError:
+    """The first call raises ``error``, which names the user's line, and leaves world and random state untouched.
+
+    Returns:
+        The error, for its words.
+    """
+    other, untouched = _build(make), _build(make)
+    rng = torch.get_rng_state()
+    modes = _modes()
+    outcome = _call((compile or default_compile())(other.step), other, 0, rng)
+    if type(outcome.error) is not error:
+        raise Different(f"expected {error.__name__}, found {outcome.error!r}") from outcome.error
+    assert isinstance(outcome.error, CaptureError)
+    if not torch.equal(outcome.rng, rng) or outcome.modes != modes:
+        raise Different("a refused call moved the random state or a mode")
+    _compare((View(untouched), View(other)), "after a refused call", names=("untouched", "after"))
+    return outcome.error
+
+
+class View:
+    """A world and what was seen of it last, kept alive so that no address is ever reused."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.results: list[Any] = []
+        self.last: dict[str, Leaf] = {}
+        self.kept: list[dict[str, Leaf]] = []
+
+    def look(self) -> dict[str, Leaf]:
+        """All leaves by path, now. Earlier results stay in sight: a later call must not overwrite them."""
+        roots = {**self.world.watch, "args": list(self.world.args), "results": self.results}
+        found: dict[str, Leaf] = {}
+        seen: dict[int, Any] = {}
+        for name, value in roots.items():
+            for leaf in leaves(value, name, seen):
+                found[leaf.path] = leaf
+        return found
+
+    def keep(self, found: dict[str, Leaf]) -> None:
+        self.last = found
+        self.kept.append(found)
+
+
+def differences(one: dict[str, Leaf], two: dict[str, Leaf], names: tuple[str, str]) -> Iterator[str]:
+    """All differences between two looks at worlds, in walking order."""
+    for path, leaf in one.items():
+        if path not in two:
+            yield f"{path}: in {names[0]} {leaf.describe()}, missing in {names[1]}"
+        else:
+            yield from (f"{path}: {what}" for what in leaf.differences(two[path], names))
+    for path, leaf in two.items():
+        if path not in one:
+            yield f"{path}: in {names[1]} {leaf.describe()}, missing in {names[0]}"
+    for what in ("object", "memory"):
+        groups = [_groups(look, what) for look in (one, two)]
+        for path in groups[0]:
+            first, second = groups[0][path], groups[1].get(path, path)
+            if first != second:
+                yield f"{path}: same {what} as {first} in {names[0]}, as {second} in {names[1]}"
+
+
+def _groups(look: dict[str, Leaf], what: str) -> dict[str, str]:
+    first: dict[Any, str] = {}
+    groups = {}
+    for path, leaf in look.items():
+        key = leaf.identity if what == "object" else leaf.memory
+        if key is not None:
+            groups[path] = first.setdefault(key, path)
+    return groups
+
+
+def _moved(before: dict[str, Leaf], now: dict[str, Leaf]) -> dict[str, tuple[bool, bool]]:
+    """Path -> (same object as before, same memory as before), for tensors seen at both times."""
+    return {
+        path: (leaf.identity == before[path].identity, leaf.memory == before[path].memory)
+        for path, leaf in now.items()
+        if path in before and leaf.identity is not None and before[path].identity is not None
+    }
+
+
+def _compare(
+    views: tuple[View, View],
+    when: str,
+    names: tuple[str, str] = ("eager", "compiled"),
+    identity_too: bool = True,
+) -> None:
+    looks = views[0].look(), views[1].look()
+    found = list(differences(looks[0], looks[1], names))
+    if identity_too and not found:
+        moved = [_moved(view.last, look) for view, look in zip(views, looks, strict=True)]
+        for path, (same_object, same_memory) in moved[0].items():
+            if moved[1].get(path) != (same_object, same_memory):
+                found.append(
+                    f"{path}: (same object, same memory) as before the call: "
+                    f"{names[0]} {(same_object, same_memory)}, {names[1]} {moved[1].get(path)}"
+                )
+    for view, look in zip(views, looks, strict=True):
+        view.keep(look)
+    if found:
+        more = "" if len(found) <= 8 else f"\n  … and {len(found) - 8} more"
+        raise Different(f"{when}: " + "\n  ".join(found[:8]) + more)
+
+
+def _compare_outcome(one: Outcome, two: Outcome, when: str) -> None:
+    if one.error is not None:
+        raise Different(f"{when}: the eager step itself raises {one.error!r}") from one.error
+    if two.error is not None:
+        raise two.error
+    if not torch.equal(one.rng, two.rng):
+        raise Different(f"{when}: random state: the generator was left in different states")
+    if one.modes != two.modes:
+        raise Different(f"{when}: modes (grad, autocast, dtype): eager {one.modes}, compiled {two.modes}")
+
+
+def _build(make: Make) -> World:
+    torch.manual_seed(1)
+    return make(0)
+
+
+def _modes() -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+
+
+def _call(step: Step, world: World, i: int, rng: torch.Tensor) -> Outcome:
+    torch.set_rng_state(rng)
+    outcome = Outcome()
+    try:
+        outcome.result = step(*world.args[i % len(world.args)])
+    except Exception as error:  # noqa: BLE001 (a user's step may raise anything; both worlds are compared)
+        outcome.error = error
+    outcome.rng, outcome.modes = torch.get_rng_state(), _modes()
+    return outcome
+
+
+def _after(eager: World, other: World, i: int, one: Outcome, two: Outcome) -> bool:
+    rng = torch.get_rng_state()
+    for world, outcome in ((eager, one), (other, two)):
+        torch.set_rng_state(rng)
+        if world.after is not None:
+            world.after(i, outcome.result)
+    return eager.after is not None
+
+
+def _poke(views: tuple[View, View]) -> None:
+    """Writes into each tensor of both worlds in turn; all others must see or not see it alike."""
+    for path in list(views[0].last):
+        pair = [view.last[path].value for view in views]
+        if isinstance(pair[0], torch.Tensor):
+            errors = [_write(tensor) for tensor in pair]
+            if errors[0] != errors[1]:
+                raise Different(f"writing into {path} afterwards: eager {errors[0]}, compiled {errors[1]}")
+            _compare(views, f"after writing into {path}", identity_too=False)
+
+
+def _write(tensor: torch.Tensor) -> str:
+    try:
+        with torch.no_grad():
+            if tensor.dtype is torch.bool:
+                tensor.logical_not_()
+            else:
+                tensor.add_(3)
+    except RuntimeError as error:
+        return type(error).__name__
+    return ""

@@ -1,0 +1,358 @@
+"""The walk: everything that a training step can see, as a flat list of places.
+
+A place is one holder (a dict, a module's attributes, a tensor, a closure cell, …) met on the way from the
+function and its arguments, with its source and a copy of its contents. What a holder contains is found by a
+table from type to handler. Bodies of functions are followed for user code only: torch, the standard library and
+installed packages change nothing that a guard could see, save through objects that are walked anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import enum
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+import types
+import weakref
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from wholestep.capture import boxes
+from wholestep.capture.boxes import Box, Contents, Names
+from wholestep.capture.source import Attr, Call, Cell, Closure, Function, Global, Item, Local, Source, Vars
+from wholestep.ir import InputKind
+
+PLAIN: tuple[type, ...] = (
+    int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
+)
+_EXACT_PLAIN = frozenset(PLAIN)
+BOOKKEEPING = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
+_INSTALLED = tuple({*(sysconfig.get_paths()[name] for name in ("purelib", "platlib")),
+                    os.path.dirname(os.path.abspath(torch.__file__)), os.path.join(_PACKAGE, "")})
+
+
+@dataclass(eq=False)
+class Place:
+    """One holder met by the walk.
+
+    Attributes:
+        holder: the thing itself; for an object its ``__dict__``.
+        owner: the object whose ``__dict__`` it is, else the holder.
+        ignored: keys that are restored and replayed but not guarded.
+    """
+
+    holder: Any
+    owner: Any
+    source: Source
+    box: Box
+    before: Contents
+    ignored: frozenset[Any] = frozenset()
+    children: list[tuple[Any, Source]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A tensor that the walk met: the first source that leads to it and what it is for."""
+
+    tensor: torch.Tensor
+    source: Source
+    kind: InputKind
+
+
+@dataclass(frozen=True)
+class Number:
+    """A float among an optimizer's settings, an input of the step: ``group[key]`` or ``group[key][index]``."""
+
+    source: Source
+    value: float
+    group: dict[str, Any]
+    key: str
+    index: int | None = None
+
+
+def is_plain(value: Any) -> bool:
+    """True for immutable values that a guard compares by value."""
+    return type(value) in _EXACT_PLAIN or isinstance(value, PLAIN)
+
+
+@functools.lru_cache(maxsize=None)
+def is_library(filename: str) -> bool:
+    """True for code of the standard library, of installed packages, of torch and of this package."""
+    return filename.startswith(("<frozen", *_STANDARD, *_INSTALLED)) or "dist-packages" in filename
+
+
+@functools.lru_cache(maxsize=None)
+def is_user_class(kind: type) -> bool:
+    """True for classes whose module is neither built in nor a library."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    return not is_library(file) if file else module is None or kind.__module__ == "__main__"
+
+
+@functools.lru_cache(maxsize=None)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The global variables that a function's code, or a function nested in it, reads or writes."""
+    names = {str(i.argval): None for i in dis.get_instructions(code) if i.opname in
+             ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(global_names(constant))
+    return tuple(names)
+
+
+def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
+    """The arguments of a call with their sources, named as the function's signature names them."""
+    names: list[str] = []
+    variadic = None
+    try:
+        for parameter in inspect.signature(call.fn).parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                variadic = parameter.name
+            elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                names.append(parameter.name)
+    except (TypeError, ValueError):  # a builtin without a signature
+        variadic = "args"
+    for position, value in enumerate(call.args):
+        name = names[position] if position < len(names) else f"{variadic or 'args'}{position - len(names)}"
+        yield Local(name, position), value
+    for key, value in call.kwargs.items():
+        yield Local(key, key), value
+
+
+class Walk:
+    """Collects places, tensors and numbers, in the order in which sources are first met.
+
+    Optimizers and schedulers wait until all else is walked, so that a parameter is named after its module.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.places: list[Place] = []
+        self.first: dict[int, Source] = {}
+        self.tensors: dict[int, Found] = {}
+        self.numbers: list[Number] = []
+        self.named: set[tuple[int, str]] = set()  # globals met: id of the module's table, name
+        self._keep: list[Any] = []  # ids stay valid while the walk lives
+        self._todo: list[tuple[Any, Source]] = []
+        self._later: deque[tuple[Any, Source]] = deque()
+        self.roots = [*arguments(call), (Function(), call.fn)]
+        self._todo.extend((value, source) for source, value in reversed(self.roots))
+        self.run()
+
+    def run(self) -> None:
+        """Walks until nothing is left."""
+        while self._todo or self._later:
+            value, source = self._todo.pop() if self._todo else self._later.popleft()
+            if type(value) in _EXACT_PLAIN or id(value) in self.first:
+                continue
+            handler = _handler(type(value))
+            if handler is None:
+                continue
+            deferred = handler in (_optimizer, _scheduler)
+            if deferred and not source.path.endswith("#later"):
+                self._later.append((value, _Later(source)))
+                continue
+            if isinstance(source, _Later):
+                source = source.source
+            self.first[id(value)] = source
+            self._keep.append(value)
+            handler(self, value, source)
+
+    def add(self, holder: Any, source: Source, box: Box, owner: Any = None, ignored: frozenset[Any] = frozenset(),
+            descend: bool = True) -> Place:
+        """Records a holder and queues what it contains."""
+        contents = box.read(holder)
+        place = Place(holder, holder if owner is None else owner, source, box, contents, ignored)
+        self.places.append(place)
+        self.first.setdefault(id(holder), source)
+        self._keep.append(holder)
+        children = [(key, box.child(source, self._key(key))) for key, value in contents.items()
+                    if type(value) not in _EXACT_PLAIN]
+        place.children = children
+        if descend:
+            self._todo.extend((contents[key], child) for key, child in reversed(children) if key not in ignored)
+        return place
+
+    def _key(self, key: Any) -> Any:
+        return key if type(key) in (str, int) else self.first.get(id(key), key)
+
+    def child(self, place: Place, key: Any) -> Source:
+        """The source of what a place holds, or may come to hold, at a key."""
+        return place.box.child(place.source, self._key(key))
+
+
+@dataclass(frozen=True, eq=False)
+class _Later(Source):
+    source: Source
+
+    @functools.cached_property
+    def path(self) -> str:
+        return self.source.path + "#later"
+
+
+Handler = Callable[[Walk, Any, Source], None]
+
+
+def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
+    walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(tensor, source))
+    walk.add(tensor, source, boxes.TENSOR)
+    attributes = vars(tensor)
+    if attributes:
+        walk.add(attributes, Vars(source), boxes.ATTRIBUTES, tensor)
+
+
+def _tensor_kind(tensor: torch.Tensor, source: Source) -> InputKind:
+    if isinstance(source, Attr) and source.name == "grad":
+        return "grad"
+    if isinstance(tensor, torch.nn.Parameter):
+        return "parameter"
+    steps: list[Any] = []
+    step: Source | None = source
+    while isinstance(step, Item):
+        steps.append(step.key)
+        step = step.base
+    if len(steps) == 2 and steps[1] == "_buffers":
+        return "buffer"
+    return "state" if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], Source) else "tensor"
+
+
+def _mapping(walk: Walk, holder: dict[Any, Any], source: Source) -> None:
+    for key in holder:
+        if type(key) not in (str, int) and not is_plain(key):
+            walk._todo.append((key, Attr(source, "keys()")))
+    walk.add(holder, source, boxes.MAPPING)
+    _plain_attributes(walk, holder, source)
+
+
+def _sequence(box: Box) -> Handler:
+    def handle(walk: Walk, holder: Any, source: Source) -> None:
+        walk.add(holder, source, box)
+        _plain_attributes(walk, holder, source)
+    return handle
+
+
+def _plain_attributes(walk: Walk, value: Any, source: Source) -> None:
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        walk.add(attributes, Vars(source), boxes.ATTRIBUTES, value)
+
+
+def _object(walk: Walk, value: Any, source: Source) -> None:
+    kind = type(value)
+    _plain_attributes(walk, value, source)
+    if boxes.slot_names(kind):
+        walk.add(value, source, boxes.SLOTS)
+    for base in kind.__mro__:
+        if is_user_class(base):
+            walk._todo.append((base, Attr(source, "__class__") if base is kind else Attr(source, base.__name__)))
+
+
+def _class(walk: Walk, kind: type, source: Source) -> None:
+    if not is_user_class(kind):
+        return
+    if boxes.class_values(kind):
+        walk.add(kind, source, boxes.CLASS)
+    for name, member in vars(kind).items():
+        plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+        if isinstance(plain, types.FunctionType):
+            walk._todo.append((plain, Attr(source, name)))
+
+
+def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> None:
+    walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
+    lists = optimizer.param_groups
+    for index, group in enumerate(lists):
+        where = Item(Item(Item(Vars(source), "param_groups"), index), "")
+        later = frozenset(key for key in group if key not in optimizer.defaults and key != "params")
+        lifted = set()
+        for key, value in group.items():
+            if isinstance(value, float) or (key == "lr" and type(value) is int):
+                walk.numbers.append(Number(Item(where.base, key), float(value), group, key))
+                lifted.add(key)
+            elif type(value) is tuple and value and all(isinstance(v, float) for v in value):
+                lifted.add(key)
+                walk.numbers += [Number(Item(Item(where.base, key), i), v, group, key, i) for i, v in enumerate(value)]
+        walk.first[id(group)] = where.base
+        walk.add(group, where.base, boxes.MAPPING, None, later | lifted)
+    for base in type(optimizer).__mro__:
+        if is_user_class(base):
+            walk._todo.append((base, Attr(source, "__class__")))
+
+
+def _scheduler(walk: Walk, scheduler: Any, source: Source) -> None:
+    _object(walk, scheduler, source)
+
+
+def _function(walk: Walk, function: types.FunctionType, source: Source) -> None:
+    for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
+        if id(cell) not in walk.first:
+            walk.add(cell, Closure(Cell(source, index), name), boxes.CELL)
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name):
+            walk._todo.append((getattr(function, name), Attr(source, name)))
+    if vars(function):
+        walk.add(vars(function), Vars(source), boxes.ATTRIBUTES, function)
+    if not is_library(function.__code__.co_filename):
+        names = global_names(function.__code__)
+        table = id(function.__globals__)
+        fresh = tuple(name for name in names if (table, name) not in walk.named)
+        walk.named.update((table, name) for name in fresh)
+        if fresh:
+            walk.add(Names(function, fresh), Global(source, "", function.__module__ or ""), boxes.NAMES)
+
+
+def _method(walk: Walk, method: types.MethodType, source: Source) -> None:
+    walk._todo.append((method.__func__, Attr(source, "__func__")))
+    walk._todo.append((method.__self__, Attr(source, "__self__")))
+
+
+def _partial(walk: Walk, value: functools.partial[Any], source: Source) -> None:
+    walk._todo += [(value.keywords, Attr(source, "keywords")), (value.args, Attr(source, "args")),
+                   (value.func, Attr(source, "func"))]
+
+
+HANDLERS: dict[type, Handler] = {
+    torch.Tensor: _tensor,
+    torch.optim.Optimizer: _optimizer,
+    LRScheduler: _scheduler,
+    dict: _mapping,
+    list: _sequence(boxes.LIST),
+    tuple: _sequence(boxes.TUPLE),
+    set: _sequence(boxes.SET),
+    frozenset: _sequence(boxes.FROZENSET),
+    deque: _sequence(boxes.DEQUE),
+    types.FunctionType: _function,
+    types.MethodType: _method,
+    functools.partial: _partial,
+    types.SimpleNamespace: _object,
+    argparse.Namespace: _object,
+    UserDict: _object,
+    UserList: _object,
+    type: _class,
+}
+OPAQUE: tuple[type, ...] = (types.ModuleType, types.BuiltinFunctionType, torch.Generator, weakref.ref)
+
+
+@functools.lru_cache(maxsize=4096)
+def _handler(kind: type) -> Handler | None:
+    if issubclass(kind, PLAIN) or issubclass(kind, OPAQUE):
+        return None
+    for base in kind.__mro__:
+        if base in HANDLERS:
+            return HANDLERS[base]
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if is_user_class(kind):
+        return _object
+    return _object if file and file.startswith(_INSTALLED) and not file.startswith(_PACKAGE) else None

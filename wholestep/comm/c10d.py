@@ -1,0 +1,163 @@
+"""The engines of torch.distributed (Gloo, NCCL, MPI, UCC) behind our `ProcessGroup`.
+
+The only file of the package, beside the backend registration, that imports `torch.distributed`. It uses the
+engines alone, never torch's own default group, so that a program may use both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
+
+from wholestep.comm.errors import DistBackendError, DistNetworkError, DistTimeoutError
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
+from wholestep.comm.reduce_op import RedOpType
+from wholestep.comm.work import All, Then, Work
+
+_OPS: dict[RedOpType, Any] = {
+    kind: getattr(dist.ReduceOp, kind.name) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM
+}
+
+
+def connect(init_method: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """A torch store from ``env://``-less addresses: ``tcp://host:port`` or ``file:///path``.
+
+    Raises:
+        DistNetworkError: the master cannot be reached, or its port is taken.
+    """
+    scheme, _, rest = init_method.partition("://")
+    if scheme == "file":
+        return dist.FileStore(rest, size)
+    host, _, port = rest.partition("?")[0].rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as failure:
+        raise DistNetworkError(f"rank {rank} of {size}: no store at {host}:{port}: {failure}") from failure
+
+
+class EngineWork(Work):
+    """A torch work whose errors become ours."""
+
+    def __init__(self, work: Any, what: str, group: C10dGroup, result: list[torch.Tensor]) -> None:
+        self._work, self._what, self._group, self._result = work, what, group, result
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        try:
+            if timeout is None:
+                self._work.wait()
+            else:
+                self._work.wait(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+        except RuntimeError as failure:
+            kind = DistTimeoutError if "imed out" in str(failure) or "imeout" in str(failure) else DistBackendError
+            self._failure = kind(
+                f"rank {self._group.rank()} of group {self._group.group_name!r}: {self._what} failed: {failure}"
+            )
+            raise self._failure from failure
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class C10dGroup(ProcessGroup):
+    """A group over one engine.
+
+    Args:
+        backend: "gloo", "nccl", "mpi" or "ucc".
+        store: a torch store that all ranks of the group share.
+        rank, size: within the group.
+        timeout: for each collective.
+
+    Raises:
+        DistBackendError: this build of torch has no such engine.
+    """
+
+    def __init__(self, backend: str, store: Any, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__(rank, size)
+        self.backend_name, self.timeout = backend, timeout
+        engine = getattr(dist, f"ProcessGroup{ {'gloo': 'Gloo'}.get(backend, backend.upper()) }", None)
+        if engine is None:
+            raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
+        self._engine = engine(store, rank, size, timeout)
+        self._store = store
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._engine.shutdown()
+
+    def _run(self, what: str, result: list[torch.Tensor], start: Callable[[], Any]) -> Work:
+        try:
+            return EngineWork(start(), what, self, result)
+        except RuntimeError as failure:
+            raise DistBackendError(f"{self.backend_name} cannot run {what}: {failure}") from failure
+
+    def _opts(self, kind: type, opts: Options | None) -> Any:
+        made = kind()
+        made.timeout = (opts and opts.timeout) or self.timeout
+        return made
+
+    def _reducing(self, kind: type, opts: Options, tensors: list[torch.Tensor]) -> Any:
+        """Engine options for a reduction; Gloo knows neither AVG nor PREMUL_SUM, so they scale before or after."""
+        made = self._opts(kind, opts)
+        op = opts.op
+        if op is RedOpType.PREMUL_SUM and opts.factor is not None:
+            for tensor in tensors:
+                tensor.mul_(opts.factor)
+        scaled = op in (RedOpType.AVG, RedOpType.PREMUL_SUM)
+        made.reduceOp = dist.ReduceOp.SUM if scaled else _OPS[op]
+        return made
+
+    def _average(self, work: Work, opts: Options, tensors: list[torch.Tensor]) -> Work:
+        if opts.op is not RedOpType.AVG:
+            return work
+
+        def divide() -> None:
+            for tensor in tensors:
+                exact = tensor.is_floating_point() or tensor.is_complex()
+                tensor.div_(self._size, rounding_mode=None if exact else "trunc")
+
+        return Then(work, divide, tensors)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or Options()
+        made = self._reducing(options.AllreduceOptions, opts, tensors)
+        works = [self._run("all_reduce", [t], lambda t=t: self._engine.allreduce([t], made)) for t in tensors]  # type: ignore[misc]
+        return self._average(works[0] if len(works) == 1 else All(works, tensors), opts, tensors)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        made = self._opts(options.BroadcastOptions, opts)
+        made.rootRank, made.rootTensor = (opts.root if opts else 0), 0
+        return self._run("broadcast", tensors, lambda: self._engine.broadcast(tensors, made))
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        made = self._opts(options.AllgatherOptions, opts)
+        return self._run("all_gather", outputs[0], lambda: self._engine.allgather(outputs, inputs, made))
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        """As an all-reduce that keeps one part: Gloo has no reduce-scatter of its own."""
+        opts = opts or Options()
+        flat = torch.stack([piece.reshape(-1) for piece in inputs[0]])
+        made = self._reducing(options.AllreduceOptions, opts, [flat])
+        work = self._run("reduce_scatter", outputs, lambda: self._engine.allreduce([flat], made))
+
+        def keep_mine() -> None:
+            outputs[0].copy_(flat[self._rank].view_as(outputs[0]))
+
+        return self._average(Then(work, keep_mine, outputs), opts, outputs)
+
+    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        made = self._opts(options.AllToAllOptions, opts)
+        outs, ins = (opts.out_splits, opts.in_splits) if opts else ([], [])
+        return self._run(
+            "all_to_all_single", [output], lambda: self._engine.alltoall_base(output, input, outs, ins, made)
+        )
+
+    def barrier(self, opts: Any = None) -> Work:
+        made = self._opts(options.BarrierOptions, opts)
+        return self._run("barrier", [], lambda: self._engine.barrier(made))

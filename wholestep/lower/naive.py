@@ -1,0 +1,65 @@
+"""The oracle: runs a `StepGraph` node by node, as written, and writes mutations back at the end.
+
+Slow and obviously right; every other lowering is compared with it bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import StepGraph
+from wholestep.torch_compat import below_autograd
+
+
+def interpret(step: StepGraph, inputs: Sequence[Any]) -> list[Any]:
+    """Runs the graph on real inputs.
+
+    Args:
+        step: the program.
+        inputs: tensors or Python floats, one per placeholder, in order. Mutated ones are written in place.
+
+    Returns:
+        The flat outputs. A mutation's entry is the input tensor itself; all others are memory of their own.
+    """
+    with torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
+        values = list(fx.Interpreter(step.gm, garbage_collect_values=True).run(*inputs))
+        return write_back(values, inputs, step.signature.mutations)
+
+
+def write_back(values: list[Any], inputs: Sequence[Any], mutations: dict[int, int]) -> list[Any]:
+    """Gives each output memory of its own, then copies new values into the mutated inputs.
+
+    Args:
+        values: raw flat outputs of a graph, which may share memory with inputs or with each other.
+        inputs: what the graph was called with.
+        mutations: output index -> input index.
+    """
+    taken = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
+    results = list(values)
+    for index, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if index in mutations and value is inputs[mutations[index]]:
+            continue
+        address = value.untyped_storage().data_ptr()
+        if address in taken:
+            results[index] = value.clone()
+        taken.add(address)
+    for out, into in mutations.items():
+        if results[out] is not inputs[into]:
+            inputs[into].copy_(results[out])
+            results[out] = inputs[into]
+    return results
+
+
+def lower_naive(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+    """`interpret` in the form of a lowering: ``fn(*inputs) -> outputs``."""
+
+    def run(*inputs: Any) -> list[Any]:
+        return interpret(step, inputs)
+
+    return run
