@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from wholestep.capture import Call, Effect, GuardFailure, Snapshot, compile_binder, new_values, replay, snapshot
+from wholestep.capture import Call, Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, replay, snapshot
 from wholestep.errors import LeakError
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -24,7 +24,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> tuple[Snapshot, list[Effect]]:
     known = {id(t): t for t in (f.tensor for f in snap.tensors.values())}
     try:
         fn(*args)
-        effects = snap.effects(lambda t: id(t) not in known)
+        effects, _ = snap.outcome(lambda t: id(t) not in known)
     finally:
         snap.restore()
     return snap, effects
@@ -176,7 +176,7 @@ def test_a_counter_is_an_effect_and_a_guard() -> None:
     snap, effects = traced(step, net)
     binder = compile_binder(snap, [])
     assert binder((net,), {}) == []
-    binder.apply(effects, (net,), {}, [])
+    binder.apply(effects, Const(None), (net,), {}, [])
     assert net.calls == 1
     assert binder((net,), {}) == GuardFailure("L['net'].calls: expected 0, found 1")
 
@@ -197,7 +197,7 @@ def test_bookkeeping_of_optimizers_and_schedulers_never_recompiles() -> None:
     for _ in range(3):
         values = binder((x,), {})
         assert not isinstance(values, GuardFailure) and values[0] == opt.param_groups[0]["lr"]
-        binder.apply(effects, (x,), {}, new_values(effects))
+        binder.apply(effects, Const(None), (x,), {}, new_values(effects))
         scheduler.step()
     assert opt.param_groups[0]["lr"] == 0.0125
 

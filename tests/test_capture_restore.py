@@ -171,7 +171,7 @@ def test_lifted_numbers_come_back() -> None:
     marks = [float(i) + 100 for i in range(len(snap.numbers))]
     snap.lift(marks)
     assert isinstance(opt.param_groups[0]["betas"], tuple) and all(b > 99 for b in opt.param_groups[0]["betas"])
-    assert snap.effects(lambda t: False) == []
+    assert snap.outcome(lambda t: False)[0] == []
     snap.restore()
     assert opt.param_groups[0] == groups and opt.param_groups[0]["betas"] is groups["betas"]
     with pytest.raises(ValueError, match="1 stand-ins for"):

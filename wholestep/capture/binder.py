@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from wholestep.capture.effects import Effect, replay
+from wholestep.capture.effects import Effect, New, Value, build, replay
 from wholestep.capture.fastpath import FastPath, memory
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot import Snapshot, snapshot
@@ -67,9 +67,15 @@ class Binder:
             return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
         return None
 
-    def apply(self, effects: Sequence[Effect], args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Sequence[Any]) -> None:
-        """Replays effects in a call that this binder has just let pass."""
-        replay(effects, Call(self.fn, args, kwargs), made)
+    def apply(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+              made: Sequence[Any]) -> Any:
+        """Replays effects in a call that this binder has just let pass, and gives the step's result."""
+        if not effects and isinstance(result, New):
+            return made[result.index]
+        call = Call(self.fn, args, kwargs)
+        outcome = build(result, call, made)
+        replay(effects, call, made)
+        return outcome
 
 
 def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, str]]:

@@ -72,7 +72,18 @@ class Tree:
         return f"{type(self.prototype).__name__}({{{inner}}})"
 
 
-Value = New | Existing | Const | Tree
+@dataclass(frozen=True, eq=False)
+class Record:
+    """An instance of a dict's subclass that the step makes: its items and its attributes."""
+
+    items: Tree
+    attributes: Tree
+
+    def __str__(self) -> str:
+        return str(self.items)
+
+
+Value = New | Existing | Const | Tree | Record
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +213,9 @@ class _Values:
         if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator)):
             return Const(value)
         attributes = getattr(value, "__dict__", None)
+        if isinstance(value, dict):
+            items = self.tree(value, dict(value.items()), where)
+            return Record(items, self.tree(value, dict(attributes or {}), where))
         if isinstance(attributes, dict) and not boxes.slot_names(kind) and not isinstance(value, (dict, list, set)):
             return self.tree(value, dict(attributes), where)
         self._refuse_inside(value, where)
@@ -224,8 +238,8 @@ class _Values:
             self._refuse(item, f"{where} ({type(value).__name__})")
 
 
-def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool]) -> list[Effect]:
-    """Compares every place of a snapshot with what it holds now; see `Snapshot.effects`."""
+def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Effect], Value]:
+    """Compares every place of a snapshot with what it holds now; see `Snapshot.outcome`."""
     values = _Values(snap, is_new)
     found: list[Effect] = []
     for tensor, _, grad_fn in snap._versions:
@@ -236,7 +250,7 @@ def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool]) -> list[
     for place in snap.places:
         now = place.box.read(place.holder)
         found.extend(_place_effects(snap, place, now, values))
-    return found
+    return found, values.value(result, "the step's result")
 
 
 def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
@@ -296,8 +310,8 @@ def _tensor_effects(place: Place, now: Contents, values: _Values) -> Iterator[Ef
                             remedy="add hooks to parameters before the step; hooks on tensors of the step are free")
 
 
-def new_values(effects: Sequence[Effect]) -> list[Any]:
-    """The distinct tensors and numbers made in the step that effects store, in the order of `New.index`."""
+def new_values(effects: Sequence[Effect], result: Value = Const(None)) -> list[Any]:
+    """The distinct tensors and numbers made in the step that effects and result hold, in the order of `New.index`."""
     found: dict[int, Any] = {}
 
     def look(value: Any) -> None:
@@ -306,7 +320,11 @@ def new_values(effects: Sequence[Effect]) -> list[Any]:
         elif isinstance(value, Tree):
             for inner in (*value.keys, *value.values):
                 look(inner)
+        elif isinstance(value, Record):
+            look(value.items)
+            look(value.attributes)
 
+    look(result)
     for effect in effects:
         look(getattr(effect, "value", None))
     return [found[index] for index in sorted(found)]
@@ -320,6 +338,8 @@ def build(value: Value, call: Call, made: Sequence[Any]) -> Any:
         return value.source.read(call)
     if isinstance(value, Const):
         return value.value
+    if isinstance(value, Record):
+        return _build_record(value, call, made)
     keys = [build(key, call, made) for key in value.keys]
     items = [build(item, call, made) for item in value.values]
     prototype, kind = value.prototype, type(value.prototype)
@@ -335,6 +355,18 @@ def build(value: Value, call: Call, made: Sequence[Any]) -> Any:
         return kind(items)
     fresh = kind.__new__(kind)
     vars(fresh).update(zip(keys, items, strict=True))
+    return fresh
+
+
+def _build_record(value: Record, call: Call, made: Sequence[Any]) -> Any:
+    kind = type(value.items.prototype)
+    fresh = kind.__new__(kind)
+    setitem = OrderedDict.__setitem__ if isinstance(fresh, OrderedDict) else dict.__setitem__
+    for key, item in zip(value.items.keys, value.items.values, strict=True):
+        setitem(fresh, build(key, call, made), build(item, call, made))
+    names = [build(key, call, made) for key in value.attributes.keys]
+    if names:
+        vars(fresh).update(zip(names, [build(item, call, made) for item in value.attributes.values], strict=True))
     return fresh
 
 

@@ -10,7 +10,7 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture import guards as guarding
-from wholestep.capture.effects import Effect, differences
+from wholestep.capture.effects import Effect, Value, differences
 from wholestep.capture.guards import Guard
 from wholestep.capture.source import Call
 from wholestep.capture.walk import Found, Number, Place, Walk
@@ -68,16 +68,17 @@ class Snapshot:
             self._guards = guarding.guards(self.walk)
         return self._guards
 
-    def effects(self, is_new: Callable[[torch.Tensor], bool]) -> list[Effect]:
-        """What has changed in the Python world since the snapshot.
+    def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any = None) -> tuple[list[Effect], Value]:
+        """What has changed in the Python world since the snapshot, and the step's result in the same terms.
 
         Args:
             is_new: tells tensors that the step made from those that were there before.
+            result: what the step returned.
 
         Raises:
             LeakError: a new tensor is held where a replay cannot put its successor.
         """
-        return differences(self, is_new)
+        return differences(self, is_new, result)
 
     def restore(self) -> None:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""
