@@ -160,8 +160,10 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     def hooks() -> None:
         weight.register_hook(lambda g: g)
 
-    for step, what in ((grows, r"L\['losses'\] grows by 1"), (attached, r"L\['total'\] was changed in place"),
-                       (hides, r"L\['kept'\]\['later'\]"), (cyclic, "contains itself"), (hooks, r"a hook was added to L\['weight'\]")):
+    for step, what in (
+        (grows, r"L\['losses'\] grows by 1"), (attached, r"L\['total'\] was changed in place"),
+        (hides, r"L\['kept'\]\['later'\]"), (cyclic, "contains itself"), (hooks, r"a hook was added to L\['weight'\]"),
+    ):
         with pytest.raises(LeakError, match=what):
             traced(step)
         assert len(losses) == 1 and total.grad_fn is None and not kept and not weight._backward_hooks

@@ -9,16 +9,15 @@ container took the place of another) and the fast path is made again around the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wholestep.capture.effects import Effect, replay
-from wholestep.capture.fastpath import FastPath, memory
+from wholestep.capture.applier import Applier
+from wholestep.capture.effects import Effect
+from wholestep.capture.fastpath import Fast, FastPath, memory
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot import Snapshot, snapshot
 from wholestep.capture.source import Call, Source
-
-Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 
 
 class Binder:
@@ -29,7 +28,9 @@ class Binder:
         slow_calls: how many calls took the slow path.
     """
 
-    def __init__(self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]) -> None:
+    def __init__(
+        self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]
+    ) -> None:
         self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
         self.mutated = frozenset(source.path for source in mutated)
         self.slow_calls = 0
@@ -37,7 +38,8 @@ class Binder:
         self._fast: Fast = self._compile(snap)
 
     def _compile(self, snap: Snapshot) -> Fast:
-        path = FastPath(snap, self.inputs, self.mutated)
+        self._path = path = FastPath(snap, self.inputs, self.mutated)
+        self._applied: Sequence[Effect] | None = None
         self.code = path.code
         return path.function
 
@@ -67,9 +69,14 @@ class Binder:
             return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
         return None
 
-    def apply(self, effects: Sequence[Effect], args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Sequence[Any]) -> None:
+    def apply(
+        self, effects: Sequence[Effect], args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Sequence[Any]
+    ) -> None:
         """Replays effects in a call that this binder has just let pass."""
-        replay(effects, Call(self.fn, args, kwargs), made)
+        if self._applied is not effects:
+            self._apply = Applier(effects, self._path, Call(self.fn, args, kwargs)).function
+            self._applied = effects
+        self._apply(args, kwargs, made)
 
 
 def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, str]]:
@@ -79,7 +86,7 @@ def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, st
         address = memory(found.tensor)
         if address:
             holders.setdefault(address, []).append(found.source)
-    pairs = set()
+    pairs: set[tuple[str, str]] = set()
     for group in holders.values():
         for i, a in enumerate(group):
             pairs.update((a.text, b.text) for b in group[i + 1:] if a.path in mutated or b.path in mutated)

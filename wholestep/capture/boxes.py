@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.source import Attr, Closure, Element, Global, Grad, Item, Member, Source, Vars
-from wholestep.torch_compat import tensor_hooks
+from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]
 
@@ -155,7 +155,7 @@ def _write_class(kind: type, contents: Contents) -> None:
 def _read_tensor(tensor: torch.Tensor) -> Contents:
     own_grad = tensor.is_leaf or tensor.retains_grad
     contents: Contents = {"grad": tensor.grad if own_grad else None, "requires_grad": tensor.requires_grad}
-    return contents | tensor_hooks(tensor)
+    return contents | {name: getattr(tensor, name) for name in HOOK_TABLES}
 
 
 def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:

@@ -159,6 +159,11 @@ class Attr(Child):
 
 
 @dataclass(frozen=True, eq=False)
+class Method(Attr):
+    """A function of a class, which runs only where its name is used."""
+
+
+@dataclass(frozen=True, eq=False)
 class Grad(Attr):
     """The ``.grad`` of a tensor."""
 
