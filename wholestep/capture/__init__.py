@@ -8,6 +8,7 @@ May import: errors, ir, torch_compat. Must not import trace, autograd, spmd, pas
 
 from wholestep.capture.binder import Binder, compile_binder
 from wholestep.capture.effects import (
+    CallStep,
     Const,
     DelAttr,
     DelItem,
@@ -27,6 +28,6 @@ from wholestep.capture.snapshot import Snapshot, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.walk import Found, Number
 
-__all__ = ["Binder", "Call", "Const", "DelAttr", "DelItem", "Effect", "Existing", "Found", "Guard", "GuardFailure",
+__all__ = ["Binder", "Call", "CallStep", "Const", "DelAttr", "DelItem", "Effect", "Existing", "Found", "Guard", "GuardFailure",
            "New", "Number", "SetAttr", "SetContents", "SetGrad", "SetItem", "Snapshot", "Source", "Tree",
            "compile_binder", "new_values", "replay", "snapshot"]

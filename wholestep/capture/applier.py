@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.effects import (
+    CallStep,
     Const,
     DelAttr,
     DelItem,
@@ -97,6 +98,8 @@ class Applier:
             line = f"{holder}[k{index}] = v{index}"
         elif isinstance(effect, DelItem):
             line = f"del {holder}[k{index}]"
+        elif isinstance(effect, CallStep):
+            line = f"{holder}.step(*{self._constant(effect.args)})"
         elif isinstance(effect, SetContents):
             line = f"fill({self._constant(effect.box)}, {holder}, v{index})"
         elif isinstance(effect, SetAttr):

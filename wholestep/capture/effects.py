@@ -145,6 +145,16 @@ class SetContents(Effect):
         return f"{self.source}[:] = {self.value}"
 
 
+@dataclass(frozen=True, eq=False)
+class CallStep(Effect):
+    """``source.step(*args)``: a learning-rate scheduler moves on, after all else."""
+
+    args: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source}.step({', '.join(map(repr, self.args))})"
+
+
 def _unchanged(now: Any, before: Any) -> bool:
     return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
 
@@ -367,6 +377,8 @@ def _assign(effect: Effect, holder: Any, key: Any, value: Any) -> None:
         holder[key] = value
     elif isinstance(effect, DelItem):
         del holder[key]
+    elif isinstance(effect, CallStep):
+        holder.step(*effect.args)
     elif isinstance(effect, SetContents):
         fill(effect.box, holder, value)
     elif isinstance(effect, (SetAttr, DelAttr)):

@@ -10,8 +10,9 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture import guards as guarding
-from wholestep.capture.effects import Effect, differences
+from wholestep.capture.effects import CallStep, Effect, differences
 from wholestep.capture.guards import Guard
+from wholestep.capture.schedule import Deferred, Noted, Pending
 from wholestep.capture.source import Call
 from wholestep.capture.walk import Found, Number, Place, Walk
 from wholestep.torch_compat import set_versions
@@ -35,6 +36,7 @@ class Snapshot:
         self.numbers: list[Number] = self.walk.numbers
         self.stand_ins: list[object] = []
         self._lifted: dict[tuple[int, str], Any] = {}
+        self.noted: list[Noted] = []
         self._grad_mode = torch.is_grad_enabled()
         self._guards: list[Guard] | None = None
         self._versions = [(f.tensor, f.tensor._version, f.tensor.grad_fn) for f in self.tensors.values()
@@ -62,6 +64,17 @@ class Snapshot:
             number.group[number.key] = value
             self._lifted[id(number.group), number.key] = value
 
+        for scheduler, source in self.walk.schedulers:
+            vars(scheduler)["step"] = Deferred(scheduler, source, self._note)
+
+    def _note(self, noted: Noted) -> None:
+        """A scheduler's step was called: until it really is, nobody may read what it sets."""
+        self.noted.append(noted)
+        for number in self.numbers:
+            if any(number.group is group for group in noted.scheduler.optimizer.param_groups):
+                self._lifted[id(number.group), number.key] = pending = Pending(number.source.text)
+                number.group[number.key] = pending
+
     def guards(self) -> list[Guard]:
         """What must hold in a later call: derived from the contents at the time of the snapshot."""
         if self._guards is None:
@@ -77,7 +90,10 @@ class Snapshot:
         Raises:
             LeakError: a new tensor is held where a replay cannot put its successor.
         """
-        return differences(self, is_new)
+        for scheduler, _ in self.walk.schedulers:
+            if isinstance(vars(scheduler).get("step"), Deferred):
+                del vars(scheduler)["step"]
+        return [*differences(self, is_new), *(CallStep(n.source, n.args) for n in self.noted)]
 
     def restore(self) -> None:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""
@@ -91,6 +107,7 @@ class Snapshot:
         if moved:
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         self._lifted.clear()
+        self.noted.clear()
 
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""

@@ -145,6 +145,7 @@ class Walk:
         self._later: deque[tuple[Any, Source]] = deque()
         self._last: deque[tuple[Any, Source]] = deque()
         self.reach = Reach()
+        self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Place, Any, Source]] = []  # attributes that no code named so far
         self.roots = [*arguments(call), (Function(), call.fn)]
         for name in ("__call__", "forward"):
@@ -308,7 +309,8 @@ def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> 
             walk._todo.append((base, Attr(source, "__class__")))
 
 
-def _scheduler(walk: Walk, scheduler: Any, source: Source) -> None:
+def _scheduler(walk: Walk, scheduler: LRScheduler, source: Source) -> None:
+    walk.schedulers.append((scheduler, source))
     _object(walk, scheduler, source)
 
 
