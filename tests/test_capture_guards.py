@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -343,3 +344,42 @@ def test_a_step_that_reads_by_computed_names_guards_all() -> None:
     _, binder = bound(reads, trainer, "done")
     trainer.fit()
     assert reason(binder, trainer, "done") == "L['trainer'].done: expected 0, found 1"
+
+
+def test_a_tensor_that_only_a_library_reads_is_found_when_met() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.unnamed = {"deep": [torch.ones(2)]}
+            self.count = 0
+
+    holder = Holder()
+    snap = snapshot(lambda h: h, (holder,))
+    assert not snap.tensors
+    tensor = holder.unnamed["deep"][0]
+    found = snap.find(tensor)
+    assert found is not None and str(found.source) == "L['h'].unnamed['deep'][0]"
+    assert snap.find(torch.ones(1)) is None
+    binder = compile_binder(snap, [found.source])
+    assert binder((holder,), {}) == [tensor]
+    holder.count += 1
+    holder.unnamed["deep"][0] = torch.zeros(2)
+    assert passes(binder, holder)[0] is holder.unnamed["deep"][0]
+    holder.unnamed["deep"][0] = torch.zeros(3)
+    assert reason(binder, holder) == "L['h'].unnamed['deep'][0] shape: expected [2], found [3]"
+
+
+def test_values_of_a_users_module() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * settings_of.SCALE
+
+    x = torch.ones(1)
+    _, binder = bound(step, x)
+    settings_of.OTHER = 5
+    passes(binder, x)
+    settings_of.SCALE = 4.0
+    assert reason(binder, x) == "G['settings_of'].SCALE: expected 2.0, found 4.0"
+
+
+settings_of = types.ModuleType("settings_of")
+settings_of.__file__ = "/elsewhere/settings_of.py"
+settings_of.SCALE = 2.0  # type: ignore[attr-defined]

@@ -28,6 +28,29 @@ from wholestep.capture.snapshot import Snapshot, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.walk import Found, Number
 
-__all__ = ["Binder", "Call", "CallStep", "Const", "DelAttr", "DelItem", "Effect", "Existing", "Found", "Guard", "GuardFailure",
-           "New", "Number", "SetAttr", "SetContents", "SetGrad", "SetItem", "Snapshot", "Source", "Tree",
-           "compile_binder", "new_values", "replay", "snapshot"]
+__all__ = [
+    "Binder",
+    "Call",
+    "CallStep",
+    "Const",
+    "DelAttr",
+    "DelItem",
+    "Effect",
+    "Existing",
+    "Found",
+    "Guard",
+    "GuardFailure",
+    "New",
+    "Number",
+    "SetAttr",
+    "SetContents",
+    "SetGrad",
+    "SetItem",
+    "Snapshot",
+    "Source",
+    "Tree",
+    "compile_binder",
+    "new_values",
+    "replay",
+    "snapshot",
+]

@@ -32,6 +32,7 @@ class Binder:
         self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]
     ) -> None:
         self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
+        self.names = snap.names
         self.mutated = frozenset(source.path for source in mutated)
         self.slow_calls = 0
         self._sharing = _sharing(snap, self.mutated)
@@ -49,7 +50,7 @@ class Binder:
 
     def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         self.slow_calls += 1
-        later = snapshot(self.fn, args, kwargs)
+        later = snapshot(self.fn, args, kwargs, self.names)
         failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure

@@ -40,11 +40,20 @@ def is_installed(kind: type) -> bool:
 
 
 @functools.cache
+def _is_user_module(name: str) -> bool:
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    return not is_library(file) if file else module is None or name == "__main__"
+
+
 def is_user_class(kind: type) -> bool:
     """True for classes whose module is neither built in nor a library."""
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    return not is_library(file) if file else module is None or kind.__module__ == "__main__"
+    return _is_user_module(kind.__module__)
+
+
+def is_user_module(module: types.ModuleType) -> bool:
+    """True for a Python module that is neither built in nor of a library."""
+    return bool(getattr(module, "__file__", None)) and _is_user_module(module.__name__)
 
 
 @functools.cache
@@ -58,8 +67,8 @@ def _may_hide(kind: type) -> bool:
 def hideable(owner: object, keys: Iterable[str]) -> frozenset[str]:
     """The attributes of an object that are out of a step's sight unless its code names them."""
     kind = type(owner)
-    if isinstance(owner, torch.optim.lr_scheduler.LRScheduler):
-        return frozenset(keys)  # its step() is replayed, not traced
+    if isinstance(owner, (types.ModuleType, torch.optim.lr_scheduler.LRScheduler)):
+        return frozenset(keys)  # of a scheduler, step() is replayed, not traced
     if not _may_hide(kind):  # type: ignore[arg-type]
         return frozenset()
     return frozenset(keys) - _MODULE_KEYS if isinstance(owner, torch.nn.Module) else frozenset(keys)
@@ -92,8 +101,8 @@ class Reach:
     A function met as a value may run; a method may run when its name is in use.
     """
 
-    def __init__(self) -> None:
-        self.names: set[str] = {"forward"}
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names: set[str] = {"forward", *names}
         self._methods: list[types.FunctionType] = []
 
     def add(self, function: types.FunctionType, method: bool) -> None:

@@ -350,7 +350,7 @@ class FastPath:
             special = [k for k, v in place.before.items() if k not in place.ignored and self._special(v, place)]
             if not place.before and place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SET, boxes.LIST):
                 empty.append(place.holder)
-            elif place.box in (boxes.MAPPING, boxes.ATTRIBUTES):
+            elif place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.MODULE):
                 if all(type(key) in (str, int) for key in place.before):
                     dicts.append(place.holder)
                 else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from wholestep.capture.effects import CallStep, Effect, differences
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
 from wholestep.capture.source import Call
-from wholestep.capture.walk import Found, Number, Place, Walk
+from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
 from wholestep.torch_compat import set_versions
 
 
@@ -28,9 +30,9 @@ class Snapshot:
         numbers: floats among optimizers' settings, which are inputs of the step.
     """
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.walk = Walk(call)
+    def __init__(self, call: Call, names: frozenset[str] = frozenset()) -> None:
+        self.call, self.names = call, names
+        self.walk = Walk(call, names)
         self.places: list[Place] = self.walk.places
         self.tensors: dict[int, Found] = self.walk.tensors
         self.numbers: list[Number] = self.walk.numbers
@@ -39,13 +41,42 @@ class Snapshot:
         self.noted: list[Noted] = []
         self._grad_mode = torch.is_grad_enabled()
         self._guards: list[Guard] | None = None
-        self._versions = [(f.tensor, f.tensor._version, f.tensor.grad_fn) for f in self.tensors.values()
-                          if not f.tensor.is_inference()]
+        self._hidden: dict[int, str] | None = None
+        self._versions: list[tuple[torch.Tensor, int, Any]] = []
+        self._count_versions()
 
     def find(self, tensor: torch.Tensor) -> Found | None:
-        """Where a tensor was found; None for one that the step made itself or that only a library can reach."""
+        """Where a tensor was found; None for one that the step made itself.
+
+        A tensor in an attribute that only a library reads is looked for when it is met, and its attribute then
+        counts as named by the step.
+        """
         found = self.tensors.get(id(tensor))
+        if found is None and self.walk.hidden:
+            name = self._out_of_sight().get(id(tensor))
+            if name is not None:
+                self.names |= {name}
+                self.walk.reach.names.add(name)
+                self.walk.run()
+                self._count_versions()
+                self._hidden = None
+                found = self.tensors.get(id(tensor))
         return found if found is not None and found.tensor is tensor else None
+
+    def _out_of_sight(self) -> dict[int, str]:
+        """id of each tensor below an attribute that no code names -> that attribute."""
+        if self._hidden is None:
+            self._hidden = {}
+            for place, key, _ in self.walk.hidden:
+                for held in tensors_below(place.before[key]):
+                    self._hidden.setdefault(id(held), key)
+        return self._hidden
+
+    def _count_versions(self) -> None:
+        """Notes version counters and histories of tensors met since the last time."""
+        known = len(self._versions)
+        new = [f.tensor for f in self.tensors.values() if not f.tensor.is_inference()][known:]
+        self._versions += [(tensor, tensor._version, tensor.grad_fn) for tensor in new]
 
     def lift(self, stand_ins: Sequence[object]) -> None:
         """Puts stand-ins in place of `numbers`, in their order; tuples are rebuilt around theirs.
@@ -99,15 +130,20 @@ class Snapshot:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""
         torch.set_grad_enabled(self._grad_mode)
         torch.clear_autocast_cache()
+        failures: list[Exception] = []
         for place in self.places:
-            now = place.box.read(place.holder)
-            if not same(now, place.before):
-                place.box.write(place.holder, place.before)
+            try:
+                if not same(place.box.read(place.holder), place.before):
+                    place.box.write(place.holder, place.before)
+            except Exception as error:  # an object that refuses: the rest must come back all the same
+                failures.append(error)
         moved = [(tensor, version) for tensor, version, _ in self._versions if tensor._version != version]
         if moved:
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         self._lifted.clear()
         self.noted.clear()
+        if failures:
+            raise failures[0]
 
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""
@@ -126,13 +162,36 @@ def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     ) and all(v is w for v, w in zip(now.values(), before.values(), strict=True))
 
 
-def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Snapshot:
+def tensors_below(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in containers and objects below a value."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if is_plain(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            todo += value
+        elif not isinstance(value, (type, ModuleType)):
+            todo += getattr(value, "__dict__", {}).values()
+
+
+def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+             names: frozenset[str] = frozenset()) -> Snapshot:
     """Walks what a call of ``fn`` could see and records it.
+
+    Args:
+        names: attributes that count as named by the step's code, besides those that are.
 
     Raises:
         CaptureError: something is in reach that cannot be captured.
     """
-    return Snapshot(Call(fn, tuple(args), dict(kwargs or {})))
+    return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names)
 
 
 __all__ = ["Snapshot", "boxes", "same", "snapshot"]

@@ -15,7 +15,7 @@ import inspect
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Box, Contents, Names
-from wholestep.capture.code import Reach, global_names, hideable, is_installed, is_library, is_user_class
+from wholestep.capture.code import (
+    Reach,
+    global_names,
+    hideable,
+    is_installed,
+    is_library,
+    is_user_class,
+    is_user_module,
+)
 from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Method, Source, Vars
 from wholestep.ir import InputKind
 
@@ -118,8 +126,10 @@ def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
     except (TypeError, ValueError):  # a builtin without a signature
         variadic = "args"
     for position, value in enumerate(call.args):
-        name = names[position] if position < len(names) else f"{variadic or 'args'}{position - len(names)}"
-        yield Local(name, position), value
+        if position < len(names):
+            yield Local(names[position], position), value
+        else:
+            yield Local(variadic or "args", position, position - len(names)), value
     for key, value in call.kwargs.items():
         yield Local(key, key), value
 
@@ -131,7 +141,7 @@ class Walk:
     after its module.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, names: Iterable[str] = ()) -> None:
         self.call = call
         self.places: list[Place] = []
         self.first: dict[int, Source] = {}
@@ -144,7 +154,7 @@ class Walk:
         self._todo: list[tuple[Any, Source]] = []
         self._later: deque[tuple[Any, Source]] = deque()
         self._last: deque[tuple[Any, Source]] = deque()
-        self.reach = Reach()
+        self.reach = Reach(names)
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Place, Any, Source]] = []  # attributes that no code named so far
         self.roots = [*arguments(call), (Function(), call.fn)]
@@ -191,7 +201,7 @@ class Walk:
         """Records a holder and queues what it contains."""
         contents = box.read(holder)
         owner = holder if owner is None else owner
-        out_of_sight = hideable(owner, contents) if box in (boxes.ATTRIBUTES, boxes.SLOTS) else frozenset()
+        out_of_sight = hideable(owner, contents) if box in _NAMED else frozenset()
         place = Place(holder, owner, source, box, contents, ignored | out_of_sight)
         self.places.append(place)
         self.first.setdefault(id(holder), source)
@@ -273,7 +283,7 @@ def _object(walk: Walk, value: Any, source: Source) -> None:
     if boxes.slot_names(kind):
         walk.add(value, source, boxes.SLOTS)
     for base in kind.__mro__:
-        if is_user_class(base):  # type: ignore[arg-type]
+        if is_user_class(base):
             walk._todo.append((base, Attr(source, "__class__") if base is kind else Attr(source, base.__name__)))
 
 
@@ -305,7 +315,7 @@ def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> 
         place.lifted, place.ordered = frozenset(lifted - later), False
     walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
     for base in type(optimizer).__mro__:
-        if is_user_class(base):  # type: ignore[arg-type]
+        if is_user_class(base):
             walk._todo.append((base, Attr(source, "__class__")))
 
 
@@ -333,6 +343,11 @@ def _function(walk: Walk, function: types.FunctionType, source: Source) -> None:
             walk.add(Names(function, fresh), Global(source, "", function.__module__ or ""), boxes.NAMES)
 
 
+def _module(walk: Walk, module: types.ModuleType, source: Source) -> None:
+    if is_user_module(module):
+        walk.add(vars(module), Vars(source), boxes.MODULE, module)
+
+
 def _method(walk: Walk, method: types.MethodType, source: Source) -> None:
     walk._todo += [(method.__self__, Attr(source, "__self__")), (method.__func__, Attr(source, "__func__"))]
 
@@ -354,6 +369,7 @@ HANDLERS: dict[type, Handler] = {
     deque: _sequence(boxes.DEQUE),
     types.FunctionType: _function,
     types.MethodType: _method,
+    types.ModuleType: _module,
     functools.partial: _partial,
     types.SimpleNamespace: _object,
     argparse.Namespace: _object,
@@ -361,8 +377,9 @@ HANDLERS: dict[type, Handler] = {
     UserList: _object,
     type: _class,
 }
+_NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.MODULE)
 _LATER = (_optimizer, _scheduler, _class)
-OPAQUE: tuple[type, ...] = (types.ModuleType, types.BuiltinFunctionType, torch.Generator, weakref.ref)
+OPAQUE: tuple[type, ...] = (types.BuiltinFunctionType, torch.Generator, weakref.ref)
 
 
 @functools.lru_cache(maxsize=4096)
