@@ -343,21 +343,24 @@ class FastPath:
         """Compares anchored holders: their keys, then their values, as long lists; odd ones by themselves."""
         empty: list[Any] = []
         dicts: list[Any] = []  # keys of these are compared
-        stable: list[Any] = []  # and all values of these
-        parts: list[tuple[Any, Any]] = []  # and what a getter takes from these
+        sizes: list[Any] = []  # the number of keys of these
+        stable: list[Any] = []  # all values of these
+        parts: list[tuple[Any, Any]] = []  # what a getter takes from these
         lists: list[Any] = []
         for place in filter(self._is_anchored, self.snap.places):
             special = [k for k, v in place.before.items() if k not in place.ignored and self._special(v, place)]
             if not place.before and place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SET, boxes.LIST):
                 empty.append(place.holder)
             elif place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.MODULE):
-                if all(type(key) in (str, int) for key in place.before):
+                if place.box is boxes.ATTRIBUTES:
+                    sizes.append(place.holder)  # and looked up by key: nothing follows from their order
+                elif all(type(key) in (str, int) for key in place.before):
                     dicts.append(place.holder)
                 else:
                     holder, keys = self._name(place.holder), list(place.before)
                     self._require(f"len({holder}) == {len(keys)} and identical({holder}, {self._fresh(keys)})")
                 plain = [k for k in place.before if k not in place.ignored and k not in special]
-                if len(plain) == len(place.before):
+                if len(plain) == len(place.before) and place.box is not boxes.ATTRIBUTES:
                     stable.append(place.holder)
                 elif plain:
                     parts.append((itemgetter(*plain, plain[0]), place.holder))
@@ -369,6 +372,8 @@ class FastPath:
                 self._odd(place, special)
         if dicts:
             self._require(f"[*chain({self._fresh(dicts)})] == {self._fresh([k for d in dicts for k in d])}")
+        if sizes:
+            self._require(f"list(map(len, {self._fresh(sizes)})) == {self._fresh([len(d) for d in sizes])}")
         if stable:
             values = [v for d in stable for v in dict.values(d)]
             self._require(f"identical(chain(map(values, {self._fresh(stable)})), {self._fresh(values)})")
