@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as rates
 
 from wholestep.capture import Call, Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, replay, snapshot
-from wholestep.errors import LeakError
+from wholestep.errors import LeakError, UnsupportedError
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -160,8 +161,10 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     def hooks() -> None:
         weight.register_hook(lambda g: g)
 
-    for step, what in ((grows, r"L\['losses'\] grows by 1"), (attached, r"L\['total'\] was changed in place"),
-                       (hides, r"L\['kept'\]\['later'\]"), (cyclic, "contains itself"), (hooks, r"a hook was added to L\['weight'\]")):
+    for step, what in (
+        (grows, r"L\['losses'\] grows by 1"), (attached, r"L\['total'\] was changed in place"),
+        (hides, r"L\['kept'\]\['later'\]"), (cyclic, "contains itself"), (hooks, r"a hook was added to L\['weight'\]"),
+    ):
         with pytest.raises(LeakError, match=what):
             traced(step)
         assert len(losses) == 1 and total.grad_fn is None and not kept and not weight._backward_hooks
@@ -184,7 +187,7 @@ def test_a_counter_is_an_effect_and_a_guard() -> None:
 def test_bookkeeping_of_optimizers_and_schedulers_never_recompiles() -> None:
     net = nn.Linear(2, 2)
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    scheduler = rates.ExponentialLR(opt, 0.5)
 
     def step(x: torch.Tensor) -> None:
         net(x).sum().backward()
@@ -214,3 +217,68 @@ def test_replay_reads_everything_before_it_assigns() -> None:
     want = other["b"], other["a"]
     replay(effects, Call(step, (other,), {}), [])
     assert (other["a"], other["b"]) == want and box["a"] is a
+
+
+SCHEDULERS: list[Callable[[Any], Any]] = [
+    lambda o: rates.ExponentialLR(o, 0.5),
+    lambda o: rates.OneCycleLR(o, 0.5, total_steps=9),
+    lambda o: rates.SequentialLR(o, [rates.ConstantLR(o), rates.CosineAnnealingLR(o, 5)], [2]),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Callable[[Any], Any]) -> None:
+    def fresh() -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        net = nn.Linear(2, 2)
+        opt = torch.optim.Adam(net.parameters(), lr=0.25)
+        return net, opt, make(opt)
+
+    def step(net: Any, opt: Any, scheduler: Any) -> None:
+        net(torch.ones(1, 2)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+
+    eager, ours = fresh(), fresh()
+    step(*eager)
+    step(*ours)
+    snap = snapshot(step, ours)
+    before = dict(vars(ours[2])), dict(ours[1].param_groups[0])
+    snap.lift([n.value for n in snap.numbers])
+    step(*ours)
+    effects = snap.effects(lambda t: True)
+    snap.restore()
+    assert (dict(vars(ours[2])), dict(ours[1].param_groups[0])) == before
+    assert [str(e) for e in effects] == ["L['scheduler'].step()"]
+    binder = compile_binder(snap, [n.source for n in snap.numbers])
+    for _ in range(4):
+        step(*eager)
+        assert not isinstance(binder(ours, {}), GuardFailure)
+        binder.apply(effects, Const(None), ours, {}, [])
+        assert ours[1].param_groups[0]["lr"] == eager[1].param_groups[0]["lr"]
+        assert ours[2].last_epoch == eager[2].last_epoch
+    assert binder.slow_calls == 0
+
+
+def test_reading_a_rate_after_its_scheduler_moved_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    opt = torch.optim.SGD([weight], lr=0.5)
+    scheduler = rates.ExponentialLR(opt, 0.5)
+    plateau = rates.ReduceLROnPlateau(opt)
+
+    def early() -> None:
+        weight.grad = torch.ones(1)
+        scheduler.step()
+        opt.step()
+
+    def data() -> None:
+        plateau.step((weight * 2).sum())
+
+    for step, what in ((early, r"\['lr'\] was read after"), (data, "only known when the step runs")):
+        snap = snapshot(step)
+        snap.lift([n.value for n in snap.numbers])
+        with pytest.raises(UnsupportedError, match=what):
+            step()
+        snap.restore()
+        assert opt.param_groups[0]["lr"] == 0.5 and "step" not in vars(scheduler) and weight.grad is None

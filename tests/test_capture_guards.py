@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,9 @@ class Model(nn.Module):
         self.scales = [1.0, 2.0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(self.fc(x))
+        if hasattr(self, "hidden"):
+            x = x + self.hidden[0].sum()
+        return self.layers(self.fc(x)) * self.config.width * self.scales[1]
 
 
 def step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, flag: bool = True) -> torch.Tensor:
@@ -134,9 +137,10 @@ def test_optimizer_structure_but_never_its_floats() -> None:
         opt.param_groups[0]["betas"] = (lr, 0.5)
         values = dict(zip((str(s) for s in binder.inputs), passes(binder, model, opt, x), strict=True))
         assert values["L['opt'].param_groups[0]['lr']"] == lr == values["L['opt'].param_groups[0]['betas'][0]"]
+    assert binder.slow_calls == 0
     opt.param_groups[0]["initial_lr"] = 3.0
     passes(binder, model, opt, x)
-    assert binder.slow_calls == 0
+    assert binder.slow_calls == 1
     opt.param_groups[0]["amsgrad"] = True
     assert reason(binder, model, opt, x) == "L['opt'].param_groups[0]['amsgrad']: expected False, found True"
     opt.param_groups[0]["amsgrad"] = False
@@ -177,7 +181,8 @@ def test_another_parameter_of_equal_metadata_binds() -> None:
     model.fc.weight = nn.Parameter(torch.zeros(4, 5))
     assert reason(binder, model, x) == "L['m'].fc.weight shape: expected [4, 4], found [4, 5]"
     model.fc.weight = model.layers[0].weight
-    assert reason(binder, model, x) == "L['m'].fc.weight is L['m'].layers.0.weight: expected two objects, found the same one"
+    assert reason(binder, model, x) == (
+        "L['m'].fc.weight is L['m'].layers.0.weight: expected two objects, found the same one")
 
 
 def test_duplicates() -> None:
@@ -203,7 +208,8 @@ def test_memory_shared_with_what_the_step_writes() -> None:
     assert reason(binder, base[:2], base[2:]) == "L['a'] shares memory with L['b']: expected False, found True"
     _, binder = bound(add, base[:2], base[2:], mutated=("L['a']",))
     passes(binder, base[:2], base[2:])
-    assert reason(binder, torch.ones(2), torch.ones(2)) == "L['a'] shares memory with L['b']: expected True, found False"
+    apart = reason(binder, torch.ones(2), torch.ones(2))
+    assert apart == "L['a'] shares memory with L['b']: expected True, found False"
     _, reads = bound(add, torch.zeros(2), torch.zeros(2))
     passes(reads, base[:2], base[2:])
     model, opt, x = ready()
@@ -218,7 +224,8 @@ def test_memory_shared_with_what_the_step_writes() -> None:
 def test_arguments_and_plain_values() -> None:
     model, opt, x = ready()
     _, binder = bound(step, model, opt, x)
-    assert reason(binder, model, opt, x, False) == "arguments: expected 3 by position and none by name, found 4 by position and none by name"
+    assert reason(binder, model, opt, x, False) == (
+        "arguments: expected 3 by position and none by name, found 4 by position and none by name")
     _, binder = bound(step, model, opt, x, flag=True)
     assert reason(binder, model, opt, x, flag=1) == "L['flag']: expected True, found 1"
     _, binder = bound(lambda x: x, {"a": [x, 1], "b": None})
@@ -298,3 +305,81 @@ def test_the_fast_path_serves_what_changes_at_each_call() -> None:
     assert binder.slow_calls == 0
     model.hidden = (model.hidden[0], model.hidden[0])
     assert reason(binder, model, opt, x).endswith("expected two objects, found the same one")
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.model, self.done, self.log, self.scale = Model(), 0, [], 1.0
+
+    def train_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shape(self.model(x))
+
+    def shape(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.sum() * self.scale
+
+    def fit(self) -> None:
+        self.done += 1
+        self.log.append(self.done)
+
+
+def test_what_no_code_of_the_step_names_is_not_guarded() -> None:
+    trainer, x = Trainer(), torch.randn(8, 4)
+    _, binder = bound(trainer.train_step, x)
+    for _ in range(3):
+        trainer.fit()
+        passes(binder, x)
+    assert binder.slow_calls == 0
+    trainer.unknown = 1  # type: ignore[attr-defined]
+    passes(binder, x)
+    trainer.scale = 2.0
+    assert reason(binder, x) == "L['self'].scale: expected 1.0, found 2.0"
+
+
+def test_a_step_that_reads_by_computed_names_guards_all() -> None:
+    trainer = Trainer()
+
+    def reads(trainer: Trainer, name: str) -> int:
+        return getattr(trainer, name)  # type: ignore[no-any-return]
+
+    _, binder = bound(reads, trainer, "done")
+    trainer.fit()
+    assert reason(binder, trainer, "done") == "L['trainer'].done: expected 0, found 1"
+
+
+def test_a_tensor_that_only_a_library_reads_is_found_when_met() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.unnamed = {"deep": [torch.ones(2)]}
+            self.count = 0
+
+    holder = Holder()
+    snap = snapshot(lambda h: h, (holder,))
+    assert not snap.tensors
+    tensor = holder.unnamed["deep"][0]
+    found = snap.find(tensor)
+    assert found is not None and str(found.source) == "L['h'].unnamed['deep'][0]"
+    assert snap.find(torch.ones(1)) is None
+    binder = compile_binder(snap, [found.source])
+    assert binder((holder,), {}) == [tensor]
+    holder.count += 1
+    holder.unnamed["deep"][0] = torch.zeros(2)
+    assert passes(binder, holder)[0] is holder.unnamed["deep"][0]
+    holder.unnamed["deep"][0] = torch.zeros(3)
+    assert reason(binder, holder) == "L['h'].unnamed['deep'][0] shape: expected [2], found [3]"
+
+
+def test_values_of_a_users_module() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * settings_of.SCALE
+
+    x = torch.ones(1)
+    _, binder = bound(step, x)
+    settings_of.OTHER = 5
+    passes(binder, x)
+    settings_of.SCALE = 4.0
+    assert reason(binder, x) == "G['settings_of'].SCALE: expected 2.0, found 4.0"
+
+
+settings_of = types.ModuleType("settings_of")
+settings_of.__file__ = "/elsewhere/settings_of.py"
+settings_of.SCALE = 2.0  # type: ignore[attr-defined]

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from wholestep.capture import GuardFailure, compile_binder, snapshot
+from wholestep.capture import Const, GuardFailure, compile_binder, new_values, snapshot
 from wholestep.capture.guards import compare
+from wholestep.errors import LeakError
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -272,3 +273,31 @@ def _without_ids(value: Any) -> Any:
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "tensor":
         return "tensor"
     return type(value)(_without_ids(v) for v in value) if isinstance(value, (tuple, list)) else value
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.dictionaries(st.sampled_from("abc"), VALUES, min_size=1), st.lists(st.tuples(st.integers(0, 50),
+       st.integers(0, 2), VALUES), max_size=4))
+def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes: list[tuple[int, int, Any]]) -> None:
+    def step(root: dict[str, Any]) -> None:
+        for which, how, value in changes:
+            found = holders(root)
+            mutate(found[which % len(found)], how, value)
+
+    before = picture(root)
+    snap = snapshot(step, (root,))
+    known = set(snap.tensors)
+    values = [found.tensor for found in snap.tensors.values()]
+    binder = compile_binder(snap, [found.source for found in snap.tensors.values()])
+    step(root)
+    after = picture(root)
+    try:
+        effects, _ = snap.outcome(lambda t: id(t) not in known)
+    except LeakError:  # a list grew by tensors made in the step
+        effects = None
+    snap.restore()
+    assert picture(root) == before
+    if effects is not None:
+        assert [id(v) for v in binder((root,), {})] == [id(v) for v in values]
+        binder.apply(effects, Const(None), (root,), {}, new_values(effects))
+        assert picture(root) == after

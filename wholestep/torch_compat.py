@@ -62,8 +62,12 @@ def no_modes() -> Iterator[None]:
     """Real execution inside of a trace: no dispatch mode, no function mode, no gradient."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
+
+
 # --- capture ---------------------------------------------------------------------------------------------
 
+# A tensor's hook tables, by the attribute names that set them again; None where no hook was ever added.
+HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 def tensor_hooks(tensor: torch.Tensor) -> dict[str, object]:
     """A tensor's hook tables under the attribute names that set them again; None where no hook was ever added."""

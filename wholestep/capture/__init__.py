@@ -1,19 +1,56 @@
-"""Capture: a Python callable and its arguments -> what the step can see, guarded.
+"""Capture: a Python callable and its arguments -> a guarded view of what the step can see.
 
-`snapshot` walks everything in reach and can put it back, describe what a run changed (`effects`) and say what
-must still hold later (`guards`); `compile_binder` makes the fast check that a call passes before a captured
-program serves it. Imports nothing above `ir`, `errors` and `torch_compat`.
+Takes a function and one call's arguments. Gives a `Snapshot` (tensors and numbers with their sources, everything
+in reach put back by `restore`, changes described by `effects`), the guards that must hold later, and a `Binder`:
+the fast check that a call passes before a captured program serves it.
+May import: errors, ir, torch_compat. Must not import trace, autograd, spmd, passes, lower, runtime, api.
 """
 
 from wholestep.capture.binder import Binder, compile_binder
 from wholestep.capture.effects import (
-    Const, DelAttr, DelItem, Effect, Existing, New, SetAttr, SetContents, SetGrad, SetItem, Tree, new_values, replay,
+    CallStep,
+    Const,
+    DelAttr,
+    DelItem,
+    Effect,
+    Existing,
+    New,
+    SetAttr,
+    SetContents,
+    SetGrad,
+    SetItem,
+    Tree,
+    new_values,
+    replay,
 )
 from wholestep.capture.guards import Guard, GuardFailure
 from wholestep.capture.snapshot import Snapshot, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.walk import Found, Number
 
-__all__ = ["Binder", "Call", "Const", "DelAttr", "DelItem", "Effect", "Existing", "Found", "Guard", "GuardFailure",
-           "New", "Number", "SetAttr", "SetContents", "SetGrad", "SetItem", "Snapshot", "Source", "Tree",
-           "compile_binder", "new_values", "replay", "snapshot"]
+__all__ = [
+    "Binder",
+    "Call",
+    "CallStep",
+    "Const",
+    "DelAttr",
+    "DelItem",
+    "Effect",
+    "Existing",
+    "Found",
+    "Guard",
+    "GuardFailure",
+    "New",
+    "Number",
+    "SetAttr",
+    "SetContents",
+    "SetGrad",
+    "SetItem",
+    "Snapshot",
+    "Source",
+    "Tree",
+    "compile_binder",
+    "new_values",
+    "replay",
+    "snapshot",
+]

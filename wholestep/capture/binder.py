@@ -9,16 +9,15 @@ container took the place of another) and the fast path is made again around the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wholestep.capture.effects import Effect, New, Value, build, replay
-from wholestep.capture.fastpath import FastPath, memory
+from wholestep.capture.applier import Applier
+from wholestep.capture.effects import Effect, New, Value, build
+from wholestep.capture.fastpath import Fast, FastPath, memory
 from wholestep.capture.guards import Guard, GuardFailure, compare
-from wholestep.capture.snapshot import Snapshot, snapshot
+from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
-
-Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 
 
 class Binder:
@@ -29,15 +28,20 @@ class Binder:
         slow_calls: how many calls took the slow path.
     """
 
-    def __init__(self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]) -> None:
+    def __init__(
+        self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]
+    ) -> None:
         self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
+        self.names = snap.names
         self.mutated = frozenset(source.path for source in mutated)
         self.slow_calls = 0
         self._sharing = _sharing(snap, self.mutated)
-        self._fast: Fast = self._compile(snap)
+        with no_collection():
+            self._fast: Fast = self._compile(snap)
 
     def _compile(self, snap: Snapshot) -> Fast:
-        path = FastPath(snap, self.inputs, self.mutated)
+        self._path = path = FastPath(snap, self.inputs, self.mutated)
+        self._applied: Sequence[Effect] | None = None
         self.code = path.code
         return path.function
 
@@ -47,7 +51,11 @@ class Binder:
 
     def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         self.slow_calls += 1
-        later = snapshot(self.fn, args, kwargs)
+        with no_collection():
+            return self._anew(args, kwargs)
+
+    def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        later = snapshot(self.fn, args, kwargs, self.names)
         failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure
@@ -67,14 +75,16 @@ class Binder:
             return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
         return None
 
-    def apply(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-              made: Sequence[Any]) -> Any:
+    def apply(
+        self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Sequence[Any]
+    ) -> Any:
         """Replays effects in a call that this binder has just let pass, and gives the step's result."""
-        if not effects and isinstance(result, New):
-            return made[result.index]
-        call = Call(self.fn, args, kwargs)
-        outcome = build(result, call, made)
-        replay(effects, call, made)
+        outcome = made[result.index] if isinstance(result, New) else build(result, Call(self.fn, args, kwargs), made)
+        if effects:
+            if self._applied is not effects:
+                self._apply = Applier(effects, self._path, Call(self.fn, args, kwargs)).function
+                self._applied = effects
+            self._apply(args, kwargs, made)
         return outcome
 
 
@@ -85,7 +95,7 @@ def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, st
         address = memory(found.tensor)
         if address:
             holders.setdefault(address, []).append(found.source)
-    pairs = set()
+    pairs: set[tuple[str, str]] = set()
     for group in holders.values():
         for i, a in enumerate(group):
             pairs.update((a.text, b.text) for b in group[i + 1:] if a.path in mutated or b.path in mutated)

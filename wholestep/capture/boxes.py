@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.source import Attr, Closure, Element, Global, Grad, Item, Member, Source, Vars
-from wholestep.torch_compat import tensor_hooks
+from wholestep.capture.source import Attr, Closure, Element, Global, Grad, Item, Member, Source
+from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]
 
@@ -132,6 +132,15 @@ def _write_names(holder: Names, contents: Contents) -> None:
             table.pop(name, None)
 
 
+def _write_module(table: dict[str, Any], contents: Contents) -> None:
+    """Puts back single globals: a module's table is never empty, not even for a moment."""
+    for name in table.keys() - contents.keys():
+        del table[name]
+    for name, value in contents.items():
+        if table.get(name, MISSING) is not value:
+            table[name] = value
+
+
 def class_values(kind: type) -> Contents:
     """What a user's class holds besides its functions: values that code may read through the class."""
     return {
@@ -155,7 +164,7 @@ def _write_class(kind: type, contents: Contents) -> None:
 def _read_tensor(tensor: torch.Tensor) -> Contents:
     own_grad = tensor.is_leaf or tensor.retains_grad
     contents: Contents = {"grad": tensor.grad if own_grad else None, "requires_grad": tensor.requires_grad}
-    return contents | tensor_hooks(tensor)
+    return contents | {name: getattr(tensor, name) for name in HOOK_TABLES}
 
 
 def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:
@@ -177,6 +186,7 @@ def _tensor_child(source: Source, key: str) -> Source:
 
 MAPPING = Box("dict", dict, _write_dict, Item)
 ATTRIBUTES = Box("attributes", dict, _write_dict, Item)
+MODULE = Box("module", dict, _write_module, Item)
 LIST = Box("list", _numbered, lambda holder, contents: list.__setitem__(holder, slice(None), contents.values()), Item)
 TUPLE = Box("tuple", _numbered, _nothing, Item)
 SET = Box("set", _numbered, _write_set, Member)
@@ -187,6 +197,3 @@ CELL = Box("cell", _read_cell, _write_cell, lambda source, key: Closure(source))
 NAMES = Box("globals", _read_names, _write_names, lambda source, key: Global(source.base, key, source.module))  # type: ignore[attr-defined]
 CLASS = Box("class", class_values, _write_class, Attr)
 TENSOR = Box("tensor", _read_tensor, _write_tensor, _tensor_child)
-
-__all__ = ["ATTRIBUTES", "Box", "CELL", "CLASS", "Contents", "DEQUE", "FROZENSET", "LIST", "MAPPING", "MISSING",
-           "NAMES", "Names", "SET", "SLOTS", "TENSOR", "TUPLE", "Vars", "class_values", "slot_names"]

@@ -24,7 +24,7 @@ from wholestep.errors import LeakError
 if TYPE_CHECKING:
     from wholestep.capture.snapshot import Snapshot
 
-NUMBER_TYPES = (torch.SymFloat, torch.SymInt, torch.SymBool)
+NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +156,16 @@ class SetContents(Effect):
         return f"{self.source}[:] = {self.value}"
 
 
+@dataclass(frozen=True, eq=False)
+class CallStep(Effect):
+    """``source.step(*args)``: a learning-rate scheduler moves on, after all else."""
+
+    args: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source}.step({', '.join(map(repr, self.args))})"
+
+
 def _unchanged(now: Any, before: Any) -> bool:
     return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
 
@@ -165,7 +175,8 @@ class _Values:
 
     def __init__(self, snap: Snapshot, is_new: Callable[[torch.Tensor], bool]) -> None:
         self.snap, self.is_new = snap, is_new
-        self.numbers = (*NUMBER_TYPES, *{type(s) for s in snap.stand_ins if type(s) not in (int, float)})
+        made_of = {type(stand_in) for stand_in in snap.stand_ins} - {int, float}
+        self.numbers: tuple[type, ...] = (*NUMBER_TYPES, *made_of)
         self.stand_ins = {id(s): n for s, n in zip(snap.stand_ins, snap.numbers, strict=False)}
         self.new: dict[int, New] = {}
         self.open: set[int] = set()
@@ -232,7 +243,8 @@ class _Values:
                             remedy="return the tensor from the step, or store it in an attribute, list or dict")
 
     def _refuse_inside(self, value: Any, where: str) -> None:
-        held = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, set)) else []
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
+        held = list(inside)
         held += [getattr(value, name, None) for name in boxes.slot_names(type(value))]
         for item in (*held, *getattr(value, "__dict__", {}).values()):
             self._refuse(item, f"{where} ({type(value).__name__})")
@@ -244,8 +256,8 @@ def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: 
     found: list[Effect] = []
     for tensor, _, grad_fn in snap._versions:
         if tensor.grad_fn is not grad_fn and tensor.grad_fn is not None:
-            raise LeakError(f"{snap.tensors[id(tensor)].source} was changed in place by a value that requires grad, and "
-                            "would stay in the autograd graph after the step",
+            raise LeakError(f"{snap.tensors[id(tensor)].source} was changed in place by a value that requires grad, "
+                            "and would stay in the autograd graph after the step",
                             remedy="detach what you add, as in total += loss.detach()")
     for place in snap.places:
         now = place.box.read(place.holder)
@@ -275,7 +287,8 @@ def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values)
         return
     for key in before:
         if key not in now:
-            yield DelItem(source, values.value(key, source.text)) if place.box is boxes.MAPPING else DelAttr(source, key)
+            mapping = place.box is boxes.MAPPING
+            yield DelItem(source, values.value(key, source.text)) if mapping else DelAttr(source, key)
     for key, value in now.items():
         if key in before and _unchanged(value, before[key]):
             continue
@@ -353,7 +366,7 @@ def build(value: Value, call: Call, made: Sequence[Any]) -> Any:
         return deque(items, prototype.maxlen)
     if isinstance(prototype, (list, tuple, set, frozenset)):
         return kind(items)
-    fresh = kind.__new__(kind)
+    fresh = object.__new__(kind)
     vars(fresh).update(zip(keys, items, strict=True))
     return fresh
 
@@ -370,9 +383,9 @@ def _build_record(value: Record, call: Call, made: Sequence[Any]) -> Any:
     return fresh
 
 
-def _contents(effect: SetContents, call: Call, made: Sequence[Any]) -> Contents:
-    keys = [build(key, call, made) for key in effect.value.keys]
-    return dict(zip(keys, [build(item, call, made) for item in effect.value.values], strict=True))
+def fill(box: boxes.Box, holder: Any, built: Any) -> None:
+    """Makes the contents of a holder those of a container that `build` made."""
+    box.write(holder, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
 
 
 def replay(effects: Sequence[Effect], call: Call, made: Sequence[Any]) -> None:
@@ -382,9 +395,7 @@ def replay(effects: Sequence[Effect], call: Call, made: Sequence[Any]) -> None:
         holder = effect.source.read(call)
         key = build(effect.key, call, made) if isinstance(effect, (SetItem, DelItem)) else None
         value: Any = MISSING
-        if isinstance(effect, SetContents):
-            value = _contents(effect, call, made)
-        elif isinstance(effect, (SetItem, SetAttr, SetGrad)):
+        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents)):
             value = build(effect.value, call, made)
         ready.append((effect, holder, key, value))
     for effect, holder, key, value in ready:
@@ -398,8 +409,10 @@ def _assign(effect: Effect, holder: Any, key: Any, value: Any) -> None:
         holder[key] = value
     elif isinstance(effect, DelItem):
         del holder[key]
+    elif isinstance(effect, CallStep):
+        holder.step(*effect.args)
     elif isinstance(effect, SetContents):
-        effect.box.write(holder, value)
+        fill(effect.box, holder, value)
     elif isinstance(effect, (SetAttr, DelAttr)):
         table = holder if isinstance(effect.source, (Vars, Global)) else None
         if table is not None:

@@ -9,23 +9,24 @@ states) is a new object at each call: its path is followed and its contents are 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from types import CodeType
 from typing import Any
 
 import torch
 
 from wholestep.capture import boxes
-from wholestep.capture.boxes import MISSING
 from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.source import REGISTRIES, Grad, Source
 from wholestep.capture.walk import Place, global_state, is_plain, metadata
+from wholestep.torch_compat import HOOK_TABLES
 
+Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 _SHAPE, _CONTIGUOUS = attrgetter("shape"), torch.Tensor.is_contiguous
-_GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_GRAD_AND_HOOKS = attrgetter("grad", *HOOK_TABLES)
 _ANCHORS = (torch.nn.Module, torch.optim.Optimizer)
 _NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.CELL, boxes.NAMES)
 _CONTAINERS = (dict, list, tuple, deque)
@@ -100,14 +101,16 @@ class FastPath:
     def __init__(self, snap: Snapshot, inputs: Sequence[Source], mutated: frozenset[str]) -> None:
         self.snap = snap
         self.names: dict[int, str] = {}  # id of an object -> the name that stands for it in the code
-        self.space: dict[str, Any] = {"identical": identical, "same": same_plain, "chain": chain.from_iterable,
-                                      "values": dict.values, "MISSING": MISSING, "global_state": global_state,
-                                      "STATE": global_state(), "memory": memory}
+        self.space: dict[str, Any] = {
+            "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
+            "call": call, "global_state": global_state, "STATE": snap.walk.state, "memory": memory,
+        }
         self.places: dict[int, list[Place]] = {}
         for place in snap.places:
             self.places.setdefault(id(place.owner), []).append(place)
         self.lines: list[str] = []
         self.volatile: set[int] = set()
+        self.volatile_tables: set[int] = set()
         self.volatile_tensors: list[tuple[str, torch.Tensor]] = []
         self.anchored_tensors: dict[int, str] = {}
         self._mark_volatile()
@@ -119,8 +122,12 @@ class FastPath:
         body = "\n        ".join(self.lines)
         self.code = f"def bind(args, kwargs):\n    try:\n        {body}\n    except (KeyError, AttributeError, " \
                     "IndexError, TypeError, RuntimeError):\n        return None\n"
-        exec(_compiled(self.code), self.space)  # noqa: S102
-        self.function = self.space["bind"]
+        exec(compiled(self.code), self.space)
+        self.function: Fast = self.space["bind"]
+
+    def is_anchored(self, value: Any) -> bool:
+        """True for an object or attribute table that stays the very same while the fast path lets calls pass."""
+        return id(value) not in self.volatile and id(value) not in self.volatile_tables
 
     # names ----------------------------------------------------------------------------------------------
 
@@ -158,6 +165,7 @@ class FastPath:
             return
         self.volatile.add(id(value))
         for place in holders:
+            self.volatile_tables.add(id(place.holder))
             for inner in place.before.values():
                 self._mark(inner)
 
@@ -195,7 +203,8 @@ class FastPath:
                     self.anchored_tensors[id(value)] = f"t[{len(tensors)}]"
                     tensors.append(value)
                     singles.append(self._at(place, key))
-        by_path = {id(v) for p in self.snap.places if id(p.owner) in self.volatile for v in p.before.values()}
+        by_path = {id(v) for p in self.snap.places if id(p.owner) in self.volatile
+                   for k, v in p.before.items() if k not in p.ignored}
         by_path |= {id(value) for _, value in self.snap.walk.roots}
         for found in self.snap.tensors.values():  # in tuples, sets and keys, whose identity is compared elsewhere
             if id(found.tensor) not in self.anchored_tensors and id(found.tensor) not in by_path \
@@ -302,7 +311,8 @@ class FastPath:
                 self._require(f"all(map(same, {values}, {self._fresh(list(place.before.values()))}))")
                 continue
             for key, inner in place.before.items():
-                self._value(self._at(place, key), inner)
+                if key not in place.ignored:
+                    self._value(self._at(place, key), inner)
 
     def _volatile_tensor(self, expression: str, tensor: torch.Tensor) -> None:
         if id(tensor) in self.anchored_tensors:
@@ -315,13 +325,14 @@ class FastPath:
         self.volatile_tensors.append((name, tensor))
         self.lines.append(f"{name} = {expression}")
         self._require(f"type({name}) is {self._name(type(tensor))} and {name}.shape == {self._fresh(tensor.shape)}"
-                      f" and {name}.dtype is {self._fresh(tensor.dtype)} and {name}.device == {self._fresh(tensor.device)}"
+                      f" and {name}.dtype is {self._fresh(tensor.dtype)}"
+                      f" and {name}.device == {self._fresh(tensor.device)}"
                       f" and {name}.requires_grad is {tensor.requires_grad} and {name}.is_leaf is {tensor.is_leaf}"
                       f" and {name}.layout is {self._fresh(tensor.layout)}")
         if tensor.layout == torch.strided:
             self._require(f"{name}.stride() == {tensor.stride()}")
         if tensor.requires_grad:
-            for key in ("grad", "_backward_hooks", "_post_accumulate_grad_hooks"):
+            for key in ("grad", *HOOK_TABLES):
                 if key == "grad" and not (tensor.is_leaf or tensor.retains_grad):
                     continue
                 self._value(f"{name}.{key}", getattr(tensor, key))
@@ -329,35 +340,48 @@ class FastPath:
     # anchored holders ----------------------------------------------------------------------------------
 
     def _anchored(self) -> None:
-        """Compares anchored holders: their keys, then their values, as two long lists; odd ones by themselves."""
+        """Compares anchored holders: their keys, then their values, as long lists; odd ones by themselves."""
         empty: list[Any] = []
         dicts: list[Any] = []  # keys of these are compared
-        stable: list[Any] = []  # and values of these
+        sizes: list[Any] = []  # the number of keys of these
+        stable: list[Any] = []  # all values of these
+        parts: list[tuple[Any, Any]] = []  # what a getter takes from these
         lists: list[Any] = []
         for place in filter(self._is_anchored, self.snap.places):
-            special = {k for k, v in place.before.items() if k not in place.ignored and self._special(v, place)}
-            mapping = place.box in (boxes.MAPPING, boxes.ATTRIBUTES) and not place.ignored
-            if not place.before and (mapping or place.box is boxes.SET or place.box is boxes.LIST):
+            special = [k for k, v in place.before.items() if k not in place.ignored and self._special(v, place)]
+            if not place.before and place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SET, boxes.LIST):
                 empty.append(place.holder)
-            elif mapping:
-                if all(type(key) in (str, int) for key in place.before):
+            elif place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.MODULE):
+                if place.box is boxes.ATTRIBUTES:
+                    sizes.append(place.holder)  # and looked up by key: nothing follows from their order
+                elif all(type(key) in (str, int) for key in place.before):
                     dicts.append(place.holder)
                 else:
                     holder, keys = self._name(place.holder), list(place.before)
                     self._require(f"len({holder}) == {len(keys)} and identical({holder}, {self._fresh(keys)})")
-                if not special:
+                plain = [k for k in place.before if k not in place.ignored and k not in special]
+                if len(plain) == len(place.before) and place.box is not boxes.ATTRIBUTES:
                     stable.append(place.holder)
-                elif id(place.holder) not in self.whole:
+                elif plain:
+                    parts.append((itemgetter(*plain, plain[0]), place.holder))
+                if id(place.holder) not in self.whole:
                     self._one_by_one(place, special)
             elif place.box is boxes.LIST and not special:
                 lists.append(place.holder)
             else:
-                self._one_by_one(place, special)
+                self._odd(place, special)
         if dicts:
             self._require(f"[*chain({self._fresh(dicts)})] == {self._fresh([k for d in dicts for k in d])}")
+        if sizes:
+            self._require(f"list(map(len, {self._fresh(sizes)})) == {self._fresh([len(d) for d in sizes])}")
         if stable:
             values = [v for d in stable for v in dict.values(d)]
             self._require(f"identical(chain(map(values, {self._fresh(stable)})), {self._fresh(values)})")
+        if parts:
+            getters, holders = [get for get, _ in parts], [holder for _, holder in parts]
+            taken = [v for get, holder in parts for v in get(holder)]
+            self._require(f"identical(chain(map(call, {self._fresh(getters)}, {self._fresh(holders)})), "
+                          f"{self._fresh(taken)})")
         if lists:
             self._require(f"list(map(len, {self._fresh(lists)})) == {self._fresh([len(x) for x in lists])} and "
                           f"identical(chain({self._fresh(lists)}), {self._fresh([v for x in lists for v in x])})")
@@ -374,26 +398,26 @@ class FastPath:
         """True when a list is where an anchored tensor is read from, not another way to reach it."""
         return self.snap.tensors[id(tensor)].source.path.startswith(place.source.path)
 
-    def _one_by_one(self, place: Place, special: set[Any]) -> None:
-        kept = [key for key in place.before if key not in place.ignored]
+    def _one_by_one(self, place: Place, keys: Sequence[Any]) -> None:
+        """Compares single values of an anchored holder."""
+        for key in keys:
+            value, expression = place.before[key], self._at(place, key)
+            if isinstance(value, torch.Tensor):
+                self._require(f"{expression} is {self.anchored_tensors[id(value)]}")
+            elif id(value) in self.volatile:
+                self._value(expression, value)
+            else:
+                self._require(f"{expression} is {self._name(value) if not is_plain(value) else self._fresh(value)}")
+
+    def _odd(self, place: Place, special: Sequence[Any]) -> None:
+        """Compares a holder that is neither a dict nor a plain list."""
         holder = self._name(place.holder)
         if place.box in (boxes.SET, boxes.DEQUE, boxes.LIST):
             self._require(f"len({holder}) == {len(place.before)}")
         if place.box is boxes.SET or (place.box is boxes.DEQUE and not special):
             self._require(f"identical({holder}, {self._fresh(list(place.holder))})")
             return
-        if place.ignored and place.box is boxes.ATTRIBUTES:
-            self._require(f"[k for k in {holder} if k not in {self._fresh(place.ignored)}] == {self._fresh(kept)}")
-        for key in kept:
-            value = place.before[key]
-            expression = self._at(place, key)
-            if isinstance(value, torch.Tensor):
-                if key in special:
-                    self._require(f"{expression} is {self.anchored_tensors[id(value)]}")
-            elif key in special:
-                self._value(expression, value)
-            else:
-                self._require(f"{expression} is {self._name(value) if not is_plain(value) else self._fresh(value)}")
+        self._one_by_one(place, [key for key in place.before if key not in place.ignored])
         if place.box is boxes.NAMES:
             absent = [name for name in place.holder.names if name not in place.before]
             if absent:
@@ -407,6 +431,7 @@ class FastPath:
         written = {i for i, t in enumerate(self.tensors) if self.snap.tensors[id(t)].source.path in mutated}
         volatile_written = [self.snap.tensors[id(t)].source.path in mutated for _, t in self.volatile_tensors]
         anchored = Anchored(self.tensors, self.watched, written, any(volatile_written))
+        self.anchored = anchored
         self.space |= {"anchored": anchored, "rebind": anchored.rebind, "LAST": anchored.last}
         if not self.volatile_tensors:
             return
@@ -456,8 +481,6 @@ def _pattern(addresses: list[int], written: list[bool], anchored: list[torch.Ten
 
 
 @lru_cache(maxsize=64)
-def _compiled(text: str) -> CodeType:
+def compiled(text: str) -> CodeType:
+    """The code object of generated text; captures that differ in their constants alone share it."""
     return compile(text, "<wholestep binder>", "exec")
-
-
-__all__ = ["FastPath", "Mapping", "identical", "memory", "same_plain"]

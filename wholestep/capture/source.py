@@ -68,10 +68,14 @@ class Function(Source):
 
 @dataclass(frozen=True, eq=False)
 class Local(Source):
-    """An argument: parameter ``name``, passed at position ``at`` or, for a string, by keyword."""
+    """An argument: parameter ``name``, passed at position ``at`` or, for a string, by keyword.
+
+    ``index`` counts within a parameter like ``*args``.
+    """
 
     name: str
     at: int | str
+    index: int | None = None
 
     @cached_property
     def path(self) -> str:
@@ -79,7 +83,7 @@ class Local(Source):
 
     @cached_property
     def text(self) -> str:
-        return f"L[{self.name!r}]"
+        return f"L[{self.name!r}]" if self.index is None else f"L[{self.name!r}][{self.index}]"
 
     def read(self, call: Call) -> Any:
         return call.args[self.at] if isinstance(self.at, int) else call.kwargs[self.at]
@@ -156,6 +160,11 @@ class Attr(Child):
 
     def step(self, holder: Any) -> Any:
         return getattr(holder, self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Method(Attr):
+    """A function of a class, which runs only where its name is used."""
 
 
 @dataclass(frozen=True, eq=False)

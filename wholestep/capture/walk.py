@@ -9,17 +9,13 @@ installed packages change nothing that a guard could see, save through objects t
 from __future__ import annotations
 
 import argparse
-import dis
 import enum
 import functools
 import inspect
-import os
-import sys
-import sysconfig
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +24,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Box, Contents, Names
-from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Source, Vars
+from wholestep.capture.code import (
+    Reach,
+    global_names,
+    hideable,
+    is_installed,
+    is_library,
+    is_user_class,
+    is_user_module,
+)
+from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Method, Source, Vars
 from wholestep.ir import InputKind
 
 PLAIN: tuple[type, ...] = (
@@ -38,10 +43,6 @@ PLAIN: tuple[type, ...] = (
 _EXACT_PLAIN = frozenset(PLAIN)
 _BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
 BOOKKEEPING = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
-_INSTALLED = tuple({*(sysconfig.get_paths()[name] for name in ("purelib", "platlib")),
-                    os.path.dirname(os.path.abspath(torch.__file__)), os.path.join(_PACKAGE, "")})
 
 
 @dataclass(eq=False)
@@ -112,31 +113,6 @@ def is_plain(value: Any) -> bool:
     return type(value) in _EXACT_PLAIN or isinstance(value, PLAIN)
 
 
-@functools.lru_cache(maxsize=None)
-def is_library(filename: str) -> bool:
-    """True for code of the standard library, of installed packages, of torch and of this package."""
-    return filename.startswith(("<frozen", *_STANDARD, *_INSTALLED)) or "dist-packages" in filename
-
-
-@functools.lru_cache(maxsize=None)
-def is_user_class(kind: type) -> bool:
-    """True for classes whose module is neither built in nor a library."""
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None)
-    return not is_library(file) if file else module is None or kind.__module__ == "__main__"
-
-
-@functools.lru_cache(maxsize=None)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The global variables that a function's code, or a function nested in it, reads or writes."""
-    names = {str(i.argval): None for i in dis.get_instructions(code) if i.opname in
-             ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(global_names(constant))
-    return tuple(names)
-
-
 def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
     """The arguments of a call with their sources, named as the function's signature names them."""
     names: list[str] = []
@@ -150,8 +126,10 @@ def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
     except (TypeError, ValueError):  # a builtin without a signature
         variadic = "args"
     for position, value in enumerate(call.args):
-        name = names[position] if position < len(names) else f"{variadic or 'args'}{position - len(names)}"
-        yield Local(name, position), value
+        if position < len(names):
+            yield Local(names[position], position), value
+        else:
+            yield Local(variadic or "args", position, position - len(names)), value
     for key, value in call.kwargs.items():
         yield Local(key, key), value
 
@@ -159,10 +137,11 @@ def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
 class Walk:
     """Collects places, tensors and numbers, in the order in which sources are first met.
 
-    Optimizers, schedulers and classes wait until all else is walked, so that a parameter is named after its module.
+    Classes wait until all else is walked, optimizers and schedulers until classes are, so that a parameter is named
+    after its module.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, names: Iterable[str] = ()) -> None:
         self.call = call
         self.places: list[Place] = []
         self.first: dict[int, Source] = {}
@@ -174,21 +153,29 @@ class Walk:
         self._keep: list[Any] = []  # ids stay valid while the walk lives
         self._todo: list[tuple[Any, Source]] = []
         self._later: deque[tuple[Any, Source]] = deque()
+        self._last: deque[tuple[Any, Source]] = deque()
+        self.reach = Reach(names)
+        self.schedulers: list[tuple[LRScheduler, Source]] = []
+        self.hidden: list[tuple[Place, Any, Source]] = []  # attributes that no code named so far
         self.roots = [*arguments(call), (Function(), call.fn)]
+        for name in ("__call__", "forward"):
+            entry = getattr(type(call.fn), name, None)
+            if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):
+                self.reach.add(entry, False)
         self._todo.extend((value, source) for source, value in reversed(self.roots))
         self.run()
 
     def run(self) -> None:
-        """Walks until nothing is left."""
-        while self._todo or self._later:
-            value, source = self._todo.pop() if self._todo else self._later.popleft()
+        """Walks until nothing is left that the step's code can name."""
+        while self._todo or self._reveal() or self._later or self._last:
+            value, source = (self._todo.pop() if self._todo else (self._later or self._last).popleft())
             if type(value) in _EXACT_PLAIN or id(value) in self.first:
                 continue
-            handler = _handler(type(value))
+            handler = _handler(type(value))  # type: ignore[arg-type]
             if handler is None:
                 continue
-            if handler in _LAST and not isinstance(source, _Later):
-                self._later.append((value, _Later(source)))
+            if handler in _LATER and not isinstance(source, _Later):
+                (self._later if handler is _class else self._last).append((value, _Later(source)))
                 continue
             source = source.source if isinstance(source, _Later) else source
             self.first[id(value)] = source
@@ -197,19 +184,33 @@ class Walk:
             handler(self, value, source)
             self._todo[mark:] = reversed(self._todo[mark:])  # a stack: what was queued first is walked first
 
-    def add(self, holder: Any, source: Source, box: Box, owner: Any = None, ignored: frozenset[Any] = frozenset(),
-            descend: bool = True) -> Place:
+    def _reveal(self) -> bool:
+        """Queues attributes whose names have come into use; True when there are any."""
+        if not self.hidden:
+            return False
+        names, anything = self.reach.settle(), self.reach.anything
+        seen = [entry for entry in self.hidden if anything or entry[1] in names]
+        self.hidden = [entry for entry in self.hidden if not (anything or entry[1] in names)]
+        for place, key, source in reversed(seen):
+            place.ignored -= {key}
+            self._todo.append((place.before[key], source))
+        return bool(seen)
+
+    def add(self, holder: Any, source: Source, box: Box, owner: Any = None,
+            ignored: frozenset[Any] = frozenset()) -> Place:
         """Records a holder and queues what it contains."""
         contents = box.read(holder)
-        place = Place(holder, holder if owner is None else owner, source, box, contents, ignored)
+        owner = holder if owner is None else owner
+        out_of_sight = hideable(owner, contents) if box in _NAMED else frozenset()
+        place = Place(holder, owner, source, box, contents, ignored | out_of_sight)
         self.places.append(place)
         self.first.setdefault(id(holder), source)
         self._keep.append(holder)
-        children = [(key, box.child(source, self._key(key))) for key, value in contents.items()
-                    if type(value) not in _EXACT_PLAIN]
-        place.children = children
-        if descend:
-            self._todo.extend((contents[key], child) for key, child in children if key not in ignored)
+        place.children = [(key, box.child(source, self._key(key))) for key, value in contents.items()
+                          if type(value) not in _EXACT_PLAIN]
+        if out_of_sight:
+            self.hidden += [(place, key, self.child(place, key)) for key in contents if key in out_of_sight]
+        self._todo.extend((contents[key], child) for key, child in place.children if key not in place.ignored)
         return place
 
     def _key(self, key: Any) -> Any:
@@ -294,7 +295,7 @@ def _class(walk: Walk, kind: type, source: Source) -> None:
     for name, member in vars(kind).items():
         plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(plain, types.FunctionType):
-            walk._todo.append((plain, Attr(source, name)))
+            walk._todo.append((plain, Method(source, name)))
 
 
 def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> None:
@@ -318,7 +319,8 @@ def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> 
             walk._todo.append((base, Attr(source, "__class__")))
 
 
-def _scheduler(walk: Walk, scheduler: Any, source: Source) -> None:
+def _scheduler(walk: Walk, scheduler: LRScheduler, source: Source) -> None:
+    walk.schedulers.append((scheduler, source))
     _object(walk, scheduler, source)
 
 
@@ -332,12 +334,18 @@ def _function(walk: Walk, function: types.FunctionType, source: Source) -> None:
     if vars(function):
         walk.add(vars(function), Vars(source), boxes.ATTRIBUTES, function)
     if not is_library(function.__code__.co_filename):
+        walk.reach.add(function, isinstance(source, Method))
         names = global_names(function.__code__)
         table = id(function.__globals__)
         fresh = tuple(name for name in names if (table, name) not in walk.named)
         walk.named.update((table, name) for name in fresh)
         if fresh:
             walk.add(Names(function, fresh), Global(source, "", function.__module__ or ""), boxes.NAMES)
+
+
+def _module(walk: Walk, module: types.ModuleType, source: Source) -> None:
+    if is_user_module(module):
+        walk.add(vars(module), Vars(source), boxes.MODULE, module)
 
 
 def _method(walk: Walk, method: types.MethodType, source: Source) -> None:
@@ -361,6 +369,7 @@ HANDLERS: dict[type, Handler] = {
     deque: _sequence(boxes.DEQUE),
     types.FunctionType: _function,
     types.MethodType: _method,
+    types.ModuleType: _module,
     functools.partial: _partial,
     types.SimpleNamespace: _object,
     argparse.Namespace: _object,
@@ -368,8 +377,9 @@ HANDLERS: dict[type, Handler] = {
     UserList: _object,
     type: _class,
 }
-_LAST = (_optimizer, _scheduler, _class)
-OPAQUE: tuple[type, ...] = (types.ModuleType, types.BuiltinFunctionType, torch.Generator, weakref.ref)
+_NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.MODULE)
+_LATER = (_optimizer, _scheduler, _class)
+OPAQUE: tuple[type, ...] = (types.BuiltinFunctionType, torch.Generator, weakref.ref)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -379,7 +389,4 @@ def _handler(kind: type) -> Handler | None:
     for base in kind.__mro__:
         if base in HANDLERS:
             return HANDLERS[base]
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    if is_user_class(kind):
-        return _object
-    return _object if file and file.startswith(_INSTALLED) and not file.startswith(_PACKAGE) else None
+    return _object if is_user_class(kind) or is_installed(kind) else None
