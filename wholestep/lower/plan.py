@@ -233,7 +233,7 @@ class _Planner:
         self.readers.setdefault(self.root[node], [])
         if node.target is not GETITEM and not (node in self.fixed and node.target in FILLS):
             for operand in node.all_input_nodes:
-                if node.target is aten.copy.default and operand is node.args[0] and node.args[1] is not operand:
+                if node.target is aten.copy.default and operand is node.args[0] is not node.args[1] and writer(node):
                     continue  # a copy does not read what it replaces
                 self.readers[self.root[operand]].append(node)
 
@@ -473,7 +473,8 @@ class _Planner:
     def _decide_call(self, node: fx.Node) -> None:
         plan, how = self.plan, self._ways(node)
         tiled = self.items[self.item_of[node]].kind == "tile"
-        if how is None or (node in self.escaping and not tiled):
+        copied = node.target is aten.copy.default  # whose first operand need not exist any more
+        if how is None or (node in self.escaping and not tiled and not copied):
             plan.store[node], plan.how[node] = Store("call"), "call"
             return
         if node in self.escaping:
