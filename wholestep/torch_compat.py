@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["FakeTensor", "FakeTensorMode", "below_autograd", "has_native_kernel", "set_versions"]
+__all__ = ["FakeTensor", "FakeTensorMode", "below_autograd", "dispatch_modes_active", "has_native_kernel", "set_versions"]
 
 
 def below_autograd() -> object:
@@ -24,3 +24,11 @@ def has_native_kernel(op: torch._ops.OpOverload, key: str) -> bool:
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
     """Sets version counters, as in-place calls would have left them."""
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+# comm/ ------------------------------------------------------------------------------------------------------------
+
+
+def dispatch_modes_active() -> bool:
+    """True inside a `TorchDispatchMode`: a recorder, or a fake-tensor mode, sees every call."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 
-from wholestep.comm import checks, recorder
+from wholestep.comm import checks, recorder, traced
 from wholestep.comm.backend import DeviceGroup
 from wholestep.comm.errors import DistError
 from wholestep.comm.process_group import Options, ProcessGroup
@@ -110,6 +110,17 @@ def _root(group: Group, rank: int | None, group_rank: int | None, name: str) -> 
     return get_group_rank(group, rank)  # type: ignore[arg-type]
 
 
+def _name(kind: RedOpType, what: str) -> str:
+    """The reduction's name in an operator.
+
+    Raises:
+        ValueError: PREMUL_SUM, whose factor an operator does not carry.
+    """
+    if kind is RedOpType.PREMUL_SUM:
+        raise ValueError(f"{what}: PREMUL_SUM cannot be traced: multiply the tensor, then SUM")
+    return kind.value
+
+
 def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Work | None:
     """Reduces ``tensor`` over the group, in place, alike on every rank.
 
@@ -121,6 +132,8 @@ def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None,
     if checks.outside(pg, "all_reduce"):
         return None
     kind, factor = as_op(op)
+    if traced.is_traced(tensor):
+        return traced.in_place("all_reduce", tensor, pg, async_op, _name(kind, "all_reduce"))
     plain, kind = reducible(checks.tensor(tensor, "tensor"), kind, "all_reduce")
     opts = Options(kind, factor, async_op=async_op)
     return _launch(
@@ -164,6 +177,9 @@ def reduce(
     if checks.outside(pg, "reduce"):
         return None
     kind, factor = as_op(op)
+    if traced.is_traced(tensor):
+        root = _root(group, dst, group_dst, "dst")
+        return traced.into("reduce", [tensor], tensor, pg, async_op, root, _name(kind, "reduce"))
     plain, kind = reducible(checks.tensor(tensor, "tensor"), kind, "reduce")
     opts = Options(kind, factor, _root(group, dst, group_dst, "dst"), async_op=async_op)
     return _launch(
@@ -183,6 +199,8 @@ def broadcast(
     if checks.outside(pg, "broadcast"):
         return None
     opts = Options(root=_root(group, src, group_src, "src"), async_op=async_op)
+    if traced.is_traced(tensor):
+        return traced.in_place("broadcast", tensor, pg, async_op, opts.root)
     plain = _pairs([checks.tensor(tensor, "tensor")])
     return _launch(
         pg, "broadcast", tensor, async_op, lambda pg: _staged(plain, lambda ready: pg.broadcast(ready, opts), [tensor])
@@ -202,6 +220,8 @@ def all_gather(
     checks.length("all_gather", "tensor_list", outs, pg.size())
     for index, out in enumerate(outs):
         checks.elements("all_gather", f"tensor_list[{index}]", out.numel(), inp.numel(), "as many as `tensor` has")
+    if traced.is_traced(tensor):
+        return traced.into("all_gather", outs, inp.reshape(-1), pg, async_op)
     opts, ready = Options(async_op=async_op), inp.contiguous()
     return _launch(
         pg, "all_gather", tensor, async_op,
@@ -249,6 +269,8 @@ def all_gather_into_tensor(
         return None
     why = f"{pg.size()} ranks' inputs"
     checks.elements("all_gather_into_tensor", "output_tensor", out.numel(), inp.numel() * pg.size(), why)
+    if traced.is_traced(input_tensor):
+        return traced.into("all_gather", [out], inp.reshape(-1), pg, async_op)
     opts, ready = Options(async_op=async_op), inp.contiguous()
     return _launch(
         pg, "all_gather_into_tensor", input_tensor, async_op,
@@ -274,6 +296,9 @@ def reduce_scatter(
             "reduce_scatter", f"input_list[{index}]", part.numel(), output.numel(), "as many as `output` has"
         )
     kind, factor = as_op(op)
+    if traced.is_traced(output):
+        name = _name(kind, "reduce_scatter")
+        return traced.into("reduce_scatter", [output], traced.rows(input_list), pg, async_op, name)
     out, plain_kind = reducible(output, kind, "reduce_scatter")
     parts = [reducible(part, kind, "reduce_scatter")[0].contiguous() for part in input_list]
     opts = Options(plain_kind, factor, async_op=async_op)
@@ -294,6 +319,9 @@ def reduce_scatter_tensor(
     why = f"`output` on {pg.size()} ranks"
     checks.elements("reduce_scatter_tensor", "input", input.numel(), output.numel() * pg.size(), why)
     kind, factor = as_op(op)
+    if traced.is_traced(output):
+        name = _name(kind, "reduce_scatter_tensor")
+        return traced.into("reduce_scatter", [output], input.reshape(-1), pg, async_op, name)
     out, plain_kind = reducible(output, kind, "reduce_scatter_tensor")
     inp = reducible(input, kind, "reduce_scatter_tensor")[0].contiguous()
     opts = Options(plain_kind, factor, async_op=async_op)
@@ -325,6 +353,8 @@ def gather(
         checks.length("gather", "gather_list", outs, pg.size())
     for index, out in enumerate(outs):
         checks.elements("gather", f"gather_list[{index}]", out.numel(), inp.numel(), "as many as `tensor` has")
+    if traced.is_traced(tensor):
+        return traced.into("gather", outs, inp.reshape(-1), pg, async_op, root)
     opts, ready = Options(root=root, async_op=async_op), inp.contiguous()
     return _launch(
         pg, "gather", tensor, async_op,
@@ -354,6 +384,8 @@ def scatter(
         checks.length("scatter", "scatter_list", parts, pg.size())
     for index, part in enumerate(parts):
         checks.elements("scatter", f"scatter_list[{index}]", part.numel(), out.numel(), "as many as `tensor` has")
+    if traced.is_traced(tensor):
+        return traced.into("scatter", [out], out, pg, async_op, parts, root)
     opts, ready = Options(root=root, async_op=async_op), [part.contiguous() for part in parts]
     return _launch(
         pg, "scatter", tensor, async_op,
@@ -376,6 +408,9 @@ def all_to_all(
         return None
     checks.length("all_to_all", "output_tensor_list", outs, pg.size())
     checks.length("all_to_all", "input_tensor_list", ins, pg.size())
+    if traced.is_traced(outs[0]):
+        sizes = [[one.numel() for one in side] for side in (outs, ins)]
+        return traced.into("all_to_all", outs, traced.rows(ins), pg, async_op, *sizes)
     opts, ready = Options(async_op=async_op), [one.contiguous() for one in ins]
     return _launch(
         pg, "all_to_all", ins[0], async_op,
@@ -412,6 +447,10 @@ def all_to_all_single(
             checks.elements(
                 "all_to_all_single", f"{name}_split_sizes", sum(splits), one.shape[0], f"the rows of `{name}`"
             )
+    if traced.is_traced(output):
+        return traced.into(
+            "all_to_all", [output], input, pg, async_op, output_split_sizes or [], input_split_sizes or []
+        )
     opts = Options(out_splits=output_split_sizes or [], in_splits=input_split_sizes or [], async_op=async_op)
     (out,), (inp,) = _pairs([output]), _pairs([input.contiguous()])
     return _launch(
