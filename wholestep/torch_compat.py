@@ -36,6 +36,7 @@ __all__ = [
     "has_native_kernel",
     "set_versions",
 ]
+__all__ = ["FakeTensor", "FakeTensorMode", "below_autograd", "dispatch_modes_active", "has_native_kernel", "set_versions"]
 
 
 def below_autograd() -> object:
@@ -118,3 +119,9 @@ def compile_with_inductor(
         plain = make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
     with torch.no_grad(), V.set_fake_mode(mode):
         return compile_fx_inner(plain, list(inputs))  # type: ignore[no-any-return, return-value]
+# comm/ ------------------------------------------------------------------------------------------------------------
+
+
+def dispatch_modes_active() -> bool:
+    """True inside a `TorchDispatchMode`: a recorder, or a fake-tensor mode, sees every call."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)
