@@ -54,10 +54,12 @@ def _memory(key: str) -> int:
     return int(found.group(1)) * 1024 if found else 0
 
 
-def _serve(prepare: Prepare, model: str, variant: str, world: World, rank: int, port: int, pipe: Connection) -> None:
+def _serve(
+    prepare: Prepare, model: str, variant: str, world: World, rank: int, port: int, threads: int, pipe: Connection
+) -> None:
     """One rank of one variant: answers requests for a number of steps with their seconds, until told to stop."""
     os.environ |= world.environment(rank, port)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.ranks))
+    torch.set_num_threads(threads)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew, above the imports
     before = _memory("VmRSS")
     step = prepare(model, variant)
@@ -75,16 +77,17 @@ def _serve(prepare: Prepare, model: str, variant: str, world: World, rank: int, 
 
 
 class Crew:
-    """The ranks of one variant."""
+    """The ranks of one variant, with `threads` each, or else the cores shared out among them."""
 
-    def __init__(self, prepare: Prepare, model: str, variant: str, ranks: int) -> None:
+    def __init__(self, prepare: Prepare, model: str, variant: str, ranks: int, threads: int | None = None) -> None:
         spawn, port = get_context("spawn"), free_port()
+        each = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
         self.name = variant
         self.pipes: list[Connection] = []
         self.ranks: list[BaseProcess] = []
         for rank in range(ranks):
             ours, theirs = spawn.Pipe()
-            arguments = (prepare, model, variant, World(ranks), rank, port, theirs)
+            arguments = (prepare, model, variant, World(ranks), rank, port, each, theirs)
             process = spawn.Process(target=_serve, args=arguments, daemon=False)
             process.start()
             theirs.close()
@@ -136,7 +139,12 @@ class Crew:
 
 
 def compare(
-    prepare: Prepare, model: str, variants: dict[str, int], rounds: int, say: Callable[[str], None]
+    prepare: Prepare,
+    model: str,
+    variants: dict[str, int],
+    rounds: int,
+    say: Callable[[str], None],
+    threads: int | None = None,
 ) -> dict[str, Measured]:
     """Measures variants of one model in turns.
 
@@ -146,6 +154,7 @@ def compare(
         variants: name -> ranks; baselines first.
         rounds: turns of each variant.
         say: told what is going on.
+        threads: of each rank; by default the cores are shared out among a variant's ranks.
 
     Returns:
         name -> what it showed.
@@ -155,7 +164,7 @@ def compare(
     try:
         for name, ranks in variants.items():
             say(f"{model}: first step of {name}")
-            crew = Crew(prepare, model, name, ranks)
+            crew = Crew(prepare, model, name, ranks, threads)
             crews.append(crew)
             found[name] = Measured(name, first=crew.run(1)[0])
         turns = {}
