@@ -9,11 +9,14 @@ counters, who shares memory with whom, and the state of the random generator.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
+from torch import Tensor
 from walk import Leaf, leaves
 
 import wholestep as ws
@@ -46,12 +49,39 @@ Make = Callable[[int], World]
 
 
 @dataclass
+class RandomState:
+    """State of the three generators that a step may draw from."""
+
+    torch: Tensor
+    python: Any
+    numpy: Any
+
+    def same(self, other: RandomState) -> str:
+        """The name of the first generator that differs, or an empty string."""
+        if not torch.equal(self.torch, other.torch):
+            return "torch"
+        if self.python != other.python:
+            return "python"
+        return "" if str(self.numpy) == str(other.numpy) else "numpy"
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+
+
+def random_state() -> RandomState:
+    """The state of all generators, now."""
+    return RandomState(torch.get_rng_state(), random.getstate(), numpy.random.get_state())
+
+
+@dataclass
 class Outcome:
     """What one call gave: a result or an exception, and the random state and modes it left."""
 
     result: Any = None
     error: Exception | None = None
-    rng: torch.Tensor = field(default_factory=torch.get_rng_state)
+    rng: RandomState = field(default_factory=lambda: random_state())
     modes: tuple[Any, ...] = ()
 
 
@@ -105,9 +135,7 @@ def assert_same_run(make: Make, steps: int = 5, compile: Compile | None = None, 
     results: list[tuple[Any, Any]] = []
     recompiles: list[list[Any]] = []
     for i in range(steps):
-        rng = torch.get_rng_state()
-        one = _call(eager.step, eager, i, rng)
-        two = _call(compiled, other, i, rng)
+        one, two = _pair(eager.step, eager, compiled, other, i)
         recompiles.append(reasons(compiled))
         _compare_outcome(one, two, f"call {i}")
         results.append((one.result, two.result))
@@ -116,7 +144,8 @@ def assert_same_run(make: Make, steps: int = 5, compile: Compile | None = None, 
         _compare(views, f"call {i}")
         if i > 2 and not eager.changing and len(recompiles[-1]) > len(recompiles[2]):
             raise Different(f"call {i}: recompiled when nothing had changed: {recompiles[-1][len(recompiles[2]) :]}")
-        if _after(eager, other, i, one, two):
+        if eager.after is not None:
+            _after(eager, other, i, one, two)
             _compare(views, f"after call {i}", identity_too=False)
     if poke:
         _poke(views)
@@ -134,12 +163,12 @@ def assert_same_failure(make: Make, compile: Compile | None = None, calls_before
     eager, other, untouched = _build(make), _build(make), _build(make)
     compiled = (compile or default_compile())(other.step)
     for i in range(calls_before):
-        rng = torch.get_rng_state()
+        rng = random_state()
         for step, world in ((eager.step, eager), (compiled, other), (untouched.step, untouched)):
             outcome = _call(step, world, i, rng)
             if outcome.error is not None:
                 raise outcome.error
-    rng = torch.get_rng_state()
+    rng = random_state()
     one, two = _call(eager.step, eager, calls_before, rng), _call(compiled, other, calls_before, rng)
     if one.error is None:
         raise Different("eager raises nothing: not a world for this check")
@@ -147,35 +176,39 @@ def assert_same_failure(make: Make, compile: Compile | None = None, calls_before
         raise Different(f"eager raises {one.error!r}, compiled {two.error!r}") from two.error
     if compile is None and default_compile() is identity:
         return  # eager itself leaves what it did before it failed
-    if not torch.equal(two.rng, rng):
+    if two.rng.same(rng):
         raise Different("a failed call moved the random state")
     _compare((View(untouched), View(other)), "after a failed call", names=("untouched", "after"))
 
 
 def assert_same_or_refused(make: Make, steps: int = 5, compile: Compile | None = None) -> bool:
-    """As eager, or a `CaptureError` at the first call that leaves the world untouched. True when as eager."""
+    """As eager, or a `CaptureError` that leaves the world untouched by the refused call. True when as eager."""
     try:
         assert_same_run(make, steps, compile)
     except CaptureError as error:
-        assert_refused(make, type(error), compile)
+        assert_refused(make, type(error), compile, calls_before=int(error.__notes__[-1].split()[-1]))
         return False
     return True
 
 
-def assert_refused(make: Make, error: type[CaptureError], compile: Compile | None = None) -> CaptureError:
-    """The first call raises ``error``, which names the user's line, and leaves world and random state untouched.
+def assert_refused(
+    make: Make, error: type[CaptureError], compile: Compile | None = None, calls_before: int = 0
+) -> CaptureError:
+    """A call raises ``error`` (by default the first) and leaves world, random state and modes untouched.
 
     Returns:
         The error, for its words.
     """
     other, untouched = _build(make), _build(make)
-    rng = torch.get_rng_state()
-    modes = _modes()
-    outcome = _call((compile or default_compile())(other.step), other, 0, rng)
+    compiled = (compile or default_compile())(other.step)
+    for i in range(calls_before):
+        _pair(untouched.step, untouched, compiled, other, i)
+    rng, modes = random_state(), _modes()
+    outcome = _call(compiled, other, calls_before, rng)
     if type(outcome.error) is not error:
         raise Different(f"expected {error.__name__}, found {outcome.error!r}") from outcome.error
     assert isinstance(outcome.error, CaptureError)
-    if not torch.equal(outcome.rng, rng) or outcome.modes != modes:
+    if outcome.rng.same(rng) or outcome.modes != modes:
         raise Different("a refused call moved the random state or a mode")
     _compare((View(untouched), View(other)), "after a refused call", names=("untouched", "after"))
     return outcome.error
@@ -270,8 +303,8 @@ def _compare_outcome(one: Outcome, two: Outcome, when: str) -> None:
         raise Different(f"{when}: the eager step itself raises {one.error!r}") from one.error
     if two.error is not None:
         raise two.error
-    if not torch.equal(one.rng, two.rng):
-        raise Different(f"{when}: random state: the generator was left in different states")
+    if generator := one.rng.same(two.rng):
+        raise Different(f"{when}: random state: the {generator} generator was left in different states")
     if one.modes != two.modes:
         raise Different(f"{when}: modes (grad, autocast, dtype): eager {one.modes}, compiled {two.modes}")
 
@@ -285,32 +318,41 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
 
 
-def _call(step: Step, world: World, i: int, rng: torch.Tensor) -> Outcome:
-    torch.set_rng_state(rng)
+def _call(step: Step, world: World, i: int, rng: RandomState) -> Outcome:
+    rng.restore()
     outcome = Outcome()
     try:
         outcome.result = step(*world.args[i % len(world.args)])
     except Exception as error:  # noqa: BLE001 (a user's step may raise anything; both worlds are compared)
         outcome.error = error
-    outcome.rng, outcome.modes = torch.get_rng_state(), _modes()
+    outcome.rng, outcome.modes = random_state(), _modes()
     return outcome
 
 
-def _after(eager: World, other: World, i: int, one: Outcome, two: Outcome) -> bool:
-    rng = torch.get_rng_state()
+def _pair(step: Step, one: World, compiled: Step, two: World, i: int) -> tuple[Outcome, Outcome]:
+    """Call ``i`` of both worlds, from the same random state."""
+    rng = random_state()
+    outcomes = _call(step, one, i, rng), _call(compiled, two, i, rng)
+    if outcomes[1].error is not None:
+        outcomes[1].error.add_note(f"in call {i}")
+    return outcomes
+
+
+def _after(eager: World, other: World, i: int, one: Outcome, two: Outcome) -> None:
+    rng = random_state()
     for world, outcome in ((eager, one), (other, two)):
-        torch.set_rng_state(rng)
+        rng.restore()
         if world.after is not None:
             world.after(i, outcome.result)
-    return eager.after is not None
 
 
 def _poke(views: tuple[View, View]) -> None:
     """Writes into each tensor of both worlds in turn; all others must see or not see it alike."""
-    for path in list(views[0].last):
-        pair = [view.last[path].value for view in views]
-        if isinstance(pair[0], torch.Tensor):
-            errors = [_write(tensor) for tensor in pair]
+    looks = views[0].last, views[1].last
+    pairs = [(path, leaf.value, looks[1][path].value) for path, leaf in looks[0].items()]
+    for path, one, two in pairs:
+        if isinstance(one, Tensor):
+            errors = _write(one), _write(two)
             if errors[0] != errors[1]:
                 raise Different(f"writing into {path} afterwards: eager {errors[0]}, compiled {errors[1]}")
             _compare(views, f"after writing into {path}", identity_too=False)

@@ -12,6 +12,8 @@ import torch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclasses.dataclass
 class Leaf:
@@ -61,7 +63,7 @@ def leaves(value: Any, path: str, seen: dict[int, Any]) -> Iterator[Leaf]:
         yield _tensor(value, path)
         if id(value) not in seen:
             seen[id(value)] = value
-            if value.is_leaf or value.retains_grad:
+            if _is_leaf(value) is True or value.retains_grad:
                 yield from leaves(value.grad, f"{path}.grad", seen)
     elif isinstance(value, PLAIN):
         yield Leaf(path, value)
@@ -132,8 +134,8 @@ def _tensor(tensor: torch.Tensor, path: str) -> Leaf:
         "shape": tuple(tensor.shape),
         "layout": tensor.layout,
         "device": tensor.device,
-        "requires_grad": tensor.requires_grad,
-        "is_leaf": tensor.is_leaf,
+        "requires_grad": _requires_grad(tensor),
+        "is_leaf": _is_leaf(tensor),
         "version": None if tensor.is_inference() else tensor._version,
     }
     memory = None
@@ -142,6 +144,21 @@ def _tensor(tensor: torch.Tensor, path: str) -> Leaf:
         if tensor.untyped_storage().nbytes():
             memory = tensor.untyped_storage()._cdata if tensor.is_meta else tensor.untyped_storage().data_ptr()
     return Leaf(path, tensor, id(tensor), memory, facts)
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool | str:
+    """Whether a tensor is a leaf; an error's name for a view that autograd has given up on."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError as error:
+        return type(error).__name__
+
+
+def _requires_grad(tensor: torch.Tensor) -> bool | str:
+    try:
+        return tensor.requires_grad
+    except RuntimeError as error:
+        return type(error).__name__
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -168,7 +185,8 @@ def _bits(one: torch.Tensor, two: torch.Tensor) -> Iterator[str]:
     a, b = one.resolve_conj().resolve_neg().contiguous(), two.resolve_conj().resolve_neg().contiguous()
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if a.numel() == 0 or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+    words = WORDS[a.element_size()]
+    if a.numel() == 0 or torch.equal(a.view(words), b.view(words)):
         return
     wide_a, wide_b = a.double(), b.double()
     unequal = ~((wide_a == wide_b) & (wide_a.signbit() == wide_b.signbit()) | (wide_a.isnan() & wide_b.isnan()))

@@ -1,6 +1,6 @@
 """Real model code from `transformers`, with tiny configurations: hidden size 16, two layers, dropout on.
 
-`FIRST` are the models the package is built against; `HELD_OUT` are there to find out.
+`FIRST` are the models the package is built against; `HELD_OUT` are there to find out; `READS_DATA` decide by values.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ def causal() -> dict[str, Tensor]:
 def masked() -> dict[str, Tensor]:
     ids = tokens()
     return {"input_ids": ids, "attention_mask": padding(ids), "labels": tokens()}
+
+
+def unmasked() -> dict[str, Tensor]:
+    """A mask of ones: eager model code drops such a mask, and takes another kernel."""
+    ids = tokens()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def seq2seq() -> dict[str, Tensor]:
@@ -244,12 +250,19 @@ HELD_OUT: dict[str, Maker] = {
     "gemma": (gemma, masked),
     "convnext": (convnext, image),
     "clip": (clip, for_clip),
-    "wav2vec2": (wav2vec2, for_wav2vec2),
     "deberta": (deberta, masked),
     "mobilebert": (mobilebert, masked),
     "falcon": (falcon, causal),
     "gpt_neox": (gpt_neox, masked),
     "bart": (bart, seq2seq),
+}
+
+
+READS_DATA: dict[str, Maker] = {
+    "wav2vec2": (wav2vec2, for_wav2vec2),
+    "bert": (bert, unmasked),
+    "llama": (llama, unmasked),
+    "bart": (bart, unmasked),
 }
 
 

@@ -104,6 +104,8 @@ class Outlet:
         return len(self.slots) - 1
 
     def _output(self, node: fx.Node) -> int:
+        if node.op == "get_attr":  # each call gives memory of its own
+            node = self.recorder.emit(torch.ops.aten.clone.default, (node,))
         self.outputs.append(node)
         return len(self.outputs) - 1
 
