@@ -19,7 +19,7 @@ from benchmarks.variants import VARIANTS
 
 QUICK = ["toy", "mlp", "gpt", "bert-small"]
 FULL = ["toy", "mlp", "gpt", "bert-base"]
-HEADINGS = ("variant", "ranks", "step ms", "ratio", "of", "first step s", "peak MiB", "loss at step 5")
+HEADINGS = ("variant", "ranks", "step ms", "ratio", "of", "first 2 steps s", "peak MiB", "loss at step 5")
 
 
 def prepare(model: str, variant: str) -> Step:
