@@ -239,12 +239,17 @@ class View:
 
 
 def differences(one: dict[str, Leaf], two: dict[str, Leaf], names: tuple[str, str]) -> Iterator[str]:
-    """All differences between two looks at worlds, in walking order."""
+    """All differences between two looks at worlds, in walking order: contents, then sharing, then versions."""
+    later = []
     for path, leaf in one.items():
         if path not in two:
             yield f"{path}: in {names[0]} {leaf.describe()}, missing in {names[1]}"
         else:
-            yield from (f"{path}: {what}" for what in leaf.differences(two[path], names))
+            for what in leaf.differences(two[path], names):
+                if what.startswith("version"):
+                    later.append(f"{path}: {what}")
+                else:
+                    yield f"{path}: {what}"
     for path, leaf in two.items():
         if path not in one:
             yield f"{path}: in {names[1]} {leaf.describe()}, missing in {names[0]}"
@@ -254,6 +259,7 @@ def differences(one: dict[str, Leaf], two: dict[str, Leaf], names: tuple[str, st
             first, second = groups[0][path], groups[1].get(path, path)
             if first != second:
                 yield f"{path}: same {what} as {first} in {names[0]}, as {second} in {names[1]}"
+    yield from later
 
 
 def _groups(look: dict[str, Leaf], what: str) -> dict[str, str]:
