@@ -160,6 +160,29 @@ class Functionalized:
         return (*fresh, *written)
 
 
+class UnderGrad:
+    """An operator whose kernel asks whether gradients are wanted, run as if they were."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.__name__ = f"under_grad_{op.name().split('::')[-1].replace('.', '_')}"
+        self.__qualname__ = self.__name__
+        self.__module__ = "wholestep.ir"
+
+    def __repr__(self) -> str:
+        return f"under_grad({self.op})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnderGrad) and other.op is self.op
+
+    def __hash__(self) -> int:
+        return hash(("under_grad", self.op))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return self.op(*args, **kwargs)
+
+
 def get_rng_state() -> torch.Tensor:
     """State of the default CPU generator: uint8 [5056]. Effectful: keeps its place among random operators."""
     return torch.default_generator.get_state()

@@ -159,7 +159,7 @@ def random_operators(seed: int) -> World:
             torch.normal(0.0, 1.0, (2,)),
             torch.empty(3).uniform_(-1, 1),
             torch.empty(3).exponential_(),
-            torch.nn.init.trunc_normal_(torch.empty(4), std=0.1),
+            torch.nn.init.kaiming_uniform_(torch.empty(4, 4)),
             F.dropout(x, 0.5),
             F.gumbel_softmax(x, hard=True),
             F.rrelu(x, training=True),

@@ -98,14 +98,14 @@ def _write_slots(holder: Any, contents: Contents) -> None:
 
 def _read_cell(cell: CellType) -> Contents:
     try:
-        return {"value": cell.cell_contents}
+        return {"cell_contents": cell.cell_contents}
     except ValueError:  # a variable not assigned yet
         return {}
 
 
 def _write_cell(cell: CellType, contents: Contents) -> None:
-    if "value" in contents:
-        cell.cell_contents = contents["value"]
+    if contents:
+        cell.cell_contents = contents["cell_contents"]
     elif _read_cell(cell):
         del cell.cell_contents
 
@@ -183,7 +183,7 @@ SET = Box("set", _numbered, _write_set, Member)
 FROZENSET = Box("frozenset", _numbered, _nothing, Member)
 DEQUE = Box("deque", _numbered, _write_deque, Element)
 SLOTS = Box("slots", _read_slots, _write_slots, Attr)
-CELL = Box("cell", _read_cell, _write_cell, lambda source, key: source)
+CELL = Box("cell", _read_cell, _write_cell, lambda source, key: Closure(source))
 NAMES = Box("globals", _read_names, _write_names, lambda source, key: Global(source.base, key, source.module))  # type: ignore[attr-defined]
 CLASS = Box("class", class_values, _write_class, Attr)
 TENSOR = Box("tensor", _read_tensor, _write_tensor, _tensor_child)

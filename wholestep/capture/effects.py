@@ -17,7 +17,7 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import MISSING, Contents
-from wholestep.capture.source import Call, Source, Vars
+from wholestep.capture.source import Call, Global, Source, Vars
 from wholestep.capture.walk import Place, is_plain
 from wholestep.errors import LeakError
 
@@ -369,7 +369,7 @@ def _assign(effect: Effect, holder: Any, key: Any, value: Any) -> None:
     elif isinstance(effect, SetContents):
         effect.box.write(holder, value)
     elif isinstance(effect, (SetAttr, DelAttr)):
-        table = holder if isinstance(effect.source, Vars) else None
+        table = holder if isinstance(effect.source, (Vars, Global)) else None
         if table is not None:
             table.pop(effect.name, None) if value is MISSING else table.__setitem__(effect.name, value)
         elif value is MISSING:

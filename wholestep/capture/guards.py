@@ -15,7 +15,7 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.source import Source
-from wholestep.capture.walk import Place, Walk, is_plain
+from wholestep.capture.walk import META, Place, Walk, is_plain
 
 STATE = "global state"
 
@@ -49,26 +49,6 @@ class GuardFailure:
     reason: str
 
 
-META = ("shape", "stride", "dtype", "device", "layout", "requires_grad", "is_leaf", "type")
-
-
-def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a captured program relies on in a tensor, in the order of `META`."""
-    strided = tensor.layout == torch.strided
-    return (list(tensor.shape), list(tensor.stride()) if strided else None, tensor.dtype, tensor.device, tensor.layout,
-            tensor.requires_grad, tensor.is_leaf, type(tensor))
-
-
-def global_state() -> tuple[Any, ...]:
-    """The settings of torch that change what a step computes, in the order of `STATE_NAMES`."""
-    return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
-    )
-
-
 STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
     "autocast dtype on cuda", "autocast cache", "default dtype", "default device", "deterministic algorithms",
@@ -77,35 +57,34 @@ STATE_NAMES = (
 
 def _structure(walk: Walk, place: Place) -> tuple[Any, ...]:
     kind = type(place.owner)
+    if not place.ordered:
+        return kind, tuple(sorted(k for k in place.before if k not in place.ignored or k in place.lifted))
     keys = tuple(
-        key if is_plain(key) else walk.first[id(key)].path if id(key) in walk.first else f"{type(key).__name__} object"
-        for key in place.before if key not in place.ignored
+        key if is_plain(key) else walk.first.get(id(key), f"{type(key).__name__} object")
+        for key in place.before if key not in place.ignored or key in place.lifted
     ) if place.box not in (boxes.LIST, boxes.TUPLE, boxes.SET, boxes.FROZENSET, boxes.DEQUE) else len(place.before)
     return kind, keys
 
 
 def guards(walk: Walk) -> list[Guard]:
     """All guards of what a walk met, parents before children."""
-    found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, global_state(), strict=True)]
+    found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, walk.state, strict=True)]
     call = walk.call
     found.append(Guard(None, "arguments", (len(call.args), tuple(call.kwargs))))
     for source, value in walk.roots:
         _value_guard(walk, source, value, found)
     for place in walk.places:
         if place.box is boxes.TENSOR:
-            tensor = place.holder
-            found += [Guard(place.source, name, m) for name, m in zip(META, metadata(tensor), strict=True)]
-            found.append(Guard(place.source, "grad", "None" if place.before["grad"] is None else "a tensor"))
+            found.append(Guard(place.source, "tensor", walk.metadata[id(place.holder)]))
         else:
             found.append(Guard(place.source, f"structure of {place.box.name}", _structure(walk, place)))
         names = dict(place.children)
         for key, value in place.before.items():
-            if key in place.ignored or (place.box is boxes.TENSOR and key in ("grad", "requires_grad") and value is None):
-                continue
-            if place.box is boxes.TENSOR and key == "requires_grad":
-                continue
-            source = names.get(key)
-            _value_guard(walk, walk.child(place, key) if source is None else source, value, found)
+            source = names.get(key) or walk.child(place, key)
+            if key in place.lifted:
+                found.append(Guard(source, "number", [type(v) for v in value] if type(value) is tuple else float))
+            elif key not in place.ignored and not (place.box is boxes.TENSOR and key == "requires_grad"):
+                _value_guard(walk, source, value, found)
     return found
 
 
@@ -118,9 +97,9 @@ def _value_guard(walk: Walk, source: Source, value: Any, found: list[Guard]) -> 
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator)):
         found.append(Guard(source, "identity", value))
     elif first is None or isinstance(value, (tuple, frozenset, types.MethodType)):
-        found.append(Guard(source, "kind", type(value)))
+        found.append(Guard(source, "type", type(value)))
     elif first.path == source.path:
-        found.append(Guard(source, "kind", type(value)))
+        found.append(Guard(source, "type", type(value)))
     else:
         found.append(Guard(source, "is", first.text))
 
@@ -132,8 +111,6 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
     for guard in new:
         if guard.kind == "is" and ((guard.source.path if guard.source else ""), "is") not in earlier:
             return GuardFailure(f"{_pair(guard)}: expected two objects, found the same one")
-        if guard.source is not None and guard.kind == "is":
-            continue
     for guard in old:
         path = guard.source.path if guard.source else ""
         match = later.get((path, guard.kind))
@@ -159,11 +136,19 @@ def _reason(guard: Guard, match: Guard | None, later: dict[tuple[str, str], Guar
         other = next((g for (p, _), g in later.items() if p == path), None)
         if other is None:
             return f"{where}: expected to be there, found missing"
-        return f"{where}: expected {guard.kind} {_show(guard.expected)}, found {other.kind} {_show(other.expected)}"
+        return f"{where}: expected {_named(guard)}, found {_named(other)}"
+    if guard.kind == "tensor":
+        name, old, new = next((n, a, b) for n, a, b in zip(META, guard.expected, match.expected, strict=True) if a != b)
+        return f"{where} {name}: expected {_show(old)}, found {_show(new)}"
     if guard.kind.startswith("structure"):
         return f"{where}: {_keys(guard.expected, match.expected)}"
     kind = "" if guard.kind == "value" else f" {guard.kind}"
     return f"{where}{kind}: expected {_show(guard.expected)}, found {_show(match.expected)}"
+
+
+def _named(guard: Guard) -> str:
+    """What one guard stands for, beside another of a different kind."""
+    return f"a {_show(guard.expected)}" if guard.kind == "type" else _show(guard.expected)
 
 
 def _call(expected: Any) -> str:
@@ -180,10 +165,10 @@ def _keys(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
     missing = [key for key in old[1] if key not in new[1]]
     extra = [key for key in new[1] if key not in old[1]]
     if missing:
-        return f"expected key {missing[0]!r}, found it missing"
+        return f"expected key {_show(missing[0])}, found it missing"
     if extra:
-        return f"expected missing key {extra[0]!r}, found it"
-    return f"expected keys in order {_show(list(old[1]))}, found {_show(list(new[1]))}"
+        return f"expected missing key {_show(extra[0])}, found it"
+    return f"expected keys in order {', '.join(map(_show, old[1]))}, found {', '.join(map(_show, new[1]))}"
 
 
 def _show(value: Any) -> str:
@@ -191,5 +176,7 @@ def _show(value: Any) -> str:
         return value.__name__
     if isinstance(value, types.CodeType):
         return f"{value.co_qualname} at line {value.co_firstlineno}"
-    text = repr(value)
+    if isinstance(value, Source):
+        return value.text
+    text = repr(list(value) if isinstance(value, torch.Size) else value)
     return text if len(text) <= 120 else text[:117] + "…"

@@ -39,7 +39,6 @@ class Snapshot:
         self._guards: list[Guard] | None = None
         self._versions = [(f.tensor, f.tensor._version, f.tensor.grad_fn) for f in self.tensors.values()
                           if not f.tensor.is_inference()]
-        self.guards()
 
     def find(self, tensor: torch.Tensor) -> Found | None:
         """Where a tensor was found; None for one that the step made itself or that only a library can reach."""
@@ -64,7 +63,7 @@ class Snapshot:
             self._lifted[id(number.group), number.key] = value
 
     def guards(self) -> list[Guard]:
-        """What must hold in a later call; derived once, from the contents at the time of the snapshot."""
+        """What must hold in a later call: derived from the contents at the time of the snapshot."""
         if self._guards is None:
             self._guards = guarding.guards(self.walk)
         return self._guards

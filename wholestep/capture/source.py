@@ -203,13 +203,18 @@ class Member(Child):
 
 @dataclass(frozen=True, eq=False)
 class Cell(Child):
-    """A closure cell of a function."""
+    """A closure cell of a function, for variable ``name``."""
 
     index: int
+    name: str
 
     @cached_property
     def path(self) -> str:
         return f"{self.base.path}.__closure__[{self.index}]"
+
+    @cached_property
+    def text(self) -> str:
+        return f"L[{self.name!r}]" if self.base.text == "L['self']" else f"{self.base.text}.closure[{self.name!r}]"
 
     def step(self, holder: Any) -> Any:
         return holder.__closure__[self.index]
@@ -217,9 +222,7 @@ class Cell(Child):
 
 @dataclass(frozen=True, eq=False)
 class Closure(Child):
-    """What a closure cell holds: ``base`` is the `Cell`, ``name`` the variable."""
-
-    name: str
+    """What a closure cell holds; ``base`` is the `Cell`."""
 
     @cached_property
     def path(self) -> str:
@@ -227,9 +230,7 @@ class Closure(Child):
 
     @cached_property
     def text(self) -> str:
-        assert isinstance(self.base, Cell)
-        owner = self.base.base
-        return f"L[{self.name!r}]" if owner.text == "L['self']" else f"{owner.text}.closure[{self.name!r}]"
+        return self.base.text
 
     def step(self, holder: Any) -> Any:
         return holder.cell_contents

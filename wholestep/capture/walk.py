@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Box, Contents, Names
-from wholestep.capture.source import Attr, Call, Cell, Closure, Function, Global, Item, Local, Source, Vars
+from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Source, Vars
 from wholestep.ir import InputKind
 
 PLAIN: tuple[type, ...] = (
@@ -36,6 +36,7 @@ PLAIN: tuple[type, ...] = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
 )
 _EXACT_PLAIN = frozenset(PLAIN)
+_BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
 BOOKKEEPING = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
@@ -51,6 +52,8 @@ class Place:
         holder: the thing itself; for an object its ``__dict__``.
         owner: the object whose ``__dict__`` it is, else the holder.
         ignored: keys that are restored and replayed but not guarded.
+        lifted: keys of these that hold numbers which are inputs, so that only their type is guarded.
+        ordered: whether another order of keys is another structure; loading a state dict reorders groups.
     """
 
     holder: Any
@@ -59,6 +62,8 @@ class Place:
     box: Box
     before: Contents
     ignored: frozenset[Any] = frozenset()
+    lifted: frozenset[Any] = frozenset()
+    ordered: bool = True
     children: list[tuple[Any, Source]] = field(default_factory=list)
 
 
@@ -80,6 +85,26 @@ class Number:
     group: dict[str, Any]
     key: str
     index: int | None = None
+
+
+META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape", "stride")
+
+
+def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a captured program relies on in a tensor, in the order of `META`."""
+    strided = tensor.layout == torch.strided
+    return (type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf,
+            tensor.shape, tensor.stride() if strided else None)
+
+
+def global_state() -> tuple[Any, ...]:
+    """The settings of torch that change what a step computes, in the order of `guards.STATE_NAMES`."""
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -134,7 +159,7 @@ def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
 class Walk:
     """Collects places, tensors and numbers, in the order in which sources are first met.
 
-    Optimizers and schedulers wait until all else is walked, so that a parameter is named after its module.
+    Optimizers, schedulers and classes wait until all else is walked, so that a parameter is named after its module.
     """
 
     def __init__(self, call: Call) -> None:
@@ -142,6 +167,8 @@ class Walk:
         self.places: list[Place] = []
         self.first: dict[int, Source] = {}
         self.tensors: dict[int, Found] = {}
+        self.state = global_state()
+        self.metadata: dict[int, tuple[Any, ...]] = {}
         self.numbers: list[Number] = []
         self.named: set[tuple[int, str]] = set()  # globals met: id of the module's table, name
         self._keep: list[Any] = []  # ids stay valid while the walk lives
@@ -160,15 +187,15 @@ class Walk:
             handler = _handler(type(value))
             if handler is None:
                 continue
-            deferred = handler in (_optimizer, _scheduler)
-            if deferred and not source.path.endswith("#later"):
+            if handler in _LAST and not isinstance(source, _Later):
                 self._later.append((value, _Later(source)))
                 continue
-            if isinstance(source, _Later):
-                source = source.source
+            source = source.source if isinstance(source, _Later) else source
             self.first[id(value)] = source
             self._keep.append(value)
+            mark = len(self._todo)
             handler(self, value, source)
+            self._todo[mark:] = reversed(self._todo[mark:])  # a stack: what was queued first is walked first
 
     def add(self, holder: Any, source: Source, box: Box, owner: Any = None, ignored: frozenset[Any] = frozenset(),
             descend: bool = True) -> Place:
@@ -182,7 +209,7 @@ class Walk:
                     if type(value) not in _EXACT_PLAIN]
         place.children = children
         if descend:
-            self._todo.extend((contents[key], child) for key, child in reversed(children) if key not in ignored)
+            self._todo.extend((contents[key], child) for key, child in children if key not in ignored)
         return place
 
     def _key(self, key: Any) -> Any:
@@ -195,11 +222,9 @@ class Walk:
 
 @dataclass(frozen=True, eq=False)
 class _Later(Source):
-    source: Source
+    """Marks a source that has waited until all else was walked."""
 
-    @functools.cached_property
-    def path(self) -> str:
-        return self.source.path + "#later"
+    source: Source
 
 
 Handler = Callable[[Walk, Any, Source], None]
@@ -207,6 +232,7 @@ Handler = Callable[[Walk, Any, Source], None]
 
 def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
     walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(tensor, source))
+    walk.metadata[id(tensor)] = metadata(tensor)
     walk.add(tensor, source, boxes.TENSOR)
     attributes = vars(tensor)
     if attributes:
@@ -229,9 +255,8 @@ def _tensor_kind(tensor: torch.Tensor, source: Source) -> InputKind:
 
 
 def _mapping(walk: Walk, holder: dict[Any, Any], source: Source) -> None:
-    for key in holder:
-        if type(key) not in (str, int) and not is_plain(key):
-            walk._todo.append((key, Attr(source, "keys()")))
+    walk._todo.extend((key, Member(source, index)) for index, key in enumerate(holder)
+                      if type(key) not in _EXACT_PLAIN)
     walk.add(holder, source, boxes.MAPPING)
     _plain_attributes(walk, holder, source)
 
@@ -244,6 +269,8 @@ def _sequence(box: Box) -> Handler:
 
 
 def _plain_attributes(walk: Walk, value: Any, source: Source) -> None:
+    if type(value) in _BARE:
+        return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         walk.add(attributes, Vars(source), boxes.ATTRIBUTES, value)
@@ -271,9 +298,7 @@ def _class(walk: Walk, kind: type, source: Source) -> None:
 
 
 def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> None:
-    walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
-    lists = optimizer.param_groups
-    for index, group in enumerate(lists):
+    for index, group in enumerate(optimizer.param_groups):
         where = Item(Item(Item(Vars(source), "param_groups"), index), "")
         later = frozenset(key for key in group if key not in optimizer.defaults and key != "params")
         lifted = set()
@@ -285,7 +310,9 @@ def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> 
                 lifted.add(key)
                 walk.numbers += [Number(Item(Item(where.base, key), i), v, group, key, i) for i, v in enumerate(value)]
         walk.first[id(group)] = where.base
-        walk.add(group, where.base, boxes.MAPPING, None, later | lifted)
+        place = walk.add(group, where.base, boxes.MAPPING, None, later | lifted)
+        place.lifted, place.ordered = frozenset(lifted - later), False
+    walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
     for base in type(optimizer).__mro__:
         if is_user_class(base):
             walk._todo.append((base, Attr(source, "__class__")))
@@ -298,7 +325,7 @@ def _scheduler(walk: Walk, scheduler: Any, source: Source) -> None:
 def _function(walk: Walk, function: types.FunctionType, source: Source) -> None:
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
         if id(cell) not in walk.first:
-            walk.add(cell, Closure(Cell(source, index), name), boxes.CELL)
+            walk.add(cell, Cell(source, index, name), boxes.CELL)
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
             walk._todo.append((getattr(function, name), Attr(source, name)))
@@ -314,13 +341,12 @@ def _function(walk: Walk, function: types.FunctionType, source: Source) -> None:
 
 
 def _method(walk: Walk, method: types.MethodType, source: Source) -> None:
-    walk._todo.append((method.__func__, Attr(source, "__func__")))
-    walk._todo.append((method.__self__, Attr(source, "__self__")))
+    walk._todo += [(method.__self__, Attr(source, "__self__")), (method.__func__, Attr(source, "__func__"))]
 
 
 def _partial(walk: Walk, value: functools.partial[Any], source: Source) -> None:
-    walk._todo += [(value.keywords, Attr(source, "keywords")), (value.args, Attr(source, "args")),
-                   (value.func, Attr(source, "func"))]
+    walk._todo += [(value.func, Attr(source, "func")), (value.args, Attr(source, "args")),
+                   (value.keywords, Attr(source, "keywords"))]
 
 
 HANDLERS: dict[type, Handler] = {
@@ -342,6 +368,7 @@ HANDLERS: dict[type, Handler] = {
     UserList: _object,
     type: _class,
 }
+_LAST = (_optimizer, _scheduler, _class)
 OPAQUE: tuple[type, ...] = (types.ModuleType, types.BuiltinFunctionType, torch.Generator, weakref.ref)
 
 

@@ -24,6 +24,7 @@ from wholestep.comm.errors import (
 )
 from wholestep.comm.ops import SCHEMAS as OPERATORS
 from wholestep.comm.process_group import ProcessGroup
+from wholestep.comm.memory import empty
 from wholestep.comm.reduce_op import ReduceOp
 from wholestep.comm.rendezvous import destroy_process_group, init_process_group
 from wholestep.comm.work import Work

@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as options  # the home of the options 
 from wholestep.comm.errors import DistBackendError, DistNetworkError, DistTimeoutError
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
+from wholestep.comm.store import Store
 from wholestep.comm.work import All, Then, Work
 
 _OPS: dict[RedOpType, Any] = {
@@ -25,20 +26,70 @@ _OPS: dict[RedOpType, Any] = {
 }
 
 
-def connect(init_method: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """A torch store from ``env://``-less addresses: ``tcp://host:port`` or ``file:///path``.
+class TorchStore(Store):
+    """A store of torch as one of ours: for torchrun, whose agent keeps a store of its own at MASTER_PORT."""
+
+    def __init__(self, store: Any, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self._store = store
+
+    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
+        texts = [value.decode("latin-1") for value in values]
+        if command == "add":
+            return b"%d" % self._store.add(key, int(values[0]))
+        if command in ("delete", "has"):
+            found = self._store.delete_key(key) if command == "delete" else self._store.check([key])
+            return b"1" if found else b"0"
+        if command == "count":
+            return b"%d" % self._store.num_keys()
+        return bytes(getattr(self._store, command)(key, *texts) or b"")
+
+    def _read(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+
+class _ForTorch(dist.Store):
+    """A store of ours as one of torch, for its engines."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._ours = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._ours.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._ours.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ours.add(key, amount)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        return self._ours.compare_set(key, expected, desired)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ours.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ours.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ours.delete_key(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._ours.set_timeout(timeout)
+
+
+def agent_store(host: str, port: int, timeout: timedelta) -> Store:
+    """The store of torchrun's agent.
 
     Raises:
-        DistNetworkError: the master cannot be reached, or its port is taken.
+        DistNetworkError: nothing answers there.
     """
-    scheme, _, rest = init_method.partition("://")
-    if scheme == "file":
-        return dist.FileStore(rest, size)
-    host, _, port = rest.partition("?")[0].rpartition(":")
     try:
-        return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+        return TorchStore(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False), timeout)
     except RuntimeError as failure:
-        raise DistNetworkError(f"rank {rank} of {size}: no store at {host}:{port}: {failure}") from failure
+        raise DistNetworkError(f"no store of a torchrun agent at {host}:{port}: {failure}") from failure
 
 
 class EngineWork(Work):
@@ -65,12 +116,21 @@ class EngineWork(Work):
         return bool(self._work.is_completed())
 
 
+def _engine_class(backend: str) -> Any:
+    return getattr(dist, f"ProcessGroup{'Gloo' if backend == 'gloo' else backend.upper()}", None)
+
+
+def has_engine(backend: str) -> bool:
+    """True when this build of torch has the engine."""
+    return _engine_class(backend) is not None
+
+
 class C10dGroup(ProcessGroup):
     """A group over one engine.
 
     Args:
         backend: "gloo", "nccl", "mpi" or "ucc".
-        store: a torch store that all ranks of the group share.
+        store: shared by the ranks of the group.
         rank, size: within the group.
         timeout: for each collective.
 
@@ -78,14 +138,14 @@ class C10dGroup(ProcessGroup):
         DistBackendError: this build of torch has no such engine.
     """
 
-    def __init__(self, backend: str, store: Any, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, backend: str, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(rank, size)
         self.backend_name, self.timeout = backend, timeout
-        engine = getattr(dist, f"ProcessGroup{ {'gloo': 'Gloo'}.get(backend, backend.upper()) }", None)
+        engine = _engine_class(backend)
         if engine is None:
             raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
-        self._engine = engine(store, rank, size, timeout)
-        self._store = store
+        self._store = _ForTorch(store)
+        self._engine = engine(self._store, rank, size, timeout)
 
     def shutdown(self) -> None:
         with contextlib.suppress(RuntimeError):

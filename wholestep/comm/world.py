@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
-from wholestep.comm.process_group import ProcessGroup
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 
 DEFAULT_GROUP = "world"
 
@@ -19,12 +20,17 @@ class World:
     members: name -> global ranks, in the order of their ranks in the group.
     store: the store that the default group met over.
     made: how many groups were made, by name prefix: gives equal names on all ranks.
+    config, timeout: what `new_group` takes when it is not told.
+    owns_store: the store was made by `init_process_group`, and ends with the default group.
     """
 
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     members: dict[str, list[int]] = field(default_factory=dict)
     store: Any = None
     made: dict[str, int] = field(default_factory=dict)
+    config: Any = None
+    timeout: timedelta = DEFAULT_TIMEOUT
+    owns_store: bool = False
 
     def add(self, name: str, group: ProcessGroup, ranks: list[int]) -> ProcessGroup:
         group.group_name = name

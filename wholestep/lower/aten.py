@@ -1,14 +1,130 @@
-"""Lowering to generated Python over ATen kernels."""
+"""Lowering to generated Python over ATen kernels: a straight line over a planned arena.
+
+    copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> arrange -> make_plan -> emit -> Program
+"""
 
 from __future__ import annotations
 
+import linecache
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wholestep.ir import StepGraph
-from wholestep.lower.naive import lower_naive
+import torch
+
+from wholestep.errors import LoweringError
+from wholestep.ir import StepGraph, dead_code
+from wholestep.lower.emit import Source, emit
+from wholestep.lower.naive import interpret
+from wholestep.lower.order import TILE, arrange, copy_step, expand_foreach, shared_host, spell_lists
+from wholestep.lower.plan import Plan, make_plan
+from wholestep.torch_compat import below_autograd
+
+_same = operator.is_
+_pointer = torch.Tensor.data_ptr
 
 
-def lower_aten(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-    """Turns a graph into a callable ``fn(*inputs) -> outputs``; mutated inputs are written in place."""
-    return lower_naive(step, example_inputs)
+def lower_aten(
+    step: StepGraph, example_inputs: Sequence[Any] = (), *, tiling: bool = True, batching: bool = True
+) -> Program:
+    """Turns a graph into a fast callable.
+
+    Args:
+        step: the program; left as it is.
+        example_inputs: not read: the graph's records say all that is needed. Here for the common contract
+            of backends, ``(graph, example inputs) -> callable``.
+        tiling, batching: switch a grouping of elementwise operators off, for comparison.
+
+    Returns:
+        ``fn(*inputs) -> outputs``: bitwise what `naive.interpret` gives. Mutated inputs are written in
+        place; all other outputs are fresh memory of the caller's own.
+
+    Raises:
+        LoweringError: the generated program does not compile: a mistake of ours.
+    """
+    with torch.no_grad():
+        graph = dead_code(shared_host(expand_foreach(spell_lists(copy_step(step)))))
+        plan = make_plan(graph, arrange(graph, tiling, batching))
+        return Program(plan, emit(plan))
+
+
+class Program:
+    """A lowered step: call it with the inputs in the signature's order.
+
+    Attributes:
+        code: its Python source.
+        arena_bytes: bytes that its arenas hold between calls, all devices together.
+        rebinds: how often memory was bound: 1 while parameters and state stay where they are.
+    """
+
+    def __init__(self, plan: Plan, source: Source) -> None:
+        self.code = source.text
+        self.plan = plan
+        self.arena_bytes = sum(plan.arena.values())
+        self.rebinds = 0
+        self._source = source
+        self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
+        self._tensors: tuple[Any, ...] = ()
+        self._pointers: list[int] = []
+        self._arena: dict[str, torch.Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._run: Callable[[Sequence[Any]], list[Any]] | None = None
+        self._bind = self._compile()
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Runs one step."""
+        with torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
+            if self._run is None or not self._as_bound(inputs):
+                self._rebind(inputs)
+            return self._run(inputs)  # type: ignore[misc]
+
+    def _compile(self) -> Callable[..., Any]:
+        filename = f"<wholestep program {id(self)}>"
+        try:
+            exec(compile(self.code, filename, "exec"), self._source.namespace)
+        except SyntaxError as error:
+            raise LoweringError(f"the generated program does not compile: {error}") from error
+        linecache.cache[filename] = (len(self.code), None, self.code.splitlines(keepends=True), filename)
+        return self._source.namespace["bind"]  # type: ignore[no-any-return]
+
+    def _as_bound(self, inputs: Sequence[Any]) -> bool:
+        if self._viewed is None:
+            return True
+        lasting = self._viewed(inputs)[:-2]
+        return all(map(_same, lasting, self._tensors)) and [*map(_pointer, lasting)] == self._pointers
+
+    def _rebind(self, inputs: Sequence[Any]) -> None:
+        """Makes all views of lasting memory anew: at the first call and when a parameter has moved."""
+        self.rebinds += 1
+        if not self._arena and self.plan.arena:
+            self._arena = {
+                device: torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+                for device, size in self.plan.arena.items()
+            }
+        for dtype, count in self._source.scratch.items():
+            for index in range(count):
+                self._scratch.setdefault((dtype, index), torch.empty(TILE, dtype=dtype))
+        self._tensors = self._viewed(inputs)[:-2] if self._viewed else ()
+        self._pointers = [*map(_pointer, self._tensors)]
+        if _written_overlap(self.plan.step, inputs):
+            self._run = lambda values: interpret(self.plan.step, values)
+        else:
+            self._run = self._bind(inputs, self._arena, self._scratch)
+
+
+def _written_overlap(step: StepGraph, inputs: Sequence[Any]) -> bool:
+    """True when an input that the step writes shares bytes with another one, which the plan excludes."""
+    written = set(step.signature.mutations.values())
+    ranges = []
+    for index, tensor in enumerate(inputs):
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + span * tensor.itemsize, index in written))
+    ranges.sort()
+    reach, reach_written = -1, False
+    for start, stop, is_written in ranges:
+        if start < reach and (is_written or reach_written):
+            return True
+        if stop > reach:
+            reach, reach_written = stop, is_written
+    return False

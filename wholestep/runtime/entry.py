@@ -130,6 +130,7 @@ class Entry:
         if slot.geometry is not None:
             size, stride, offset = slot.geometry
             tensor = tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+            tensor = tensor if slot.is_view else tensor.detach()
         if slot.requires_grad:
             if slot.leaf:
                 return tensor.requires_grad_()

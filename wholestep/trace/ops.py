@@ -22,8 +22,8 @@ HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
 # Position of `training` in the operators above: without it nothing is written.
 TRAINING_FLAG = 5
 
-# Pure twins whose name does not follow from the operator's.
-TWIN_NAMES = {"normal_": "normal_functional"}
+# Operators whose kernel works differently when gradients are wanted (the LSTM keeps a workspace).
+GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 
 # Tensor methods that hand a traced value to Python, with what to do instead.
 ESCAPES: dict[str, str] = {
@@ -77,12 +77,14 @@ def pure_twin(op: Overload) -> Twin:
 
     An in-place ``mul_.Tensor`` has ``mul.Tensor``; ``add.out`` has ``add.Tensor`` without ``out``.
     """
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return Twin(Functionalized(op))  # a pure form may draw in another order when strides differ
     namespace, _, name = op._schema.name.partition("::")
     packets = getattr(torch.ops, namespace)
     arguments = list(op._schema.arguments)
     drop: tuple[str, ...] = ()
     if name.endswith("_") and not name.endswith("__"):
-        wanted = TWIN_NAMES.get(name, name[:-1])
+        wanted = name[:-1]
     else:
         written = written_arguments(op)
         drop = tuple(arguments[i].name for i in written if arguments[i].is_out)
@@ -107,3 +109,16 @@ def _returns_written(op: Overload, candidate: Overload) -> bool:
     if len(returns) != len(written):
         return False
     return all(("List" in _type(r)) == ("List" in _type(w)) for r, w in zip(returns, written, strict=True))
+
+
+@lru_cache(maxsize=None)
+def view_twin(op: Overload) -> Any:
+    """The view that an operator like `transpose_` turns its argument into; None when it is not one."""
+    name = op._schema.name.split("::")[1]
+    packet = getattr(aten, name[:-1], None)
+    wanted = [(a.name, _type(a)) for a in op._schema.arguments]
+    for overload in packet.overloads() if packet is not None else ():
+        candidate = getattr(packet, overload)
+        if is_view(candidate) and [(a.name, _type(a)) for a in candidate._schema.arguments] == wanted:
+            return candidate
+    return None

@@ -21,17 +21,19 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.ir import Functionalized, Gradient, Input, InputKind, NodeInfo, set_info
-from wholestep.torch_compat import FAKE_ERRORS, FakeTensor, FakeTensorMode, sequence_number
+from wholestep.ir import Functionalized, Gradient, Input, InputKind, NodeInfo, UnderGrad, set_info
+from wholestep.torch_compat import FAKE_ERRORS, FakeTensor, FakeTensorMode, below_autograd, no_modes, sequence_number
 from wholestep.trace.alias import Ref, Storage, fit, same_geometry
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import (
+    GRAD_SENSITIVE,
     HIDDEN_WRITES,
     TRAINING_FLAG,
     Overload,
     Twin,
     is_view,
     pure_twin,
+    view_twin,
     written_arguments,
 )
 from wholestep.trace.predicates import Predicate, decide
@@ -108,7 +110,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fakes = map_leaves(_fake_value, args), map_leaves(_fake_value, kwargs)
-        with self.fake_mode, torch.no_grad():
+        with self.fake_mode, torch.no_grad(), below_autograd():
             return target(*fakes[0], **fakes[1])
 
     def _record(self, value: Any) -> NodeInfo:
@@ -123,12 +125,14 @@ class Recorder(TorchDispatchMode):
         return NodeInfo(value, place.phase(), seq, user_line(), module)
 
     def _placeholder(self, source: Any, kind: InputKind, value: Any) -> fx.Node:
-        name = self._name(str(source))
+        with no_modes():  # a source may print a tensor
+            source = str(source)
+        name = self._name(source)
         position = self.last_placeholder
         with self.graph.inserting_after(position) if position else self.graph.inserting_before(self._first()):
             node = self.graph.placeholder(name)
         self.last_placeholder = node
-        self.inputs.append(Input(str(node.target), str(source), kind))
+        self.inputs.append(Input(str(node.target), source, kind))
         return set_info(node, NodeInfo(value))
 
     def _first(self) -> fx.Node | None:
@@ -239,7 +243,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "profiler":  # ranges that torch.optim marks for a profiler: no part of the step
+        if func.namespace in UNRECORDED:
             return func(*args, **kwargs)
         try:
             special = SPECIAL.get(func)
@@ -274,7 +278,7 @@ class Recorder(TorchDispatchMode):
 
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         fakes = map_leaves(self._fakes, args), map_leaves(self._fakes, kwargs)
-        with self.fake_mode, torch.no_grad():
+        with self.fake_mode, torch.no_grad(), below_autograd():
             return func(*fakes[0], **fakes[1])
 
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -285,7 +289,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(out, torch.Tensor):
             self._root(out, self.emit(func, *reads, value=self.value(out)))
             return out
-        node = self.emit(func, *reads, value=map_leaves(self._kept, out))
+        target = UnderGrad(func) if func in GRAD_SENSITIVE and torch.is_grad_enabled() else func
+        node = self.emit(target, *reads, value=map_leaves(self._kept, out))
         return self._results(node, out)
 
     def _kept(self, leaf: Any) -> Any:
@@ -335,13 +340,15 @@ class Recorder(TorchDispatchMode):
                 self._check_geometry(func, tensor)
         else:
             out = None
-        self._write(func, twin, written, args, kwargs)
-        return self._given_back(func, out, args, kwargs)
+            if func._schema.name.startswith("aten::_foreach_"):  # on the CPU they are a loop of in-place calls
+                torch.autograd.graph.increment_version([t for t in written if t.device.type == "cpu"])
+        node = self._write(func, twin, written, args, kwargs)
+        return self._given_back(func, node, out, args, kwargs)
 
     def _hidden(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that writes without saying so: its pure form and its own results."""
         positions = HIDDEN_WRITES[func]
-        written = [t for t in self._written(func, args, kwargs, positions)]
+        written = self._written(func, args, kwargs, positions)
         out = self._execute(func, args, kwargs)
         node = self._write(func, Twin(Functionalized(func, positions)), written, args, kwargs)
         for index, item in enumerate(out):
@@ -361,7 +368,7 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, func: Any, twin: Twin, written: list[torch.Tensor], args: Any, kwargs: Any) -> fx.Node:
         """Records the pure form and makes its results the written tensors' content."""
-        kept = {k: v for k, v in kwargs.items() if k not in twin.drop}
+        kept = {k: v for k, v in kwargs.items() if k not in twin.drop} | _defaults(func, twin, len(args), kwargs)
         refs = [self.ref(t) for t in written]
         node = self.emit(twin.target, map_leaves(self._reads, args), map_leaves(self._reads, kept))
         for ref, new in zip(refs, self._new_values(func, twin, node, len(written), args, kwargs), strict=True):
@@ -387,7 +394,7 @@ class Recorder(TorchDispatchMode):
                 for inner in range(len(item)):
                     yield self.emit(operator.getitem, (group, inner))
 
-    def _given_back(self, func: Any, out: Any, args: Any, kwargs: Any) -> Any:
+    def _given_back(self, func: Any, node: fx.Node, out: Any, args: Any, kwargs: Any) -> Any:
         """The very tensors that were written where the schema returns them, new ones where it does not."""
         names = {a.name: a for a in func._schema.arguments}
         bound = {a.name: v for a, v in zip(func._schema.arguments, _positional(func, args, kwargs), strict=True)}
@@ -399,8 +406,8 @@ class Recorder(TorchDispatchMode):
             source = by_alias.get(tuple(sorted(result.alias_info.before_set))) if result.alias_info else None
             given.append(bound[source] if source else item)
         fresh = [g for g in given if isinstance(g, FakeTensor) and not hasattr(g, "wholestep_ref")]
-        if fresh:
-            raise UnsupportedError(f"{func} both writes to an argument and returns a new tensor", user_line())
+        for index, item in enumerate(fresh):  # an operator on clones gives its own results first
+            self._root(item, self.emit(operator.getitem, (node, index)))
         return None if not given else given[0] if len(given) == 1 else tuple(given)
 
     def _inplace_view(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -412,8 +419,8 @@ class Recorder(TorchDispatchMode):
                 user_line(),
                 "use the form that returns a view",
             )
-        twin = getattr(aten, func._schema.name.split("::")[1][:-1], None)
-        if twin is None or func._schema.name in ("aten::resize_", "aten::set_"):
+        view = view_twin(func)
+        if view is None:
             raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
         base = self.ref(tensor)
         old = Ref(base.storage, tensor.detach(), base.parent, base.view, base.args, base.kwargs, base.index)
@@ -421,7 +428,6 @@ class Recorder(TorchDispatchMode):
         if base.storage.root is base:
             base.storage.root = old
         self._execute(func, args, kwargs)
-        view = getattr(twin, func._overloadname)
         tensor.wholestep_ref = Ref(base.storage, tensor.detach(), old, view, tuple(args[1:]), kwargs)
         return tensor
 
@@ -524,6 +530,15 @@ def all_args(func: Overload, args: Any, kwargs: Any) -> dict[int, Any]:
     return dict(enumerate(_positional(func, args, kwargs)))
 
 
+def _defaults(func: Overload, twin: Twin, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that an operator has a default for and its twin has not."""
+    if not isinstance(twin.target, Overload):
+        return {}
+    needed = {a.name for a in twin.target._schema.arguments if not a.has_default_value()}
+    rest = func._schema.arguments[given:]
+    return {a.name: a.default_value for a in rest if a.has_default_value() and a.name in needed - set(kwargs)}
+
+
 def _scale_position(func: Overload) -> int:
     return next((i for i, a in enumerate(func._schema.arguments) if a.name == "grad_scale"), -1)
 
@@ -546,6 +561,9 @@ def _translated(func: Any, error: Exception) -> CaptureError:
         "register one with torch.library.register_fake",
     )
 
+
+# Ranges that torch.optim marks for a profiler, and questions about a tensor's device: no part of the step.
+UNRECORDED = ("profiler", "prim")
 
 # Views of the whole tensor, of the same shape: the result is the same way into memory.
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}

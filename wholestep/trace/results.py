@@ -33,6 +33,7 @@ class Slot:
             whole of it.
         requires_grad: as eager leaves it; `leaf` tells whether it then has a `grad_fn`.
         version: in-place writes that its version counter counts.
+        is_view: whether autograd knows it as a view of another tensor.
     """
 
     output: int | None = None
@@ -41,6 +42,7 @@ class Slot:
     requires_grad: bool = False
     leaf: bool = True
     version: int = 0
+    is_view: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Outlet:
         return len(self.slots) - 1
 
     def _output(self, node: fx.Node) -> int:
+        if node.op == "get_attr":  # each call gives memory of its own
+            node = self.recorder.emit(torch.ops.aten.clone.default, (node,))
         self.outputs.append(node)
         return len(self.outputs) - 1
 
@@ -154,8 +158,8 @@ class Dataclass:
     fields: dict[str, Any]
 
 
-def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int]:
-    return tensor.requires_grad, tensor.is_leaf, tensor._version
+def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int, bool]:
+    return tensor.requires_grad, tensor.is_leaf, tensor._version, tensor._is_view()
 
 
 def _whole(fake: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.ir import Gradient, get_rng_state, set_rng_state
-from wholestep.torch_compat import FakeTensor
+from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes
 from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
@@ -95,22 +95,31 @@ def _gradient(recorder: Recorder, parameter: torch.Tensor) -> Any:
     grad = parameter.grad
     if grad is None or (not isinstance(grad, FakeTensor) and id(grad) not in recorder.by_id):
         return None
-    return recorder.ref(grad).read(recorder.emit)
+    with no_modes():
+        return recorder.ref(grad).read(recorder.emit)
 
 
 def _traced_rng(recorder: Recorder) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     """`torch.get_rng_state` and `torch.set_rng_state` as nodes of the graph."""
 
     def get_state() -> torch.Tensor:
-        with recorder.fake_mode:
+        with no_modes(), recorder.fake_mode:
             fake = torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8)
-        recorder._root(fake, recorder.emit(get_rng_state, (), value=recorder.value(fake)))
+            recorder._root(fake, recorder.emit(get_rng_state, (), value=recorder.value(fake)))
         return fake
 
     def set_state(state: torch.Tensor) -> None:
         recorder.emit(set_rng_state, (recorder.ref(state).read(recorder.emit),), value=())
 
     return get_state, set_state
+
+
+def _number_of(value: Any) -> Any:
+    """`float` for BatchNorm's cumulative average, which divides by a batch count."""
+    return value.item() if isinstance(value, torch.Tensor) else float(value)
+
+
+_ABSENT = object()
 
 
 @contextmanager
@@ -126,12 +135,19 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
         (torch, "set_rng_state", set_state),
         (torch.random, "set_rng_state", set_state),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters)),
+        (torch.nn.modules.batchnorm, "float", _number_of),
+        (torch.distributions.Distribution, "_validate_args", False),
     ]
-    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    saved = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
+    FOREACH_TYPES.append(FakeTensor)
     try:
         yield
     finally:
+        FOREACH_TYPES.remove(FakeTensor)
         for owner, name, original in saved:
-            setattr(owner, name, original)
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)

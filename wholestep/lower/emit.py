@@ -1,0 +1,609 @@
+"""Writes the program: straight-line Python, one line for each kernel, from a plan.
+
+The source defines ``bind(inputs, arena, scratch)``, which makes every view of lasting memory once and
+returns ``run(inputs)``, the hot path. What the source refers to is in the namespace that comes with it.
+"""
+
+from __future__ import annotations
+
+import array
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import GETITEM, info
+from wholestep.lower.ops import (
+    FILLS,
+    SCATTERS,
+    UNSET,
+    aten,
+    base_name,
+    inplace_variant,
+    is_pointwise,
+    is_sure_view,
+    mutable_twin,
+    out_variant,
+    reaches,
+)
+from wholestep.lower.order import BATCH_OPS, Item
+from wholestep.lower.plan import TILE, Plan, _path, device_key
+from wholestep.torch_compat import direct_call
+
+STABLE_KINDS = ("parameter", "buffer", "state", "grad")
+
+_SYMBOLS: dict[Any, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
+    operator.floordiv: "//", operator.mod: "%", operator.lt: "<", operator.le: "<=", operator.gt: ">",
+    operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
+}  # fmt: skip
+
+# Operators whose number may be given as a tensor of one element and their operand's dtype: same bits, 1.5 µs less.
+_NUMBER_AS_TENSOR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+
+
+@dataclass
+class Source:
+    """The program's text and what it refers to.
+
+    Attributes:
+        text: Python source of ``bind``.
+        namespace: globals for it.
+        viewed: indices of inputs whose memory is bound ahead.
+        scratch: number of scratch buffers by dtype.
+    """
+
+    text: str
+    namespace: dict[str, Any]
+    viewed: list[int]
+    scratch: dict[torch.dtype, int] = field(default_factory=dict)
+
+
+def emit(plan: Plan) -> Source:
+    """Writes the program of a plan."""
+    return _Writer(plan).write()
+
+
+class _Writer:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.inputs = plan.step.placeholders
+        self.namespace: dict[str, Any] = {"torch": torch, "math": math, "aten": aten}
+        self.head: list[str] = []  # at module level: entries of operators
+        self.bound: list[str] = []  # in bind
+        self.body: list[str] = []  # in run
+        self.stable: set[str] = set()
+        self.made: set[str] = set()
+        self.lists: dict[str, str] = {}
+        self.numbers: dict[Any, tuple[str, str]] = {}
+        self.cells: dict[torch.dtype, list[float]] = {}
+        self.in_tile: dict[str, str] = {}
+        self.dying: dict[int, list[str]] = {}
+        self.scratch: dict[torch.dtype, int] = {}
+        self.phase = ""
+        self.assigned: set[str] = set()
+        self.scanned = 0
+        self.constants = set(plan.constant)
+
+    def write(self) -> Source:
+        kinds = [i.kind for i in self.plan.step.signature.inputs]
+        viewed = []
+        for index, node in enumerate(self.inputs):
+            if kinds[index] in STABLE_KINDS and isinstance(info(node).value, torch.Tensor):
+                self.stable.add(node.name)
+                viewed.append(index)
+                if node.users:
+                    self.bound.append(f"{node.name} = inputs[{index}].detach()  # {self._source(index)}")
+            elif node.users or any(index == into for pairs in self.plan.copies.values() for into, _ in pairs):
+                self.body.append(f"{node.name} = inputs[{index}]  # {self._source(index)}")
+        for node in self.plan.step.graph.nodes:
+            if node.op == "get_attr":
+                self.stable.add(node.name)
+                self.namespace[node.name] = _constant(plan_owner(self.plan), str(node.target))
+        for node in self.plan.constant:
+            self._constant(node)
+        self._find_deaths()
+        self._copies(-1)
+        for index, item in enumerate(self.plan.items):
+            self._item(index, item)
+            self._copies(index)
+            self._delete(index)
+        self._finish()
+        return Source(self._text(), self.namespace, viewed, self.scratch)
+
+    def _source(self, index: int) -> str:
+        return self.plan.step.signature.inputs[index].source
+
+    # Items
+
+    def _item(self, index: int, item: Item) -> None:
+        nodes = [n for n in item.nodes if self.plan.how[n] not in ("skip",) and n not in self.constants]
+        if not nodes:
+            return
+        phase = info(nodes[0]).phase
+        if phase != self.phase and not all(self.plan.how[n] == "view" for n in nodes):
+            self.body += ["", f"# {phase}"]
+            self.phase = phase
+        if item.kind == "tile":
+            self._tile(index, nodes)
+        elif item.kind == "batch":
+            self._batch(nodes)
+        else:
+            self._single(nodes[0], self.body)
+
+    def _constant(self, node: fx.Node) -> None:
+        self.stable.add(node.name)
+        if node.target in FILLS:
+            value, number = info(node).value, FILLS[node.target](*node.args, **node.kwargs)
+            self.namespace.setdefault("filled", filled)
+            spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}, '{value.device}'"
+            self.bound.append(f"{node.name} = filled({_literal(number)}, {spec})")
+        else:
+            self.bound.append(f"{node.name} = {self._call(node)}")
+
+    def _single(self, node: fx.Node, lines: list[str]) -> None:
+        how = self.plan.how[node]
+        write = {
+            "host": self._host, "view": self._view, "fill": self._fill, "copy": self._copy, "scatter": self._scatter,
+            "inplace": self._out, "out": self._out, "call": self._functional, "mutable": self._mutable,
+        }.get(how)  # fmt: skip
+        if write is not None:
+            write(node, lines)
+
+    def _say(self, lines: list[str], text: str, node: fx.Node) -> None:
+        record = info(node)
+        where = "  ".join(part for part in (record.where.rsplit("/", 1)[-1], record.module) if part)
+        lines.append(f"{text}  # {where}" if where else text)
+
+    def _host(self, node: fx.Node, lines: list[str]) -> None:
+        args = [self._arg(a) for a in node.args]
+        target: Any = node.target
+        if target is aten._local_scalar_dense.default:
+            text = f"{args[0]}.item()"
+        elif target in _SYMBOLS and len(args) == 2:
+            text = f"{args[0]} {_SYMBOLS[target]} {args[1]}"
+        elif target is operator.neg:
+            text = f"-{args[0]}"
+        else:
+            keywords = [f"{k}={self._arg(v)}" for k, v in node.kwargs.items()]
+            text = f"{self._function(target)}({', '.join(args + keywords)})"
+        self._say(lines, f"{node.name} = {text}", node)
+
+    def _view(self, node: fx.Node, lines: list[str]) -> None:
+        operands = node.all_input_nodes
+        base = operands[0]
+        owner = _path(node)[0] if node.target is GETITEM else node
+        lasting = is_sure_view(owner.target) and all(self._name(o) in self.stable for o in operands)
+        name = node.name
+        text = f"{self._name(base)}[{node.args[1]}]" if node.target is GETITEM else self._call(node)
+        if lasting:
+            self.bound.append(f"{name} = {text}")
+            self.stable.add(name)
+        else:
+            self._say(lines, f"{name} = {text}", node)
+
+    def _destination(self, node: fx.Node, lines: list[str]) -> str:
+        """The variable that a call writes to, bound or made first where it must be."""
+        name, store, value = self._name(node), self.plan.store[node], info(node).value
+        spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}"
+        if name == node.name and name not in self.made:
+            self.made.add(name)
+            if store.kind == "slot":
+                slot = self.plan.slots[store.index]
+                self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset}, {spec})")
+                self.namespace["at"] = at
+                self.stable.add(name)
+            elif store.kind == "fresh":
+                lines.append(f"{name} = torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype})")
+        return self.in_tile.get(name, name)
+
+    def _fill(self, node: fx.Node, lines: list[str]) -> None:
+        number = FILLS[node.target](*node.args, **node.kwargs)
+        if number is UNSET:
+            self._destination(node, lines)
+            return
+        zero = not isinstance(number, fx.Node) and number == 0
+        text = "zero_()" if zero else f"fill_({self._arg(number)})"
+        self._say(lines, f"{self._destination(node, lines)}.{text}", node)
+
+    def _copy(self, node: fx.Node, lines: list[str]) -> None:
+        source = node.args[1] if node.target is aten.copy.default else node.args[0]
+        self._say(lines, f"{self._destination(node, lines)}.copy_({self._arg(source)})", node)
+
+    def _scatter(self, node: fx.Node, lines: list[str]) -> None:
+        base, source, *rest = node.args
+        target = self._destination(node, lines)
+        if self._arg(base) != target:
+            lines.append(f"{target}.copy_({self._arg(base)})")
+        view = SCATTERS[node.target]
+        args = ", ".join([target, *(self._arg(a) for a in rest), *(f"{k}={self._arg(v)}" for k, v in node.kwargs.items())])
+        self._say(lines, f"{self._function(view)}({args}).copy_({self._arg(source)})", node)
+
+    def _out(self, node: fx.Node, lines: list[str]) -> None:
+        target = self._destination(node, lines)
+        op: Any = node.target
+        first = node.args[0]
+        twin = inplace_variant(op)
+        over_first = isinstance(first, fx.Node) and self._name(first) == self._name(node)
+        if over_first and twin is not None and (is_pointwise(op) or self.plan.how[node] == "inplace"):
+            self._say(lines, self._inplace(node, twin, target), node)
+            return
+        found = out_variant(op, device_key(info(node).value))
+        assert found is not None, op
+        overload, extra, outs = found
+        self._say(lines, self._out_call(node, overload, extra, outs[0], target), node)
+
+    def _inplace(self, node: fx.Node, twin: Any, target: str) -> str:
+        method = getattr(torch.Tensor, base_name(twin), None)
+        args, keywords = self._arguments(node)
+        values, named = self._values(node)
+        if method is not None and reaches(twin, method, base_name(twin), values, named):
+            return f"{target}.{base_name(twin)}({', '.join(args[1:] + keywords)})"
+        return f"{self._function(twin)}({', '.join(args + keywords)})"
+
+    def _out_call(self, node: fx.Node, overload: Any, extra: Any, out: str, target: str) -> str:
+        args, keywords = self._arguments(node)
+        args += [_literal(e) for e in extra]
+        values, named = self._values(node)
+        entry = getattr(torch, base_name(overload), None)
+        call = {**named, "out": info(node).value}
+        if entry is not None and reaches(overload, entry, base_name(overload), [*values, *extra], call):
+            return f"torch.{base_name(overload)}({', '.join(args + keywords)}, out={target})"
+        return f"{self._function(overload)}({', '.join(args + keywords)}, {out}={target})"
+
+    def _functional(self, node: fx.Node, lines: list[str]) -> None:
+        value = info(node).value
+        if isinstance(value, (list, tuple)):
+            self._say(lines, f"{self._pattern(node, value)} = {self._call(node)}", node)
+        elif value is None:
+            self._say(lines, self._call(node), node)
+        else:
+            self._say(lines, f"{node.name} = {self._call(node)}", node)
+
+    def _pattern(self, node: fx.Node, values: Any) -> str:
+        """A tuple to unpack results into; ``_`` where nothing reads one."""
+        picked = {u.args[1]: u for u in node.users if u.target is GETITEM}
+        names = []
+        for index, value in enumerate(values):
+            user = picked.get(index)
+            if user is None:
+                names.append("_")
+            elif isinstance(value, (list, tuple)):
+                names.append(f"({self._pattern(user, value)})")
+            else:
+                names.append(self._name(user))
+        return ", ".join(names) + ("," if len(names) == 1 else "")
+
+    def _mutable(self, node: fx.Node, lines: list[str]) -> None:
+        twin = mutable_twin(node.target)
+        assert twin is not None
+        schema = [a.name for a in twin.op._schema.arguments]
+        bound: dict[str, Any] = dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)
+        swap: dict[tuple[str, int | None], str] = {}
+        for number, entry in enumerate(self.plan.written[node]):
+            if not entry.in_place:
+                name = entry.leaf.name if entry.leaf is not None else f"{node.name}_copy_{number}"
+                lines.append(f"{name} = {self._name(entry.old)}.clone()")
+                swap[entry.argument, entry.index] = name
+        texts = []
+        for name, value in bound.items():
+            if isinstance(value, (list, tuple)) and value and all(isinstance(v, fx.Node) for v in value):
+                items = [swap.get((name, i)) or self._arg(v) for i, v in enumerate(value)]
+                texts.append(f"{name}={self._list(items)}")
+            else:
+                texts.append(f"{name}={swap.get((name, None)) or self._arg(value)}")
+        call = f"{self._function(twin.op)}({', '.join(texts)})"
+        if twin.fresh:
+            picked = {u.args[1]: self._name(u) for u in node.users if u.target is GETITEM}
+            names = [picked.get(i, "_") for i in range(twin.fresh)]
+            extra = [r for r in twin.op._schema.returns if r.alias_info and r.alias_info.is_write]
+            unpacked = ", ".join(names) if len(names) + len(extra) > 1 else names[0]
+            call = f"{unpacked}{', *_' if extra else ''} = {call}"
+        self._say(lines, call, node)
+
+    # Groups
+
+    def _tile(self, index: int, nodes: list[fx.Node]) -> None:
+        shape = info(nodes[0]).value.shape
+        count = math.prod(shape)
+        names: dict[str, str] = {}  # variable -> expression for its tiles
+        self._scratch_buffers(index)
+        for node in nodes:
+            operands = [o for o in node.all_input_nodes if isinstance(info(o).value, torch.Tensor)]
+            for one in [o for o in operands if info(o).value.shape == shape] + [node]:
+                name = self._name(one)
+                if name in names:
+                    continue
+                if self.plan.store[one].kind == "scratch":
+                    dtype = info(one).value.dtype
+                    names[name] = f"pieces(scratch[{dtype}, {self.plan.store[one].index}], {count})"
+                    self.stable.add(name)
+                else:
+                    if one is node:
+                        self._destination(node, self.body)
+                    names[name] = f"tiles({name})"
+        self.namespace["tiles"], self.namespace["pieces"] = tiles, pieces
+        self.in_tile = {name: f"{name}_t" for name in names}
+        lasting = all(name in self.stable for name in names)
+        zipped = f"zip({', '.join(names.values())})"
+        inner: list[str] = []
+        for node in nodes:
+            self._single(node, inner)
+        if lasting:
+            self.bound.append(f"tiles_{index} = list({zipped})")
+            zipped = f"tiles_{index}"
+        pieces_count = -(-count // TILE)
+        self.body.append(f"for {', '.join(self.in_tile.values())}, in {zipped}:  # {pieces_count} tiles of {TILE}")
+        self.body += ["    " + line for line in inner]
+        self.in_tile = {}
+
+    def _scratch_buffers(self, index: int) -> None:
+        for number, dtype in enumerate(self.plan.scratch.get(index, [])):
+            self.scratch[dtype] = max(self.scratch.get(dtype, 0), number + 1)
+
+    def _batch(self, nodes: list[fx.Node]) -> None:
+        over = [n for n in nodes if isinstance(n.args[0], fx.Node) and self._name(n.args[0]) == self._name(n)]
+        text = self._foreach(over) if len(over) > 2 else None
+        for node in nodes:
+            if text is None or node not in over:
+                self._single(node, self.body)
+        if text is not None:
+            self._say(self.body, text, over[0])
+
+    def _foreach(self, nodes: list[fx.Node]) -> str | None:
+        op = nodes[0].target
+        columns = list(zip(*[n.args for n in nodes], strict=True))
+        lists = [self._list([self._name(a) for a in columns[0]])]  # type: ignore[arg-type]
+        scale: str | None = None
+        for column in columns[1:]:
+            tensors = all(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) for a in column)
+            if op in _NUMBER_AS_TENSOR:
+                items = [self._number(n, a) for n, a in zip(nodes, column, strict=True)]
+                single = len(set(items)) == 1 and not tensors and op is not aten.sub.Tensor
+                lists.append(items[0] if single else self._list(items))
+            elif tensors:
+                lists.append(self._list([self._name(a) for a in column]))  # type: ignore[arg-type]
+            elif len(set(column)) == 1:
+                scale = self._arg(column[0])
+            else:
+                return None
+        values = [n.kwargs.get("value", 1) for n in nodes]
+        if op in (aten.addcmul.default, aten.addcdiv.default):
+            same = len({repr(v) for v in values}) == 1
+            scale = f"value={self._arg(values[0])}" if same else f"[{', '.join(self._arg(v) for v in values)}]"
+        return f"torch.{BATCH_OPS[op]}({', '.join(lists + ([scale] if scale else []))})"
+
+    def _list(self, names: list[str]) -> str:
+        """A list of tensors, made once where all of them last."""
+        text = f"[{', '.join(names)}]"
+        if not all(name in self.stable for name in names):
+            return text
+        if text not in self.lists:
+            self.lists[text] = f"list_{len(self.lists)}"
+            self.bound.append(f"{self.lists[text]} = {text}")
+        return self.lists[text]
+
+    # Arguments
+
+    def _name(self, node: fx.Node) -> str:
+        return self.plan.name.get(node, node.name)
+
+    def _arg(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            name = self._name(value)
+            return self.in_tile.get(name, name)
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(self._arg(v) for v in value)}]"
+        if isinstance(value, (torch.Tensor, torch.Generator)):
+            name = f"object_{len(self.namespace)}"
+            self.namespace[name] = value
+            return name
+        return _literal(value)
+
+    def _arguments(self, node: fx.Node) -> tuple[list[str], list[str]]:
+        if node.target in _NUMBER_AS_TENSOR and len(node.args) == 2 and not node.kwargs:
+            args = [self._arg(node.args[0]), self._number(node, node.args[1])]
+        else:
+            args = [self._arg(a) for a in node.args]
+        return args, [f"{k}={self._arg(v)}" for k, v in node.kwargs.items()]
+
+    def _values(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
+        def value(n: fx.Node) -> Any:
+            return info(n).value
+
+        return list(fx.map_arg(node.args, value)), dict(fx.map_arg(node.kwargs, value))
+
+    def _number(self, node: fx.Node, arg: Any) -> str:
+        """A number as an operand: a tensor over a cell that the program writes, where that has the same bits."""
+        found = info(arg).value if isinstance(arg, fx.Node) else arg
+        value = info(node).value
+        self_value = info(node.args[0]).value  # type: ignore[arg-type]
+        plain = isinstance(found, (int, float)) and not isinstance(found, bool)
+        suits = value.dtype in (torch.float32, torch.float64) and value.device.type == "cpu"
+        if not plain or not suits or self_value.dtype is not value.dtype:
+            return self._arg(arg)
+        key = (value.dtype, arg if isinstance(arg, fx.Node) else (type(arg), arg))
+        if key not in self.numbers:
+            cells = self.cells.setdefault(value.dtype, [])
+            short = str(value.dtype).removeprefix("torch.")
+            name = f"{arg.name}_{short}" if isinstance(arg, fx.Node) else f"number_{short}_{len(cells)}"
+            self.bound.append(f"{name} = tensors_{short}[{len(cells)}]" + ("" if isinstance(arg, fx.Node) else f"  # {arg}"))
+            self.stable.add(name)
+            self.numbers[key] = name, f"{short}_cells[{len(cells)}] = "
+            cells.append(0.0 if isinstance(arg, fx.Node) else float(arg))
+            if isinstance(arg, fx.Node):
+                self._write_cell(arg, self.numbers[key][1])
+        return self.numbers[key][0]
+
+    def _write_cell(self, host: fx.Node, cell: str) -> None:
+        """Stores a host number in its cell right where it is computed."""
+        for index in range(len(self.body) - 1, -1, -1):
+            if self.body[index].startswith(f"{host.name} = "):
+                self.body.insert(index + 1, f"{cell}{host.name}")
+                return
+        raise AssertionError(host.name)
+
+    def _call(self, node: fx.Node) -> str:
+        args, keywords = self._arguments(node)
+        op: Any = node.target
+        if isinstance(op, torch._ops.OpOverload) and op.namespace == "aten":
+            entry = getattr(torch, base_name(op), None)
+            values, named = self._values(node)
+            if entry is not None and reaches(op, entry, base_name(op), values, named):
+                return f"torch.{base_name(op)}({', '.join(args + keywords)})"
+        return f"{self._function(op)}({', '.join(args + keywords)})"
+
+    def _function(self, target: Any) -> str:
+        """The variable that holds a function or operator that the program calls."""
+        if isinstance(target, torch._ops.OpOverload):
+            name = target.name().split("::")[-1].replace(".", "_")
+            fast = direct_call(target) if target.namespace == "aten" else target
+            if name in self.namespace and self.namespace[name] is not fast and f"{name} = " in "".join(self.head):
+                return name
+            if name not in self.namespace:
+                self.head.append(f"{name} = torch.ops.{target.namespace}.{base_name(target)}.{target._overloadname}")
+                self.namespace[name] = fast
+            return name
+        if getattr(target, "__module__", None) == "math":
+            return f"math.{target.__name__}"
+        if getattr(target, "__module__", None) == "builtins" or target in (min, max, abs, round, float, int):
+            return str(target.__name__)
+        name = f"{target.__name__.replace('.', '_')}"
+        if self.namespace.setdefault(name, target) is not target and self.namespace[name] != target:
+            name = f"{name}_{len(self.namespace)}"
+            self.namespace[name] = target
+        return name
+
+    # Ends
+
+    def _find_deaths(self) -> None:
+        last: dict[str, int] = {}
+        for item in self.plan.items:
+            for node in item.nodes:
+                kind = self.plan.store.get(node)
+                if kind is None or kind.kind not in ("call", "fresh") or node in self.constants:
+                    continue
+                if not isinstance(info(node).value, torch.Tensor):
+                    continue
+                root = self.plan.root[node]
+                name = self._name(node)
+                last[name] = max(last.get(name, -1), self.plan.last_item.get(root, -1))
+        for name, index in last.items():
+            self.dying.setdefault(index, []).append(name)
+
+    def _delete(self, index: int) -> None:
+        assigned = self._scan()
+        live = [n for n in self.dying.get(index, []) if n in assigned]
+        if live:
+            self.body.append(f"del {', '.join(live)}")
+
+    def _scan(self) -> set[str]:
+        """Variables that the body has assigned so far."""
+        for line in self.body[self.scanned :]:
+            head = line.split(" = ", 1)[0] if " = " in line else ""
+            self.assigned |= {part.strip(" ()*") for part in head.split(",")}
+        self.scanned = len(self.body)
+        return self.assigned
+
+    def _copies(self, index: int) -> None:
+        for into, node in self.plan.copies.get(index, []):
+            self.body.append(f"{self.inputs[into].name}.copy_({self._name(node)})  # {self._source(into)}")
+
+    def _finish(self) -> None:
+        """Clones first, since they may read old values; then the last copies; then the result."""
+        last = len(self.plan.items)
+        results = []
+        for index, (kind, value) in enumerate(self.plan.returned):
+            if kind == "input":
+                results.append(f"inputs[{value}]")
+            elif kind == "clone":
+                self.body.append(f"result_{index} = {self._name(value)}.clone()")
+                results.append(f"result_{index}")
+            else:
+                results.append(self._arg(value))
+        pairs = self.plan.copies.get(last, [])
+        safe = []
+        for number, (into, node) in enumerate(pairs):
+            name = self._name(node)
+            if self.plan.store[self.plan.root[node]].kind == "input":
+                self.body.append(f"new_{number} = {name}.clone()")
+                name = f"new_{number}"
+            safe.append(f"{self.inputs[into].name}.copy_({name})  # {self._source(into)}")
+        self.body += [*safe, f"return [{', '.join(results)}]"]
+
+    def _text(self) -> str:
+        for dtype, cells in self.cells.items():
+            short = str(dtype).removeprefix("torch.")
+            self.namespace["cells"] = cells_of
+            self.bound.insert(0, f"{short}_cells, tensors_{short} = cells({cells}, {dtype})")
+        plan, kernels = self.plan, sum(h in _KERNELS for h in self.plan.how.values())
+        total = sum(plan.arena.values())
+        lines = [
+            f"# after {plan.step.stage}: {kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})",
+            *self.head,
+            "",
+            "def bind(inputs, arena, scratch):",
+            *("    " + line for line in self.bound),
+            "",
+            "    def run(inputs):",
+            *("        " + line if line else "" for line in self.body),
+            "",
+            "    return run",
+        ]
+        return "\n".join(lines) + "\n"
+
+
+_KERNELS = ("fill", "copy", "scatter", "inplace", "out", "call", "mutable")
+
+
+def plan_owner(plan: Plan) -> Any:
+    """The module that holds a graph's constants."""
+    return plan.step.gm
+
+
+def _constant(owner: Any, target: str) -> Any:
+    for part in target.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float('{value}')"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+        return f"({value!r})"
+    if isinstance(value, torch.device):
+        return f"torch.device('{value}')"
+    return repr(value)
+
+
+def at(arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that lies in the arena, ``offset`` bytes from its start."""
+    return torch.empty(0, dtype=dtype, device=arena.device).set_(
+        arena.untyped_storage(), offset // dtype.itemsize, shape, stride
+    )
+
+
+def filled(number: Any, shape: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A constant of one number."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(number)
+
+
+def tiles(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A contiguous tensor as flat pieces of `TILE` elements."""
+    return value.view(-1).split(TILE)
+
+
+def pieces(buffer: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """The same scratch buffer for each tile of ``count`` elements, cut short for the last one."""
+    rest = count % TILE
+    return [buffer] * (count // TILE) + ([buffer[:rest]] if rest else [])
+
+
+def cells_of(values: list[float], dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
+    """Memory that Python writes as numbers and kernels read as tensors of one element."""
+    cells = array.array("f" if dtype is torch.float32 else "d", values)
+    return cells, list(torch.frombuffer(cells, dtype=dtype).unbind())

@@ -1,0 +1,401 @@
+"""The order of execution: which nodes run one by one, tile by tile, or many at once.
+
+Two groupings change the order of elementwise nodes, never their bits:
+
+- a `tile` group is a chain over big tensors of one shape. It runs on 64 K elements after another, so that
+  memory is passed over once instead of once for each operator (an unfused AdamW has twelve);
+- a `batch` group is one operator on many small tensors, run by a single ``_foreach`` call.
+
+Random and other effectful nodes keep their order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from wholestep.ir import GETITEM, NodeInfo, StepGraph, info, is_effectful, set_info
+from wholestep.lower.ops import PLAINER, aten, base_name, inplace_variant, is_pointwise, out_variant
+
+TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
+TILE_FROM = 1 << 18  # elements from which a chain is tiled: 1 MB in float32
+BATCH_UP_TO = 1 << 16  # elements up to which a tensor joins a foreach call: beyond, caches matter more than calls
+
+# Operators that may be tiled if their vector and scalar code agree (see `same_bits`).
+TILE_OPS = {
+    "add", "sub", "mul", "div", "neg", "abs", "sqrt", "lerp", "addcmul", "addcdiv", "maximum", "minimum",
+    "relu", "threshold_backward", "clamp_min", "clamp_max", "where",
+}  # fmt: skip
+
+# functional overload -> the foreach call that gives the same bits in place.
+BATCH_OPS: dict[Any, str] = {
+    aten.add.Tensor: "_foreach_add_", aten.sub.Tensor: "_foreach_sub_", aten.mul.Tensor: "_foreach_mul_",
+    aten.div.Tensor: "_foreach_div_", aten.lerp.Scalar: "_foreach_lerp_", aten.addcmul.default: "_foreach_addcmul_",
+    aten.addcdiv.default: "_foreach_addcdiv_", aten.sqrt.default: "_foreach_sqrt_", aten.neg.default: "_foreach_neg_",
+}  # fmt: skip
+
+
+@dataclass
+class Item:
+    """One unit of execution: a single node, or a group that runs together."""
+
+    kind: Literal["single", "tile", "batch"]
+    nodes: list[fx.Node]
+
+
+def copy_step(step: StepGraph) -> StepGraph:
+    """A copy whose graph may be rewritten; records are shared."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(step.graph, mapping)
+    graph.output(result)
+    return StepGraph(fx.GraphModule(step.gm, graph), step.signature, step.stage)
+
+
+def spell_lists(step: StepGraph) -> StepGraph:
+    """Replaces an operand that is a whole list of results by the list of its items; plain overloads throughout."""
+    for node in list(step.graph.nodes):
+        if node.op != "call_function" or node.target is GETITEM:
+            continue
+        node.target = PLAINER.get(node.target, node.target)
+        for operand in node.all_input_nodes:
+            values = info(operand).value
+            if not isinstance(values, (list, tuple)):
+                continue
+            with step.graph.inserting_before(node):
+                picked = [step.graph.call_function(GETITEM, (operand, i)) for i in range(len(values))]
+            for one, value in zip(picked, values, strict=True):
+                old = info(operand)
+                set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
+            swap = {operand: picked}
+            node.args = fx.map_arg(node.args, lambda n, swap=swap: swap.get(n, n))
+            node.kwargs = fx.map_arg(node.kwargs, lambda n, swap=swap: swap.get(n, n))
+    return step
+
+
+def expand_foreach(step: StepGraph) -> StepGraph:
+    """Replaces CPU ``_foreach_*`` nodes by one node per tensor, as the CPU kernels do inside.
+
+    Afterwards tiling and batching see the same nodes for a plain and for a foreach optimizer.
+    """
+    for node in list(step.graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or not base_name(node.target).startswith("_foreach_"):
+            continue
+        values = info(node).value
+        simple = isinstance(values, (list, tuple)) and all(u.target is GETITEM for u in node.users)
+        if not simple or any(v.device.type != "cpu" for v in values):
+            continue
+        single = _single_overload(node, len(values))
+        if single is None:
+            continue
+        target, columns, value_column = single
+        for index, value in enumerate(values):
+            with step.graph.inserting_before(node):
+                args = tuple(c[index] for c in columns)
+                keywords = {} if value_column is None else {"value": value_column[index]}
+                one = step.graph.call_function(target, args, keywords)
+            old = info(node)
+            set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
+            for user in [u for u in node.users if u.args[1] == index]:
+                user.replace_all_uses_with(one)
+                step.graph.erase_node(user)
+        step.graph.erase_node(node)
+    return step
+
+
+# foreach name -> overload by the kind of its second argument: list of tensors, number(s), one tensor.
+_SINGLE: dict[str, dict[str, Any]] = {
+    **{
+        f"_foreach_{name}": {
+            "List": getattr(aten, name).Tensor,
+            "Scalar": getattr(aten, name).Tensor,
+            "ScalarList": getattr(aten, name).Tensor,
+            "Tensor": getattr(aten, name).Tensor,
+        }
+        for name in ("add", "sub", "mul", "div")
+    },
+    "_foreach_lerp": {"List": aten.lerp.Tensor, "Scalar": aten.lerp.Scalar, "ScalarList": aten.lerp.Scalar},
+    "_foreach_sqrt": {"default": aten.sqrt.default},
+    "_foreach_neg": {"default": aten.neg.default},
+    "_foreach_maximum": {"List": aten.maximum.default},
+    "_foreach_addcmul": {"Scalar": aten.addcmul.default, "ScalarList": aten.addcmul.default},
+    "_foreach_addcdiv": {"Scalar": aten.addcdiv.default, "ScalarList": aten.addcdiv.default},
+}
+
+
+def _single_overload(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], list[Any] | None] | None:
+    """The overload for one tensor, its positional arguments by column, and the column of ``value=``."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name, overload = base_name(node.target), node.target._overloadname
+    target = _SINGLE.get(name, {}).get(overload)
+    bound = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    if target is None or bound.pop("alpha", 1) != 1:
+        return None
+    columns = {k: list(a) if isinstance(a, (list, tuple)) else [a] * count for k, a in bound.items()}
+    if target not in (aten.addcmul.default, aten.addcdiv.default):
+        return target, list(columns.values()), None
+    scale = columns.pop("value", columns.pop("scalars", [1] * count))
+    return target, list(columns.values()), scale
+
+
+def shared_host(step: StepGraph) -> StepGraph:
+    """Computes equal host numbers once (forty parameters have one ``1 - lr * weight_decay``), equal getitems too."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(step.graph.nodes):
+        if node.op != "call_function" or is_effectful(node):
+            continue
+        if node.target is not GETITEM and not isinstance(info(node).value, (int, float)):
+            continue
+        key = (node.target, node.args, tuple(node.kwargs.items()), tuple(type(a) for a in node.args))
+        try:
+            first = known.setdefault(key, node)
+        except TypeError:  # unhashable arguments
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+            step.graph.erase_node(node)
+    return step
+
+
+def arrange(step: StepGraph, tiling: bool = True, batching: bool = True) -> list[Item]:
+    """Groups the calls of a graph and orders the groups.
+
+    Args:
+        step: the program; not changed.
+        tiling, batching: switch a grouping off, for comparison.
+    """
+    nodes = [n for n in step.graph.nodes if n.op == "call_function"]
+    grouping = _Grouping(nodes)
+    for node in nodes:
+        grouping.visit(node, tiling, batching)
+    return grouping.ordered()
+
+
+class _Grouping:
+    """Grows and joins groups node by node, so that the graph of groups never gets a cycle.
+
+    Sets of groups are bits of an int. `direct[g]` are the groups whose members are operands of g's members,
+    `indirect[g]` those that g depends on through a node of no group. A group that joined another one
+    stays as a bit that leads to it.
+    """
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self.nodes = nodes
+        self.group_of: dict[fx.Node, int] = {}
+        self.members: list[list[fx.Node]] = []
+        self.keys: list[Any] = []
+        self.direct: list[int] = []
+        self.indirect: list[int] = []
+        self.taint: dict[fx.Node, int] = {}
+        self.by_key: dict[Any, list[int]] = {}
+
+    def visit(self, node: fx.Node, tiling: bool, batching: bool) -> None:
+        """Puts a node into a group of its own, an old one, or none."""
+        if tiling and tileable(node):
+            value = info(node).value
+            key: Any = ("tile", value.shape, value.dtype)
+        elif not batching or (key := batch_key(node)) is None:
+            self.taint[node] = self._reached(node.all_input_nodes)
+            return
+        mine = self._open(node, key)
+        if key[0] == "tile":
+            phase = info(node).phase
+            near = {self.group_of[o]: None for o in node.all_input_nodes if o in self.group_of}
+            for operand in node.all_input_nodes:
+                near |= {self.group_of[u]: None for u in operand.users if u in self.group_of and info(u).phase == phase}
+            for group in near:
+                if group != mine and self.keys[group] == key and self.members[group]:
+                    mine = self._merge(group, mine)
+            return
+        for group in self.by_key.setdefault(key, []):
+            if self.members[group] and not self.direct[mine] >> group & 1 and self._may_merge(group, mine):
+                self._merge(group, mine)
+                return
+        self.by_key[key].append(mine)
+
+    def _reached(self, operands: Iterable[fx.Node]) -> int:
+        mask = 0
+        for operand in operands:
+            mask |= self.taint.get(operand, 0)
+        return mask
+
+    def _open(self, node: fx.Node, key: Any) -> int:
+        group = len(self.members)
+        self.members.append([node])
+        self.keys.append(key)
+        inside = [o for o in node.all_input_nodes if o in self.group_of]
+        self.direct.append(sum(1 << g for g in {self.group_of[o] for o in inside}))
+        self.indirect.append(self._reached(o for o in node.all_input_nodes if o not in self.group_of))
+        self.group_of[node] = group
+        self.taint[node] = 1 << group
+        return group
+
+    def _closure(self, mask: int) -> int:
+        """All groups that a set of groups depends on, itself included."""
+        seen, todo = 0, mask
+        while todo:
+            group = (todo & -todo).bit_length() - 1
+            seen |= 1 << group
+            todo = (todo | self.direct[group] | self.indirect[group]) & ~seen
+        return seen
+
+    def _may_merge(self, a: int, b: int) -> bool:
+        """False when a dependency leads from one to the other by way of a third."""
+        from_a = self._closure(self.indirect[a] | self.direct[a] & ~(1 << b))
+        from_b = self._closure(self.indirect[b] | self.direct[b] & ~(1 << a))
+        return not (from_a >> b & 1 or from_b >> a & 1)
+
+    def _merge(self, a: int, b: int) -> int:
+        """Joins b to a if that makes no cycle; returns the group that b's nodes are in now."""
+        if not self._may_merge(a, b):
+            return b
+        self.members[a] += self.members[b]
+        for node in self.members[b]:
+            self.group_of[node] = a
+            self.taint[node] = 1 << a
+        both = ~(1 << a | 1 << b)
+        self.direct[a] = (self.direct[a] | self.direct[b]) & both
+        self.indirect[a] = (self.indirect[a] | self.indirect[b]) & both
+        self.members[b], self.direct[b], self.indirect[b] = [], 1 << a, 0
+        return a
+
+    def ordered(self) -> list[Item]:
+        """Sorts items so that each follows what it reads, as near to the original order as that allows."""
+        place = {node: i for i, node in enumerate(self.nodes)}
+        for group in self.members:
+            group.sort(key=place.__getitem__)
+        items: list[Item] = []
+        item_of: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            group = self.group_of.get(node)
+            if group is None or len(self.members[group]) < 2:
+                item_of[node] = len(items)
+                items.append(Item("single", [node]))
+            elif self.members[group][0] is node:
+                for member in self.members[group]:
+                    item_of[member] = len(items)
+                items.append(Item(self.keys[group][0], self.members[group]))
+        rank = [place[item.nodes[-1]] for item in items]
+        before: list[set[int]] = [set() for _ in items]
+        last_effect: int | None = None
+        for node in self.nodes:
+            mine = item_of[node]
+            before[mine] |= {item_of[o] for o in node.all_input_nodes if o in item_of} - {mine}
+            if is_effectful(node):
+                if last_effect is not None:
+                    before[mine].add(last_effect)
+                last_effect = mine
+        return [items[i] for i in _topological(before, rank)]
+
+
+def _topological(before: list[set[int]], rank: list[int]) -> list[int]:
+    after: list[list[int]] = [[] for _ in before]
+    waiting = [len(b) for b in before]
+    for index, earlier in enumerate(before):
+        for other in earlier:
+            after[other].append(index)
+    ready = [(rank[i], i) for i, count in enumerate(waiting) if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, index = heapq.heappop(ready)
+        order.append(index)
+        for other in after[index]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                heapq.heappush(ready, (rank[other], other))
+    assert len(order) == len(before), "a group depends on itself"
+    return order
+
+
+def _tensor_operands(node: fx.Node) -> list[Any]:
+    return [info(o).value for o in node.all_input_nodes]
+
+
+def tileable(node: fx.Node) -> bool:
+    """True for elementwise calls over big contiguous CPU tensors of one shape (and single numbers)."""
+    value, op = info(node).value, node.target
+    if not is_pointwise(op) or not isinstance(value, torch.Tensor) or base_name(op) not in TILE_OPS:  # type: ignore[arg-type]
+        return False
+    if value.numel() < TILE_FROM or value.device.type != "cpu" or not value.is_contiguous():
+        return False
+    if value.dtype not in (torch.float32, torch.float64) or _alpha(node) != 1:
+        return False
+    for operand in _tensor_operands(node):
+        if isinstance(operand, torch.Tensor) and operand.dim():
+            if operand.shape != value.shape or not operand.is_contiguous() or operand.device.type != "cpu":
+                return False
+        elif not isinstance(operand, (torch.Tensor, int, float)):
+            return False
+    writable = out_variant(op, "CPU") is not None or inplace_variant(op) is not None  # type: ignore[arg-type]
+    return writable and same_bits(op, node)
+
+
+def _alpha(node: fx.Node) -> Any:
+    return node.kwargs.get("alpha", 1)
+
+
+_SAME_BITS: dict[Any, bool] = {}
+
+
+def same_bits(op: Any, node: fx.Node) -> bool:
+    """True when an operator's vector code and the scalar code of its loop ends agree bit by bit.
+
+    Tiles put the loop's end elsewhere than the whole tensor does. Tried once per operator and dtype, on
+    4096 random values, whole against slices shorter than a vector.
+    """
+    dtype = info(node).value.dtype
+    kinds = tuple(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) and info(a).value.dim() > 0
+                  for a in node.args)  # fmt: skip
+    dtypes = tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in _tensor_operands(node))
+    key = (op, dtype, kinds, dtypes)
+    if key not in _SAME_BITS:
+        generator = torch.Generator().manual_seed(0)
+        trial: list[Any] = []
+        for arg in node.args:
+            value = info(arg).value if isinstance(arg, fx.Node) else arg
+            if isinstance(value, torch.Tensor) and value.dim():
+                low = 0.1 if op is aten.sqrt.default else -0.5
+                trial.append((torch.rand(4096, generator=generator) + low).to(value.dtype))
+            elif isinstance(arg, fx.Node):
+                number = 0.37 if not isinstance(value, torch.Tensor) else torch.tensor(0.37).to(value.dtype)
+                trial.append(number)
+            else:
+                trial.append(arg)
+        keywords = {k: 0.37 if isinstance(v, fx.Node) else v for k, v in node.kwargs.items()}
+        whole = op(*trial, **keywords)
+        parts = [
+            op(*[a[i : i + 7] if isinstance(a, torch.Tensor) and a.dim() else a for a in trial], **keywords)
+            for i in range(0, 4096, 7)
+        ]
+        _SAME_BITS[key] = bool(torch.equal(whole, torch.cat(parts)))
+    return _SAME_BITS[key]
+
+
+def batch_key(node: fx.Node) -> Any:
+    """What small optimizer calls must share to run as one foreach call; None when this one cannot."""
+    value, op = info(node).value, node.target
+    if op not in BATCH_OPS or info(node).phase != "optimizer" or not isinstance(value, torch.Tensor):
+        return None
+    if value.numel() > BATCH_UP_TO or value.dtype != torch.float32 or _alpha(node) != 1:
+        return None
+    kinds: list[Any] = []
+    for name, arg in [*((None, a) for a in node.args), *node.kwargs.items()]:
+        found = info(arg).value if isinstance(arg, fx.Node) else arg
+        if isinstance(found, torch.Tensor):
+            if found.device != value.device or (found.shape != value.shape and found.dim()):
+                return None
+            kinds.append((name, "tensor", found.dtype, found.dim() == 0))
+        elif isinstance(arg, fx.Node):
+            kinds.append((name, "host"))
+        elif isinstance(arg, (int, float)) and math.isfinite(arg):
+            kinds.append((name, type(arg), arg))
+        else:
+            return None
+    return ("batch", op, tuple(kinds), value.device, value.dim() == 0)

@@ -1,0 +1,609 @@
+"""Where each value lives: in an input's own memory, in the arena, in a tile's scratch, or fresh.
+
+The graph is pure; here values of disjoint lives come to share memory. Terms:
+
+- the *root* of a value is the node whose memory it is (a view's root is its base's);
+- a root's *readers* are the nodes that read it or a view of it, outputs included;
+- positions count nodes in the order of execution; those of a batch count as simultaneous.
+
+A value may overwrite another one when that one's other readers all come earlier, it has the very same
+layout, and the operator reads only the elements that it writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from wholestep.ir import GETITEM, StepGraph, info, is_effectful
+from wholestep.lower.arena import Slot, peak, place
+from wholestep.lower.ops import (
+    COPIES,
+    FILLS,
+    SCATTERS,
+    SELF_ONLY_INPLACE,
+    Mutable,
+    aten,
+    base_name,
+    inplace_variant,
+    is_pointwise,
+    is_sure_view,
+    is_view,
+    mutable_twin,
+    out_variant,
+    read_only,
+)
+from wholestep.lower.order import TILE, Item
+
+CONSTANT_BYTES = 1 << 22  # results of no input are kept between calls up to this size
+
+How = Literal["skip", "host", "view", "fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pick"]
+
+
+@dataclass
+class Store:
+    """A piece of memory that values share over time."""
+
+    kind: Literal["input", "constant", "slot", "scratch", "call", "fresh"]
+    index: int = -1  # of the input, slot or scratch buffer
+
+
+@dataclass
+class Plan:
+    """What `emit` needs to write the program.
+
+    Attributes:
+        items: the order of execution.
+        how: the way each call is carried out.
+        store: where each value lives.
+        name: the variable that holds each value; values in one place with one layout share it.
+        target: for out-like ways, the node itself (its variable is the destination).
+        constant: nodes computed once, when memory is bound.
+        copies: item index -> (input index, node) copied after that item.
+        returned: for each output, ("input", i), ("value", node), ("clone", node) or ("literal", value).
+        written: for each argument-writing call: (argument, index in list or None, old, leaf, in place).
+        slots, arena: the arena's buffers, and bytes per device.
+        scratch: for each tiled item, dtypes of its scratch buffers.
+    """
+
+    step: StepGraph
+    items: list[Item]
+    how: dict[fx.Node, How] = field(default_factory=dict)
+    store: dict[fx.Node, Store] = field(default_factory=dict)
+    name: dict[fx.Node, str] = field(default_factory=dict)
+    constant: list[fx.Node] = field(default_factory=list)
+    copies: dict[int, list[tuple[int, fx.Node]]] = field(default_factory=dict)
+    returned: list[tuple[str, Any]] = field(default_factory=list)
+    written: dict[fx.Node, list[Written]] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
+    arena: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    scratch: dict[int, list[torch.dtype]] = field(default_factory=dict)
+    last_item: dict[fx.Node, int] = field(default_factory=dict)
+    root: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+@dataclass
+class Written:
+    """One tensor that an argument-writing call changes."""
+
+    argument: str
+    index: int | None
+    old: fx.Node
+    leaf: fx.Node | None
+    in_place: bool = False
+
+
+def layout(value: torch.Tensor) -> tuple[Any, ...]:
+    """What two values must share to share memory: shape, strides, dtype, device."""
+    return (tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """True when the elements fill a block of memory, each one once."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(value.stride(), value.shape, strict=True) if sz != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def make_plan(step: StepGraph, items: list[Item]) -> Plan:
+    """Plans the memory of a program whose order is given."""
+    return _Planner(step, items).run()
+
+
+def device_key(value: Any) -> str:
+    """The dispatch key of a value's device."""
+    return "CUDA" if isinstance(value, torch.Tensor) and value.device.type == "cuda" else "CPU"
+
+
+def writer(node: fx.Node) -> How | None:
+    """How a call can put its one result into memory that it is given; None when it cannot."""
+    op, value = node.target, info(node).value
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not is_dense(value):
+        return None
+    if op in FILLS:
+        return "fill"
+    if op in COPIES or op is aten.copy.default:
+        return "copy"
+    if op in SCATTERS:
+        return "scatter"
+    if not isinstance(op, torch._ops.OpOverload) or len(op._schema.returns) != 1 or is_view(op):
+        return None
+    found = out_variant(op, device_key(value))
+    return "out" if found is not None and len(found[2]) == 1 else None
+
+
+class _Planner:
+    def __init__(self, step: StepGraph, items: list[Item]) -> None:
+        self.step, self.items = step, items
+        self.plan = Plan(step, items)
+        self.position: dict[fx.Node, int] = {}
+        self.item_of: dict[fx.Node, int] = {}
+        self.bounds: list[tuple[int, int]] = []
+        self.root = self.plan.root
+        self.readers: dict[fx.Node, list[fx.Node]] = {}
+        self.members: dict[int, list[fx.Node]] = {}
+        self.escaping: set[fx.Node] = set()
+        self.leaves: dict[fx.Node, dict[tuple[int, ...], fx.Node]] = {}
+        self.spared: dict[fx.Node, dict[tuple[int, ...], fx.Node]] = {}
+        for index, item in enumerate(items):
+            start = len(self.position)
+            for node in item.nodes:
+                self.position[node] = len(self.position)
+                self.item_of[node] = index
+            self.bounds.append((start, len(self.position) - 1))
+        self.end = len(self.position)
+        (self.output,) = (n for n in step.graph.nodes if n.op == "output")
+        self.position[self.output] = self.end
+
+    def run(self) -> Plan:
+        for node in self.step.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.root[node] = node
+                self.readers[node] = []
+                kind: Any = "input" if node.op == "placeholder" else "constant"
+                self.plan.store[node] = Store(kind, len(self.root) - 1 if kind == "input" else -1)
+                self.plan.name[node] = node.name
+        for index, node in enumerate(self.step.placeholders):
+            self.plan.store[node] = Store("input", index)
+        self._find_constants()
+        for item in self.items:
+            for node in item.nodes:
+                self._find_root(node)
+        self._read_outputs()
+        for out, into in self.step.signature.mutations.items():
+            self._place_mutation(self._peel(self.step.outputs[out]), into)
+        for item in self.items:
+            for node in item.nodes:
+                self._decide(node)
+        self._finish()
+        return self.plan
+
+    # Aliases and lives
+
+    def _find_constants(self) -> None:
+        fixed = {n for n in self.step.graph.nodes if n.op == "get_attr"}
+        for item in self.items:
+            for node in item.nodes:
+                value = info(node).value
+                if is_effectful(node) or not isinstance(node.target, torch._ops.OpOverload) or item.kind != "single":
+                    continue
+                if not isinstance(value, torch.Tensor) or value.numel() * value.itemsize > CONSTANT_BYTES:
+                    continue
+                operands = [] if node.target in FILLS else node.all_input_nodes
+                filled = node.target in FILLS and not any(isinstance(o, fx.Node) for o in _fill_numbers(node))
+                if (filled or node.target not in FILLS) and all(o in fixed for o in operands) and _determined(node):
+                    fixed.add(node)
+                    self.plan.constant.append(node)
+        self.fixed = fixed
+
+    def _find_root(self, node: fx.Node) -> None:
+        value = info(node).value
+        base = _base_of(node)
+        if isinstance(value, (int, float)) or value is None:
+            self.root[node] = node
+        elif base is not None:
+            self.root[node] = self.root[base]
+        elif node.target is GETITEM:
+            owner, path = _path(node)
+            viewed = _base_of(owner) or self._spared(owner).get(path)
+            self.root[node] = self.root[viewed] if viewed is not None else node
+            self.leaves.setdefault(owner, {})[path] = node
+        else:
+            self.root[node] = node
+        self.readers.setdefault(self.root[node], [])
+        if node.target is not GETITEM and not (node in self.fixed and node.target in FILLS):
+            for operand in node.all_input_nodes:
+                if node.target is aten.copy.default and operand is node.args[0] and node.args[1] is not operand:
+                    continue  # a copy does not read what it replaces
+                self.readers[self.root[operand]].append(node)
+
+    def _spared(self, owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
+        """Results of an argument-writing call that are an argument left as it was."""
+        if owner not in self.spared:
+            self.spared[owner] = _spared_arguments(owner)
+        return self.spared[owner]
+
+    def _peel(self, node: Any) -> Any:
+        """The value that a clone, detach or alias repeats."""
+        while isinstance(node, fx.Node) and node.op == "call_function" and node not in self.fixed:
+            base = _base_of(node)
+            if base is None or not all(isinstance(info(n).value, torch.Tensor) for n in (base, node)):
+                return node
+            if layout(info(base).value) != layout(info(node).value):
+                return node
+            if not (node.target in COPIES or base_name(node.target) in ("detach", "alias", "lift_fresh")):  # type: ignore[arg-type]
+                return node
+            node = base
+        return node
+
+    def _read_outputs(self) -> None:
+        taken: set[fx.Node] = set()
+        mutations = self.step.signature.mutations
+        for index, node in enumerate(self.step.outputs):
+            if index in mutations:
+                self.plan.returned.append(("input", mutations[index]))
+                continue
+            if not isinstance(node, fx.Node) or not isinstance(info(node).value, torch.Tensor):
+                self.plan.returned.append(("literal", node))
+                continue
+            root, value = self.root[node], info(node).value
+            self.readers[root].append(self.output)
+            held = info(root).value
+            own = root.op == "call_function" and root not in self.fixed and root not in taken
+            if own and isinstance(held, torch.Tensor) and held.numel() == value.numel():
+                taken.add(root)
+                self.escaping.add(root)
+                self.plan.returned.append(("value", node))
+            else:
+                self.plan.returned.append(("clone", node))
+        for index in mutations:
+            node = self._peel(self.step.outputs[index])
+            if isinstance(node, fx.Node) and node is not self.step.placeholders[mutations[index]]:
+                self.readers[self.root[node]].append(self.output)
+
+    def _write_time(self, node: fx.Node) -> int:
+        item = self.item_of[node]
+        return self.bounds[item][0] if self.items[item].kind == "batch" else self.position[node]
+
+    def _read_time(self, reader: fx.Node, root: fx.Node, value: Any) -> int:
+        """When a reader reads for the last time; a tile's single numbers are read by every tile."""
+        if reader is self.output:
+            return self.end
+        item = self.item_of[reader]
+        kind = self.items[item].kind
+        if kind == "single":
+            return self.position[reader]
+        if kind == "tile":
+            shape = info(reader).value.shape
+            if all(info(o).value.shape == shape for o in reader.all_input_nodes if self.root[o] is root):
+                return self.position[reader]
+        return self.bounds[item][1]
+
+    def _dead_before(self, root: fx.Node, node: fx.Node) -> bool:
+        """True when every reader of ``root`` but ``node`` comes before ``node`` writes."""
+        when = self._write_time(node)
+        return all(self._read_time(r, root, None) < when for r in self.readers[root] if r is not node)
+
+    # In place
+
+    def _may_write_over(self, node: fx.Node, root: fx.Node, how: How) -> bool:
+        """True when ``node`` may write where ``root`` lies although it reads it (or does not)."""
+        if not self._dead_before(root, node):
+            return False
+        mine = [o for o in _operands(node) if self.root[o] is root]
+        if not mine:
+            return True
+        if any(layout(info(o).value) != layout(info(node).value) for o in mine):
+            return False
+        if how == "scatter" or (how == "inplace" and not is_pointwise(node.target)):
+            return len(mine) == 1 and mine[0] is node.args[0]
+        item = self.items[self.item_of[node]]
+        if item.kind == "tile" and self._read_time(node, root, None) != self.position[node]:
+            return False
+        return how == "copy" or is_pointwise(node.target)
+
+    def _ways(self, node: fx.Node) -> How | None:
+        found = writer(node)
+        if found is not None:
+            return found
+        value = info(node).value
+        if isinstance(value, torch.Tensor) and isinstance(node.target, torch._ops.OpOverload) and is_dense(value):
+            named = is_pointwise(node.target) or base_name(node.target) in SELF_ONLY_INPLACE
+            if named and inplace_variant(node.target) is not None and not is_view(node.target):
+                return "inplace"
+        return None
+
+    def _place_mutation(self, node: Any, into: int) -> None:
+        placeholder = self.step.placeholders[into]
+        if node is placeholder:
+            return
+        if isinstance(node, fx.Node) and node.op == "call_function" and self._claim(node, into):
+            return
+        item = -1 if node.op != "call_function" else self.item_of[self._owner(self.root[node])]
+        for reader in self.readers[placeholder]:
+            item = max(item, len(self.items) if reader is self.output else self.item_of[reader])
+        if self.plan.store.get(self.root[node], Store("call")).kind == "input":
+            item = len(self.items)
+        self.plan.copies.setdefault(item, []).append((into, node))
+
+    def _owner(self, node: fx.Node) -> fx.Node:
+        return _path(node)[0] if node.target is GETITEM else node
+
+    def _claim(self, node: fx.Node, into: int) -> bool:
+        """Makes input ``into``'s memory the home of ``node`` and of the dying values it is made from."""
+        placeholder = self.step.placeholders[into]
+        if self.root[node] is not node or node in self.plan.store or node in self.fixed:
+            return False
+        old = info(placeholder).value
+        if layout(info(node).value) != layout(old) or not is_dense(old):
+            return False
+        if node.target is GETITEM:
+            return self._claim_written(node, into)
+        how = self._ways(node)
+        if how is None or not self._may_write_over(node, placeholder, how):
+            return False
+        operands = _operands(node)
+        if how in ("inplace", "scatter"):
+            first = operands[0]
+            if self.root[first] is not placeholder and not self._claim_dying(first, node, into):
+                return False
+        self.plan.store[node] = self.plan.store[placeholder]
+        self.plan.name[node] = placeholder.name
+        self.plan.how[node] = how
+        if is_pointwise(node.target) and not any(self.root[o] is placeholder for o in operands):
+            any(self._claim_dying(o, node, into) for o in operands)
+        return True
+
+    def _claim_dying(self, operand: fx.Node, node: fx.Node, into: int) -> bool:
+        if operand.op != "call_function" or not isinstance(info(operand).value, torch.Tensor):
+            return False
+        same = layout(info(operand).value) == layout(info(node).value)
+        alone = self._may_write_over(node, self.root[operand], self._ways(node) or "call")
+        return same and alone and self._claim(operand, into)
+
+    def _claim_written(self, leaf: fx.Node, into: int) -> bool:
+        """The same for a result of an argument-writing call."""
+        owner = self._owner(leaf)
+        entry = next((w for w in self._written(owner) if w.leaf is leaf), None)
+        placeholder = self.step.placeholders[into]
+        if entry is None or not self._dead_before(self.root[entry.old], owner):
+            return False
+        if sum(self.root[w.old] is self.root[entry.old] for w in self._written(owner)) > 1:
+            return False
+        reads = [o for o in owner.all_input_nodes if self.root[o] is self.root[entry.old]]
+        if len(reads) > 1:
+            return False
+        if entry.old is not placeholder:
+            if not self._dead_before(placeholder, owner) or not self._claim(entry.old, into):
+                return False
+        entry.in_place = True
+        self.plan.store[leaf] = self.plan.store[placeholder]
+        self.plan.name[leaf] = placeholder.name
+        return True
+
+    def _written(self, owner: fx.Node) -> list[Written]:
+        if owner not in self.plan.written:
+            twin = mutable_twin(owner.target)
+            self.plan.written[owner] = [] if twin is None else _written_arguments(owner, twin, self.leaves)
+        return self.plan.written[owner]
+
+    # Every other value
+
+    def _decide(self, node: fx.Node) -> None:
+        plan, value = self.plan, info(node).value
+        if node in self.fixed:
+            plan.store[node] = Store("constant")
+            plan.name[node], plan.how[node] = node.name, "call"
+            return
+        if node in plan.how or (node in plan.store and node.target is GETITEM):
+            plan.how.setdefault(node, "pick")
+            return
+        plan.name[node] = node.name
+        base = _base_of(node)
+        if isinstance(value, (int, float)):
+            plan.how[node] = "host"
+        elif base is not None:
+            plan.store[node] = plan.store[self.root[node]]
+            plan.how[node] = "skip" if self._peel(node) is not node else "view"
+            if plan.how[node] == "skip":
+                plan.name[node] = plan.name[base]
+        elif node.target is GETITEM:
+            self._decide_leaf(node)
+        elif mutable_twin(node.target) is not None and self._decide_mutable(node):
+            plan.how[node] = "mutable"
+        else:
+            self._decide_call(node)
+
+    def _decide_leaf(self, node: fx.Node) -> None:
+        owner, path = _path(node)
+        if path in self._spared(owner):
+            old = self._spared(owner)[path]
+            self.plan.store[node], self.plan.name[node] = self.plan.store[self.root[old]], self.plan.name[old]
+            self.plan.how[node] = "skip"
+        elif _base_of(owner) is not None:
+            self.plan.store[node] = self.plan.store[self.root[node]]
+            self.plan.how[node] = "view"
+        else:
+            self.plan.store.setdefault(node, Store("call"))
+            self.plan.how[node] = "pick"
+
+    def _decide_mutable(self, node: fx.Node) -> bool:
+        for entry in self._written(node):
+            if entry.in_place:
+                continue
+            root = self.root[entry.old]
+            home = self.plan.store.get(root)
+            ours = home is not None and home.kind in ("slot", "call") and root not in self.escaping
+            alone = sum(self.root[o] is root for o in _flat(node)) == 1
+            if ours and alone and self._dead_before(root, node) and entry.leaf not in self.escaping:
+                entry.in_place = True
+                if entry.leaf is not None:
+                    self._share(entry.leaf, entry.old)
+            elif entry.leaf is not None:
+                self.plan.store[entry.leaf] = Store("call")
+                self.plan.name[entry.leaf] = entry.leaf.name
+        return True
+
+    def _share(self, node: fx.Node, old: fx.Node) -> None:
+        self.plan.store[node] = self.plan.store[self.root[old]]
+        self.plan.name[node] = self.plan.name[old]
+        if self.plan.store[node].kind == "slot":
+            self.members[self.plan.store[node].index].append(node)
+
+    def _decide_call(self, node: fx.Node) -> None:
+        plan, how = self.plan, self._ways(node)
+        tiled = self.items[self.item_of[node]].kind == "tile"
+        if how is None or (node in self.escaping and not tiled):
+            plan.store[node], plan.how[node] = Store("call"), "call"
+            return
+        if node in self.escaping:
+            plan.store[node], plan.how[node] = Store("fresh"), how
+            return
+        over = next((o for o in _operands(node) if self._reusable(o, node, how)), None)
+        if how == "inplace" and (over is None or over is not node.args[0]):
+            plan.store[node], plan.how[node] = Store("call"), "call"
+            return
+        plan.how[node] = how
+        if over is not None:
+            self._share(node, over)
+        elif tiled and self._within_item(node):
+            dtypes = plan.scratch.setdefault(self.item_of[node], [])
+            plan.store[node] = Store("scratch", len(dtypes))
+            dtypes.append(info(node).value.dtype)
+        else:
+            plan.store[node] = Store("slot", len(plan.slots))
+            value = info(node).value
+            plan.slots.append(Slot(value.numel() * value.itemsize, 0, 0, str(value.device)))
+            self.members[len(plan.slots) - 1] = [node]
+
+    def _within_item(self, node: fx.Node) -> bool:
+        """True when only the node's own group reads it."""
+        return all(self.item_of.get(r) == self.item_of[node] for r in self.readers[node])
+
+    def _reusable(self, operand: fx.Node, node: fx.Node, how: How) -> bool:
+        value, root = info(operand).value, self.root[operand]
+        home = self.plan.store.get(root)
+        if home is None or home.kind not in ("slot", "call", "scratch", "fresh") or root in self.escaping:
+            return False
+        held = info(root).value
+        if not isinstance(value, torch.Tensor) or not isinstance(held, torch.Tensor) or how == "fill":
+            return False
+        if home.kind == "scratch" and not self._within_item(node):
+            return False
+        whole = held.numel() == value.numel() and is_dense(value) and is_dense(held)
+        return whole and layout(value) == layout(info(node).value) and self._may_write_over(node, root, how)
+
+    def _finish(self) -> None:
+        plan = self.plan
+        copied: dict[fx.Node, int] = {}
+        for item, pairs in plan.copies.items():
+            for _, node in pairs:
+                copied[self.root[node]] = max(copied.get(self.root[node], 0), item)
+        for root, readers in self.readers.items():
+            outputs = [n for kind, n in plan.returned if kind in ("value", "clone") and self.root[n] is root] \
+                if self.output in readers else []  # fmt: skip
+            last = [self.item_of[r] for r in readers if r is not self.output]
+            made = self.item_of.get(self._owner(root) if root.op == "call_function" else root, 0)
+            plan.last_item[root] = max([made, copied.get(root, 0), *last])
+            if outputs:
+                plan.last_item[root] = len(self.items)
+        for index, (kind, node) in enumerate(plan.returned):
+            if kind == "value" and plan.store[self.root[node]].kind not in ("call", "fresh"):
+                plan.returned[index] = ("clone", node)
+        for index, slot in enumerate(plan.slots):
+            nodes = self.members[index]
+            slot.start = min(self.item_of[self._owner(n)] for n in nodes)
+            slot.end = max(plan.last_item[n] for n in nodes)
+        plan.arena = place(plan.slots)
+        plan.peak = peak(plan.slots)
+
+
+def _fill_numbers(node: fx.Node) -> list[Any]:
+    return [FILLS[node.target](*node.args, **node.kwargs)]
+
+
+def _determined(node: fx.Node) -> bool:
+    """True for calls that give the same result whenever they run; `empty` does not."""
+    return not base_name(node.target).startswith(("empty", "new_empty")) and node.target is not aten.copy.default  # type: ignore[arg-type]
+
+
+def _base_of(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory the result shares (a copy of equal layout counts), or None."""
+    if node.target in COPIES:
+        operand = node.args[0]
+        same = isinstance(operand, fx.Node) and layout(info(operand).value) == layout(info(node).value)
+        return operand if same else None  # type: ignore[return-value]
+    if not is_view(node.target):
+        return None
+    return next((a for a in node.args if isinstance(a, fx.Node)), None)
+
+
+def _path(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
+    """The call a getitem picks from, and the indices down to it."""
+    path: tuple[int, ...] = ()
+    while node.target is GETITEM:
+        path = (node.args[1], *path)  # type: ignore[assignment]
+        node = node.args[0]  # type: ignore[assignment]
+    return node, path
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Operands that hold tensors, each time they occur, without what a copy replaces."""
+    found = [n for n in _flat(node) if isinstance(info(n).value, torch.Tensor)]
+    if node.target is aten.copy.default:
+        return found[1:]
+    return [] if node.target in FILLS else found
+
+
+def _flat(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
+    return found
+
+
+def _results_of_arguments(owner: fx.Node, twin: Mutable) -> list[tuple[str, int | None, fx.Node, tuple[int, ...]]]:
+    """For each tensor that a schema calls written: argument, index in its list, node, path among the results."""
+    schema = twin.op._schema.arguments
+    bound = dict(zip((a.name for a in schema), owner.args, strict=False)) | dict(owner.kwargs)
+    found: list[tuple[str, int | None, fx.Node, tuple[int, ...]]] = []
+    result = twin.fresh
+    for argument in twin.written:
+        name = schema[argument].name
+        old: Any = bound.get(name)
+        if isinstance(old, (list, tuple)):
+            for index, item in enumerate(old):
+                found.append((name, index, item, (result, index) if twin.nested else (result + index,)))
+            result += 1 if twin.nested else len(old)
+        elif isinstance(old, fx.Node):
+            found.append((name, None, old, (result,)))
+            result += 1
+        elif twin.nested:
+            result += 1
+    return found
+
+
+def _written_arguments(owner: fx.Node, twin: Mutable, leaves: Any) -> list[Written]:
+    spared = _spared_arguments(owner)
+    mine = leaves.get(owner, {})
+    results = _results_of_arguments(owner, twin)
+    return [Written(name, index, old, mine.get(path)) for name, index, old, path in results if path not in spared]
+
+
+def _spared_arguments(owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
+    twin = mutable_twin(owner.target)
+    if twin is None:
+        return {}
+    schema = twin.op._schema.arguments
+    bound = dict(zip((a.name for a in schema), owner.args, strict=False)) | dict(owner.kwargs)
+    spared = read_only(twin.op, bound)
+    return {path: old for name, _, old, path in _results_of_arguments(owner, twin) if name in spared}
+
+
+__all__ = ["TILE", "Plan", "Store", "Written", "is_sure_view", "layout", "make_plan"]
