@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections import defaultdict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as rates
 
-from wholestep.capture import Call, Effect, GuardFailure, Snapshot, compile_binder, new_values, replay, snapshot
+from wholestep.capture import Call, Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, replay, snapshot
 from wholestep.errors import LeakError, UnsupportedError
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -25,7 +25,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> tuple[Snapshot, list[Effect]]:
     known = {id(t): t for t in (f.tensor for f in snap.tensors.values())}
     try:
         fn(*args)
-        effects = snap.effects(lambda t: id(t) not in known)
+        effects, _ = snap.outcome(lambda t: id(t) not in known)
     finally:
         snap.restore()
     return snap, effects
@@ -179,7 +179,7 @@ def test_a_counter_is_an_effect_and_a_guard() -> None:
     snap, effects = traced(step, net)
     binder = compile_binder(snap, [])
     assert binder((net,), {}) == []
-    binder.apply(effects, (net,), {}, [])
+    binder.apply(effects, Const(None), (net,), {}, [])
     assert net.calls == 1
     assert binder((net,), {}) == GuardFailure("L['net'].calls: expected 0, found 1")
 
@@ -200,7 +200,7 @@ def test_bookkeeping_of_optimizers_and_schedulers_never_recompiles() -> None:
     for _ in range(3):
         values = binder((x,), {})
         assert not isinstance(values, GuardFailure) and values[0] == opt.param_groups[0]["lr"]
-        binder.apply(effects, (x,), {}, new_values(effects))
+        binder.apply(effects, Const(None), (x,), {}, new_values(effects))
         scheduler.step()
     assert opt.param_groups[0]["lr"] == 0.0125
 
@@ -247,7 +247,7 @@ def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Call
     before = dict(vars(ours[2])), dict(ours[1].param_groups[0])
     snap.lift([n.value for n in snap.numbers])
     step(*ours)
-    effects = snap.effects(lambda t: True)
+    effects, _ = snap.outcome(lambda t: True)
     snap.restore()
     assert (dict(vars(ours[2])), dict(ours[1].param_groups[0])) == before
     assert [str(e) for e in effects] == ["L['scheduler'].step()"]
@@ -255,7 +255,7 @@ def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Call
     for _ in range(4):
         step(*eager)
         assert not isinstance(binder(ours, {}), GuardFailure)
-        binder.apply(effects, ours, {}, [])
+        binder.apply(effects, Const(None), ours, {}, [])
         assert ours[1].param_groups[0]["lr"] == eager[1].param_groups[0]["lr"]
         assert ours[2].last_epoch == eager[2].last_epoch
     assert binder.slow_calls == 0
@@ -282,3 +282,35 @@ def test_reading_a_rate_after_its_scheduler_moved_is_refused() -> None:
             step()
         snap.restore()
         assert opt.param_groups[0]["lr"] == 0.5 and "step" not in vars(scheduler) and weight.grad is None
+
+
+class Output(OrderedDict[str, Any]):
+    """Keeps items as attributes too, as model outputs do."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def test_results_keep_the_identity_of_what_was_there_and_of_what_is_held_twice() -> None:
+    kept = Kept()
+
+    def step(kept: Kept, x: torch.Tensor) -> Any:
+        out = Output()
+        out["y"] = x * 2
+        kept.last = [out["y"], x]
+        return {"kept": kept, "list": kept.last, "out": out, "x": x, "n": 3}
+
+    x = torch.ones(1)
+    snap = snapshot(step, (kept, x))
+    effects, described = snap.outcome(lambda t: t is not x, step(kept, x))
+    snap.restore()
+    assert kept.last is None
+    binder = compile_binder(snap, [f.source for f in snap.tensors.values()])
+    for apply in (lambda made: replay(effects, snap.call, made, described),
+                  lambda made: binder.apply(effects, described, (kept, x), {}, made)):
+        made = [torch.zeros(1) for _ in new_values(effects, described)]
+        result = apply(made)
+        assert list(result) == ["kept", "list", "out", "x", "n"] and result["n"] == 3
+        assert result["kept"] is kept and result["list"] is kept.last and kept.last[0] is made[0] and result["x"] is x
+        assert type(result["out"]) is Output and result["out"].y is result["out"]["y"] is made[0]

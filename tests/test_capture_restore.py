@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from wholestep.capture import GuardFailure, compile_binder, new_values, snapshot
+from wholestep.capture import Const, GuardFailure, compile_binder, new_values, snapshot
 from wholestep.capture.guards import compare
 from wholestep.errors import LeakError
 
@@ -172,7 +172,7 @@ def test_lifted_numbers_come_back() -> None:
     marks = [float(i) + 100 for i in range(len(snap.numbers))]
     snap.lift(marks)
     assert isinstance(opt.param_groups[0]["betas"], tuple) and all(b > 99 for b in opt.param_groups[0]["betas"])
-    assert snap.effects(lambda t: False) == []
+    assert snap.outcome(lambda t: False)[0] == []
     snap.restore()
     assert opt.param_groups[0] == groups and opt.param_groups[0]["betas"] is groups["betas"]
     with pytest.raises(ValueError, match="1 stand-ins for"):
@@ -292,12 +292,12 @@ def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes:
     step(root)
     after = picture(root)
     try:
-        effects = snap.effects(lambda t: id(t) not in known)
+        effects, _ = snap.outcome(lambda t: id(t) not in known)
     except LeakError:  # a list grew by tensors made in the step
         effects = None
     snap.restore()
     assert picture(root) == before
     if effects is not None:
         assert [id(v) for v in binder((root,), {})] == [id(v) for v in values]
-        binder.apply(effects, (root,), {}, new_values(effects))
+        binder.apply(effects, Const(None), (root,), {}, new_values(effects))
         assert picture(root) == after

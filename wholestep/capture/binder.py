@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wholestep.capture.applier import Applier
-from wholestep.capture.effects import Effect
+from wholestep.capture.effects import Effect, Value
 from wholestep.capture.fastpath import Fast, FastPath, memory
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
@@ -75,14 +75,19 @@ class Binder:
             return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
         return None
 
-    def apply(
-        self, effects: Sequence[Effect], args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Sequence[Any]
-    ) -> None:
-        """Replays effects in a call that this binder has just let pass."""
+    def apply(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+              made: Sequence[Any]) -> Any:
+        """Replays effects in a call that this binder has just let pass, and gives the step's result.
+
+        Args:
+            effects: what the step changes; the generated code is kept for the list object given last.
+            result: the step's result in the same terms.
+            made: this call's new values, in the order of `New.index`.
+        """
         if self._applied is not effects:
-            self._apply = Applier(effects, self._path, Call(self.fn, args, kwargs)).function
+            self._apply = Applier(effects, result, self._path, Call(self.fn, args, kwargs)).function
             self._applied = effects
-        self._apply(args, kwargs, made)
+        return self._apply(args, kwargs, made)
 
 
 def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, str]]:

@@ -14,7 +14,7 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture import guards as guarding
-from wholestep.capture.effects import CallStep, Effect, differences
+from wholestep.capture.effects import CallStep, Effect, Value, differences
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
 from wholestep.capture.source import Call, Source
@@ -114,11 +114,12 @@ class Snapshot:
             self._guards = guarding.guards(self.walk)
         return self._guards
 
-    def effects(self, is_new: Callable[[torch.Tensor], bool]) -> list[Effect]:
-        """What has changed in the Python world since the snapshot.
+    def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any = None) -> tuple[list[Effect], Value]:
+        """What has changed in the Python world since the snapshot, and the step's result in the same terms.
 
         Args:
             is_new: tells tensors that the step made from those that were there before.
+            result: what the step returned.
 
         Raises:
             LeakError: a new tensor is held where a replay cannot put its successor.
@@ -126,7 +127,8 @@ class Snapshot:
         for scheduler, _ in self.walk.schedulers:
             if isinstance(vars(scheduler).get("step"), Deferred):
                 del vars(scheduler)["step"]
-        return [*differences(self, is_new), *(CallStep(n.source, n.args) for n in self.noted)]
+        effects, described = differences(self, is_new, result)
+        return [*effects, *(CallStep(n.source, n.args) for n in self.noted)], described
 
     def restore(self) -> None:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""

@@ -12,14 +12,14 @@ from wholestep.ir import StepGraph
 from wholestep.torch_compat import set_versions
 from wholestep.trace import Traced
 from wholestep.trace.recorder import flat_memory
-from wholestep.trace.results import Slot, rebuild
+from wholestep.trace.results import Slot
 
 
 class Binder(Protocol):
     """Capture's door: checks guards and fetches inputs, and replays effects on Python objects."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def apply(self, effects: Sequence[Any], args: Any, kwargs: Any, made: Sequence[Any]) -> None: ...
+    def apply(self, effects: Sequence[Any], result: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> Any: ...
 
 
 @dataclass
@@ -86,8 +86,10 @@ class Entry:
         values = self.binder(args, kwargs)
         if type(values) is not list:
             return Missed(str(values.reason))
-        if self.hoisted or self.flat:
-            missed = self._complete(values)
+        if self.hoisted:
+            self._begin(values)
+        if self.flat:
+            missed = self._flatten(values)
             if missed is not None:
                 return missed
         for predicate in self.traced.predicates:
@@ -104,25 +106,25 @@ class Entry:
         slots = [self._slot(slot, outputs, values) for slot in traced.slots]
         versions = [v + s for v, s in zip(before, self.steps, strict=True)]
         set_versions((*counted, *slots), (*versions, *self.slot_versions))
-        if traced.effects:
-            made = [rebuild(item, slots, values, outputs) for item in traced.made]
-            self.binder.apply(traced.effects, args, kwargs, made)
-        return rebuild(traced.result, slots, values, outputs)
+        made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
+        return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
 
-    def _complete(self, values: list[Any]) -> Missed | None:
-        """Puts beginnings of new state and flat views of shared memory in their places."""
+    def _begin(self, values: list[Any]) -> None:
+        """Puts the beginnings of the state that this step makes in their places among the inputs."""
+        numbers = dict(zip(self.bound, values, strict=True))
+        with torch.no_grad():
+            made = self.traced.hoisted.module(*(numbers[i] for i in self.hoist_inputs))
+        for index in sorted(self.hoisted):
+            values.insert(index, made[self.hoisted[index]])
+
+    def _flatten(self, values: list[Any]) -> Missed | None:
+        """Puts each shared memory, as one flat tensor, in the place of its first member."""
         for index, offsets in self.flat.items():
             item = self.traced.lifted[index]
             flat = flat_memory(values[index])
             if flat.numel() != item.value.numel() or values[index].storage_offset() != offsets[0]:  # type: ignore[union-attr]
                 return Missed(f"memory of {item.source}: expected the layout of the first call, found another")
             values[index] = flat
-        if self.hoisted:
-            numbers = dict(zip(self.bound, values, strict=True))
-            with torch.no_grad():
-                made = self.traced.hoisted.module(*(numbers[i] for i in self.hoist_inputs))
-            for index in sorted(self.hoisted):
-                values.insert(index, made[self.hoisted[index]])
         return None
 
     def _slot(self, slot: Slot, outputs: Sequence[Any], values: list[Any]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
 from wholestep.trace.hoist import Hoisted, hoist
 from wholestep.trace.predicates import Predicate
 from wholestep.trace.recorder import Found, Lifted, Recorder, memory_of
-from wholestep.trace.results import Outlet, Slot, remap_inputs
+from wholestep.trace.results import Made, Outlet, Slot
 from wholestep.trace.where import Whereabouts
 from wholestep.trace.world import CallWindow, exchanged
 
@@ -37,7 +37,7 @@ class World(Protocol):
     def numbers(self) -> list[Any]: ...
     def find(self, tensor: torch.Tensor) -> Found | None: ...
     def lift(self, stand_ins: list[Any]) -> None: ...
-    def effects(self, is_new: Callable[[torch.Tensor], bool]) -> list[Any]: ...
+    def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
 
 
 class SharedMemory(Exception):  # noqa: N818 - a request, not an error
@@ -56,9 +56,9 @@ class Traced:
         step: the graph; its placeholders are the first of `lifted`.
         lifted: the inputs; those after the placeholders serve results and predicates alone.
         slots: the tensors that outlive the step.
-        result: template of what the step returned.
+        result: what the step returned, as capture describes it.
         effects: changes of Python objects, as capture describes them.
-        made: templates of the new values that effects store, in the order in which effects count them.
+        made: where to find the new values that result and effects hold, in the order in which they count them.
         predicates: decisions that Python took on host numbers.
         hoisted: beginnings of the state that the step makes.
         versions: input index -> how many in-place writes eager execution counts.
@@ -70,7 +70,7 @@ class Traced:
     slots: list[Slot]
     result: Any
     effects: list[Any]
-    made: list[Any]
+    made: list[Made]
     predicates: list[Predicate]
     hoisted: Hoisted
     versions: dict[int, int]
@@ -83,7 +83,7 @@ def trace_step(
     kwargs: dict[str, Any],
     world: World,
     names: dict[int, str],
-    new_values: Callable[[list[Any]], list[Any]],
+    new_values: Callable[[list[Any], Any], list[Any]],
     shared: frozenset[int] = frozenset(),
 ) -> Traced:
     """Runs a step once on fake tensors and records it.
@@ -92,7 +92,7 @@ def trace_step(
         fn: the step.
         world: capture's snapshot, taken just before; the caller restores it afterwards.
         names: id of a module -> its path.
-        new_values: gives the values made in the step that a list of effects stores.
+        new_values: gives the values made in the step that effects and result hold.
         shared: memories that an earlier attempt found to be shared.
 
     Raises:
@@ -109,11 +109,11 @@ def trace_step(
     torch.clear_autocast_cache()
     _refuse_shared_writes(recorder)
     outlet = Outlet(recorder)
-    effects = world.effects(lambda t: isinstance(t, FakeTensor))
-    made = new_values(effects)
+    effects, value = world.outcome(lambda t: isinstance(t, FakeTensor), result)
+    made = new_values(effects, value)
     versions = _versions(recorder, before)
     hoisted = hoist(recorder, made)
-    return _finish(recorder, outlet, outlet.template(result), effects, [outlet.leaf(v) for v in made], hoisted, versions)
+    return _finish(recorder, outlet, value, effects, [outlet.place(v) for v in made], hoisted, versions)
 
 
 def _refuse_shared_writes(recorder: Recorder) -> None:
@@ -145,9 +145,9 @@ def _versions(recorder: Recorder, before: dict[int, int]) -> dict[Any, int]:
 def _finish(
     recorder: Recorder,
     outlet: Outlet,
-    template: Any,
+    result: Any,
     effects: list[Any],
-    made: list[Any],
+    made: list[Made],
     hoisted: Hoisted,
     versions: dict[Any, int],
 ) -> Traced:
@@ -186,9 +186,9 @@ def _finish(
         step,
         lifted,
         [s if s.input is None else replace(s, input=moved[s.input]) for s in outlet.slots],
-        remap_inputs(template, moved),
+        result,
         effects,
-        [remap_inputs(item, moved) for item in made],
+        made,
         [replace(p, inputs=tuple(moved[i] for i in p.inputs)) for p in recorder.predicates.values()],
         hoisted,
         {new_index[id(item)]: times for item, times in versions.items()},

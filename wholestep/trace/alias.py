@@ -21,6 +21,29 @@ aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """How a tensor lies in its memory; offset and strides in elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int = 0
+    lazy: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """A tensor's geometry; `lazy` when a conjugation or negation is still to be done."""
+        if tensor.layout != torch.strided:
+            return cls(tensor.dtype, tensor.shape, ())
+        lazy = tensor.is_conj() or tensor.is_neg()
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), lazy)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this dtype, shape and strides."""
+        return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.stride() == self.stride
+
+
 @dataclass(eq=False)
 class Storage:
     """Memory that tensors share.
@@ -44,10 +67,10 @@ class Storage:
 
 @dataclass(eq=False)
 class Ref:
-    """One tensor's way into a storage; `fake` has its exact size, stride and offset."""
+    """One tensor's way into a storage."""
 
     storage: Storage
-    fake: torch.Tensor
+    geometry: Geometry
     parent: Ref | None = None
     view: Any = None
     args: tuple[Any, ...] = ()
@@ -86,17 +109,13 @@ class Ref:
 
 
 
-def same_geometry(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
-
-
 def _value(node: fx.Node) -> torch.Tensor:
     return node.meta["info"].value
 
 
 def _fit(new: fx.Node, ref: Ref, emit: Emit) -> fx.Node:
     """``new`` with the exact dtype, shape and strides that ``ref`` has."""
-    if ref.parent is None and not same_geometry(_value(new), ref.fake):
+    if ref.parent is None and not ref.geometry.holds(_value(new)):
         return emit(aten.copy.default, (ref.read(emit), new))
     return new
 
@@ -107,24 +126,23 @@ def fit(new: fx.Node, ref: Ref, emit: Emit) -> fx.Node:
     A root also needs its own strides, since views are replayed on it.
     """
     value = _value(new)
-    exact = same_geometry(value, ref.fake) if ref.parent is None else (
-        value.dtype == ref.fake.dtype and value.shape == ref.fake.shape
-    )  # fmt: skip
+    same = value.dtype == ref.geometry.dtype and value.shape == ref.geometry.shape
+    exact = same and (ref.parent is not None or ref.geometry.holds(value))
     return new if exact else emit(aten.copy.default, (ref.read(emit), new))
 
 
 def scatter_strided(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
     """The parent's content after writing through any view at all: an as_strided_scatter."""
     assert ref.parent is not None
-    offset = ref.fake.storage_offset() - ref.parent.fake.storage_offset()
+    offset = ref.geometry.offset - ref.parent.geometry.offset
     old = ref.parent.read(emit)
-    shape = (list(ref.fake.shape), list(ref.fake.stride()), offset)
+    shape = (list(ref.geometry.shape), list(ref.geometry.stride), offset)
     return emit(aten.as_strided_scatter.default, (old, new, *shape))
 
 
 def _reshape_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
     assert ref.parent is not None
-    shape = list(ref.parent.fake.shape)
+    shape = list(ref.parent.geometry.shape)
     if not _value(new).is_contiguous():
         new = emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
     return emit(aten.view.default, (new, shape))
@@ -158,10 +176,9 @@ def _pieces_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
     """split, split_with_sizes, chunk: write one piece back into its slice."""
     assert ref.parent is not None and ref.index is not None
     dim = ref.args[1] if len(ref.args) > 1 else ref.kwargs.get("dim", 0)
-    parent, fake = ref.parent.fake, ref.fake
-    stride = parent.stride(dim) or 1
-    start = (fake.storage_offset() - parent.storage_offset()) // stride
-    args = (ref.parent.read(emit), new, dim, start, start + fake.shape[dim])
+    parent, piece = ref.parent.geometry, ref.geometry
+    start = (piece.offset - parent.offset) // (parent.stride[dim] or 1)
+    args = (ref.parent.read(emit), new, dim, start, start + piece.shape[dim])
     return emit(aten.slice_scatter.default, args)
 
 
@@ -177,7 +194,7 @@ def _same(op: Any) -> Callable[[Ref, fx.Node, Emit], fx.Node]:
 
 def _view_dtype_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
     assert ref.parent is not None
-    return emit(aten.view.dtype, (new, ref.parent.fake.dtype))
+    return emit(aten.view.dtype, (new, ref.parent.geometry.dtype))
 
 
 # View operator -> how a value written through it becomes a value of what it was taken from.

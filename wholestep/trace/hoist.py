@@ -101,7 +101,8 @@ class _Builder:
         if node in self.copies:
             return self.copies[node]
         if node.op == "placeholder":
-            with self.graph.inserting_before(next(iter(self.graph.nodes), None)):
+            first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+            with self.graph.inserting_before(first):
                 made = self.graph.placeholder(node.name)
             self.numbers.append(next(item for item in self.recorder.lifted if item.node is node))
         elif node.target in LIKE:

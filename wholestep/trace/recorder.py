@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import Functionalized, Gradient, Input, InputKind, NodeInfo, UnderGrad, set_info
 from wholestep.torch_compat import FAKE_ERRORS, FakeTensor, FakeTensorMode, below_autograd, no_modes, sequence_number
-from wholestep.trace.alias import Ref, Storage, fit, same_geometry
+from wholestep.trace.alias import Geometry, Ref, Storage, fit
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import (
     GRAD_SENSITIVE,
@@ -66,6 +66,7 @@ class Lifted:
     source: Any
     value: torch.Tensor | float
     ref: Ref | None = None
+    fake: Any = None
     members: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -163,8 +164,9 @@ class Recorder(TorchDispatchMode):
             if found is None:
                 raise UnsupportedError("an operator's result was made outside of the recorder", user_line())
             return found
-        lifted = self.by_id.get(id(tensor))
-        return (lifted or self._lift(tensor)).ref  # type: ignore[return-value]
+        lifted = self.by_id.get(id(tensor)) or self._lift(tensor)
+        assert lifted.ref is not None
+        return lifted.ref
 
     def _lift(self, tensor: torch.Tensor) -> Lifted:
         found = self.find(tensor)
@@ -189,7 +191,7 @@ class Recorder(TorchDispatchMode):
         lifted = Lifted(self._placeholder(found.source, found.kind, fake), found.source, tensor)
         ref = self._root(fake, lifted.node)
         ref.storage.input = len(self.lifted)
-        lifted.ref = ref
+        lifted.ref, lifted.fake = ref, fake
         self.lifted.append(lifted)
         self.by_id[id(tensor)] = lifted
         return lifted
@@ -202,24 +204,24 @@ class Recorder(TorchDispatchMode):
             flat = flat_memory(tensor)
             fake = self.fake_mode.from_tensor(flat, static_shapes=True)
             base = Lifted(self._placeholder(f"memory of {found.source}", found.kind, fake), found.source, flat)
-            base.ref = self._root(fake, base.node)
+            base.ref, base.fake = self._root(fake, base.node), fake
             base.ref.storage.input = len(self.lifted)
             self.lifted.append(base)
             self.flat[memory] = base
         assert base.ref is not None
-        if tensor.dtype != base.ref.fake.dtype:
+        if tensor.dtype != base.ref.geometry.dtype:
             raise UnsupportedError(f"{found.source} shares written memory under another dtype", user_line())
         base.members.append(tensor)
         geometry = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
         with self.fake_mode, torch.no_grad():
-            fake = torch.as_strided(base.ref.fake, *geometry)
-        ref = Ref(base.ref.storage, fake, base.ref, aten.as_strided.default, geometry)
-        self.by_id[id(tensor)] = Lifted(base.node, found.source, tensor, ref)
+            fake = torch.as_strided(base.fake, *geometry)
+        ref = Ref(base.ref.storage, Geometry.of(tensor), base.ref, aten.as_strided.default, geometry)
+        self.by_id[id(tensor)] = Lifted(base.node, found.source, tensor, ref, fake)
         return self.by_id[id(tensor)]
 
     def _root(self, fake: torch.Tensor, node: fx.Node) -> Ref:
         storage = Storage(node)
-        ref = Ref(storage, node.meta["info"].value, node=node, generation=0)
+        ref = Ref(storage, Geometry.of(fake), node=node, generation=0)
         storage.root = ref
         fake.wholestep_ref = ref  # type: ignore[attr-defined]
         return ref
@@ -230,14 +232,17 @@ class Recorder(TorchDispatchMode):
         self.constants[name] = real.detach().clone()
         with self.fake_mode:
             fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
-        node = set_info(self.graph.get_attr(name), self._record(fake.detach()))
+        node = set_info(self.graph.get_attr(name), self._record(self.value(fake)))
         self._root(fake, node)
         return fake
 
     def value(self, fake: torch.Tensor) -> torch.Tensor:
-        """A fake of the same geometry for the graph to keep, so that the step's own tensor can die."""
-        with self.fake_mode, torch.no_grad():
-            return fake.detach()
+        """A fake of the same geometry for the graph to keep: the step's own tensor and memory can die."""
+        if fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
+            with self.fake_mode, torch.no_grad(), below_autograd():
+                return fake.detach()
+        with self.fake_mode:
+            return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -269,8 +274,8 @@ class Recorder(TorchDispatchMode):
 
     def _fakes(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            ref = self.ref(leaf)
-            return leaf if isinstance(leaf, FakeTensor) else ref.fake
+            self.ref(leaf)
+            return leaf if isinstance(leaf, FakeTensor) else self.by_id[id(leaf)].fake
         return leaf.meta["info"].value if isinstance(leaf, fx.Node) else leaf
 
     def _reads(self, leaf: Any) -> Any:
@@ -307,6 +312,8 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = self.ref(args[0])
+        if args[0].layout != torch.strided:
+            raise UnsupportedError(f"{func} looks into a sparse tensor", user_line(), "use dense tensors")
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             self._alias(out, base, func, args, kwargs, None)
@@ -324,9 +331,9 @@ class Recorder(TorchDispatchMode):
             # its numbers count from the start of the memory, whatever view it is taken from
             root = base.storage.root
             assert root is not None
-            offset = out.storage_offset() - root.fake.storage_offset()
+            offset = out.storage_offset() - root.geometry.offset
             base, rest, kwargs = root, (list(out.shape), list(out.stride()), offset), {}
-        ref = Ref(base.storage, out.detach(), base, func, rest, map_leaves(self._reads, kwargs), index)
+        ref = Ref(base.storage, Geometry.of(out), base, func, rest, map_leaves(self._reads, kwargs), index)
         out.wholestep_ref = ref  # type: ignore[attr-defined]
 
     def _mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -423,22 +430,25 @@ class Recorder(TorchDispatchMode):
         if view is None:
             raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
         base = self.ref(tensor)
-        old = Ref(base.storage, tensor.detach(), base.parent, base.view, base.args, base.kwargs, base.index)
+        old = Ref(base.storage, base.geometry, base.parent, base.view, base.args, base.kwargs, base.index)
         old.node, old.generation = base.node, base.generation
         if base.storage.root is base:
             base.storage.root = old
         self._execute(func, args, kwargs)
-        tensor.wholestep_ref = Ref(base.storage, tensor.detach(), old, view, tuple(args[1:]), kwargs)
+        tensor.wholestep_ref = Ref(base.storage, Geometry.of(tensor), old, view, tuple(args[1:]), kwargs)
         return tensor
 
     # -- checks ----------------------------------------------------------------------------------------
 
     def _check_geometry(self, func: Any, tensor: torch.Tensor) -> None:
         ref = self.ref(tensor)
-        if isinstance(tensor, FakeTensor) and ref.parent is None and not same_geometry(tensor, ref.fake):
-            raise UnsupportedError(f"{func} resized its output", user_line(), "give it an output of the right shape")
-        if not isinstance(tensor, FakeTensor) and not same_geometry(tensor, ref.fake):
-            raise UnsupportedError(f"{func} resized {self._describe(tensor)}", user_line(), "allocate it outside")
+        now = tensor if isinstance(tensor, FakeTensor) else self.by_id[id(tensor)].fake
+        if not ref.geometry.holds(now):
+            raise UnsupportedError(
+                f"{func} resized {self._describe(tensor)} from {list(ref.geometry.shape)} to {list(now.shape)}",
+                user_line(),
+                "give it an output of the right shape",
+            )
 
     def _describe(self, tensor: torch.Tensor) -> str:
         lifted = self.by_id.get(id(tensor))

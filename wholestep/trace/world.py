@@ -42,6 +42,8 @@ class CallWindow(TorchFunctionMode):
             return torch.scalar_tensor(args[0], **_tensor_options(args[0], kwargs or {}))
         if func is torch.Tensor.data.__set__ and not isinstance(args[0], FakeTensor):  # type: ignore[attr-defined]
             return self._set_data(*args)
+        if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
+            return self._set_where(*args)
         return self._window(func, args, kwargs or {})
 
     def _window(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -60,6 +62,11 @@ class CallWindow(TorchFunctionMode):
             return make_host(out.node)  # `.item()` came back through C++
         return out
 
+    def _set_where(self, tensor: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
+        """`t[mask] = value` with a single boolean, which C++ would read: a choice between two values."""
+        new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
+        tensor.copy_(torch.where(mask, new, tensor))
+
     def _set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
         """`p.data = new` on a tensor from outside: its content becomes the new one's."""
         if tensor.shape != new.shape or tensor.dtype != new.dtype:
@@ -68,6 +75,10 @@ class CallWindow(TorchFunctionMode):
             )
         with torch.no_grad():
             torch.Tensor.copy_(tensor.detach(), new)
+
+
+def _is_scalar_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() == 0
 
 
 def _tensor_options(number: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
