@@ -2,9 +2,7 @@
 
 from setuptools import Extension, setup
 
-SOURCES = (
-    "module segment round reduce move allreduce_exchange allreduce_split progress p2p".split()
-)
+SOURCES = ["module", "segment", "round", "reduce", "move", "allreduce_exchange", "allreduce_split", "progress", "p2p"]
 
 setup(
     ext_modules=[

@@ -25,6 +25,8 @@ from wholestep.launch import World, free_port
 
 PATIENCE = 1800.0  # seconds for one answer: a first step of torch.compile on a large model may take minutes
 TURN = 0.3  # seconds that one turn of a variant should take
+FIRST = 2  # steps of the start: a fresh optimizer makes its state in the first, so that the second is a new capture
+WARM = 3
 
 Step = Callable[[], torch.Tensor]
 Prepare = Callable[[str, str], Step]
@@ -32,7 +34,7 @@ Prepare = Callable[[str, str], Step]
 
 @dataclass
 class Measured:
-    """What a variant showed: seconds per step of each round, of the first step, bytes above the imports, a loss."""
+    """What a variant showed: seconds per step of each round, of the first steps, bytes above the imports, a loss."""
 
     name: str
     first: float = 0.0
@@ -54,10 +56,12 @@ def _memory(key: str) -> int:
     return int(found.group(1)) * 1024 if found else 0
 
 
-def _serve(prepare: Prepare, model: str, variant: str, world: World, rank: int, port: int, pipe: Connection) -> None:
+def _serve(
+    prepare: Prepare, model: str, variant: str, world: World, rank: int, port: int, threads: int, pipe: Connection
+) -> None:
     """One rank of one variant: answers requests for a number of steps with their seconds, until told to stop."""
     os.environ |= world.environment(rank, port)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.ranks))
+    torch.set_num_threads(threads)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew, above the imports
     before = _memory("VmRSS")
     step = prepare(model, variant)
@@ -75,16 +79,17 @@ def _serve(prepare: Prepare, model: str, variant: str, world: World, rank: int, 
 
 
 class Crew:
-    """The ranks of one variant."""
+    """The ranks of one variant, with `threads` each, or else the cores shared out among them."""
 
-    def __init__(self, prepare: Prepare, model: str, variant: str, ranks: int) -> None:
+    def __init__(self, prepare: Prepare, model: str, variant: str, ranks: int, threads: int | None = None) -> None:
         spawn, port = get_context("spawn"), free_port()
+        each = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
         self.name = variant
         self.pipes: list[Connection] = []
         self.ranks: list[BaseProcess] = []
         for rank in range(ranks):
             ours, theirs = spawn.Pipe()
-            arguments = (prepare, model, variant, World(ranks), rank, port, theirs)
+            arguments = (prepare, model, variant, World(ranks), rank, port, each, theirs)
             process = spawn.Process(target=_serve, args=arguments, daemon=False)
             process.start()
             theirs.close()
@@ -108,13 +113,13 @@ class Crew:
                 raise RuntimeError(f"{self.name}: rank {rank} died") from None
         return answers
 
-    def run(self, steps: int) -> tuple[float, float]:
-        """Median seconds per step, and mean loss of the last one; a step takes as long as its slowest rank."""
+    def run(self, steps: int) -> tuple[list[float], float]:
+        """Seconds of each step, and mean loss of the last one; a step takes as long as its slowest rank."""
         for pipe in self.pipes:
             pipe.send(steps)
         answers = self._answers()
         slowest = [max(at_step) for at_step in zip(*(seconds for seconds, _ in answers), strict=True)]
-        return median(slowest), sum(loss for _, loss in answers) / len(answers)
+        return slowest, sum(loss for _, loss in answers) / len(answers)
 
     def finish(self) -> int:
         """Ends the ranks; gives the bytes of the one that needed most."""
@@ -136,7 +141,12 @@ class Crew:
 
 
 def compare(
-    prepare: Prepare, model: str, variants: dict[str, int], rounds: int, say: Callable[[str], None]
+    prepare: Prepare,
+    model: str,
+    variants: dict[str, int],
+    rounds: int,
+    say: Callable[[str], None],
+    threads: int | None = None,
 ) -> dict[str, Measured]:
     """Measures variants of one model in turns.
 
@@ -146,6 +156,7 @@ def compare(
         variants: name -> ranks; baselines first.
         rounds: turns of each variant.
         say: told what is going on.
+        threads: of each rank; by default the cores are shared out among a variant's ranks.
 
     Returns:
         name -> what it showed.
@@ -154,18 +165,18 @@ def compare(
     found: dict[str, Measured] = {}
     try:
         for name, ranks in variants.items():
-            say(f"{model}: first step of {name}")
-            crew = Crew(prepare, model, name, ranks)
+            say(f"{model}: first steps of {name}")
+            crew = Crew(prepare, model, name, ranks, threads)
             crews.append(crew)
-            found[name] = Measured(name, first=crew.run(1)[0])
+            found[name] = Measured(name, first=sum(crew.run(FIRST)[0]))
         turns = {}
         for crew in crews:
-            warm, found[crew.name].loss = crew.run(4)
-            turns[crew.name] = max(1, min(100, round(TURN / warm)))
+            seconds, found[crew.name].loss = crew.run(WARM)
+            turns[crew.name] = max(1, min(100, round(TURN / median(seconds))))
         for number in range(rounds):
             say(f"{model}: round {number + 1} of {rounds}")
             for crew in crews:
-                found[crew.name].rounds.append(crew.run(turns[crew.name])[0])
+                found[crew.name].rounds.append(median(crew.run(turns[crew.name])[0]))
         for crew in crews:
             found[crew.name].memory = crew.finish()
     finally:

@@ -19,7 +19,7 @@ from benchmarks.variants import VARIANTS
 
 QUICK = ["toy", "mlp", "gpt", "bert-small"]
 FULL = ["toy", "mlp", "gpt", "bert-base"]
-HEADINGS = ("variant", "ranks", "step ms", "ratio", "of", "first step s", "peak MiB", "loss at step 5")
+HEADINGS = ("variant", "ranks", "step ms", "ratio", "of", "first 2 steps s", "peak MiB", "loss at step 5")
 
 
 def prepare(model: str, variant: str) -> Step:
@@ -53,6 +53,11 @@ def rows(found: dict[str, Measured]) -> list[list[str]]:
     return out
 
 
+def say(what: str) -> None:
+    """Tells the person who waits; the tables alone go to standard output."""
+    print(what, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Reads the command line and prints a table per model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -61,13 +66,14 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     parser.add_argument("--slow-start", action="store_true", help="also the variants whose first step takes minutes")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--threads", type=int, help="of each rank; by default all cores, shared out among the ranks")
     options = parser.parse_args()
     chosen = options.variants or [n for n, way in VARIANTS.items() if options.slow_start or not way.slow_start]
     needed = dict.fromkeys([*(VARIANTS[name].baseline for name in chosen), *chosen])
     ranks = {name: VARIANTS[name].ranks for name in VARIANTS if name in needed}
     rounds = options.rounds or (5 if options.quick else 15)
     for model in options.models or (QUICK if options.quick else FULL):
-        found = compare(prepare, model, ranks, rounds, say=lambda what: print(what, file=sys.stderr, flush=True))
+        found = compare(prepare, model, ranks, rounds, say, options.threads)
         print(f"\n### {model}: {MODELS[model].__doc__}\n\n{markdown(HEADINGS, rows(found))}", flush=True)
 
 

@@ -18,8 +18,8 @@ sys.path.insert(0, os.path.dirname(__file__))
 
 collect_ignore_glob = ["test_bad_input*.py"] if os.environ.get("WHOLESTEP_TEST_COMPILE") == "identity" else []
 
-COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-settings.register_profile("quick", derandomize=True, max_examples=200, **COMMON)
+COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
+settings.register_profile("quick", derandomize=True, max_examples=120, **COMMON)
 settings.register_profile("long", max_examples=20_000, **COMMON)
 settings.load_profile("long" if os.environ.get("WHOLESTEP_TEST_LONG") else "quick")
 

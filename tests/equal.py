@@ -9,80 +9,17 @@ counters, who shares memory with whom, and the state of the random generator.
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from walk import Leaf, leaves
+from worlds import Compile, Make, Outcome, Step, World, build, call, modes, pair, random_state
 
 import wholestep as ws
 from wholestep.errors import CaptureError
-
-Step = Callable[..., Any]
-Compile = Callable[[Step], Step]
-
-
-@dataclass
-class World:
-    """All that one training step can see and touch.
-
-    Attributes:
-        step: the training step.
-        args: positional arguments per call; call ``i`` takes ``args[i % len(args)]``.
-        watch: named objects to compare: modules, optimizers, schedulers, tensors, lists that hooks fill…
-        after: runs outside of the step after call ``i`` with its result (a scheduler, a kept gradient).
-        changing: the step legitimately changes after its third call, so later recompiles are allowed.
-    """
-
-    step: Step
-    args: Sequence[tuple[Any, ...]] = ((),)
-    watch: dict[str, Any] = field(default_factory=dict)
-    after: Callable[[int, Any], None] | None = None
-    changing: bool = False
-
-
-Make = Callable[[int], World]
-
-
-@dataclass
-class RandomState:
-    """State of the three generators that a step may draw from."""
-
-    torch: Tensor
-    python: Any
-    numpy: Any
-
-    def same(self, other: RandomState) -> str:
-        """The name of the first generator that differs, or an empty string."""
-        if not torch.equal(self.torch, other.torch):
-            return "torch"
-        if self.python != other.python:
-            return "python"
-        return "" if str(self.numpy) == str(other.numpy) else "numpy"
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.torch)
-        random.setstate(self.python)
-        numpy.random.set_state(self.numpy)
-
-
-def random_state() -> RandomState:
-    """The state of all generators, now."""
-    return RandomState(torch.get_rng_state(), random.getstate(), numpy.random.get_state())
-
-
-@dataclass
-class Outcome:
-    """What one call gave: a result or an exception, and the random state and modes it left."""
-
-    result: Any = None
-    error: Exception | None = None
-    rng: RandomState = field(default_factory=lambda: random_state())
-    modes: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -128,14 +65,14 @@ def assert_same_run(make: Make, steps: int = 5, compile: Compile | None = None, 
     Raises:
         Different: naming the first thing that differs, with the maximal absolute difference.
     """
-    eager, other = _build(make), _build(make)
+    eager, other = build(make), build(make)
     compiled = (compile or default_compile())(other.step)
     views = View(eager), View(other)
     _compare(views, "before the first call")
     results: list[tuple[Any, Any]] = []
     recompiles: list[list[Any]] = []
     for i in range(steps):
-        one, two = _pair(eager.step, eager, compiled, other, i)
+        one, two = pair(eager.step, eager, compiled, other, i)
         recompiles.append(reasons(compiled))
         _compare_outcome(one, two, f"call {i}")
         results.append((one.result, two.result))
@@ -160,16 +97,16 @@ def assert_same_failure(make: Make, compile: Compile | None = None, calls_before
         compile: what to judge; default `default_compile()`.
         calls_before: how many calls succeed before the one that raises.
     """
-    eager, other, untouched = _build(make), _build(make), _build(make)
+    eager, other, untouched = build(make), build(make), build(make)
     compiled = (compile or default_compile())(other.step)
     for i in range(calls_before):
         rng = random_state()
         for step, world in ((eager.step, eager), (compiled, other), (untouched.step, untouched)):
-            outcome = _call(step, world, i, rng)
+            outcome = call(step, world, i, rng)
             if outcome.error is not None:
                 raise outcome.error
     rng = random_state()
-    one, two = _call(eager.step, eager, calls_before, rng), _call(compiled, other, calls_before, rng)
+    one, two = call(eager.step, eager, calls_before, rng), call(compiled, other, calls_before, rng)
     if one.error is None:
         raise Different("eager raises nothing: not a world for this check")
     if type(one.error) is not type(two.error):
@@ -199,16 +136,16 @@ def assert_refused(
     Returns:
         The error, for its words.
     """
-    other, untouched = _build(make), _build(make)
+    other, untouched = build(make), build(make)
     compiled = (compile or default_compile())(other.step)
     for i in range(calls_before):
-        _pair(untouched.step, untouched, compiled, other, i)
-    rng, modes = random_state(), _modes()
-    outcome = _call(compiled, other, calls_before, rng)
+        pair(untouched.step, untouched, compiled, other, i)
+    rng, mode = random_state(), modes()
+    outcome = call(compiled, other, calls_before, rng)
     if type(outcome.error) is not error:
         raise Different(f"expected {error.__name__}, found {outcome.error!r}") from outcome.error
     assert isinstance(outcome.error, CaptureError)
-    if outcome.rng.same(rng) or outcome.modes != modes:
+    if outcome.rng.same(rng) or outcome.modes != mode:
         raise Different("a refused call moved the random state or a mode")
     _compare((View(untouched), View(other)), "after a refused call", names=("untouched", "after"))
     return outcome.error
@@ -239,12 +176,17 @@ class View:
 
 
 def differences(one: dict[str, Leaf], two: dict[str, Leaf], names: tuple[str, str]) -> Iterator[str]:
-    """All differences between two looks at worlds, in walking order."""
+    """All differences between two looks at worlds, in walking order: contents, then sharing, then versions."""
+    later = []
     for path, leaf in one.items():
         if path not in two:
             yield f"{path}: in {names[0]} {leaf.describe()}, missing in {names[1]}"
         else:
-            yield from (f"{path}: {what}" for what in leaf.differences(two[path], names))
+            for what in leaf.differences(two[path], names):
+                if what.startswith("version"):
+                    later.append(f"{path}: {what}")
+                else:
+                    yield f"{path}: {what}"
     for path, leaf in two.items():
         if path not in one:
             yield f"{path}: in {names[1]} {leaf.describe()}, missing in {names[0]}"
@@ -254,6 +196,7 @@ def differences(one: dict[str, Leaf], two: dict[str, Leaf], names: tuple[str, st
             first, second = groups[0][path], groups[1].get(path, path)
             if first != second:
                 yield f"{path}: same {what} as {first} in {names[0]}, as {second} in {names[1]}"
+    yield from later
 
 
 def _groups(look: dict[str, Leaf], what: str) -> dict[str, str]:
@@ -307,35 +250,6 @@ def _compare_outcome(one: Outcome, two: Outcome, when: str) -> None:
         raise Different(f"{when}: random state: the {generator} generator was left in different states")
     if one.modes != two.modes:
         raise Different(f"{when}: modes (grad, autocast, dtype): eager {one.modes}, compiled {two.modes}")
-
-
-def _build(make: Make) -> World:
-    torch.manual_seed(1)
-    return make(0)
-
-
-def _modes() -> tuple[Any, ...]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
-
-
-def _call(step: Step, world: World, i: int, rng: RandomState) -> Outcome:
-    rng.restore()
-    outcome = Outcome()
-    try:
-        outcome.result = step(*world.args[i % len(world.args)])
-    except Exception as error:  # noqa: BLE001 (a user's step may raise anything; both worlds are compared)
-        outcome.error = error
-    outcome.rng, outcome.modes = random_state(), _modes()
-    return outcome
-
-
-def _pair(step: Step, one: World, compiled: Step, two: World, i: int) -> tuple[Outcome, Outcome]:
-    """Call ``i`` of both worlds, from the same random state."""
-    rng = random_state()
-    outcomes = _call(step, one, i, rng), _call(compiled, two, i, rng)
-    if outcomes[1].error is not None:
-        outcomes[1].error.add_note(f"in call {i}")
-    return outcomes
 
 
 def _after(eager: World, other: World, i: int, one: Outcome, two: Outcome) -> None:

@@ -111,10 +111,10 @@ def training_step(
     params = [build.input("p_" + n.replace(".", "_"), v, "parameter") for n, v in zip(names, values, strict=True)]
     given = [build.input(f"batch_{i}", v, "tensor") for i, v in enumerate(batch)]
     state: list[list[fx.Node]] = []
-    count = {"sgd": 0, "momentum": 1}.get(optimizer, 3)
+    count = {"sgd": 0, "sgd_twice": 0, "momentum": 1, "nesterov": 1, "adagrad": 1, "adam": 3}.get(optimizer, 2)
     for index, value in enumerate(values):
-        made = [torch.rand_like(value.detach()) * 0.01 for _ in range(min(count, 2))]
-        if count == 3:
+        made = [torch.rand_like(value.detach()) * 0.01 for _ in range(count)]
+        if optimizer.startswith("ada"):
             made.insert(0, torch.tensor(3.0))
         state.append([build.input(f"state_{index}_{k}", v, "state") for k, v in enumerate(made)])
     rate = build.input("lr", lr, "number")
@@ -200,8 +200,57 @@ def sgd(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
     return [b.call(aten.add.Tensor, p, g, alpha=minus) for p, g in zip(params, grads, strict=True)], [[] for _ in params]
 
 
+def adam(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
+    """Adam with amsgrad and L2 weight decay 0.1."""
+    new_p, new_s = [], []
+    for p, g, (step, m, v, top) in zip(params, grads, state, strict=True):
+        step = b.call(aten.add.Tensor, step, 1)
+        g = b.call(aten.add.Tensor, g, p, alpha=0.1)
+        m = b.call(aten.lerp.Scalar, m, g, 1 - 0.9)
+        v = b.call(aten.addcmul.default, b.call(aten.mul.Tensor, v, 0.999), g, g, value=1 - 0.999)
+        top = b.call(aten.maximum.default, top, v)
+        t = b.call(aten._local_scalar_dense.default, step)
+        size = b.call(operator.truediv, lr, b.call(operator.sub, 1, b.call(operator.pow, 0.9, t)))
+        root = b.call(operator.pow, b.call(operator.sub, 1, b.call(operator.pow, 0.999, t)), 0.5)
+        d = b.call(aten.add.Tensor, b.call(aten.div.Tensor, b.call(aten.sqrt.default, top), root), 1e-8)
+        new_p.append(b.call(aten.addcdiv.default, p, m, d, value=b.call(operator.neg, size)))
+        new_s.append([step, m, v, top])
+    return new_p, new_s
+
+
+def nesterov(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
+    """SGD with Nesterov momentum 0.9."""
+    new_p, new_s = [], []
+    for p, g, (buf,) in zip(params, grads, state, strict=True):
+        buf = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, buf, 0.9), g)
+        g = b.call(aten.add.Tensor, g, buf, alpha=0.9)
+        new_p.append(b.call(aten.add.Tensor, p, g, alpha=b.call(operator.neg, lr)))
+        new_s.append([buf])
+    return new_p, new_s
+
+
+def adagrad(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
+    """Adagrad with a learning-rate decay of 0.1."""
+    new_p, new_s = [], []
+    for p, g, (step, total) in zip(params, grads, state, strict=True):
+        step = b.call(aten.add.Tensor, step, 1)
+        t = b.call(aten._local_scalar_dense.default, step)
+        decay = b.call(operator.add, 1, b.call(operator.mul, b.call(operator.sub, t, 1), 0.1))
+        total = b.call(aten.addcmul.default, total, g, g, value=1)
+        d = b.call(aten.add.Tensor, b.call(aten.sqrt.default, total), 1e-10)
+        minus = b.call(operator.neg, b.call(operator.truediv, lr, decay))
+        new_p.append(b.call(aten.addcdiv.default, p, g, d, value=minus))
+        new_s.append([step, total])
+    return new_p, new_s
+
+
+def sgd_twice(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
+    """Two plain updates after another with the same gradients."""
+    return sgd(b, sgd(b, params, grads, state, lr)[0], grads, state, lr)
+
+
 OPTIMIZERS = {
-    "adamw": adamw, "adamw_foreach": adamw_foreach, "adamw_fused": adamw_fused, "momentum": momentum, "sgd": sgd,
+    "adam": adam, "nesterov": nesterov, "adagrad": adagrad, "sgd_twice": sgd_twice, "adamw": adamw, "adamw_foreach": adamw_foreach, "adamw_fused": adamw_fused, "momentum": momentum, "sgd": sgd,
 }  # fmt: skip
 
 

@@ -240,7 +240,7 @@ def test_a_failed_call_must_raise_alike_and_leave_the_world() -> None:
 
         return World(step, watch={"x": x})
 
-    with pytest.raises(Different, match="after a failed call: x: version"):
+    with pytest.raises(Different, match="after a failed call: x: values"):
         assert_same_failure(make, compile=identity)
 
     def refuse(step: Step) -> Step:

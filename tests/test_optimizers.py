@@ -15,7 +15,7 @@ OPTIMIZERS = optimizers()
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name: str) -> None:
-    assert_same_run(OPTIMIZERS[name], steps=7)
+    assert_same_run(OPTIMIZERS[name], steps=7 if name.startswith("RAdam") else 4)
 
 
 def test_the_table_knows_every_optimizer() -> None:

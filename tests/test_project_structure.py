@@ -127,13 +127,14 @@ def test_no_import_inside_a_function():
     assert offences(inner_imports) == []
 
 
-def test_every_room_says_what_it_takes_gives_and_may_not_import():
-    folders = {p.parent for p in FILES if p.parent.parent == PACKAGE and p.name != "__init__.py"}
-    for room in sorted(folders):
-        text = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf8"))) or ""
-        assert len(text.splitlines()) >= 3, f"{room.name}/__init__.py: say in five lines what the room is for"
-        missing = [word for word in ("take", "give", "import") if word not in text.lower()]
-        assert missing == [], f"{room.name}/__init__.py: say what it takes, what it gives, what it may not import"
+def test_every_room_of_the_flow_says_what_it_takes_gives_and_may_not_import():
+    for room in [*STAGES, "comm", "parallel", "simulate", "report"]:
+        if not (PACKAGE / room).is_dir():
+            continue  # a room appears when the work that needs it begins
+        text = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf8"))) or ""
+        assert len(text.splitlines()) >= 3, f"{room}/__init__.py: say in five lines what the room is for"
+        assert "->" in text or ("takes" in text.lower() and "gives" in text.lower()), f"{room}: takes what, gives what?"
+        assert "import" in text.lower(), f"{room}/__init__.py: say what it may, or may not, import"
 
 
 def test_the_public_names_are_exactly_those_listed():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from equal import assert_same_run
 from zoo.arguments import ARGUMENTS
+from zoo.gradients import GRADIENTS
 from zoo.hooks import HOOKS
 from zoo.steps import STEPS
 
@@ -22,3 +23,8 @@ def test_hooks(name: str) -> None:
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_and_results(name: str) -> None:
     assert_same_run(ARGUMENTS[name])
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name: str) -> None:
+    assert_same_run(GRADIENTS[name])

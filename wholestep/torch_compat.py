@@ -5,23 +5,20 @@ Each name says what it is for; `tests/test_torch_compat.py` fails when one of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-__all__ = ["FakeTensor", "FakeTensorMode", "below_autograd", "direct_call", "has_native_kernel", "set_versions"]
 
 
 def below_autograd() -> object:
@@ -69,19 +66,45 @@ def no_modes() -> Iterator[None]:
 # A tensor's hook tables, by the attribute names that set them again; None where no hook was ever added.
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
-def tensor_hooks(tensor: torch.Tensor) -> dict[str, object]:
-    """A tensor's hook tables under the attribute names that set them again; None where no hook was ever added."""
-    return {
-        "_backward_hooks": tensor._backward_hooks,
-        "_post_accumulate_grad_hooks": tensor._post_accumulate_grad_hooks,
-    }
-
 
 # Types for which torch.optim and the gradient clipping functions choose their foreach forms.
 FOREACH_TYPES: list[type] = _foreach_utils._foreach_supported_types
-# For lower/
 
 
-def direct_call(op: torch._ops.OpOverload) -> Callable[..., Any]:
+# --- lower -----------------------------------------------------------------------------------------------
+
+
+def direct_call(op: OpOverload) -> Callable[..., Any]:
     """The C++ entry of an overload, without the Python frame around it (1.7 instead of 2.1 µs a call)."""
     return op._op
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], mode: FakeTensorMode
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """Inductor's code for a graph of pure ATen calls: decomposed first, then compiled.
+
+    Args:
+        gm: placeholders and ATen calls only.
+        inputs: fake tensors of ``mode``, one for each placeholder.
+        mode: what the graph's values were made in.
+
+    Returns:
+        A callable from a list of tensors, which it empties, to the flat outputs.
+    """
+    # loaded when asked for: Inductor takes seconds to import and brings most of torch with it
+    compile_fx = importlib.import_module("torch._inductor.compile_fx")
+    decomposition = importlib.import_module("torch._inductor.decomposition")
+    virtualized = importlib.import_module("torch._inductor.virtualized")
+    with torch.no_grad(), mode:
+        plain = make_fx(gm, decomposition_table=decomposition.select_decomp_table(), tracing_mode="real")(*inputs)
+    with torch.no_grad(), virtualized.V.set_fake_mode(mode):
+        return compile_fx.compile_fx_inner(plain, list(inputs))  # type: ignore[no-any-return]
+
+
+# --- comm ------------------------------------------------------------------------------------------------
+
+
+def dispatch_modes_active() -> bool:
+    """True inside a `TorchDispatchMode`: a recorder, or a fake-tensor mode, sees every call."""
+    return bool(torch._C._len_torch_dispatch_stack() > 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from equal import Make, World
@@ -27,6 +28,36 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor, y: Tensor) ->
     opt.step()
     opt.zero_grad()
     return loss
+
+
+def training(forward: Callable[[MLP, Tensor, Tensor], Tensor]) -> Make:
+    """A world whose step trains an MLP with dropout and Adam: one update, then one on ``forward(model, x, y)``.
+
+    By the time ``forward`` goes wrong, the step has changed all that it can change.
+    """
+
+    def make(seed: int) -> World:
+        model = MLP(dropout=0.2)
+        opt = torch.optim.Adam(model.parameters())
+        model.fc1.weight.register_hook(lambda grad: grad * 2)
+        x, y = labelled(1)[0]
+        (model(x, y) * 2).backward()
+        opt.step()
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            opt.zero_grad()
+            (model(x, y) * 0.5).backward()
+            model.fc2.bias.grad.mul_(2)
+            opt.step()
+            opt.zero_grad()
+            loss = forward(model, x, y)
+            loss.backward()
+            opt.step()
+            return loss
+
+        return World(step, [(x, y)], {"model": model, "opt": opt})
+
+    return make
 
 
 @register(MODELS)

@@ -102,7 +102,7 @@ def optimizers() -> dict[str, Make]:
         kinds += [{"lr": torch.tensor(0.03)}] if cls in TENSOR_LR else []
         kinds += [{"lr": torch.tensor(0.03), "fused": True}] if cls in FUSED else []
         for kind in kinds:
-            for variant in variants[:1] if kind.get("foreach") is False else variants:
+            for variant in variants[:1] if kind.get("foreach") is False or "lr" in kind else variants:
                 arguments = {"lr": 0.05} | kind | variant
                 label = ",".join(
                     f"{key}={'tensor' if isinstance(value, Tensor) else value}"

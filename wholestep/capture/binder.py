@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from wholestep.capture.anchored import memory
 from wholestep.capture.applier import Applier
 from wholestep.capture.effects import Effect, Value
-from wholestep.capture.fastpath import Fast, FastPath, memory
+from wholestep.capture.fastpath import Fast, FastPath
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source

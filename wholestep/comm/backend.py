@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from wholestep.comm import c10d
 from wholestep.comm.memory import native
@@ -48,9 +48,9 @@ class Backend(str):
         "UCC": _Plugin(_engine("ucc"), ["cpu", "cuda"]),
     }
 
-    def __new__(cls, name: str) -> Backend:
+    def __new__(cls, name: str) -> Self:
         if not isinstance(name, str):
-            raise ValueError(f"a backend is a string, found {name!r}")
+            raise TypeError(f"a backend is a string, found {name!r}")
         if name.upper() not in cls._plugins:
             known = ", ".join(plugin.lower() for plugin in cls._plugins)
             raise ValueError(f"unknown backend {name!r}: known are {known}; others by Backend.register_backend")
@@ -85,9 +85,9 @@ class BackendConfig:
     def __init__(self, backend: str) -> None:
         self.device_backend_map: dict[str, Backend] = {}
         if ":" not in backend:
-            name = Backend(backend)
-            for device in Backend._plugins[name.upper()].devices:
-                self.device_backend_map[device] = name
+            whole = Backend(backend)
+            for device in Backend._plugins[whole.upper()].devices:
+                self.device_backend_map[device] = whole
             return
         for entry in backend.lower().split(","):
             device, colon, name = entry.partition(":")
@@ -149,7 +149,9 @@ class DeviceGroup(ProcessGroup):
             ValueError: no backend serves that device.
         """
         if kind not in self.parts:
-            raise ValueError(f"group {self.group_name!r} has no backend for {kind} tensors: its backends are {self.name()}")
+            raise ValueError(
+                f"group {self.group_name!r} has no backend for {kind} tensors: its backends are {self.name()}"
+            )
         return self.parts[kind]
 
     def barrier(self, opts: Any = None) -> Any:

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
 
-from wholestep.comm.errors import DistBackendError, DistNetworkError, DistTimeoutError
+from wholestep.comm.debug import DebugLevel, get_debug_level
+from wholestep.comm.errors import DistBackendError, DistMismatchError, DistNetworkError, DistTimeoutError
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.store import Store
 from wholestep.comm.work import All, Then, Work
 
+_WORDS = 160  # bytes of a collective's description that ranks compare at DETAIL
 _OPS: dict[RedOpType, Any] = {
     kind: getattr(dist.ReduceOp, kind.name) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM
 }
@@ -55,7 +57,7 @@ class _ForTorch(dist.Store):
         super().__init__()
         self._ours = store
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         self._ours.set(key, value)
 
     def get(self, key: str) -> bytes:
@@ -64,7 +66,7 @@ class _ForTorch(dist.Store):
     def add(self, key: str, amount: int) -> int:
         return self._ours.add(key, amount)
 
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         return self._ours.compare_set(key, expected, desired)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -112,6 +114,11 @@ class EngineWork(Work):
             raise self._failure from failure
         return True
 
+    @property
+    def source(self) -> int:
+        """For a receive: the sender's rank in the group."""
+        return int(self._work._source_rank())
+
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
 
@@ -151,11 +158,30 @@ class C10dGroup(ProcessGroup):
         with contextlib.suppress(RuntimeError):
             self._engine.shutdown()
 
-    def _run(self, what: str, result: list[torch.Tensor], start: Callable[[], Any]) -> Work:
+    def _run(self, what: str, tensors: list[torch.Tensor], start: Callable[[], Any], checked: bool = True) -> Work:
+        if checked:
+            self.sequence += 1
+            if get_debug_level() is DebugLevel.DETAIL:
+                self._compare(what, tensors)
         try:
-            return EngineWork(start(), what, self, result)
+            return EngineWork(start(), what, self, tensors)
         except RuntimeError as failure:
             raise DistBackendError(f"{self.backend_name} cannot run {what}: {failure}") from failure
+
+    def _compare(self, what: str, tensors: list[torch.Tensor]) -> None:
+        """Shows what this rank is about to call to all others, and raises when one calls something else."""
+        shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors[:4])
+        words = f"#{self.sequence} {what} {shapes}".encode()[:_WORDS].ljust(_WORDS)
+        mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        shown = [torch.empty_like(mine) for _ in range(self._size)]
+        made = self._opts(options.AllgatherOptions, None)
+        self._run("comparison", shown, lambda: self._engine.allgather([shown], [mine], made), checked=False).wait()
+        for rank, theirs in enumerate(shown):
+            if not torch.equal(theirs, mine):
+                raise DistMismatchError(
+                    f"group {self.group_name!r}: the ranks disagree: rank {self._rank} calls {words.decode().strip()}; "
+                    f"rank {rank} calls {theirs.numpy().tobytes().decode(errors='replace').strip()}"
+                )
 
     def _opts(self, kind: type, opts: Options | None) -> Any:
         made = kind()
@@ -197,25 +223,74 @@ class C10dGroup(ProcessGroup):
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         made = self._opts(options.AllgatherOptions, opts)
-        return self._run("all_gather", outputs[0], lambda: self._engine.allgather(outputs, inputs, made))
+        return self._run("all_gather", inputs, lambda: self._engine.allgather(outputs, inputs, made))
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or Options()
+        (tensor,) = tensors
+        scratch = tensor.clone()  # an engine may use the tensors of the other ranks for sums on the way
+        made = self._reducing(options.ReduceOptions, opts, [scratch])
+        made.rootRank = opts.root
+        work = self._average(
+            self._run("reduce", [scratch], lambda: self._engine.reduce([scratch], made)), opts, [scratch]
+        )
+
+        def keep() -> None:
+            if opts.root == self._rank:
+                tensor.copy_(scratch)
+
+        return Then(work, keep, tensors)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         """As an all-reduce that keeps one part: Gloo has no reduce-scatter of its own."""
         opts = opts or Options()
         flat = torch.stack([piece.reshape(-1) for piece in inputs[0]])
         made = self._reducing(options.AllreduceOptions, opts, [flat])
-        work = self._run("reduce_scatter", outputs, lambda: self._engine.allreduce([flat], made))
+        work = self._run("reduce_scatter", [flat], lambda: self._engine.allreduce([flat], made))
 
         def keep_mine() -> None:
             outputs[0].copy_(flat[self._rank].view_as(outputs[0]))
 
         return self._average(Then(work, keep_mine, outputs), opts, outputs)
 
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        made = self._opts(options.GatherOptions, opts)
+        made.rootRank = opts.root if opts else 0
+        return self._run("gather", inputs, lambda: self._engine.gather(outputs, inputs, made))
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        made = self._opts(options.ScatterOptions, opts)
+        made.rootRank = opts.root if opts else 0
+        return self._run("scatter", outputs, lambda: self._engine.scatter(outputs, inputs, made))
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        """Over `alltoall_base`, which every engine has."""
+        sent = torch.cat([one.reshape(-1) for one in inputs])
+        came = sent.new_empty(sum(out.numel() for out in outputs))
+        outs, ins = [out.numel() for out in outputs], [one.numel() for one in inputs]
+        plain = Options(timeout=opts and opts.timeout, out_splits=outs, in_splits=ins)
+
+        def spread() -> None:
+            for out, part in zip(outputs, came.split(outs), strict=True):
+                out.copy_(part.view_as(out))
+
+        return Then(self.alltoall_base(came, sent, plain), spread, outputs)
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+        return self._run("send", tensors, lambda: self._engine.send(tensors, dst, tag), checked=False)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+        if src < 0:
+            work = self._run("recv", tensors, lambda: self._engine.recv_anysource(tensors, tag), checked=False)
+        else:
+            work = self._run("recv", tensors, lambda: self._engine.recv(tensors, src, tag), checked=False)
+        return work
+
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         made = self._opts(options.AllToAllOptions, opts)
         outs, ins = (opts.out_splits, opts.in_splits) if opts else ([], [])
         return self._run(
-            "all_to_all_single", [output], lambda: self._engine.alltoall_base(output, input, outs, ins, made)
+            "all_to_all_single", [input[:0]], lambda: self._engine.alltoall_base(output, input, outs, ins, made)
         )
 
     def barrier(self, opts: Any = None) -> Work:

@@ -2,7 +2,8 @@
 
 ``wholestep::all_reduce(x, op, group)`` starts the collective on a copy and gives that copy; ``wholestep::wait``
 ends it and gives *the same tensor* (equal memory: a memory plan must treat its output as its input). Between
-the two the copy may not be read. The ``…_`` forms work in place for lowered programs, which own their buffers.
+the two the copy may not be read. ``scatter`` takes a tensor of the result's shape and, on ``src`` alone, the parts;
+``gather`` gives no rows but on ``dst``. The ``…_`` forms work in place for lowered programs, which own their buffers.
 
 ``group`` is a group's name (``""`` for the default group); ``op`` a reduction's lower-case name; ranks are ranks in
 the group. Gradients follow the local view: the loss is the sum of the ranks' losses.
@@ -29,7 +30,11 @@ SCHEMAS = {
     "all_gather": "(Tensor x, str group) -> Tensor",
     "reduce_scatter": "(Tensor x, str op, str group) -> Tensor",
     "all_to_all": "(Tensor x, int[] out_splits, int[] in_splits, str group) -> Tensor",
+    "reduce": "(Tensor x, int dst, str op, str group) -> Tensor",
+    "gather": "(Tensor x, int dst, str group) -> Tensor",
+    "scatter": "(Tensor x, Tensor[] parts, int src, str group) -> Tensor",
     "wait": "(Tensor x) -> Tensor",
+    "wait_": "(Tensor(a!) x) -> Tensor(a!)",
 }
 
 _library = torch.library.Library("wholestep", "FRAGMENT")
@@ -89,6 +94,23 @@ def _all_to_all(x: torch.Tensor, out_splits: list[int], in_splits: list[int], gr
     return _started(out, collectives.all_to_all_single(out, x, out_splits, in_splits, group, async_op=True))
 
 
+def _reduce(x: torch.Tensor, dst: int, op: str, group: str) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    return _started(out, collectives.reduce(out, None, op, group, async_op=True, group_dst=dst))
+
+
+def _gather(x: torch.Tensor, dst: int, group: str) -> torch.Tensor:
+    out = _fake_gather(x, dst, group)
+    parts = list(out.view(-1, *x.shape)) if get_group(group).rank() == dst else None
+    work = collectives.gather(x, parts, None, group, async_op=True, group_dst=dst)
+    return _started(out, work)
+
+
+def _scatter(x: torch.Tensor, parts: list[torch.Tensor], src: int, group: str) -> torch.Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _started(out, collectives.scatter(out, parts or None, None, group, async_op=True, group_src=src))
+
+
 def _wait(x: torch.Tensor) -> torch.Tensor:
     work = _pending.pop(x.data_ptr(), None)
     if work is not None:
@@ -115,6 +137,11 @@ def _rows(x: torch.Tensor, what: str) -> int:
 
 def _fake_all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     return x.new_empty((_rows(x, "all_gather") * get_group(group).size(), *x.shape[1:]))
+
+
+def _fake_gather(x: torch.Tensor, dst: int, group: str) -> torch.Tensor:
+    pg = get_group(group)
+    return x.new_empty((_rows(x, "gather") * pg.size() if pg.rank() == dst else 0, *x.shape[1:]))
 
 
 def _fake_reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -184,7 +211,11 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., An
     "all_gather": (_all_gather, _fake_all_gather, _all_gather_gradient),
     "reduce_scatter": (_reduce_scatter, _fake_reduce_scatter, _reduce_scatter_gradient),
     "all_to_all": (_all_to_all, _fake_all_to_all, _all_to_all_gradient),
+    "reduce": (_reduce, _like, None),
+    "gather": (_gather, _fake_gather, None),
+    "scatter": (_scatter, _like, None),
     "wait": (_wait, _itself, lambda ctx, grad: grad),
+    "wait_": (_wait, _itself, None),
 }
 
 for _name, _schema in SCHEMAS.items():

@@ -52,7 +52,8 @@ class ReduceOp(metaclass=_Kinds):
     PREMUL_SUM = RedOpType.PREMUL_SUM
 
     def __init__(self, kind: RedOpType | ReduceOp, factor: float | torch.Tensor | None = None) -> None:
-        self.kind, self.factor = (kind, factor) if isinstance(kind, RedOpType) else (kind.kind, kind.factor)
+        self.kind: RedOpType = kind if isinstance(kind, RedOpType) else kind.kind
+        self.factor: float | torch.Tensor | None = factor if isinstance(kind, RedOpType) else kind.factor
 
     def __eq__(self, other: object) -> bool:
         if type(other) is RedOpType:

@@ -25,9 +25,17 @@ from wholestep.comm.store import Store, store_based_barrier
 from wholestep.comm.work import All, Finished, Work, seconds
 
 # Codes of native/shm.h.
-OPS = (
-    "barrier all_reduce reduce broadcast all_gather reduce_scatter gather scatter all_to_all".split()
-)
+OPS = [
+    "barrier",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+]
 BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = range(9)
 REDUCTIONS = {
     RedOpType.SUM: 0,
@@ -40,8 +48,8 @@ REDUCTIONS = {
     RedOpType.AVG: 7,
     RedOpType.PREMUL_SUM: 0,
 }
-_NUMBERS = "float32 float64 float16 bfloat16 uint8 int8 int16 int32 int64".split()
-_OTHERS = "bool complex64 complex128 complex32 uint16 uint32 uint64 float8_e4m3fn float8_e5m2".split()
+_NUMBERS = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
+_OTHERS = ["bool", "complex64", "complex128", "complex32", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"]
 DTYPES = {getattr(torch, name): code for code, name in enumerate(_NUMBERS + _OTHERS)}
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
 # Two's complement: the same bits as of the signed type, but not the same order.
@@ -193,14 +201,18 @@ class ShmGroup(ProcessGroup):
         if status == MISMATCH:
             return DistMismatchError(f"{group}: the ranks disagree: {me} calls {here}; {other} calls {there}")
         if status == DIED:
-            return DistRankError(f"{group}: {other} has exited or was killed; {me} waits in {here}; it last stood at {there}")
+            return DistRankError(
+                f"{group}: {other} has exited or was killed; {me} waits in {here}; it last stood at {there}"
+            )
         if status == TIMEOUT:
             return DistTimeoutError(
                 f"{group}: {me} waited {self._seconds:g} s in {here} for {other}, which last stood at {there}"
             )
         if status == MEMORY:
             return DistBackendError(f"{group}: {me} cannot map the shared tensor of {other} in {here}")
-        return DistBackendError(f"{group}: {other} has left the group, or the group has failed before; {me} is in {here}")
+        return DistBackendError(
+            f"{group}: {other} has left the group, or the group has failed before; {me} is in {here}"
+        )
 
     def _describe(self, desc: bytes) -> str:
         op, dtype, red, _, root, size, shape, seq = struct.unpack("<BBBBIQQQ", desc)
@@ -208,7 +220,9 @@ class ShmGroup(ProcessGroup):
             return "no collective yet"
         words = [f"#{seq} {OPS[op]}"]
         if op in (ALL_REDUCE, REDUCE, REDUCE_SCATTER):
-            words.append("/".join(kind.name for kind, code in REDUCTIONS.items() if code == red and kind.name != "PREMUL_SUM"))
+            words.append(
+                "/".join(kind.name for kind, code in REDUCTIONS.items() if code == red and kind.name != "PREMUL_SUM")
+            )
         if op in (REDUCE, BROADCAST, GATHER, SCATTER):
             words.append(f"root {root}")
         if op != BARRIER:
@@ -237,6 +251,10 @@ class ShmGroup(ProcessGroup):
     ) -> Work:
         opts = opts or Options()
         handle = self._live(OPS[op])
+        if like is not None and not like.is_cpu:
+            raise ValueError(
+                f"{OPS[op]}: shm moves CPU tensors, found one on {like.device}: use backend='cpu:shm,cuda:nccl'"
+            )
         self.sequence += 1
         limit = self._seconds if opts.timeout is None else opts.timeout.total_seconds()
         code, elem = (0, 1) if like is None else (DTYPES.get(like.dtype, UNKNOWN), like.element_size())
@@ -369,5 +387,3 @@ class ShmGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         return self._start(BARRIER, None, opts, [])
-
-

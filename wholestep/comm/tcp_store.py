@@ -102,9 +102,7 @@ class _Server:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is not self._wake_out:
-                    client = self._clients.get(key.fileobj)  # type: ignore[arg-type]
-                    if client:
-                        self._guarded(client, events)
+                    self._guarded(key.data, events)
             self._expire()
         for client in list(self._clients.values()):
             self._drop(client)
@@ -124,7 +122,7 @@ class _Server:
             connection.setblocking(False)
             client = _Client(connection, secrets.token_bytes(32))
             self._clients[connection] = client
-            self._selector.register(connection, selectors.EVENT_READ)
+            self._selector.register(connection, selectors.EVENT_READ, client)
             self._send(client, client.nonce)
 
     def _drop(self, client: _Client) -> None:
@@ -216,7 +214,7 @@ class _Server:
         if len(client.to_send) > 4 * MAX_FRAME:
             raise OSError("the client does not read")
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.to_send else 0)
-        self._selector.modify(client.socket, events)
+        self._selector.modify(client.socket, events, client)
 
 
 class TCPStore(Store):
@@ -305,7 +303,9 @@ class TCPStore(Store):
                 f"TCPStore: {self.host}:{self.port} refused this rank: {failure}; is {SECRET_VARIABLE} the same on all ranks?"
             ) from failure
         if len(answer) != 2 or not hmac.compare_digest(answer[1], _proof(self._secret, b"server", mine)):
-            raise DistNetworkError(f"TCPStore: {self.host}:{self.port} does not know the secret: another program's port?")
+            raise DistNetworkError(
+                f"TCPStore: {self.host}:{self.port} does not know the secret: another program's port?"
+            )
         return connection
 
     def _gather(self, world_size: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.store import Store
 from wholestep.comm.work import Finished, Work
 
-_FOLD = {
+_FOLD: dict[RedOpType, Callable[..., torch.Tensor]] = {
     RedOpType.SUM: torch.add,
     RedOpType.AVG: torch.add,
     RedOpType.PREMUL_SUM: torch.add,
@@ -255,9 +256,7 @@ class NullGroup(MeetingGroup):
 
     backend_name = "null"
 
-    def __init__(
-        self, store: Store | None, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT
-    ) -> None:
+    def __init__(self, store: Store | None, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(rank, size)
         self.timeout = timeout
         self._mail: dict[int, list[torch.Tensor]] = {}

@@ -14,12 +14,14 @@ from torch import fx
 
 from wholestep.ir import StepGraph
 from wholestep.lower.aten import lower_aten
+from wholestep.lower.inductor import lower_callable, lower_inductor
 from wholestep.lower.naive import lower_naive
 
-Backend = Literal["aten", "naive"] | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Backend = Literal["aten", "inductor", "naive"] | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 LOWERINGS: dict[str, Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]] = {
     "aten": lower_aten,
+    "inductor": lower_inductor,
     "naive": lower_naive,
 }
 
@@ -32,6 +34,8 @@ def lower(step: StepGraph, example_inputs: Sequence[Any], backend: Backend) -> C
     """
     if isinstance(backend, str) and backend in LOWERINGS:
         return LOWERINGS[backend](step, example_inputs)
+    if callable(backend):
+        return lower_callable(backend)(step, example_inputs)
     raise ValueError(f"backend {backend!r} is none of {sorted(LOWERINGS)} and not callable")
 
 

@@ -30,7 +30,7 @@ from wholestep.lower.ops import (
     reaches,
 )
 from wholestep.lower.order import BATCH_OPS, Item
-from wholestep.lower.plan import TILE, Plan, _path, device_key
+from wholestep.lower.plan import TILE, Plan, _path, device_key, variable
 from wholestep.torch_compat import direct_call
 
 STABLE_KINDS = ("parameter", "buffer", "state", "grad")
@@ -71,7 +71,7 @@ class _Writer:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.inputs = plan.step.placeholders
-        self.namespace: dict[str, Any] = {"torch": torch, "math": math, "aten": aten}
+        self.namespace: dict[str, Any] = {"torch": torch, "math": math}
         self.head: list[str] = []  # at module level: entries of operators
         self.bound: list[str] = []  # in bind
         self.body: list[str] = []  # in run
@@ -90,19 +90,20 @@ class _Writer:
 
     def write(self) -> Source:
         kinds = [i.kind for i in self.plan.step.signature.inputs]
+        written = set(self.plan.step.signature.mutations.values())
         viewed = []
         for index, node in enumerate(self.inputs):
             if kinds[index] in STABLE_KINDS and isinstance(info(node).value, torch.Tensor):
-                self.stable.add(node.name)
+                self.stable.add(variable(node))
                 viewed.append(index)
-                if node.users:
-                    self.bound.append(f"{node.name} = inputs[{index}].detach()  # {self._source(index)}")
-            elif node.users or any(index == into for pairs in self.plan.copies.values() for into, _ in pairs):
-                self.body.append(f"{node.name} = inputs[{index}]  # {self._source(index)}")
+                if node.users or index in written:
+                    self.bound.append(f"{variable(node)} = inputs[{index}].detach()  # {self._source(index)}")
+            elif node.users or index in written:
+                self.body.append(f"{variable(node)} = inputs[{index}]  # {self._source(index)}")
         for node in self.plan.step.graph.nodes:
             if node.op == "get_attr":
-                self.stable.add(node.name)
-                self.namespace[node.name] = _constant(plan_owner(self.plan), str(node.target))
+                self.stable.add(variable(node))
+                self.namespace[variable(node)] = _constant(plan_owner(self.plan), str(node.target))
         for node in self.plan.constant:
             self._constant(node)
         self._find_deaths()
@@ -135,14 +136,14 @@ class _Writer:
             self._single(nodes[0], self.body)
 
     def _constant(self, node: fx.Node) -> None:
-        self.stable.add(node.name)
+        self.stable.add(variable(node))
         if node.target in FILLS:
             value, number = info(node).value, FILLS[node.target](*node.args, **node.kwargs)
             self.namespace.setdefault("filled", filled)
             spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}, '{value.device}'"
-            self.bound.append(f"{node.name} = filled({_literal(number)}, {spec})")
+            self.bound.append(f"{variable(node)} = filled({_literal(number)}, {spec})")
         else:
-            self.bound.append(f"{node.name} = {self._call(node)}")
+            self.bound.append(f"{variable(node)} = {self._call(node)}")
 
     def _single(self, node: fx.Node, lines: list[str]) -> None:
         how = self.plan.how[node]
@@ -170,14 +171,14 @@ class _Writer:
         else:
             keywords = [f"{k}={self._arg(v)}" for k, v in node.kwargs.items()]
             text = f"{self._function(target)}({', '.join(args + keywords)})"
-        self._say(lines, f"{node.name} = {text}", node)
+        self._say(lines, f"{variable(node)} = {text}", node)
 
     def _view(self, node: fx.Node, lines: list[str]) -> None:
         operands = node.all_input_nodes
         base = operands[0]
         owner = _path(node)[0] if node.target is GETITEM else node
         lasting = is_sure_view(owner.target) and all(self._name(o) in self.stable for o in operands)
-        name = node.name
+        name = variable(node)
         text = f"{self._name(base)}[{node.args[1]}]" if node.target is GETITEM else self._call(node)
         if lasting:
             self.bound.append(f"{name} = {text}")
@@ -189,7 +190,7 @@ class _Writer:
         """The variable that a call writes to, bound or made first where it must be."""
         name, store, value = self._name(node), self.plan.store[node], info(node).value
         spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}"
-        if name == node.name and name not in self.made:
+        if name == variable(node) and name not in self.made:
             self.made.add(name)
             if store.kind == "slot":
                 slot = self.plan.slots[store.index]
@@ -261,7 +262,7 @@ class _Writer:
         elif value is None:
             self._say(lines, self._call(node), node)
         else:
-            self._say(lines, f"{node.name} = {self._call(node)}", node)
+            self._say(lines, f"{variable(node)} = {self._call(node)}", node)
 
     def _pattern(self, node: fx.Node, values: Any) -> str:
         """A tuple to unpack results into; ``_`` where nothing reads one."""
@@ -285,7 +286,7 @@ class _Writer:
         swap: dict[tuple[str, int | None], str] = {}
         for number, entry in enumerate(self.plan.written[node]):
             if not entry.in_place:
-                name = entry.leaf.name if entry.leaf is not None else f"{node.name}_copy_{number}"
+                name = variable(entry.leaf) if entry.leaf is not None else f"{variable(node)}_copy_{number}"
                 lines.append(f"{name} = {self._name(entry.old)}.clone()")
                 swap[entry.argument, entry.index] = name
         texts = []
@@ -389,7 +390,7 @@ class _Writer:
     # Arguments
 
     def _name(self, node: fx.Node) -> str:
-        return self.plan.name.get(node, node.name)
+        return self.plan.name.get(node, variable(node))
 
     def _arg(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -429,7 +430,7 @@ class _Writer:
         if key not in self.numbers:
             cells = self.cells.setdefault(value.dtype, [])
             short = str(value.dtype).removeprefix("torch.")
-            name = f"{arg.name}_{short}" if isinstance(arg, fx.Node) else f"number_{short}_{len(cells)}"
+            name = f"{variable(arg)}_{short}" if isinstance(arg, fx.Node) else f"number_{short}_{len(cells)}"
             self.bound.append(f"{name} = tensors_{short}[{len(cells)}]" + ("" if isinstance(arg, fx.Node) else f"  # {arg}"))
             self.stable.add(name)
             self.numbers[key] = name, f"{short}_cells[{len(cells)}] = "
@@ -441,10 +442,10 @@ class _Writer:
     def _write_cell(self, host: fx.Node, cell: str) -> None:
         """Stores a host number in its cell right where it is computed."""
         for index in range(len(self.body) - 1, -1, -1):
-            if self.body[index].startswith(f"{host.name} = "):
-                self.body.insert(index + 1, f"{cell}{host.name}")
+            if self.body[index].startswith(f"{variable(host)} = "):
+                self.body.insert(index + 1, f"{cell}{variable(host)}")
                 return
-        raise AssertionError(host.name)
+        raise AssertionError(variable(host))
 
     def _call(self, node: fx.Node) -> str:
         args, keywords = self._arguments(node)
@@ -459,22 +460,19 @@ class _Writer:
     def _function(self, target: Any) -> str:
         """The variable that holds a function or operator that the program calls."""
         if isinstance(target, torch._ops.OpOverload):
-            name = target.name().split("::")[-1].replace(".", "_")
-            fast = direct_call(target) if target.namespace == "aten" else target
-            if name in self.namespace and self.namespace[name] is not fast and f"{name} = " in "".join(self.head):
-                return name
+            name = target.name().replace("::", "_").replace(".", "_")
+            name = name if name.startswith("aten_") else f"host_{name}"
             if name not in self.namespace:
                 self.head.append(f"{name} = torch.ops.{target.namespace}.{base_name(target)}.{target._overloadname}")
-                self.namespace[name] = fast
+                self.namespace[name] = direct_call(target) if target.namespace == "aten" else target
             return name
         if getattr(target, "__module__", None) == "math":
             return f"math.{target.__name__}"
         if getattr(target, "__module__", None) == "builtins" or target in (min, max, abs, round, float, int):
             return str(target.__name__)
-        name = f"{target.__name__.replace('.', '_')}"
-        if self.namespace.setdefault(name, target) is not target and self.namespace[name] != target:
-            name = f"{name}_{len(self.namespace)}"
-            self.namespace[name] = target
+        name = f"host_{target.__name__.replace('.', '_').strip('<>')}"
+        while self.namespace.setdefault(name, target) != target:
+            name += "_"
         return name
 
     # Ends
@@ -510,7 +508,7 @@ class _Writer:
 
     def _copies(self, index: int) -> None:
         for into, node in self.plan.copies.get(index, []):
-            self.body.append(f"{self.inputs[into].name}.copy_({self._name(node)})  # {self._source(into)}")
+            self.body.append(f"{variable(self.inputs[into])}.copy_({self._name(node)})  # {self._source(into)}")
 
     def _finish(self) -> None:
         """Clones first, since they may read old values; then the last copies; then the result."""
@@ -531,7 +529,7 @@ class _Writer:
             if self.plan.store[self.plan.root[node]].kind == "input":
                 self.body.append(f"new_{number} = {name}.clone()")
                 name = f"new_{number}"
-            safe.append(f"{self.inputs[into].name}.copy_({name})  # {self._source(into)}")
+            safe.append(f"{variable(self.inputs[into])}.copy_({name})  # {self._source(into)}")
         self.body += [*safe, f"return [{', '.join(results)}]"]
 
     def _text(self) -> str:

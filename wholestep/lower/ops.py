@@ -181,11 +181,11 @@ def mutable_twin(op: Any) -> Mutable | None:
 def read_only(op: Overload, arguments: dict[str, Any]) -> set[str]:
     """Arguments that a schema calls written but this call leaves as they are.
 
-    The fused optimizers write the gradients only to unscale them.
+    The fused optimizers write the gradients only to unscale them, and never the step counts.
     """
-    if base_name(op).startswith("_fused_") and arguments.get("grad_scale") is None:
-        return {"grads"}
-    return set()
+    if not base_name(op).startswith("_fused_"):
+        return set()
+    return {"state_steps"} | ({"grads"} if arguments.get("grad_scale") is None else set())
 
 
 class _Reached(Exception):

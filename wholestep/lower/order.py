@@ -79,8 +79,8 @@ def spell_lists(step: StepGraph) -> StepGraph:
     return step
 
 
-def expand_foreach(step: StepGraph) -> StepGraph:
-    """Replaces CPU ``_foreach_*`` nodes by one node per tensor, as the CPU kernels do inside.
+def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> StepGraph:
+    """Replaces ``_foreach_*`` nodes by one node per tensor, as the CPU kernels do inside.
 
     Afterwards tiling and batching see the same nodes for a plain and for a foreach optimizer.
     """
@@ -89,16 +89,16 @@ def expand_foreach(step: StepGraph) -> StepGraph:
             continue
         values = info(node).value
         simple = isinstance(values, (list, tuple)) and all(u.target is GETITEM for u in node.users)
-        if not simple or any(v.device.type != "cpu" for v in values):
+        if not simple or any(v.device.type not in devices for v in values):
             continue
         single = _single_overload(node, len(values))
         if single is None:
             continue
-        target, columns, value_column = single
+        target, columns, keyword = single
         for index, value in enumerate(values):
             with step.graph.inserting_before(node):
                 args = tuple(c[index] for c in columns)
-                keywords = {} if value_column is None else {"value": value_column[index]}
+                keywords = {name: column[index] for name, column in keyword.items()}
                 one = step.graph.call_function(target, args, keywords)
             old = info(node)
             set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
@@ -129,19 +129,22 @@ _SINGLE: dict[str, dict[str, Any]] = {
 }
 
 
-def _single_overload(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], list[Any] | None] | None:
-    """The overload for one tensor, its positional arguments by column, and the column of ``value=``."""
+def _single_overload(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], dict[str, list[Any]]] | None:
+    """The overload for one tensor, and its positional and keyword arguments by column."""
     assert isinstance(node.target, torch._ops.OpOverload)
     name, overload = base_name(node.target), node.target._overloadname
     target = _SINGLE.get(name, {}).get(overload)
-    bound = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-    if target is None or bound.pop("alpha", 1) != 1:
+    if target is None:
         return None
+    bound = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
     columns = {k: list(a) if isinstance(a, (list, tuple)) else [a] * count for k, a in bound.items()}
-    if target not in (aten.addcmul.default, aten.addcdiv.default):
-        return target, list(columns.values()), None
-    scale = columns.pop("value", columns.pop("scalars", [1] * count))
-    return target, list(columns.values()), scale
+    keywords = {}
+    alpha = columns.pop("alpha", [1] * count)
+    if any(isinstance(a, fx.Node) or a != 1 for a in alpha):
+        keywords["alpha"] = alpha
+    if target in (aten.addcmul.default, aten.addcdiv.default):
+        keywords["value"] = columns.pop("value", columns.pop("scalars", [1] * count))
+    return target, list(columns.values()), keywords
 
 
 def shared_host(step: StepGraph) -> StepGraph:

@@ -12,6 +12,7 @@ layout, and the operator reads only the elements that it writes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -97,6 +98,18 @@ class Written:
     in_place: bool = False
 
 
+# Names that the generated program uses itself.
+_TAKEN = re.compile(
+    r"inputs|arena|scratch|run|bind|torch|math|at|filled|tiles|pieces|cells|(list|tiles|result|new|object)_\d+"
+    r"|(number|tensors|aten|host)_.*|.*_(cells|float32|float64|t)"
+)
+
+
+def variable(node: fx.Node) -> str:
+    """The variable of a node's own: its name, unless the program uses that."""
+    return node.name + "_" if _TAKEN.fullmatch(node.name) else node.name
+
+
 def layout(value: torch.Tensor) -> tuple[Any, ...]:
     """What two values must share to share memory: shape, strides, dtype, device."""
     return (tuple(value.shape), value.stride(), value.dtype, value.device)
@@ -169,7 +182,7 @@ class _Planner:
                 self.readers[node] = []
                 kind: Any = "input" if node.op == "placeholder" else "constant"
                 self.plan.store[node] = Store(kind, len(self.root) - 1 if kind == "input" else -1)
-                self.plan.name[node] = node.name
+                self.plan.name[node] = variable(node)
         for index, node in enumerate(self.step.placeholders):
             self.plan.store[node] = Store("input", index)
         self._find_constants()
@@ -220,7 +233,7 @@ class _Planner:
         self.readers.setdefault(self.root[node], [])
         if node.target is not GETITEM and not (node in self.fixed and node.target in FILLS):
             for operand in node.all_input_nodes:
-                if node.target is aten.copy.default and operand is node.args[0] and node.args[1] is not operand:
+                if node.target is aten.copy.default and operand is node.args[0] is not node.args[1] and writer(node):
                     continue  # a copy does not read what it replaces
                 self.readers[self.root[operand]].append(node)
 
@@ -326,7 +339,7 @@ class _Planner:
             return
         if isinstance(node, fx.Node) and node.op == "call_function" and self._claim(node, into):
             return
-        item = -1 if node.op != "call_function" else self.item_of[self._owner(self.root[node])]
+        item = self.item_of.get(node, -1)
         for reader in self.readers[placeholder]:
             item = max(item, len(self.items) if reader is self.output else self.item_of[reader])
         if self.plan.store.get(self.root[node], Store("call")).kind == "input":
@@ -355,7 +368,7 @@ class _Planner:
             if self.root[first] is not placeholder and not self._claim_dying(first, node, into):
                 return False
         self.plan.store[node] = self.plan.store[placeholder]
-        self.plan.name[node] = placeholder.name
+        self.plan.name[node] = self.plan.name[placeholder]
         self.plan.how[node] = how
         if is_pointwise(node.target) and not any(self.root[o] is placeholder for o in operands):
             any(self._claim_dying(o, node, into) for o in operands)
@@ -385,7 +398,7 @@ class _Planner:
                 return False
         entry.in_place = True
         self.plan.store[leaf] = self.plan.store[placeholder]
-        self.plan.name[leaf] = placeholder.name
+        self.plan.name[leaf] = self.plan.name[placeholder]
         return True
 
     def _written(self, owner: fx.Node) -> list[Written]:
@@ -400,12 +413,12 @@ class _Planner:
         plan, value = self.plan, info(node).value
         if node in self.fixed:
             plan.store[node] = Store("constant")
-            plan.name[node], plan.how[node] = node.name, "call"
+            plan.name[node], plan.how[node] = variable(node), "call"
             return
         if node in plan.how or (node in plan.store and node.target is GETITEM):
             plan.how.setdefault(node, "pick")
             return
-        plan.name[node] = node.name
+        plan.name[node] = variable(node)
         base = _base_of(node)
         if isinstance(value, (int, float)):
             plan.how[node] = "host"
@@ -448,7 +461,7 @@ class _Planner:
                     self._share(entry.leaf, entry.old)
             elif entry.leaf is not None:
                 self.plan.store[entry.leaf] = Store("call")
-                self.plan.name[entry.leaf] = entry.leaf.name
+                self.plan.name[entry.leaf] = variable(entry.leaf)
         return True
 
     def _share(self, node: fx.Node, old: fx.Node) -> None:
@@ -460,7 +473,8 @@ class _Planner:
     def _decide_call(self, node: fx.Node) -> None:
         plan, how = self.plan, self._ways(node)
         tiled = self.items[self.item_of[node]].kind == "tile"
-        if how is None or (node in self.escaping and not tiled):
+        copied = node.target is aten.copy.default  # whose first operand need not exist any more
+        if how is None or (node in self.escaping and not tiled and not copied):
             plan.store[node], plan.how[node] = Store("call"), "call"
             return
         if node in self.escaping:

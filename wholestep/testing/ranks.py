@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.recorder import FOLDER_VARIABLE
+from wholestep.comm.world import World, set_thread_world
 
 GRACE = 5.0  # seconds the other ranks get to report after one has failed
 
@@ -45,7 +48,34 @@ def run_ranks(
         Exception: the first failing rank's own exception, with its rank and traceback as a note.
         RankError: a rank died, ran past the time-out, or its exception does not pickle.
     """
+    if transport == "thread":
+        return _run_threads(fn, world_size, args, timeout)
     return _run_processes(fn, world_size, transport, args, timeout)
+
+
+def _run_threads(fn: Callable[..., Any], size: int, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    store = comm.HashStore()
+    replies: dict[int, tuple[bool, Any, str]] = {}
+
+    def body(rank: int) -> None:
+        set_thread_world(World())
+        try:
+            comm.init_process_group("thread", None, timedelta(seconds=timeout), size, rank, store)
+            replies[rank] = (True, fn(*args), "")
+        except BaseException as failure:  # noqa: BLE001 - whatever ended the rank goes to the caller
+            replies[rank] = (False, failure, traceback.format_exc())
+        finally:
+            if comm.is_initialized():
+                comm.destroy_process_group()
+            set_thread_world(None)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return _results(replies, [None] * size, timeout)
 
 
 def _context() -> Any:
@@ -106,8 +136,9 @@ def _results(replies: dict[int, tuple[bool, Any, str]], processes: list[Any], ti
     for rank, value, where in own or ([] if silent else failed):
         value.add_note(f"in rank {rank} of {len(processes)}:\n{where}")
         raise value
-    for rank in sorted(silent, key=lambda rank: processes[rank].exitcode == -9):
-        code = processes[rank].exitcode
+    codes = [getattr(process, "exitcode", -9) for process in processes]
+    for rank in sorted(silent, key=lambda rank: codes[rank] == -9):
+        code = codes[rank]
         how = "did not finish and was killed" if code == -9 else f"ended with exit code {code}"
         raise RankError(f"rank {rank} of {len(processes)} {how} and sent no result (time-out {timeout:g} s)")
     return [replies[rank][1] for rank in range(len(processes))]
@@ -115,6 +146,7 @@ def _results(replies: dict[int, tuple[bool, Any, str]], processes: list[Any], ti
 
 def _rank_main(pipe: Connection, rank: int, size: int, transport: str, address: str, work: bytes) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.setdefault(FOLDER_VARIABLE, os.path.dirname(address.removeprefix("file://")))
     torch.set_num_threads(1)
     try:
         comm.init_process_group(transport, address, timedelta(seconds=60), size, rank)

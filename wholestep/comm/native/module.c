@@ -61,6 +61,7 @@ static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     CPU_ZERO(&cpus);
     int cores = sched_getaffinity(0, sizeof cpus, &cpus) ? 1 : CPU_COUNT(&cpus);
     g->spins = size <= cores ? 4000 : 0; /* about 50 us; with more ranks than cores a spin keeps the other from running */
+    g->budget = g->spins;
     pthread_mutex_init(&g->lock, NULL);
     pthread_mutex_init(&g->p2p_lock, NULL);
     pthread_cond_init(&g->wake, NULL);

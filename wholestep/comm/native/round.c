@@ -102,9 +102,13 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
 int round_wait(group_t *g, uint32_t round) {
     for (int step = 1; step < g->size; step++) {
         int rank = (g->rank + step) % g->size;
-        int left = g->spins;
+        int left = g->budget;
         while (!reached(g, rank, round) && left-- > 0) pause_cpu();
-        if (reached(g, rank, round)) continue;
+        if (reached(g, rank, round)) { /* spinning pays: try as long as allowed again */
+            if (g->budget < g->spins) g->budget = 2 * g->budget < g->spins ? 2 * g->budget : g->spins;
+            continue;
+        }
+        if (g->budget > 64) g->budget /= 2; /* the other is not running: our spin may be what keeps it from it */
         for (left = 8; left > 0 && !reached(g, rank, round); left--) sched_yield();
         int status = sleep_until(g, rank, round);
         if (status) return status;

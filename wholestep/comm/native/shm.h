@@ -76,7 +76,7 @@ typedef struct {
     char *slots;
     ring_t *rings;
     uint32_t round;
-    int spins, broken;
+    int spins, budget, broken; /* spins: at most; budget: what has paid lately */
     double deadline;
     job_t *job; /* running */
     /* progress.c */

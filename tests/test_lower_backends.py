@@ -1,0 +1,48 @@
+"""Inductor and users' own callables as backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lower_programs import clone_inputs, program
+from wholestep.errors import LoweringError
+from wholestep.lower.inductor import lower_callable, lower_inductor
+from wholestep.lower.naive import interpret
+
+
+def test_inductor_gives_the_same_step() -> None:
+    step, real = program("mlp", keep_grads=True)
+    fast, ours, theirs = lower_inductor(step, real), clone_inputs(real), clone_inputs(real)
+    for _ in range(2):
+        got, expected = fast(*ours), interpret(step, theirs)
+        for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+            torch.testing.assert_close(a, b)
+            if index in step.signature.mutations:
+                assert a is ours[step.signature.mutations[index]]
+    assert len({t.untyped_storage().data_ptr() for t in got}) == len(got)
+
+
+def test_a_function_of_the_user_is_a_backend() -> None:
+    step, real = program("mlp", "momentum")
+    seen = []
+
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        seen.append(len(example_inputs))
+        return gm.forward
+
+    fast, ours, theirs = lower_callable(backend)(step, real), clone_inputs(real), clone_inputs(real)
+    for a, b in zip(fast(*ours), interpret(step, theirs), strict=True):
+        assert torch.equal(a, b)
+    assert seen == [len(real)]
+    assert all(torch.equal(a, b) for a, b in zip(ours[:-1], theirs[:-1], strict=True))
+
+
+def test_a_backend_that_returns_too_little_is_named() -> None:
+    step, real = program("mlp", "sgd")
+    with pytest.raises(LoweringError, match="returned 1 outputs"):
+        lower_callable(lambda gm, inputs: lambda *a: [0])(step, real)(*real)
+    with pytest.raises(LoweringError, match="required a callable"):
+        lower_callable(lambda gm, inputs: None)(step, real)

@@ -1,0 +1,232 @@
+"""Placement: views, swaps, old values, shared outputs, moved inputs, the arena; fixed cases and random graphs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.lower_programs import Builder, clone_inputs, program
+from tests.test_lower import compare
+from wholestep.ir import GETITEM, Functionalized, info
+from wholestep.lower.arena import ALIGN, Slot, peak, place
+from wholestep.lower.aten import lower_aten
+from wholestep.lower.naive import interpret
+
+aten = torch.ops.aten
+
+
+def inputs(b: Builder, *kinds: str, shape: tuple[int, ...] = (4, 4)) -> list[Any]:
+    torch.manual_seed(0)
+    return [b.input(f"x{i}", torch.randn(shape), kind) for i, kind in enumerate(kinds)]
+
+
+def test_swapped_inputs() -> None:
+    b = Builder()
+    x, y = inputs(b, "state", "state")
+    compare(*b.finish([y, x], {0: 0, 1: 1}))
+
+
+def test_swapped_views_and_their_sum() -> None:
+    b = Builder()
+    x, y = inputs(b, "state", "tensor")
+    total = b.call(aten.add.Tensor, x, y)
+    compare(*b.finish([b.call(aten.t.default, x), b.call(aten.t.default, y), total], {0: 1, 1: 0}))
+
+
+def test_old_value_read_after_the_new_one() -> None:
+    b = Builder()
+    x, y = inputs(b, "parameter", "tensor")
+    new = b.call(aten.mul.Tensor, x, 2.0)
+    compare(*b.finish([new, b.call(aten.mm.default, b.call(aten.add.Tensor, x, new), y)], {0: 0}))
+
+
+def test_update_happens_in_the_input_itself() -> None:
+    b = Builder()
+    x, y = inputs(b, "parameter", "tensor")
+    new = b.call(aten.addcmul.default, b.call(aten.mul.Tensor, x, 0.5), y, y, value=2)
+    program_ = compare(*b.finish([new], {0: 0}))
+    assert program_.arena_bytes == 0 and ".copy_(" not in program_.code
+
+
+def test_one_value_for_two_inputs_and_an_output() -> None:
+    b = Builder()
+    x, y = inputs(b, "parameter", "state")
+    new = b.call(aten.add.Tensor, x, y)
+    step, real = b.finish([new, new, new, new], {0: 0, 1: 1})
+    compare(step, real)
+    got = lower_aten(step)(*clone_inputs(real))
+    assert len({t.data_ptr() for t in got}) == 4
+
+
+def test_outputs_that_are_inputs_views_and_constants_are_copies() -> None:
+    b = Builder()
+    x, y = inputs(b, "parameter", "tensor")
+    one = b.call(aten.ones.default, [4])
+    made = b.call(aten.mm.default, x, y)
+    part = b.call(aten.select.int, made, 0, 1)
+    step, real = b.finish([x, b.call(aten.t.default, x), y, one, made, part, b.call(aten.t.default, made), None, 3.0], {})
+    fast = compare(step, real)
+    real = clone_inputs(real)
+    first, second = fast(*real), fast(*real)
+    owners = {t.untyped_storage().data_ptr() for t in [*first, *second, *real] if isinstance(t, torch.Tensor)}
+    assert len(owners) == 16
+
+
+@pytest.mark.parametrize("dying", [True, False])
+def test_scatters_write_into_a_view(dying: bool) -> None:
+    b = Builder()
+    x, y = inputs(b, "state", "tensor")
+    row = b.call(aten.select.int, y, 0, 0)
+    new = b.call(aten.select_scatter.default, x, row, 0, 2)
+    new = b.call(aten.slice_scatter.default, new, b.call(aten.slice.Tensor, y, 1, 0, 2), 1, 1, 3)
+    outs = [new] if dying else [new, b.call(aten.mul.Tensor, x, 2.0)]
+    fast = compare(*b.finish(outs, {0: 0}))
+    assert fast.arena_bytes == 0 or not dying
+
+
+@pytest.mark.parametrize("dying", [True, False])
+def test_functionalized_operator_runs_in_place(dying: bool) -> None:
+    b = Builder()
+    (x,) = inputs(b, "state")
+    noise = b.call(GETITEM, b.call(Functionalized(aten.bernoulli_.float), x, 0.5), 0)
+    outs = [noise] if dying else [noise, b.call(aten.neg.default, x)]
+    fast = compare(*b.finish(outs, {0: 0}))
+    assert (".clone()" in fast.code) is not dying
+
+
+def test_batch_norm_updates_its_buffers() -> None:
+    b = Builder()
+    torch.manual_seed(0)
+    x = b.input("x", torch.randn(6, 3, 4, 4), "tensor")
+    mean, var = b.input("mean", torch.zeros(3), "buffer"), b.input("var", torch.ones(3), "buffer")
+    out = b.call(aten._native_batch_norm_legit_functional.default, x, None, None, mean, var, True, 0.1, 1e-5)
+    y, _, _, new_mean, new_var = b.items(out)
+    fast = compare(*b.finish([b.call(aten.relu.default, y), new_mean, new_var], {1: 1, 2: 2}))
+    assert ".clone()" not in fast.code and ".copy_(" not in fast.code
+
+
+def test_several_results_of_a_view() -> None:
+    b = Builder()
+    x, y = inputs(b, "parameter", "tensor")
+    made = b.call(aten.mm.default, x, y)
+    left, right = b.items(b.call(aten.split.Tensor, made, 2, 1))
+    later = b.call(aten.mul.Tensor, left, right)
+    compare(*b.finish([later, b.call(aten.cat.default, [right, later, left], 1)], {}))
+
+
+def test_host_numbers_follow_a_schedule() -> None:
+    b = Builder()
+    x, y = inputs(b, "parameter", "tensor")
+    lr = b.input("lr", 0.5, "number")
+    new = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, x, lr), y, alpha=b.call(operator.neg, lr))
+    step, real = b.finish([new, b.call(operator.mul, lr, 2)], {0: 0})
+    fast, ours, theirs = lower_aten(step), clone_inputs(real), clone_inputs(real)
+    for rate in (0.5, 0.25, 1e-3):
+        ours[2] = theirs[2] = rate
+        got, expected = fast(*ours), interpret(step, theirs)
+        assert torch.equal(got[0], expected[0]) and got[1] == expected[1] == 2 * rate
+    assert fast.rebinds == 1
+
+
+def test_moved_parameters_bind_again() -> None:
+    step, real = program("mlp")
+    fast, ours, theirs = lower_aten(step), clone_inputs(real), clone_inputs(real)
+    for call in range(4):
+        if call == 2:
+            ours[0] = ours[0].clone()
+        if call == 3:
+            ours[1].set_(ours[1].clone())
+        got, expected = fast(*ours), interpret(step, theirs)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert fast.rebinds == 3
+
+
+def test_inputs_that_share_memory_are_still_right() -> None:
+    b = Builder()
+    x, y = inputs(b, "parameter", "parameter")
+    new = b.call(aten.mul.Tensor, x, 2.0)
+    step, _ = b.finish([new, b.call(aten.add.Tensor, y, new)], {0: 0})
+    base, other = torch.arange(32.0), torch.arange(32.0)
+    ours = [base[:16].view(4, 4), base[8:24].view(4, 4)]
+    theirs = [other[:16].view(4, 4), other[8:24].view(4, 4)]
+    got, expected = lower_aten(step)(*ours), interpret(step, theirs)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) and torch.equal(base, other)
+
+
+def test_results_of_earlier_calls_stay() -> None:
+    step, real = program("mlp", keep_grads=True)
+    fast = lower_aten(step)
+    first = [t for i, t in enumerate(fast(*real)) if i not in step.signature.mutations]
+    kept = [t.clone() for t in first]
+    fast(*real)
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+UNARY = [aten.neg.default, aten.relu.default, aten.t.default, aten.clone.default, aten.detach.default, aten.tanh.default]
+BINARY = [aten.add.Tensor, aten.mul.Tensor, aten.mm.default, aten.sub.Tensor, aten.copy.default, aten.maximum.default]
+SIDE = 4
+
+
+@st.composite
+def graphs(draw: Any) -> tuple[Any, list[Any]]:
+    """Programs of views, elementwise calls and products over square matrices, with mutations and outputs."""
+    b = Builder()
+    kinds = draw(st.lists(st.sampled_from(["parameter", "state", "tensor"]), min_size=1, max_size=3))
+    side = draw(st.sampled_from([SIDE, 520]))
+    values = inputs(b, *kinds, shape=(side, side))
+    b.phase = draw(st.sampled_from(["forward", "optimizer"]))
+    for _ in range(draw(st.integers(1, 14))):
+        pick = st.integers(0, len(values) - 1)
+        choice = draw(st.integers(0, 9))
+        x, y = values[draw(pick)], values[draw(pick)]
+        if choice < 3:
+            values.append(b.call(draw(st.sampled_from(UNARY)), x))
+        elif choice < 7:
+            values.append(b.call(draw(st.sampled_from(BINARY)), x, y))
+        elif choice == 7:
+            values.append(b.call(aten.mul.Tensor, x, draw(st.sampled_from([0.5, -1.25, 2]))))
+        elif choice == 8:
+            values.append(b.call(aten.select_scatter.default, x, b.call(aten.select.int, y, 0, 1), draw(st.integers(0, 1)), 0))
+        else:
+            corner = b.call(aten.select.int, b.call(aten.select.int, x, 0, 1), 0, 1)
+            values.append(b.call(aten.add.Tensor, y, corner))
+    pick = st.integers(0, len(values) - 1)
+    targets = draw(st.lists(st.integers(0, len(kinds) - 1), unique=True))
+    outs = [values[draw(pick)] for _ in targets]
+    outs += [values[i] for i in draw(st.lists(pick, max_size=3))]
+    return b.finish(outs, dict(enumerate(targets)))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(graphs())
+def test_random_programs(made: tuple[Any, list[Any]]) -> None:
+    step, real = made
+    with torch.no_grad():
+        compare(step, real, calls=2)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 10)), max_size=40))
+def test_arena_never_overlaps(lives: list[tuple[int, int, int]]) -> None:
+    slots = [Slot(size, start, start + length) for size, start, length in lives]
+    total = place(slots).get("cpu", 0)
+    for i, a in enumerate(slots):
+        assert a.offset % ALIGN == 0 and 0 <= a.offset and a.offset + a.nbytes <= total
+        for c in slots[:i]:
+            apart_in_time = a.end < c.start or c.end < a.start
+            assert apart_in_time or a.offset + a.nbytes <= c.offset or c.offset + c.nbytes <= a.offset
+    assert peak(slots) <= total or not slots
+
+
+def test_strides_of_intermediates_are_the_planned_ones() -> None:
+    b = Builder()
+    x, y = inputs(b, "parameter", "tensor")
+    turned = b.call(aten.add.Tensor, b.call(aten.t.default, x), b.call(aten.t.default, y))
+    made = b.call(aten.mul.Tensor, turned, 3.0)
+    assert info(made).value.stride() == (1, 4)
+    compare(*b.finish([made, b.call(aten.mm.default, turned, made)], {}))

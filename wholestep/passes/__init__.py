@@ -1,0 +1,11 @@
+"""Graph to graph: `StepGraph` in, `StepGraph` out.
+
+A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit,
+except those that say otherwise (`fuse_optimizer`), which the user asks for by name.
+May import `ir`, `errors`, `torch_compat` and the operator facts of `lower/ops`; not capture, trace or runtime.
+"""
+
+from wholestep.passes.cleanup import Pass, run_passes, same_values
+from wholestep.passes.fuse_optimizer import fuse_optimizer
+
+__all__ = ["Pass", "fuse_optimizer", "run_passes", "same_values"]
