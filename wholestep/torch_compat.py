@@ -46,11 +46,13 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-# What fake tensors raise when a result's shape or value depends on data, or an operator has no fake rule.
+# What fake tensors raise when a result's shape or value depends on data, an operator has no fake rule, or devices
+# are mixed.
 FAKE_ERRORS: tuple[type[Exception], ...] = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
+    fake_tensor.FakeTensorDeviceMismatchError,
 )
 
 

@@ -55,6 +55,8 @@ class Anchored:
     def rebind(self, tensors: list[torch.Tensor]) -> bool:
         """Takes new tensors in place of the last ones, when a program cannot tell them apart."""
         for tensor, last, meta in zip(tensors, self.last, self.meta, strict=True):
+            if tensor is not last and last.requires_grad:
+                return False  # an optimizer may still hold, or know by key, the one that was there
             if tensor is not last and not (isinstance(tensor, torch.Tensor) and metadata(tensor) == meta):
                 return False
         if len({id(t) for t in tensors}) != len(self.ids):

@@ -244,8 +244,8 @@ class _Values:
 
     def _refuse(self, value: Any, where: str) -> None:
         if isinstance(value, torch.Tensor) and self.is_new(value):
-            raise LeakError(f"{where} holds a tensor made in the step ({tuple(value.shape)}, {value.dtype})",
-                            remedy="return the tensor from the step, or store it in an attribute, list or dict")
+            raise _leak(value, f"{where} holds a tensor made in the step ({tuple(value.shape)}, {value.dtype})",
+                        "return the tensor from the step, or store it in an attribute, list or dict")
 
     def _refuse_inside(self, value: Any, where: str) -> None:
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
@@ -253,6 +253,12 @@ class _Values:
         held += [getattr(value, name, None) for name in boxes.slot_names(type(value))]
         for item in (*held, *getattr(value, "__dict__", {}).values()):
             self._refuse(item, f"{where} ({type(value).__name__})")
+
+
+def _leak(held: Any, what: str, remedy: str) -> LeakError:
+    error = LeakError(what, remedy=remedy)
+    error.held = held
+    return error
 
 
 def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Effect], Value]:
@@ -286,8 +292,9 @@ def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values)
         tree = values.tree(place.holder, now, source.text)
         grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
         if grown and place.box is not boxes.MAPPING and any(isinstance(v, New) for v in tree.values[len(before):]):
-            raise LeakError(f"{source} grows by {len(now) - len(before)} values made in the step, at each call",
-                            remedy="return them from the step and append them outside, or clear the container first")
+            held = next(v.value for v in tree.values[len(before):] if isinstance(v, New))
+            raise _leak(held, f"{source} grows by {len(now) - len(before)} values made in the step, at each call",
+                        "return them from the step and append them outside, or clear the container first")
         yield SetContents(source, place.box, tree)
         return
     for key in before:

@@ -262,11 +262,19 @@ class Recorder(TorchDispatchMode):
             return self._view(func, args, kwargs) if is_view(func) else self._pure(func, args, kwargs)
         except FAKE_ERRORS as error:
             raise _translated(func, error) from error
+        except RuntimeError as error:
+            if "no fake impl registered" in str(error):
+                raise _translated(func, error) from error
+            raise
 
     def _exchange(self, leaf: Any) -> Any:
         """Symbolic numbers and tokens -> host numbers' nodes; everything else as it is."""
         if isinstance(leaf, (torch.SymFloat, torch.SymInt)):
             return leaf.node.fx_node
+        if isinstance(leaf, torch.Generator):
+            if leaf is not torch.default_generator:
+                raise UnsupportedError("a random operator with its own generator", user_line(), "use the default one")
+            return None
         if type(leaf) is float and leaf in self.tokens:
             self.spent.add(leaf)
             return self.tokens[leaf].fx_node
@@ -450,6 +458,14 @@ class Recorder(TorchDispatchMode):
                 "give it an output of the right shape",
             )
 
+    def made_at(self, value: Any) -> str:
+        """The user's line that made a tensor or number of the step."""
+        if isinstance(value, (torch.SymFloat, torch.SymInt)):
+            return str(value.node.fx_node.meta["info"].where)
+        if isinstance(value, FakeTensor):
+            return str(self.ref(value).storage.value.meta["info"].where)
+        return ""
+
     def _describe(self, tensor: torch.Tensor) -> str:
         lifted = self.by_id.get(id(tensor))
         return str(lifted.source) if lifted else f"a tensor of shape {list(tensor.shape)}"
@@ -559,6 +575,8 @@ def _is_list_op(func: Overload) -> bool:
 
 def _translated(func: Any, error: Exception) -> CaptureError:
     name = type(error).__name__
+    if "Device" in name:
+        return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
     if "Data" in name or "Dynamic" in name:
         return DataDependentError(
             f"the shape or value of the result of {func} depends on data",
