@@ -28,6 +28,7 @@ from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import (
     GRAD_SENSITIVE,
     HIDDEN_WRITES,
+    SHAPE_FROM_DATA,
     TRAINING_FLAG,
     Overload,
     Twin,
@@ -295,6 +296,8 @@ class Recorder(TorchDispatchMode):
             return func(*fakes[0], **fakes[1])
 
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in SHAPE_FROM_DATA:
+            raise UnsupportedError(f"the shape of the result of {func} depends on data", user_line(), "use dense tensors")
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref"):  # gave its argument back
             return out
@@ -320,8 +323,6 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = self.ref(args[0])
-        if args[0].layout != torch.strided:
-            raise UnsupportedError(f"{func} looks into a sparse tensor", user_line(), "use dense tensors")
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             self._alias(out, base, func, args, kwargs, None)
