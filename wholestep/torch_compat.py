@@ -5,14 +5,12 @@ Each name says what it is for; `tests/test_torch_compat.py` fails when one of th
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -62,8 +60,13 @@ def compile_with_inductor(
 
     Returns:
         A callable from a list of tensors, which it empties, to the flat outputs.
+
+    Inductor is loaded here, by name: it takes a second and loads much that no other backend needs.
     """
+    inductor = importlib.import_module("torch._inductor.compile_fx")
+    table = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+    virtualized = importlib.import_module("torch._inductor.virtualized").V
     with torch.no_grad(), mode:
-        plain = make_fx(gm, decomposition_table=select_decomp_table(), tracing_mode="real")(*inputs)
-    with torch.no_grad(), V.set_fake_mode(mode):
-        return compile_fx_inner(plain, list(inputs))  # type: ignore[no-any-return, return-value]
+        plain = make_fx(gm, decomposition_table=table, tracing_mode="real")(*inputs)
+    with torch.no_grad(), virtualized.set_fake_mode(mode):
+        return inductor.compile_fx_inner(plain, list(inputs))  # type: ignore[no-any-return]

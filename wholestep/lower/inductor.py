@@ -143,7 +143,8 @@ def _second_half(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node]) -> 
     for node in step.graph.nodes:
         if node.op in ("call_function", "get_attr") and node not in inside:
             copied[node] = graph.node_copy(node, copied.__getitem__)
-    outputs, mutations = [], {}
+    outputs: list[Any] = []
+    mutations: dict[int, int] = {}
     for index, node in enumerate(step.outputs):
         if index in step.signature.mutations:
             mutations[len(outputs)] = step.signature.mutations[index]

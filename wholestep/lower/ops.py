@@ -21,7 +21,17 @@ aten = torch.ops.aten
 Overload = torch._ops.OpOverload
 
 # Views in schema that may copy instead: they keep their base alive but are never made ahead of the call.
-MAYBE_VIEWS = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "resolve_conj", "resolve_neg", "type_as"}
+MAYBE_VIEWS = {
+    "reshape",
+    "reshape_as",
+    "contiguous",
+    "to",
+    "flatten",
+    "ravel",
+    "resolve_conj",
+    "resolve_neg",
+    "type_as",
+}
 # Views whose schema does not say so.
 HIDDEN_VIEWS = {"_unsafe_view"}
 
@@ -48,13 +58,6 @@ FILLS: dict[Any, Callable[..., Any]] = {
     aten.full_like.default: lambda x, value, **k: value,
     aten.new_full.default: lambda x, size, value, **k: value,
     aten.scalar_tensor.default: lambda value, **k: value,
-}
-# Overloads that only wrap their number into a tensor and call another one.
-PLAINER: dict[Any, Any] = {
-    aten.add.Scalar: aten.add.Tensor,
-    aten.sub.Scalar: aten.sub.Tensor,
-    aten.mul.Scalar: aten.mul.Tensor,
-    aten.div.Scalar: aten.div.Tensor,
 }
 COPIES = {aten.clone.default, aten._to_copy.default}
 
