@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphError
+from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
 InputKind = Literal["parameter", "buffer", "grad", "state", "tensor", "number"]
@@ -118,20 +119,25 @@ class Functionalized:
     Calling it clones each written argument, runs the operator, and returns a tuple: the operator's own
     results that are not one of the written arguments, then the new values of the written arguments, in
     schema order (a written list contributes one entry per tensor).
+
+    Args:
+        op: the operator.
+        written: positions of the written arguments, for an operator whose schema does not declare them.
     """
 
-    def __init__(self, op: torch._ops.OpOverload) -> None:
+    def __init__(self, op: OpOverload, written: tuple[int, ...] | None = None) -> None:
         self.op = op
         self.__name__ = f"functional_{op.name().split('::')[-1].replace('.', '_')}"
         self.__qualname__ = self.__name__
         self.__module__ = "wholestep.ir"
-        self.written = [i for i, arg in enumerate(op._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
+        declared = tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
+        self.written = declared if written is None else written
 
     def __repr__(self) -> str:
         return f"functional({self.op})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Functionalized) and other.op is self.op
+        return isinstance(other, Functionalized) and (other.op, other.written) == (self.op, self.written)
 
     def __hash__(self) -> int:
         return hash(("functional", self.op))
@@ -152,6 +158,29 @@ class Functionalized:
         outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
         fresh = [o for o in outs if not any(o is w for w in written)]
         return (*fresh, *written)
+
+
+class UnderGrad:
+    """An operator whose kernel asks whether gradients are wanted, run as if they were."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.__name__ = f"under_grad_{op.name().split('::')[-1].replace('.', '_')}"
+        self.__qualname__ = self.__name__
+        self.__module__ = "wholestep.ir"
+
+    def __repr__(self) -> str:
+        return f"under_grad({self.op})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnderGrad) and other.op is self.op
+
+    def __hash__(self) -> int:
+        return hash(("under_grad", self.op))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return self.op(*args, **kwargs)
 
 
 def get_rng_state() -> torch.Tensor:
@@ -188,10 +217,9 @@ def is_effectful(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     target = node.target.op if isinstance(node.target, Functionalized) else node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags
     return target in (get_rng_state, set_rng_state)
-
 
 
 
@@ -227,7 +255,7 @@ def check(step: StepGraph, stage: str) -> StepGraph:
             continue
         info(node)
         target = node.target
-        if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        if isinstance(target, OpOverload) and target._schema.is_mutable:
             _fail(stage, nodes, position, f"{target} writes to an argument")
         if node.op in ("call_module", "call_method"):
             _fail(stage, nodes, position, f"{node.op} is not part of the IR")

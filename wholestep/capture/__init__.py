@@ -1,1 +1,56 @@
-""""""
+"""Capture: a Python callable and its arguments -> a guarded view of what the step can see.
+
+Takes a function and one call's arguments. Gives a `Snapshot` (tensors and numbers with their sources, everything
+in reach put back by `restore`, changes described by `effects`), the guards that must hold later, and a `Binder`:
+the fast check that a call passes before a captured program serves it.
+May import: errors, ir, torch_compat. Must not import trace, autograd, spmd, passes, lower, runtime, api.
+"""
+
+from wholestep.capture.binder import Binder, compile_binder
+from wholestep.capture.effects import (
+    CallStep,
+    Const,
+    DelAttr,
+    DelItem,
+    Effect,
+    Existing,
+    New,
+    SetAttr,
+    SetContents,
+    SetGrad,
+    SetItem,
+    Tree,
+    new_values,
+    replay,
+)
+from wholestep.capture.guards import Guard, GuardFailure
+from wholestep.capture.snapshot import Snapshot, snapshot
+from wholestep.capture.source import Call, Source
+from wholestep.capture.walk import Found, Number
+
+__all__ = [
+    "Binder",
+    "Call",
+    "CallStep",
+    "Const",
+    "DelAttr",
+    "DelItem",
+    "Effect",
+    "Existing",
+    "Found",
+    "Guard",
+    "GuardFailure",
+    "New",
+    "Number",
+    "SetAttr",
+    "SetContents",
+    "SetGrad",
+    "SetItem",
+    "Snapshot",
+    "Source",
+    "Tree",
+    "compile_binder",
+    "new_values",
+    "replay",
+    "snapshot",
+]

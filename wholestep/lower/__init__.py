@@ -1,12 +1,41 @@
-"""Graph to callable: `StepGraph` in, ``fn(*inputs) -> outputs`` out.
+"""lower/: a `StepGraph` -> a callable on flat inputs.
 
-Takes a checked `StepGraph`; gives `Program` (generated ATen calls over a planned arena), a callable over
-Inductor's code, or a user's own backend. All write the new values of mutated inputs into those inputs.
-May import `ir`, `errors`, `torch_compat` and `passes/normal`; not capture, trace or runtime.
+Takes a pure graph and example inputs. Gives ``fn(*inputs) -> outputs`` that writes mutated inputs in place and
+gives every other output memory of its own. This is the only room that may reuse memory or write in place.
+May import: errors, ir, torch_compat, passes. Must not import capture, trace, runtime, api.
 """
 
-from wholestep.lower.aten import Program, lower_aten
-from wholestep.lower.inductor import lower_callable, lower_inductor
-from wholestep.lower.naive import interpret, lower_naive
+from __future__ import annotations
 
-__all__ = ["Program", "interpret", "lower_aten", "lower_callable", "lower_inductor", "lower_naive"]
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from wholestep.ir import StepGraph
+from wholestep.lower.aten import Program, lower_aten
+from wholestep.lower.inductor import UserBackend, lower_callable, lower_inductor
+from wholestep.lower.naive import lower_naive
+
+Backend = Literal["aten", "inductor", "naive"] | UserBackend
+
+LOWERINGS: dict[str, Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]] = {
+    "aten": lower_aten,
+    "inductor": lower_inductor,
+    "naive": lower_naive,
+}
+
+
+def lower(step: StepGraph, example_inputs: Sequence[Any], backend: Backend) -> Callable[..., Sequence[Any]]:
+    """Turns a graph into a callable, by the name of a backend or by the user's own one.
+
+    Raises:
+        ValueError: no backend of that name.
+        LoweringError: the backend failed.
+    """
+    if isinstance(backend, str) and backend in LOWERINGS:
+        return LOWERINGS[backend](step, example_inputs)
+    if callable(backend):
+        return lower_callable(backend)(step, example_inputs)
+    raise ValueError(f"backend {backend!r} is none of {sorted(LOWERINGS)} and not callable")
+
+
+__all__ = ["LOWERINGS", "Backend", "Program", "lower"]

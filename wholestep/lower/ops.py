@@ -15,10 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.ir import Functionalized
+from wholestep.torch_compat import OpOverload as Overload
 from wholestep.torch_compat import has_native_kernel
 
 aten = torch.ops.aten
-Overload = torch._ops.OpOverload
 
 # Views in schema that may copy instead: they keep their base alive but are never made ahead of the call.
 MAYBE_VIEWS = {
@@ -166,7 +166,7 @@ def inplace_variant(op: Overload) -> Overload | None:
 def mutable_twin(op: Any) -> Mutable | None:
     """The argument-writing form of a `Functionalized`, ``_fused_*`` or ``*_functional`` operator."""
     if isinstance(op, Functionalized):
-        written = _written(op.op)
+        written = tuple(op.written)  # the schema may not declare them
         own = [r for r in op.op._schema.returns if not (r.alias_info and r.alias_info.is_write)]
         return Mutable(op.op, written, len(own), nested=False)
     if not isinstance(op, Overload) or len(op._schema.returns) < 2:

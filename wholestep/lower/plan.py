@@ -48,6 +48,7 @@ from wholestep.lower.values import (
     writer,
     written_arguments,
 )
+from wholestep.torch_compat import OpOverload
 
 CONSTANT_BYTES = 1 << 22  # results of no input are kept between calls up to this size
 
@@ -165,7 +166,7 @@ class _Planner:
         for item in self.items:
             for node in item.nodes:
                 value = info(node).value
-                if is_effectful(node) or not isinstance(node.target, torch._ops.OpOverload) or item.kind != "single":
+                if is_effectful(node) or not isinstance(node.target, OpOverload) or item.kind != "single":
                     continue
                 if not isinstance(value, torch.Tensor) or value.numel() * value.itemsize > CONSTANT_BYTES:
                     continue
@@ -287,7 +288,7 @@ class _Planner:
         if found is not None:
             return found
         value = info(node).value
-        if isinstance(value, torch.Tensor) and isinstance(node.target, torch._ops.OpOverload) and is_dense(value):
+        if isinstance(value, torch.Tensor) and isinstance(node.target, OpOverload) and is_dense(value):
             named = is_pointwise(node.target) or base_name(node.target) in SELF_ONLY_INPLACE
             if named and inplace_variant(node.target) is not None and not is_view(node.target):
                 return "inplace"

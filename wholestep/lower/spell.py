@@ -11,7 +11,7 @@ from torch import fx
 from wholestep.ir import info
 from wholestep.lower.ops import aten, base_name, reaches
 from wholestep.lower.plan import Plan, variable
-from wholestep.torch_compat import direct_call
+from wholestep.torch_compat import OpOverload, direct_call
 
 # Operators whose number may be given as a tensor of one element and their operand's dtype: same bits, 1.5 µs less.
 NUMBER_AS_TENSOR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
@@ -103,7 +103,7 @@ class Speller:
     def _call(self, node: fx.Node) -> str:
         args, keywords = self._arguments(node)
         op: Any = node.target
-        if isinstance(op, torch._ops.OpOverload) and op.namespace == "aten":
+        if isinstance(op, OpOverload) and op.namespace == "aten":
             entry = getattr(torch, base_name(op), None)
             values, named = self._values(node)
             if entry is not None and reaches(op, entry, base_name(op), values, named):
@@ -112,7 +112,7 @@ class Speller:
 
     def _function(self, target: Any) -> str:
         """The variable that holds a function or operator that the program calls."""
-        if isinstance(target, torch._ops.OpOverload):
+        if isinstance(target, OpOverload):
             name = target.name().replace("::", "_").replace(".", "_")
             name = name if name.startswith("aten_") else f"host_{name}"
             if name not in self.namespace:

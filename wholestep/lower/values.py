@@ -21,6 +21,7 @@ from wholestep.lower.ops import (
     out_variant,
     read_only,
 )
+from wholestep.torch_compat import OpOverload
 
 How = Literal["skip", "host", "view", "fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pick"]
 
@@ -67,7 +68,7 @@ def writer(node: fx.Node) -> How | None:
         return "copy"
     if op in SCATTERS:
         return "scatter"
-    if not isinstance(op, torch._ops.OpOverload) or len(op._schema.returns) != 1 or is_view(op):
+    if not isinstance(op, OpOverload) or len(op._schema.returns) != 1 or is_view(op):
         return None
     found = out_variant(op, device_key(value))
     return "out" if found is not None and len(found[2]) == 1 else None

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, info, is_effectful, set_info
+from wholestep.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -62,7 +63,7 @@ def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> Step
     Afterwards tiling and batching see the same nodes for a plain and for a foreach optimizer.
     """
     for node in list(step.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not _base_name(node.target).startswith("_foreach_"):
+        if not isinstance(node.target, OpOverload) or not _base_name(node.target).startswith("_foreach_"):
             continue
         values = info(node).value
         simple = isinstance(values, (list, tuple)) and all(u.target is GETITEM for u in node.users)
@@ -108,7 +109,7 @@ _SINGLE: dict[str, dict[str, Any]] = {
 
 def _single_overload(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], dict[str, list[Any]]] | None:
     """The overload for one tensor, and its positional and keyword arguments by column."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     name, overload = _base_name(node.target), node.target._overloadname
     target = _SINGLE.get(name, {}).get(overload)
     if target is None:
@@ -143,5 +144,5 @@ def shared_host(step: StepGraph) -> StepGraph:
     return step
 
 
-def _base_name(op: torch._ops.OpOverload) -> str:
+def _base_name(op: OpOverload) -> str:
     return op._schema.name.split("::")[-1]

@@ -1,1 +1,196 @@
-""""""
+"""trace/: a Python step and its snapshot -> `Traced`, a `StepGraph` with everything a replay must do.
+
+Takes a callable, its arguments and what capture knows of the world (where tensors live, which numbers are
+inputs). Gives one flat graph of pure ATen calls, results as a template, effects on Python objects,
+predicates that must hold and version-counter increments.
+May import: errors, ir, torch_compat. Must not import capture, autograd, spmd, passes, lower, runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from wholestep.ir import Signature, StepGraph, dead_code
+from wholestep.torch_compat import FakeTensor
+from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
+from wholestep.trace.hoist import Hoisted, hoist
+from wholestep.trace.predicates import Predicate
+from wholestep.trace.recorder import Found, Lifted, Recorder, memory_of
+from wholestep.trace.results import Made, Outlet, Slot
+from wholestep.trace.where import Whereabouts
+from wholestep.trace.world import CallWindow, exchanged
+
+__all__ = ["SharedMemory", "Traced", "World", "trace_step"]
+
+
+class World(Protocol):
+    """What tracing needs of capture's snapshot."""
+
+    @property
+    def tensors(self) -> dict[int, Any]: ...
+    @property
+    def numbers(self) -> list[Any]: ...
+    def find(self, tensor: torch.Tensor) -> Found | None: ...
+    def lift(self, stand_ins: list[Any]) -> None: ...
+    def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
+
+
+class SharedMemory(Exception):  # noqa: N818 - a request, not an error
+    """Inputs that the step writes lie in memory that other inputs share; trace again, knowing that."""
+
+    def __init__(self, memories: frozenset[int]) -> None:
+        super().__init__(f"{len(memories)} shared memories")
+        self.memories = memories
+
+
+@dataclass
+class Traced:
+    """One traced run of a step.
+
+    Attributes:
+        step: the graph; its placeholders are the first of `lifted`.
+        lifted: the inputs; those after the placeholders serve results and predicates alone.
+        slots: the tensors that outlive the step.
+        result: what the step returned, as capture describes it.
+        effects: changes of Python objects, as capture describes them.
+        made: where to find the new values that result and effects hold, in the order in which they count them.
+        predicates: decisions that Python took on host numbers.
+        hoisted: beginnings of the state that the step makes.
+        versions: input index -> how many in-place writes eager execution counts.
+        fingerprint: equal for programs that compute the same.
+    """
+
+    step: StepGraph
+    lifted: list[Lifted]
+    slots: list[Slot]
+    result: Any
+    effects: list[Any]
+    made: list[Made]
+    predicates: list[Predicate]
+    hoisted: Hoisted
+    versions: dict[int, int]
+    fingerprint: str
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    world: World,
+    names: dict[int, str],
+    new_values: Callable[[list[Any], Any], list[Any]],
+    shared: frozenset[int] = frozenset(),
+) -> Traced:
+    """Runs a step once on fake tensors and records it.
+
+    Args:
+        fn: the step.
+        world: capture's snapshot, taken just before; the caller restores it afterwards.
+        names: id of a module -> its path.
+        new_values: gives the values made in the step that effects and result hold.
+        shared: memories that an earlier attempt found to be shared.
+
+    Raises:
+        CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
+        SharedMemory: restore the world and try again.
+    """
+    recorder = Recorder(world.find, Whereabouts(names), shared)
+    parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
+    before = {key: found.tensor._version for key, found in world.tensors.items()}
+    torch.clear_autocast_cache()
+    with recorder.whereabouts.following(), exchanged(recorder, parameters), CallWindow(recorder), recorder:
+        world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
+        result = fn(*args, **kwargs)
+    torch.clear_autocast_cache()
+    _refuse_shared_writes(recorder)
+    outlet = Outlet(recorder)
+    effects, value = world.outcome(lambda t: isinstance(t, FakeTensor), result)
+    made = new_values(effects, value)
+    versions = _versions(recorder, before)
+    hoisted = hoist(recorder, made)
+    return _finish(recorder, outlet, value, effects, [outlet.place(v) for v in made], hoisted, versions)
+
+
+def _refuse_shared_writes(recorder: Recorder) -> None:
+    by_memory: dict[int, list[Lifted]] = {}
+    for item in recorder.lifted:
+        if isinstance(item.value, torch.Tensor) and not item.members and item.value.numel():
+            by_memory.setdefault(memory_of(item.value), []).append(item)
+    written = [m for m, items in by_memory.items() if len(items) > 1 and any(_is_written(i) for i in items)]
+    if written:
+        raise SharedMemory(recorder.shared | frozenset(written))
+
+
+def _is_written(item: Lifted) -> bool:
+    return item.ref is not None and item.ref.storage.generation > 0
+
+
+def _versions(recorder: Recorder, before: dict[int, int]) -> dict[Any, int]:
+    """How often eager execution would have counted a write to each tensor."""
+    counts: dict[Any, int] = {}
+    for item in recorder.lifted:
+        for tensor in item.members or [item.value]:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+                times = tensor._version - before.get(id(tensor), tensor._version)
+                if times:
+                    counts[item if not item.members else recorder.by_id[id(tensor)]] = times
+    return counts
+
+
+def _finish(
+    recorder: Recorder,
+    outlet: Outlet,
+    result: Any,
+    effects: list[Any],
+    made: list[Made],
+    hoisted: Hoisted,
+    versions: dict[Any, int],
+) -> Traced:
+    written = [item for item in recorder.lifted if _is_written(item) and item.ref.parent is None]  # type: ignore[union-attr]
+    results = len(outlet.outputs)
+    output = recorder.graph.output((*outlet.outputs, *(item.ref.storage.value for item in written)))  # type: ignore[union-attr]
+    gm = fx.GraphModule(recorder.constants, recorder.graph)
+    dead_code(StepGraph(gm, Signature()))
+    ranks = first_uses(gm.graph)
+    written.sort(key=lambda item: ranks.get(item.node, len(ranks)))
+    outlet.outputs.extend(item.ref.storage.value for item in written)  # type: ignore[union-attr]
+    output.args = (tuple(outlet.outputs),)
+    mutated = dict(enumerate(written, start=results))
+    in_slots = [recorder.lifted[s.input].node for s in outlet.slots if s.input is not None]
+    used = order_inputs(gm.graph, [*(i.node for i in mutated.values()), *in_slots])
+    gm.recompile()
+    primary: dict[fx.Node, Lifted] = {}
+    for item in recorder.lifted:
+        primary.setdefault(item.node, item)
+    lifted = [primary[node] for node in used]
+    lifted += [item for item in recorder.lifted if item not in lifted]
+    lifted += [item for item in versions if item not in lifted]
+    new_index = {id(item): index for index, item in enumerate(lifted)}
+    moved = [new_index[id(item)] for item in recorder.lifted]
+    by_name = {i.name: i for i in recorder.inputs}
+    step = StepGraph(
+        gm,
+        Signature(
+            [by_name[str(node.target)] for node in used],
+            len(outlet.outputs),
+            {output: new_index[id(item)] for output, item in mutated.items()},
+            recorder.gradients,
+        ),
+    )
+    return Traced(
+        step,
+        lifted,
+        [s if s.input is None else replace(s, input=moved[s.input]) for s in outlet.slots],
+        result,
+        effects,
+        made,
+        [replace(p, inputs=tuple(moved[i] for i in p.inputs)) for p in recorder.predicates.values()],
+        hoisted,
+        {new_index[id(item)]: times for item, times in versions.items()},
+        fingerprint(step, recorder.constants),
+    )

@@ -1,0 +1,55 @@
+# Two commands do everything on a fresh machine with Python 3.11+ and a C compiler:
+#   make demo    sets up .venv and trains a small GPT eager, compiled, on two ranks with DDP and on two ranks compiled
+#   make test    sets up .venv and runs lint, types and all tests
+# More: make lint | types | check | bench | bench-quick | soak | image | clean
+
+PYTHON ?= python3
+JOBS   ?= 2
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+NATIVE := $(wildcard setup.py wholestep/comm/native/*.c wholestep/comm/native/*.h)
+# torch goes first and by its range alone, so that pip prefers a CPU build where one is at hand
+TORCH  := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
+# one thread a worker: the workers and the ranks they start are what fills the cores
+LIMIT  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: demo test lint types check bench bench-quick soak image clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: lint types check
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: $(STAMP)
+	$(LIMIT) $(BIN)/pytest -n $(JOBS) -q $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.train_step $(ARGS)
+	$(BIN)/python -m benchmarks.capture_scaling
+
+bench-quick: $(STAMP)
+	$(BIN)/python -m benchmarks.train_step --quick $(ARGS)
+
+# the long form of the property tests: hours of generated programs if you let it
+soak: $(STAMP)
+	WHOLESTEP_SOAK=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/test_programs.py $(ARGS)
+
+image: $(STAMP)
+	$(BIN)/python docs/draw_pipeline.py
+
+$(STAMP): pyproject.toml $(NATIVE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wholestep needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[test,demo,bench]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache

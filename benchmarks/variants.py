@@ -1,0 +1,107 @@
+"""The ways to run a training step that are measured against each other, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+import wholestep as ws
+from benchmarks.models import train_step
+
+Step = Callable[..., torch.Tensor]
+
+
+def _model_as_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _step_as_is() -> Step:
+    return train_step
+
+
+def _adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-4)
+
+
+def _fused_adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    dist.init_process_group("gloo")
+    return DistributedDataParallel(model)
+
+
+def _compiled_ddp(model: nn.Module) -> nn.Module:
+    return torch.compile(_ddp(model))
+
+
+def _fsdp2(model: nn.Module) -> nn.Module:
+    dist.init_process_group("gloo")
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                fully_shard(block)
+    return fully_shard(model)
+
+
+def _ours() -> Step:
+    return ws.compile(train_step)
+
+
+def _ours_fused() -> Step:
+    return ws.compile(train_step, passes=[ws.passes.fuse_optimizer])
+
+
+def _ours_two_ranks() -> Step:
+    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp"))
+
+
+def _ours_two_ranks_fused() -> Step:
+    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp"), passes=[ws.passes.fuse_optimizer])
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a step.
+
+    Attributes:
+        title: its name in the table.
+        ranks: processes it needs, each with a batch of its own.
+        baseline: the variant that its ratio is taken against.
+        model: wraps the model, before the optimizer sees its parameters.
+        step: gives the callable that is timed.
+        optimizer: makes the optimizer.
+        slow_start: True where the first step takes so long that it only runs when asked for.
+    """
+
+    title: str
+    ranks: int = 1
+    baseline: str = "eager"
+    model: Callable[[nn.Module], nn.Module] = _model_as_is
+    step: Callable[[], Step] = _step_as_is
+    optimizer: Callable[[nn.Module], Optimizer] = _adamw
+    slow_start: bool = False
+
+
+VARIANTS = {
+    "eager": Variant("eager"),
+    "eager-fused": Variant("eager, AdamW(fused=True)", optimizer=_fused_adamw),
+    "torch-compile": Variant("torch.compile(model)", model=torch.compile, slow_start=True),
+    "ours": Variant("wholestep", step=_ours),
+    "ours-fused": Variant("wholestep, fuse_optimizer", step=_ours_fused),
+    "ddp": Variant("DDP, Gloo", 2, "ddp", model=_ddp),
+    "compiled-ddp": Variant("torch.compile(DDP), Gloo", 2, "ddp", model=_compiled_ddp, slow_start=True),
+    "fsdp2": Variant("FSDP2, Gloo", 2, "ddp", model=_fsdp2),
+    "ours-dp": Variant("wholestep, DataParallel", 2, "ddp", step=_ours_two_ranks),
+    "ours-dp-fused": Variant("wholestep, DataParallel, fuse_optimizer", 2, "ddp", step=_ours_two_ranks_fused),
+}

@@ -1,0 +1,20 @@
+"""The one part of the package that is compiled: the shared-memory engine. All else is in pyproject.toml."""
+
+from setuptools import Extension, setup
+
+SOURCES = ["module", "segment", "round", "reduce", "move", "allreduce_exchange", "allreduce_split", "progress", "p2p"]
+
+setup(
+    ext_modules=[
+        Extension(
+            "wholestep.comm._native",
+            [f"wholestep/comm/native/{name}.c" for name in SOURCES],
+            depends=["wholestep/comm/native/shm.h"],
+            extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-pthread", "-Wall", "-Wextra"],
+            extra_link_args=["-pthread"],
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

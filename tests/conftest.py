@@ -1,0 +1,31 @@
+"""Settings of the whole suite.
+
+WHOLESTEP_TEST_COMPILE=identity judges the worlds and the judge instead of the compiler: the tests of
+refusals, which only a compiler can pass, are then left out.
+WHOLESTEP_TEST_LONG=1 lengthens the property tests.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+collect_ignore_glob = ["test_bad_input*.py"] if os.environ.get("WHOLESTEP_TEST_COMPILE") == "identity" else []
+
+COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
+settings.register_profile("quick", derandomize=True, max_examples=120, **COMMON)
+settings.register_profile("long", max_examples=20_000, **COMMON)
+settings.load_profile("long" if os.environ.get("WHOLESTEP_TEST_LONG") else "quick")
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_a_seed() -> None:
+    """Each test starts from the same random state, on one thread, so that sums have one order."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)

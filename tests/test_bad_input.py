@@ -1,0 +1,260 @@
+"""What bad input gets: a clear error that names the user's line, and a world left as it was.
+
+Each refused step marks its offending line with a comment; the error must name exactly that line.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from equal import World, assert_refused, assert_same_run
+from torch import Tensor, nn
+from zoo.models import labelled, training
+from zoo.nets import MLP
+
+import wholestep as ws
+from wholestep.errors import DataDependentError, LeakError, UnsupportedError
+
+KEPT: list[Any] = []
+
+
+@torch.library.custom_op("zoo::no_fake", mutates_args=())
+def no_fake(x: Tensor) -> Tensor:
+    """An operator without a fake rule."""
+    return x * 2
+
+
+def marked_line(function: Callable[..., Any]) -> str:
+    """``file.py:line`` of the line marked HERE in a function's source."""
+    lines, first = inspect.getsourcelines(function)
+    (offset,) = [i for i, line in enumerate(lines) if "# HERE" in line]
+    return f"test_bad_input.py:{first + offset}"
+
+
+def item_in_a_condition(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    if loss.item() > 0:  # HERE
+        loss = loss * 2
+    return loss
+
+
+def tensor_in_a_condition(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    if loss > 0:  # HERE
+        loss = loss * 2
+    return loss
+
+
+def nan_check(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    assert not torch.isnan(loss)  # HERE
+    return loss
+
+
+def allclose(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    return loss * 2 if torch.allclose(model.fc1(x), torch.zeros(())) else loss  # HERE
+
+
+def equal(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    return loss * 2 if torch.equal(model.fc1(x), x) else loss  # HERE
+
+
+def printed(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    print(loss)  # HERE
+    return loss
+
+
+def formatted(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    model.fc1.name = f"{loss:.3f}"  # HERE
+    return loss
+
+
+def formatted_number(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    model.fc1.name = f"{loss.item():.3f}"  # HERE
+    return loss
+
+
+def as_list(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x)
+    return logits.sum() * (2.0 if max(logits[0].tolist()) > 0 else 1.0)  # HERE
+
+
+def as_numpy(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x)
+    return logits.sum() * float(logits.detach().numpy().sum())  # HERE
+
+
+def as_range(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    for _ in range(int(y.max() + 1)):  # HERE
+        loss = loss + 1
+    return loss
+
+
+def as_shape(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y) + torch.zeros(int(y.max()) + 1).sum()  # HERE
+
+
+def as_index(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y) + [1.0, 2.0, 3.0, 4.0][y[0]]  # HERE
+
+
+def boolean_mask(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x)
+    return logits[logits > 0].sum()  # HERE
+
+
+def nonzero(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x)
+    return logits.sum() + (y > 1).nonzero().shape[0]  # HERE
+
+
+def unique(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y) + torch.unique(y).float().mean()  # HERE
+
+
+DATA_DEPENDENT = (
+    item_in_a_condition,
+    tensor_in_a_condition,
+    nan_check,
+    allclose,
+    equal,
+    printed,
+    formatted,
+    formatted_number,
+    as_list,
+    as_numpy,
+    as_range,
+    as_shape,
+    as_index,
+    boolean_mask,
+    nonzero,
+    unique,
+)
+
+
+@pytest.mark.parametrize("forward", DATA_DEPENDENT, ids=lambda f: f.__name__)
+def test_data_dependent(forward: Callable[..., Tensor], capsys: pytest.CaptureFixture[str]) -> None:
+    error = assert_refused(training(forward), DataDependentError)
+    assert marked_line(forward) in str(error)
+    assert "to do" in str(error)
+    assert capsys.readouterr().out == ""
+
+
+def operator_without_fake_rule(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    return model(no_fake(x), y)  # HERE
+
+
+def test_operator_without_fake_rule() -> None:
+    error = assert_refused(training(operator_without_fake_rule), UnsupportedError)
+    assert marked_line(operator_without_fake_rule) in str(error)
+    assert "no_fake" in str(error)
+
+
+def kept_in_a_global_list(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    KEPT.append(loss.detach())  # HERE
+    return loss
+
+
+def test_result_kept_elsewhere() -> None:
+    KEPT.clear()
+    try:
+        error = assert_refused(training(kept_in_a_global_list), LeakError)
+    finally:
+        KEPT.clear()
+    assert "test_bad_input.py" in str(error)
+
+
+def kept_number(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    KEPT.append(loss.item())  # HERE
+    return loss
+
+
+def test_number_kept_elsewhere() -> None:
+    KEPT.clear()
+    try:
+        error = assert_refused(training(kept_number), LeakError)
+    finally:
+        KEPT.clear()
+    assert "test_bad_input.py" in str(error)
+
+
+def lbfgs(seed: int) -> World:
+    model = MLP()
+    opt = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = model(x, y)
+            loss.backward()
+            return loss
+
+        return opt.step(closure)  # HERE
+
+    return World(step, labelled(1), {"model": model, "opt": opt})
+
+
+def test_lbfgs() -> None:
+    error = assert_refused(lbfgs, UnsupportedError)
+    assert "LBFGS" in str(error)
+    assert marked_line(lbfgs) in str(error)
+
+
+def test_optimizer_over_foreign_parameters() -> None:
+    """Parameters that no model of the step uses: they are updated or left exactly as eager does."""
+
+    def make(seed: int) -> World:
+        model, other = MLP(), MLP()
+        free = nn.Parameter(torch.ones(3))
+        opt = torch.optim.Adam([*model.parameters(), *other.parameters(), free])
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = model(x, y) + free.pow(2).sum()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss
+
+        return World(step, labelled(), {"model": model, "other": other, "free": free, "opt": opt})
+
+    assert_same_run(make)
+
+
+def test_model_on_two_devices() -> None:
+    def make(seed: int) -> World:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2, device="meta"))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).sum()
+            loss.backward()
+            opt.step()
+            return loss
+
+        return World(step, [(torch.randn(2, 3),)], {"model": model, "opt": opt})
+
+    error = assert_refused(make, UnsupportedError)
+    assert "meta" in str(error)
+    assert "cpu" in str(error)
+    assert "test_bad_input.py" in str(error)
+
+
+def test_mistakes_in_calling_compile() -> None:
+    with pytest.raises(TypeError, match="int"):
+        ws.compile(3)
+    with pytest.raises(ValueError, match="backend"):
+        ws.compile(lambda x: x, backend="nonsense")(torch.ones(1))
+    with pytest.raises(TypeError, match="argument"):
+        ws.compile(lambda x: x)(torch.ones(1), torch.ones(1))

@@ -1,0 +1,284 @@
+"""Effects: what a step changed in the Python world, done again without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections import defaultdict, deque, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as rates
+
+from wholestep.capture import Call, Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, replay, snapshot
+from wholestep.errors import LeakError, UnsupportedError
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+def traced(fn: Callable[..., Any], *args: Any) -> tuple[Snapshot, list[Effect]]:
+    """Runs a step, notes its effects and undoes them; tensors unknown before count as made in the step."""
+    snap = snapshot(fn, args)
+    known = {id(t): t for t in (f.tensor for f in snap.tensors.values())}
+    try:
+        fn(*args)
+        effects, _ = snap.outcome(lambda t: id(t) not in known)
+    finally:
+        snap.restore()
+    return snap, effects
+
+
+def again(snap: Snapshot, effects: list[Effect]) -> list[torch.Tensor]:
+    """Replays effects with fresh values, which it gives back."""
+    made = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in new_values(effects)]
+    replay(effects, snap.call, made)
+    return made
+
+
+def test_an_optimizer_step_with_new_state_and_gradients() -> None:
+    net = nn.Linear(2, 2)
+    opt = torch.optim.Adam(net.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        net(x).sum().backward()
+        opt.step()
+
+    snap, effects = traced(step, torch.ones(1, 2))
+    assert not opt.state and net.weight.grad is None
+    lines = [str(e) for e in effects]
+    assert lines[0].startswith("L['net'].weight.grad = new[")
+    assert any(line.startswith("L['opt'].state[L['net'].weight] = dict({'step': new[") for line in lines)
+    made = again(snap, effects)
+    assert net.weight.grad is made[0] and list(opt.state) == [net.weight, net.bias]
+    assert {id(t) for s in opt.state.values() for t in s.values()} <= {id(t) for t in made}
+    snap, effects = traced(lambda: opt.zero_grad())
+    assert [str(e) for e in effects] == [f"L['opt'].param_groups[0]['params'][{i}].grad = None" for i in (0, 1)]
+    again(snap, effects)
+    assert net.weight.grad is None and net.bias.grad is None
+
+
+def test_momentum_buffers_none_then_made() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    opt = torch.optim.SGD([weight], momentum=0.9)
+    weight.grad = torch.ones(2)
+    snap, effects = traced(opt.step)
+    (line,) = (str(e) for e in effects)
+    assert line.endswith("dict({'momentum_buffer': new[0]})")
+    opt.state[weight]["momentum_buffer"] = None
+    snap, effects = traced(opt.step)
+    made = again(snap, effects)
+    assert opt.state[weight]["momentum_buffer"] is made[0]
+
+
+@dataclasses.dataclass
+class Kept:
+    last: Any = None
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.kept, self.acts, self.table, self.calls = Kept(), [], defaultdict(list), 0
+        self.a, self.b = torch.ones(1), torch.zeros(1)
+
+
+def test_attributes_containers_and_exchanges() -> None:
+    def step(net: Net, queue: deque[Any], space: types.SimpleNamespace) -> None:
+        fresh = net.w * 2
+        net.kept.last = Pair(fresh.detach(), [net.w])
+        net.acts.clear()
+        net.acts.append(fresh)
+        net.calls += 1
+        net.a, net.b = net.b, net.a
+        net.table["new"].append(fresh)
+        net.config = Kept(fresh)
+        queue.append(1)
+        del space.old
+        space.new = {"t": fresh}
+        net.w.requires_grad_(False)
+
+    net, queue, space = Net(), deque([0], 3), types.SimpleNamespace(old=1)
+    a, b = net.a, net.b
+    snap, effects = traced(step, net, queue, space)
+    assert net.calls == 0 and not net.acts and net.a is a and not hasattr(net, "config") and net.w.requires_grad
+    fresh, detached = again(snap, effects)
+    assert net.kept.last.left is detached and net.kept.last.right[0] is net.w and isinstance(net.kept.last, Pair)
+    assert net.acts == [fresh] and net.calls == 1 and (net.a, net.b) == (b, a)
+    assert type(net.table["new"]) is list and net.table["new"][0] is fresh
+    assert isinstance(net.config, Kept) and net.config.last is fresh
+    assert queue == deque([0, 1]) and vars(space) == {"new": {"t": fresh}} and not net.w.requires_grad
+
+
+def test_globals_closures_slots_and_classes() -> None:
+    class Slotted:
+        __slots__ = ("t",)
+        count = 0
+
+    held: Any = None
+    slotted = Slotted()
+
+    def step(x: torch.Tensor) -> None:
+        nonlocal held
+        global KEPT
+        held = KEPT = slotted.t = x * 2
+        Slotted.count += 1
+
+    snap, effects = traced(step, torch.ones(1))
+    assert held is None and KEPT is None and Slotted.count == 0
+    (made,) = again(snap, effects)
+    assert held is made and KEPT is made and slotted.t is made and Slotted.count == 1
+    snap.restore()
+    assert KEPT is None
+
+
+KEPT: Any = None
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    losses: list[torch.Tensor] = [torch.zeros(1)]
+    total = torch.zeros(1)
+    weight = nn.Parameter(torch.ones(1))
+    kept: dict[str, Any] = {}
+
+    def grows() -> None:
+        losses.append(weight * 2)
+
+    def attached() -> None:
+        total.add_(weight)
+
+    def hides() -> None:
+        made = weight * 2
+        kept["later"] = lambda: made
+
+    def cyclic() -> None:
+        kept["self"] = [weight * 2]
+        kept["self"].append(kept["self"])
+
+    def hooks() -> None:
+        weight.register_hook(lambda g: g)
+
+    for step, what in (
+        (grows, r"L\['losses'\] grows by 1"), (attached, r"L\['total'\] was changed in place"),
+        (hides, r"L\['kept'\]\['later'\]"), (cyclic, "contains itself"), (hooks, r"a hook was added to L\['weight'\]"),
+    ):
+        with pytest.raises(LeakError, match=what):
+            traced(step)
+        assert len(losses) == 1 and total.grad_fn is None and not kept and not weight._backward_hooks
+
+
+def test_a_counter_is_an_effect_and_a_guard() -> None:
+    net = Net()
+
+    def step(net: Net) -> None:
+        net.calls += 1
+
+    snap, effects = traced(step, net)
+    binder = compile_binder(snap, [])
+    assert binder((net,), {}) == []
+    binder.apply(effects, Const(None), (net,), {}, [])
+    assert net.calls == 1
+    assert binder((net,), {}) == GuardFailure("L['net'].calls: expected 0, found 1")
+
+
+def test_bookkeeping_of_optimizers_and_schedulers_never_recompiles() -> None:
+    net = nn.Linear(2, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = rates.ExponentialLR(opt, 0.5)
+
+    def step(x: torch.Tensor) -> None:
+        net(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    x = torch.ones(1, 2)
+    snap, effects = traced(step, x)
+    binder = compile_binder(snap, [n.source for n in snap.numbers])
+    for _ in range(3):
+        values = binder((x,), {})
+        assert not isinstance(values, GuardFailure) and values[0] == opt.param_groups[0]["lr"]
+        binder.apply(effects, Const(None), (x,), {}, new_values(effects))
+        scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.0125
+
+
+def test_replay_reads_everything_before_it_assigns() -> None:
+    box = {"a": torch.ones(1), "b": torch.zeros(1)}
+    a, b = box["a"], box["b"]
+
+    def step(box: dict[str, torch.Tensor]) -> None:
+        box["a"], box["b"] = box["b"], box["a"]
+
+    snap, effects = traced(step, box)
+    other = {"a": a.clone(), "b": b.clone()}
+    want = other["b"], other["a"]
+    replay(effects, Call(step, (other,), {}), [])
+    assert (other["a"], other["b"]) == want and box["a"] is a
+
+
+SCHEDULERS: list[Callable[[Any], Any]] = [
+    lambda o: rates.ExponentialLR(o, 0.5),
+    lambda o: rates.OneCycleLR(o, 0.5, total_steps=9),
+    lambda o: rates.SequentialLR(o, [rates.ConstantLR(o), rates.CosineAnnealingLR(o, 5)], [2]),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Callable[[Any], Any]) -> None:
+    def fresh() -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        net = nn.Linear(2, 2)
+        opt = torch.optim.Adam(net.parameters(), lr=0.25)
+        return net, opt, make(opt)
+
+    def step(net: Any, opt: Any, scheduler: Any) -> None:
+        net(torch.ones(1, 2)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        scheduler.step()
+
+    eager, ours = fresh(), fresh()
+    step(*eager)
+    step(*ours)
+    snap = snapshot(step, ours)
+    before = dict(vars(ours[2])), dict(ours[1].param_groups[0])
+    snap.lift([n.value for n in snap.numbers])
+    step(*ours)
+    effects = snap.effects(lambda t: True)
+    snap.restore()
+    assert (dict(vars(ours[2])), dict(ours[1].param_groups[0])) == before
+    assert [str(e) for e in effects] == ["L['scheduler'].step()"]
+    binder = compile_binder(snap, [n.source for n in snap.numbers])
+    for _ in range(4):
+        step(*eager)
+        assert not isinstance(binder(ours, {}), GuardFailure)
+        binder.apply(effects, Const(None), ours, {}, [])
+        assert ours[1].param_groups[0]["lr"] == eager[1].param_groups[0]["lr"]
+        assert ours[2].last_epoch == eager[2].last_epoch
+    assert binder.slow_calls == 0
+
+
+def test_reading_a_rate_after_its_scheduler_moved_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    opt = torch.optim.SGD([weight], lr=0.5)
+    scheduler = rates.ExponentialLR(opt, 0.5)
+    plateau = rates.ReduceLROnPlateau(opt)
+
+    def early() -> None:
+        weight.grad = torch.ones(1)
+        scheduler.step()
+        opt.step()
+
+    def data() -> None:
+        plateau.step((weight * 2).sum())
+
+    for step, what in ((early, r"\['lr'\] was read after"), (data, "only known when the step runs")):
+        snap = snapshot(step)
+        snap.lift([n.value for n in snap.numbers])
+        with pytest.raises(UnsupportedError, match=what):
+            step()
+        snap.restore()
+        assert opt.param_groups[0]["lr"] == 0.5 and "step" not in vars(scheduler) and weight.grad is None

@@ -1,0 +1,121 @@
+"""`wholestep run`: places given out, output marked, one failure ends all, the exit code told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from wholestep.cli import main
+
+HANG = "import time\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Writes a script and runs it under `wholestep run` with the given options."""
+
+    def start(script: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "script.py"
+        path.write_text(script)
+        command = [sys.executable, "-m", "wholestep", "run", *options, str(path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    return start
+
+
+def alive(pid: int) -> bool:
+    """True for a process that runs (a zombie that nobody reaps has ended)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid: int, patience: float = 10.0) -> bool:
+    deadline = time.monotonic() + patience
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_each_rank_learns_its_place(run):
+    keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"]
+    out = run(f"import os\nprint(*(os.environ[k] for k in {keys}), int(os.environ['MASTER_PORT']) > 0)", "-n", "3")
+    assert out.returncode == 0, out.stderr
+    assert sorted(out.stdout.splitlines()) == [f"[rank {r}] {r} {r} 3 3 0 127.0.0.1 True" for r in range(3)]
+
+
+def test_ranks_count_on_over_several_hosts(run):
+    options = ("-n", "2", "--nodes", "2", "--node-rank", "1", "--master-port", "29400", "--master-addr", "10.0.0.7")
+    keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    out = run(f"import os\nprint(*(os.environ[k] for k in {keys}))", *options)
+    assert sorted(out.stdout.splitlines()) == [f"[rank {r}] {r} {r - 2} 4 1 10.0.0.7 29400" for r in (2, 3)]
+
+
+def test_arguments_reach_the_script_as_they_are(run):
+    out = run("import sys\nprint(sys.argv[1:])", "-n", "1", arguments=("-n", "7", "--", "--help", "a b"))
+    assert out.stdout == "[rank 0] ['-n', '7', '--', '--help', 'a b']\n"
+
+
+def test_streams_stay_apart_and_every_line_is_marked(run):
+    out = run("import sys\nprint('one\\ntwo')\nprint('bad', file=sys.stderr, end='')", "-n", "1")
+    assert out.stdout == "[rank 0] one\n[rank 0] two\n"
+    assert out.stderr == "[rank 0] bad\n"
+
+
+def test_one_failure_ends_all_with_its_exit_code(run):
+    script = f"import os, sys\nprint(os.getpid())\nif os.environ['RANK'] == '1': sys.exit(7)\n{HANG}"
+    out = run(script, "-n", "3")
+    assert out.returncode == 7
+    assert "rank 1 (process" in out.stderr and "exit code 7; stopping the 2 that still ran" in out.stderr
+    assert all(not alive(int(line.split()[-1])) for line in out.stdout.splitlines())
+
+
+def test_a_killed_rank_is_named_with_its_signal(run):
+    script = f"import os, signal\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\n{HANG}"
+    out = run(script, "-n", "2")
+    assert out.returncode == 128 + signal.SIGKILL
+    assert "killed by SIGKILL" in out.stderr
+
+
+def test_what_a_rank_started_ends_with_it(run):
+    sleeper = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    out = run(f"import subprocess, sys\nprint({sleeper}.pid)\nsys.exit(3)", "-n", "1")
+    assert out.returncode == 3
+    assert gone(int(out.stdout.split()[-1]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals):
+    (tmp_path / "script.py").write_text(f"import os\nprint(os.getpid(), flush=True)\n{HANG}")
+    command = [sys.executable, "-m", "wholestep", "run", "-n", "2", str(tmp_path / "script.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        ranks = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
+        assert all(alive(pid) for pid in ranks)
+        os.kill(launcher.pid, number)
+        code = launcher.wait(30)
+    assert code == (-9 if number == signal.SIGKILL else 128 + number)
+    assert all(gone(pid) for pid in ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-n", "0"], "at least one rank"),
+        (["--nodes", "2", "--node-rank", "2", "--master-port", "1"], "host 2 is not one of 0..1"),
+        (["--nodes", "2"], "give the port"),
+        (["-n", "two"], "not a valid integer"),
+    ],
+)
+def test_wrong_numbers_are_explained(options: list[str], message: str):
+    result = CliRunner().invoke(main, ["run", *options, "script.py"])
+    assert result.exit_code == 2
+    assert message in result.output

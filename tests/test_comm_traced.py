@@ -1,0 +1,128 @@
+"""Collectives called as in c10d inside a traced function: each becomes its operator and exactly one wait."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from wholestep import comm
+from wholestep.testing import run_ranks
+
+
+def all_reduce(x, n):
+    return comm.all_reduce(x, async_op=True), x
+
+
+def all_gather(x, n):
+    outs = [torch.zeros_like(x) for _ in range(n)]
+    work = comm.all_gather(outs, x, async_op=True)
+    work.wait()
+    return work, sum(outs)
+
+
+def all_gather_into_tensor(x, n):
+    out = torch.cat([torch.zeros_like(x) for _ in range(n)])
+    work = comm.all_gather_into_tensor(out, x, async_op=True)
+    work.wait()
+    return work, out
+
+
+def reduce_scatter(x, n):
+    out = torch.zeros_like(x)
+    return comm.reduce_scatter(out, [x.clone() + i for i in range(n)], async_op=True), out
+
+
+def reduce_scatter_tensor(x, n):
+    out = torch.zeros_like(x).chunk(n, dim=0)[comm.get_rank()]
+    return comm.reduce_scatter_tensor(out, x, async_op=True), out
+
+
+def broadcast(x, n):
+    return comm.broadcast(x, src=0, async_op=True), x
+
+
+def scatter(x, n):
+    out = torch.zeros_like(x)
+    parts = [x + i for i in range(n)] if comm.get_rank() == 0 else None
+    return comm.scatter(out, parts, src=0, async_op=True), out
+
+
+def all_to_all(x, n):
+    outs = [torch.zeros_like(x) for _ in range(n)]
+    return comm.all_to_all(outs, [x for _ in range(n)], async_op=True), outs
+
+
+def consecutive(x, n):
+    comm.all_reduce(x, async_op=True).wait()
+    return comm.all_reduce(x, async_op=True), x
+
+
+def reduce(x, n):
+    return comm.reduce(x, 0, async_op=True), x
+
+
+def gather(x, n):
+    outs = [torch.zeros_like(x) for _ in range(n)] if comm.get_rank() == 0 else None
+    return comm.gather(x, outs, 0, async_op=True), outs or x
+
+
+FORMS = [
+    all_reduce,
+    all_gather,
+    all_gather_into_tensor,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    broadcast,
+    scatter,
+    all_to_all,
+    consecutive,
+    reduce,
+    gather,
+]
+TWICE = {"consecutive"}
+
+
+def trace_all():
+    return {form.__name__: traced(form) for form in FORMS}
+
+
+def traced(form):
+    """Results of the function and of its traced form on two inputs, and the names of the recorded operators."""
+    n = comm.get_world_size()
+
+    def fn(x):
+        work, out = form(x + x, n)
+        work.wait()
+        return [one * 2 for one in out] if isinstance(out, list) else out * 2
+
+    x = torch.ones(4, 4) * (comm.get_rank() + 1)
+    recorded = make_fx(fn)(x.clone())
+    names = [str(node.target) for node in recorded.graph.nodes if node.op == "call_function"]
+    first, again = fn(x + 1), recorded(x + 1)
+    other = recorded(x + 2)
+    same = all(torch.equal(a, b) for a, b in zip(_listed(first), _listed(again), strict=True))
+    differs = not all(torch.equal(a, b) for a, b in zip(_listed(first), _listed(other), strict=True))
+    return names, same, differs
+
+
+def _listed(value):
+    return value if isinstance(value, list) else [value]
+
+
+@pytest.fixture(scope="module")
+def recordings():
+    """One run for all forms: importing what `make_fx` needs takes seconds in each process."""
+    return run_ranks(trace_all, 2, "gloo")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_traced_work_wait(form, recordings):
+    for names, same, differs in (recording[form.__name__] for recording in recordings):
+        ours = [name for name in names if name.startswith("wholestep.")]
+        waits = [name for name in ours if name.startswith("wholestep.wait")]
+        started = [name for name in ours if name not in waits]
+        assert len(started) == len(waits) == (2 if form.__name__ in TWICE else 1), ours
+        assert ours[0] not in waits
+        assert ours.index(waits[0]) == 1
+        assert names.index(waits[-1]) < max(i for i, name in enumerate(names) if "mul" in name)
+        assert same
+        assert differs

@@ -1,0 +1,12 @@
+"""Training of small models of many kinds: compiled as eager, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from equal import assert_same_run
+from zoo.models import MODELS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str) -> None:
+    assert_same_run(MODELS[name])

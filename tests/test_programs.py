@@ -1,0 +1,89 @@
+"""Property tests: random programs of views, writes and gradients give what eager gives, to the last alias.
+
+Values, errors, versions, identities and memory are compared after each of three calls; then every tensor
+in reach is written into, to see who sees the write. WHOLESTEP_TEST_LONG=1 runs many more programs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equal import assert_same_failure, assert_same_or_refused, assert_same_run
+from hypothesis import given
+from torch import Tensor
+from zoo.programs import PURE, VIEWS, InputSpec, Instruction, Program, build_inputs, programs, run, world_of
+
+SOME_WRITES = ("add_", "copy_", "setitem", "out", "zero_", "masked_fill_", "foreach_add_", "data_add_")
+
+
+def entangled(inputs: list[Tensor], before: list[tuple[torch.Size, tuple[int, ...], bool]]) -> bool:
+    """True when a call changed what an input *is*: its place in an autograd graph, shape, strides or flags."""
+    return any(
+        not x.is_leaf or (x.shape, x.stride(), x.requires_grad) != was for x, was in zip(inputs, before, strict=True)
+    )
+
+
+def judge(program: Program) -> None:
+    """Compares a program with eager; a refusal is accepted only where an input changes its nature."""
+    torch.manual_seed(1)
+    inputs = build_inputs(program)
+    before = [(x.shape, x.stride(), x.requires_grad) for x in inputs]
+    for call in range(3):
+        try:
+            run(program, inputs)
+        except (RuntimeError, IndexError, ValueError):
+            assert_same_failure(world_of(program), calls_before=call)
+            return
+        if entangled(inputs, before):
+            assert_same_or_refused(world_of(program), steps=call + 1)
+            return
+    assert_same_run(world_of(program), steps=3, poke=True)
+
+
+@given(programs(gradients=False))
+def test_views_and_writes(program: Program) -> None:
+    judge(program)
+
+
+@given(programs(gradients=True))
+def test_views_writes_and_gradients(program: Program) -> None:
+    judge(program)
+
+
+@given(programs(gradients=True, reshapes=True))
+def test_changes_of_shape_in_place(program: Program) -> None:
+    judge(program)
+
+
+def program_of(*body: Instruction, shape: int = 3, grad: bool = False) -> Program:
+    """A program on one float input, returning its input and its last tensor."""
+    return Program((InputSpec(shape, 0, grad, -1, 0),), body, (0, 1))
+
+
+@pytest.mark.parametrize(
+    "write", ["add_", "copy_", "setitem", "out", "zero_", "masked_fill_", "foreach_add_", "data_add_"]
+)
+@pytest.mark.parametrize("view", VIEWS)
+def test_each_write_through_each_view(view: str, write: str) -> None:
+    """Input [2, 3]; a view of it is made, then a second view of the view is written, then the input is read."""
+    judge(
+        program_of(
+            Instruction(view, 0, 0, 1, 1, False),
+            Instruction("alias", 1, 1, 0, 0, False),
+            Instruction(write, 2, 0, 1, 1, False),
+            Instruction("square", 0, 0, 0, 0, False),
+        )
+    )
+
+
+@pytest.mark.parametrize("op", PURE)
+def test_each_pure_operator_with_a_gradient(op: str) -> None:
+    judge(
+        program_of(
+            Instruction(op, 0, 0, 1, 1, False),
+            Instruction("square", 1, 0, 0, 0, False),
+            Instruction("add_", 1, 0, 0, 0, True),
+            Instruction("backward", 2, 0, 1, 0, False),
+            grad=True,
+        )
+    )

@@ -1,0 +1,5 @@
+"""`python -m wholestep` is the command `wholestep`."""
+
+from wholestep.cli import main
+
+main(prog_name="wholestep")

@@ -1,0 +1,176 @@
+"""The pipeline: a Python step -> a captured, lowered program that runs in its place."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from wholestep.capture import Snapshot, compile_binder, new_values, snapshot
+from wholestep.errors import CaptureError, WholestepError
+from wholestep.ir import StepGraph, check
+from wholestep.lower import Backend, lower
+from wholestep.runtime import Entry, Missed, Program
+from wholestep.trace import SharedMemory, Traced, trace_step
+
+Pass = Callable[[StepGraph], StepGraph]
+
+_tracing = threading.local()
+
+# A step that keeps needing new captures is misused: better an error than minutes lost in silence.
+MAX_ENTRIES = 32
+
+
+def build(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    passes: Sequence[Pass],
+    backend: Backend,
+    programs: dict[str, Program],
+) -> Entry:
+    """From one call to a program: every stage of Wholestep, in order.
+
+    Args:
+        programs: those lowered before, by fingerprint; a capture that computes the same shares one.
+    """
+    world, traced = capture(fn, args, kwargs)
+    program = programs.get(traced.fingerprint)
+    if program is None:
+        step = check(traced.step, "trace")
+        for transform in passes:
+            step = check(transform(step), getattr(transform, "__name__", str(transform)))
+        examples = [item.value for item in traced.lifted[: len(step.signature.inputs)]]
+        program = programs[traced.fingerprint] = Program(step, lower(step, examples, backend), traced.fingerprint)
+    bound = [item.source for item in traced.lifted if item.source is not None]
+    mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
+    binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])
+    return Entry(traced, binder, program)
+
+
+def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Snapshot, Traced]:
+    """Runs the step once on fake tensors; everything real is as before when it returns or raises."""
+    world = snapshot(fn, args, kwargs)
+    shared: frozenset[int] = frozenset()
+    while True:
+        try:
+            _tracing.active = True
+            return world, trace_step(fn, args, kwargs, world, world.module_names(), new_values, shared)
+        except SharedMemory as request:
+            shared = request.memories
+        finally:
+            _tracing.active = False
+            world.restore()
+
+
+class Compiled:
+    """A training step that is captured at its first call and replayed afterwards.
+
+    Attributes:
+        recompiles: why calls needed a new program, one reason each; empty while the first still serves.
+    """
+
+    def __init__(self, fn: Callable[..., Any], passes: Sequence[Pass], backend: Backend) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._passes, self._backend = fn, tuple(passes), backend
+        self._lock = threading.RLock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all captures."""
+        self._entries: list[Entry] = []
+        self._programs: dict[str, Program] = {}
+        self.recompiles: list[str] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_tracing, "active", False):  # inside of another step's capture: part of that step
+            return self._fn(*args, **kwargs)
+        with self._lock:
+            reason = ""
+            for entry in self._entries:
+                outcome = entry(args, kwargs)
+                if type(outcome) is not Missed:
+                    if entry is not self._entries[0]:
+                        self._entries.remove(entry)
+                        self._entries.insert(0, entry)
+                    return outcome
+                reason = reason or outcome.reason
+            entry = self._capture(args, kwargs, reason)
+            outcome = entry(args, kwargs)
+            if type(outcome) is Missed:
+                raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")
+            return outcome
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Entry:
+        if len(self._entries) >= MAX_ENTRIES:
+            raise CaptureError(
+                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {reason}",
+                remedy="keep the number that changes in a tensor, or compile a smaller part of the step",
+            )
+        known = len(self._programs)
+        entry = build(self._fn, args, kwargs, self._passes, self._backend, self._programs)
+        if known and len(self._programs) > known:
+            self.recompiles.append(reason)
+        self._entries.insert(0, entry)
+        return entry
+
+    def _latest(self) -> Program:
+        if not self._entries:
+            raise ValueError("nothing is captured yet: call the step once first")
+        return self._entries[0].program
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """The captured graphs, after all passes; the latest used comes first."""
+        return list({id(e.program): e.program.step.gm for e in self._entries}.values())
+
+    @property
+    def code(self) -> str:
+        """The generated program that served last, as readable Python."""
+        return self._latest().code
+
+
+def compile(  # noqa: A001 - the ecosystem's name
+    fn: Callable[..., Any] | None = None,
+    *,
+    backend: Backend = "aten",
+    passes: Sequence[Pass] = (),
+    gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+) -> Any:
+    """Makes a training step run as one captured program.
+
+    Args:
+        fn: the step, or None to use this as a decorator with options.
+        backend: ``"aten"`` (bitwise equal to eager), ``"inductor"``, or a callable
+            ``(gm, example_inputs) -> callable``.
+        passes: functions ``StepGraph -> StepGraph``, applied in order; those that change rounding are here.
+        gm_transformation: a function ``GraphModule -> GraphModule``, called once per program, last.
+
+    Returns:
+        A `Compiled`, or a decorator when ``fn`` is None.
+    """
+    if fn is None:
+        return functools.partial(compile, backend=backend, passes=passes, gm_transformation=gm_transformation)
+    if not callable(fn):
+        raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
+    chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
+    return Compiled(fn, chain, backend)
+
+
+def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:
+    def gm_transformation(step: StepGraph) -> StepGraph:
+        gm = transform(step.gm)
+        gm.recompile()
+        return StepGraph(gm, step.signature, "gm_transformation")
+
+    return gm_transformation
+
+
+def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.GraphModule:
+    """The graph of one call of ``fn``, as captured; nothing is run and nothing changes."""
+    return capture(fn, args, kwargs)[1].step.gm
+
+

@@ -1,0 +1,110 @@
+"""Generates the replay of a step's effects around the holders that a binder has just let pass.
+
+It does what `effects.replay` does, without following a source for each change: anchored holders are referred to
+directly and anchored tensors through the binder's list of them, which it keeps up to date.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from wholestep.capture.effects import (
+    CallStep,
+    Const,
+    DelAttr,
+    DelItem,
+    Effect,
+    Existing,
+    New,
+    SetAttr,
+    SetContents,
+    SetGrad,
+    SetItem,
+    Value,
+    build,
+    fill,
+)
+from wholestep.capture.fastpath import FastPath, compiled
+from wholestep.capture.source import Call, Global, Source, Vars
+from wholestep.capture.walk import is_plain
+
+Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], None]
+
+
+class Applier:
+    """Builds the generated function for one list of effects.
+
+    Attributes:
+        code: its text.
+        function: ``(args, kwargs, made) -> None``.
+    """
+
+    def __init__(self, effects: Sequence[Effect], path: FastPath, call: Call) -> None:
+        self.path, self.call = path, call
+        self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn, "build": build,
+                                      "fill": fill}
+        self.dynamic = False
+        self.reads: list[str] = []
+        self.writes: list[str] = []
+        for index, effect in enumerate(effects):
+            self._effect(index, effect)
+        head = ["call = Call(fn, args, kwargs)"] if self.dynamic else []
+        lines = [*head, *self.reads, *self.writes] or ["pass"]
+        self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
+        exec(compiled(self.code), self.space)
+        self.function: Apply = self.space["apply"]
+
+    def _constant(self, value: Any) -> str:
+        name = f"c{len(self.space)}"
+        self.space[name] = value
+        return name
+
+    def _read(self, source: Source) -> str:
+        """An expression for what is at a source: direct when it cannot change under the binder's eyes."""
+        value = source.read(self.call)
+        if isinstance(value, torch.Tensor):
+            held = self.path.anchored_tensors.get(id(value))
+            if held is not None:
+                return held.replace("t[", "LAST[")
+        elif not is_plain(value) and self.path.is_anchored(value):
+            return self._constant(value)
+        self.dynamic = True
+        return f"{self._constant(source)}.read(call)"
+
+    def _value(self, value: Value) -> str:
+        if isinstance(value, New):
+            return f"made[{value.index}]"
+        if isinstance(value, Const):
+            return self._constant(value.value)
+        if isinstance(value, Existing):
+            return self._read(value.source)
+        self.dynamic = True
+        return f"build({self._constant(value)}, call, made)"
+
+    def _effect(self, index: int, effect: Effect) -> None:
+        holder = f"h{index}"
+        self.reads.append(f"{holder} = {self._read(effect.source)}")
+        if isinstance(effect, (SetItem, DelItem)):
+            self.reads.append(f"k{index} = {self._value(effect.key)}")
+        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents)):
+            self.reads.append(f"v{index} = {self._value(effect.value)}")
+        table = isinstance(effect.source, (Vars, Global))
+        if isinstance(effect, SetGrad):
+            line = f"{holder}.grad = v{index}"
+        elif isinstance(effect, SetItem):
+            line = f"{holder}[k{index}] = v{index}"
+        elif isinstance(effect, DelItem):
+            line = f"del {holder}[k{index}]"
+        elif isinstance(effect, CallStep):
+            line = f"{holder}.step(*{self._constant(effect.args)})"
+        elif isinstance(effect, SetContents):
+            line = f"fill({self._constant(effect.box)}, {holder}, v{index})"
+        elif isinstance(effect, SetAttr):
+            line = f"{holder}[{effect.name!r}] = v{index}" if table else f"{holder}.{effect.name} = v{index}"
+        else:
+            assert isinstance(effect, DelAttr)
+            line = f"{holder}.pop({effect.name!r}, None)" if table else f"del {holder}.{effect.name}"
+        self.writes.append(line)

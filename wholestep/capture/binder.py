@@ -1,0 +1,120 @@
+"""The binder: checks a call against the guards and fetches the inputs of a captured program.
+
+The fast path is generated Python that holds direct references to what was there at the last call: module
+attributes, optimizer state and parameters are compared with it by identity, whole lists at a time; batches, which
+are new objects at each call, are followed by path. When anything is not the very same, the slow path walks the
+call anew and compares guard by guard: either it names the first that fails, or all hold (an equal tensor or
+container took the place of another) and the fast path is made again around the new objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wholestep.capture.applier import Applier
+from wholestep.capture.effects import Effect, New, Value, build
+from wholestep.capture.fastpath import Fast, FastPath, memory
+from wholestep.capture.guards import Guard, GuardFailure, compare
+from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
+from wholestep.capture.source import Call, Source
+
+
+class Binder:
+    """``binder(args, kwargs)`` gives the input values in order, or a `GuardFailure`.
+
+    Attributes:
+        code: the generated fast path.
+        slow_calls: how many calls took the slow path.
+    """
+
+    def __init__(
+        self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]
+    ) -> None:
+        self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
+        self.names = snap.names
+        self.mutated = frozenset(source.path for source in mutated)
+        self.slow_calls = 0
+        self._sharing = _sharing(snap, self.mutated)
+        with no_collection():
+            self._fast: Fast = self._compile(snap)
+
+    def _compile(self, snap: Snapshot) -> Fast:
+        self._path = path = FastPath(snap, self.inputs, self.mutated)
+        self._applied: Sequence[Effect] | None = None
+        self.code = path.code
+        return path.function
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        values = self._fast(args, kwargs)
+        return self._slow(args, kwargs) if values is None else values
+
+    def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        self.slow_calls += 1
+        with no_collection():
+            return self._anew(args, kwargs)
+
+    def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        later = snapshot(self.fn, args, kwargs, self.names)
+        failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
+        if failure is not None:
+            return failure
+        self._fast = self._compile(later)
+        values = self._fast(args, kwargs)
+        return [source.read(later.call) for source in self.inputs] if values is None else values
+
+    def _lacks(self, later: Snapshot) -> GuardFailure | None:
+        there = {f.source.path for f in later.tensors.values()} | {n.source.path for n in later.numbers}
+        missing = [source for source in self.inputs if source.path not in there]
+        return GuardFailure(f"{missing[0]}: expected to be there, found missing") if missing else None
+
+    def _shares_otherwise(self, later: Snapshot) -> GuardFailure | None:
+        now = _sharing(later, self.mutated)
+        for pair in (*(self._sharing - now), *(now - self._sharing)):
+            expected = pair in self._sharing
+            return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
+        return None
+
+    def apply(
+        self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Sequence[Any]
+    ) -> Any:
+        """Replays effects in a call that this binder has just let pass, and gives the step's result."""
+        outcome = made[result.index] if isinstance(result, New) else build(result, Call(self.fn, args, kwargs), made)
+        if effects:
+            if self._applied is not effects:
+                self._apply = Applier(effects, self._path, Call(self.fn, args, kwargs)).function
+                self._applied = effects
+            self._apply(args, kwargs, made)
+        return outcome
+
+
+def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, str]]:
+    """Pairs of tensors in one storage of which the step writes at least one, by source."""
+    holders: dict[int, list[Source]] = {}
+    for found in snap.tensors.values():
+        address = memory(found.tensor)
+        if address:
+            holders.setdefault(address, []).append(found.source)
+    pairs: set[tuple[str, str]] = set()
+    for group in holders.values():
+        for i, a in enumerate(group):
+            pairs.update((a.text, b.text) for b in group[i + 1:] if a.path in mutated or b.path in mutated)
+    return frozenset(pairs)
+
+
+def compile_binder(snap: Snapshot, inputs: Sequence[Source], guards: list[Guard] | None = None,
+                   mutated: Sequence[Source] = ()) -> Binder:
+    """Makes the binder of a captured program.
+
+    Args:
+        inputs: the sources of the program's placeholders, in order; tensors and lifted numbers of the snapshot.
+        guards: what must hold; all of the snapshot's when None.
+        mutated: the inputs that the program writes to.
+
+    Raises:
+        ValueError: an input is not a tensor or number of the snapshot.
+    """
+    return Binder(snap, inputs, snap.guards() if guards is None else guards, mutated)
+
+
+__all__ = ["Binder", "compile_binder"]

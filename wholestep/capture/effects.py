@@ -1,0 +1,423 @@
+"""Effects: what a step changed in the Python world, as values that can be replayed without running it.
+
+`differences` compares each place of a snapshot with what it holds now. `replay` does the same changes again in a
+later call: first it evaluates every new value and finds every holder, then it assigns, so that two effects that
+exchange values do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from wholestep.capture import boxes
+from wholestep.capture.boxes import MISSING, Contents
+from wholestep.capture.source import Call, Global, Source, Vars
+from wholestep.capture.walk import Place, is_plain
+from wholestep.errors import LeakError
+
+if TYPE_CHECKING:
+    from wholestep.capture.snapshot import Snapshot
+
+NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
+
+
+@dataclass(frozen=True, eq=False)
+class New:
+    """A tensor (or a number computed from lifted ones) that the step makes; ``index`` counts the distinct ones."""
+
+    value: Any
+    index: int
+
+    def __str__(self) -> str:
+        return f"new[{self.index}]"
+
+
+@dataclass(frozen=True, eq=False)
+class Existing:
+    """Something that was there before the step."""
+
+    source: Source
+    value: Any
+
+    def __str__(self) -> str:
+        return self.source.text
+
+
+@dataclass(frozen=True, eq=False)
+class Const:
+    """A Python value that is the same in each call."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A container or plain object that the step makes: its prototype, keys and values."""
+
+    prototype: Any
+    keys: tuple[Value, ...]
+    values: tuple[Value, ...]
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{k}: {v}" for k, v in zip(self.keys, self.values, strict=True))
+        return f"{type(self.prototype).__name__}({{{inner}}})"
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """An instance of a dict's subclass that the step makes: its items and its attributes."""
+
+    items: Tree
+    attributes: Tree
+
+    def __str__(self) -> str:
+        return str(self.items)
+
+
+Value = New | Existing | Const | Tree | Record
+
+
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """One change at ``source``, the holder; subclasses say which."""
+
+    source: Source
+
+
+@dataclass(frozen=True, eq=False)
+class SetItem(Effect):
+    """``source[key] = value``."""
+
+    key: Value
+    value: Value
+
+    def __str__(self) -> str:
+        return f"{self.source}[{self.key}] = {self.value}"
+
+
+@dataclass(frozen=True, eq=False)
+class DelItem(Effect):
+    """``del source[key]``."""
+
+    key: Value
+
+    def __str__(self) -> str:
+        return f"del {self.source}[{self.key}]"
+
+
+@dataclass(frozen=True, eq=False)
+class SetAttr(Effect):
+    """``source.name = value``, for attributes, slots, classes, closure cells and ``.requires_grad``."""
+
+    name: str
+    value: Value
+
+    def __str__(self) -> str:
+        return f"{self.source}.{self.name} = {self.value}"
+
+
+@dataclass(frozen=True, eq=False)
+class DelAttr(Effect):
+    """``del source.name``."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"del {self.source}.{self.name}"
+
+
+@dataclass(frozen=True, eq=False)
+class SetGrad(Effect):
+    """``source.grad = value``."""
+
+    value: Value
+
+    def __str__(self) -> str:
+        return f"{self.source}.grad = {self.value}"
+
+
+@dataclass(frozen=True, eq=False)
+class SetContents(Effect):
+    """The whole contents of a list, set, deque or reordered dict, the holder staying the same object."""
+
+    box: boxes.Box
+    value: Tree
+
+    def __str__(self) -> str:
+        return f"{self.source}[:] = {self.value}"
+
+
+@dataclass(frozen=True, eq=False)
+class CallStep(Effect):
+    """``source.step(*args)``: a learning-rate scheduler moves on, after all else."""
+
+    args: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source}.step({', '.join(map(repr, self.args))})"
+
+
+def _unchanged(now: Any, before: Any) -> bool:
+    return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
+
+
+class _Values:
+    """Turns what the step left behind into `Value`s."""
+
+    def __init__(self, snap: Snapshot, is_new: Callable[[torch.Tensor], bool]) -> None:
+        self.snap, self.is_new = snap, is_new
+        made_of = {type(stand_in) for stand_in in snap.stand_ins} - {int, float}
+        self.numbers: tuple[type, ...] = (*NUMBER_TYPES, *made_of)
+        self.stand_ins = {id(s): n for s, n in zip(snap.stand_ins, snap.numbers, strict=False)}
+        self.new: dict[int, New] = {}
+        self.open: set[int] = set()
+
+    def value(self, value: Any, where: str) -> Value:
+        """The value, described; ``where`` is the place that holds it, for messages."""
+        if id(value) in self.stand_ins:
+            number = self.stand_ins[id(value)]
+            return Existing(number.source, number.value)
+        if isinstance(value, self.numbers):
+            return self._new(value)
+        if isinstance(value, torch.Tensor):
+            found = self.snap.find(value)
+            if found is not None:
+                return Existing(found.source, value)
+            return self._new(value) if self.is_new(value) else Const(value)
+        if is_plain(value):
+            return Const(value)
+        if id(value) in self.snap.walk.first:
+            return Existing(self.snap.walk.first[id(value)], value)
+        if id(value) in self.open:
+            raise LeakError(f"{where} was given a value that contains itself, made in the step",
+                            remedy="build such objects before the step, or return their tensors")
+        self.open.add(id(value))
+        try:
+            return self._container(value, where)
+        finally:
+            self.open.discard(id(value))
+
+    def _new(self, value: Any) -> New:
+        if id(value) not in self.new:
+            self.new[id(value)] = New(value, len(self.new))
+        return self.new[id(value)]
+
+    def _container(self, value: Any, where: str) -> Value:
+        kind = type(value)
+        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
+            return self.tree(value, dict(value), where)
+        if kind in (list, tuple, set, frozenset, deque) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+            return self.tree(value, dict(enumerate(value)), where)
+        if isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                self._refuse(cell.cell_contents, f"{where}, in a function made in the step,")
+            return Const(value)
+        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator)):
+            return Const(value)
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(value, dict):
+            items = self.tree(value, dict(value.items()), where)
+            return Record(items, self.tree(value, dict(attributes or {}), where))
+        if isinstance(attributes, dict) and not boxes.slot_names(kind) and not isinstance(value, (dict, list, set)):
+            return self.tree(value, dict(attributes), where)
+        self._refuse_inside(value, where)
+        return Const(value)
+
+    def tree(self, prototype: Any, contents: Contents, where: str) -> Tree:
+        """A container described by its contents."""
+        keys = tuple(self.value(key, where) for key in contents)
+        return Tree(prototype, keys, tuple(self.value(v, f"{where}[{k!r}]") for k, v in contents.items()))
+
+    def _refuse(self, value: Any, where: str) -> None:
+        if isinstance(value, torch.Tensor) and self.is_new(value):
+            raise LeakError(f"{where} holds a tensor made in the step ({tuple(value.shape)}, {value.dtype})",
+                            remedy="return the tensor from the step, or store it in an attribute, list or dict")
+
+    def _refuse_inside(self, value: Any, where: str) -> None:
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
+        held = list(inside)
+        held += [getattr(value, name, None) for name in boxes.slot_names(type(value))]
+        for item in (*held, *getattr(value, "__dict__", {}).values()):
+            self._refuse(item, f"{where} ({type(value).__name__})")
+
+
+def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Effect], Value]:
+    """Compares every place of a snapshot with what it holds now; see `Snapshot.outcome`."""
+    values = _Values(snap, is_new)
+    found: list[Effect] = []
+    for tensor, _, grad_fn in snap._versions:
+        if tensor.grad_fn is not grad_fn and tensor.grad_fn is not None:
+            raise LeakError(f"{snap.tensors[id(tensor)].source} was changed in place by a value that requires grad, "
+                            "and would stay in the autograd graph after the step",
+                            remedy="detach what you add, as in total += loss.detach()")
+    for place in snap.places:
+        now = place.box.read(place.holder)
+        found.extend(_place_effects(snap, place, now, values))
+    return found, values.value(result, "the step's result")
+
+
+def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
+    before = place.before
+    for key in before:
+        lifted = snap._lifted.get((id(place.holder), key)) if isinstance(key, str) else None
+        if lifted is not None:
+            before = before | {key: lifted}
+    if len(now) == len(before) and all(map(_same_entry, now.items(), before.items())):
+        return
+    source = place.source
+    if place.box is boxes.TENSOR:
+        yield from _tensor_effects(place, now, values)
+        return
+    if place.box in (boxes.LIST, boxes.SET, boxes.DEQUE) or _reordered(now, before):
+        tree = values.tree(place.holder, now, source.text)
+        grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
+        if grown and place.box is not boxes.MAPPING and any(isinstance(v, New) for v in tree.values[len(before):]):
+            raise LeakError(f"{source} grows by {len(now) - len(before)} values made in the step, at each call",
+                            remedy="return them from the step and append them outside, or clear the container first")
+        yield SetContents(source, place.box, tree)
+        return
+    for key in before:
+        if key not in now:
+            mapping = place.box is boxes.MAPPING
+            yield DelItem(source, values.value(key, source.text)) if mapping else DelAttr(source, key)
+    for key, value in now.items():
+        if key in before and _unchanged(value, before[key]):
+            continue
+        described = values.value(value, snap.walk.child(place, key).text)
+        if place.box is boxes.MAPPING:
+            yield SetItem(source, values.value(key, source.text), described)
+        else:
+            yield SetAttr(source, key, described)
+
+
+def _same_entry(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
+    return _unchanged(now[0], before[0]) and _unchanged(now[1], before[1])
+
+
+def _reordered(now: Contents, before: Contents) -> bool:
+    """True when setting and deleting single keys would leave another order than the step left."""
+    kept = [id(key) if not is_plain(key) else key for key in before if key in now]
+    added = [id(key) if not is_plain(key) else key for key in now if key not in before]
+    return kept + added != [id(key) if not is_plain(key) else key for key in now]
+
+
+def _tensor_effects(place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
+    for name, value in now.items():
+        if _unchanged(value, place.before[name]):
+            continue
+        if name == "grad":
+            yield SetGrad(place.source, values.value(value, f"{place.source}.grad"))
+        elif name == "requires_grad":
+            yield SetAttr(place.source, name, Const(value))
+        else:
+            raise LeakError(f"a hook was added to {place.source} in the step",
+                            remedy="add hooks to parameters before the step; hooks on tensors of the step are free")
+
+
+def new_values(effects: Sequence[Effect], result: Value = Const(None)) -> list[Any]:
+    """The distinct tensors and numbers made in the step that effects and result hold, in the order of `New.index`."""
+    found: dict[int, Any] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, New):
+            found[value.index] = value.value
+        elif isinstance(value, Tree):
+            for inner in (*value.keys, *value.values):
+                look(inner)
+        elif isinstance(value, Record):
+            look(value.items)
+            look(value.attributes)
+
+    look(result)
+    for effect in effects:
+        look(getattr(effect, "value", None))
+    return [found[index] for index in sorted(found)]
+
+
+def build(value: Value, call: Call, made: Sequence[Any]) -> Any:
+    """The Python object that a `Value` stands for in one call; ``made`` are this call's new values."""
+    if isinstance(value, New):
+        return made[value.index]
+    if isinstance(value, Existing):
+        return value.source.read(call)
+    if isinstance(value, Const):
+        return value.value
+    if isinstance(value, Record):
+        return _build_record(value, call, made)
+    keys = [build(key, call, made) for key in value.keys]
+    items = [build(item, call, made) for item in value.values]
+    prototype, kind = value.prototype, type(value.prototype)
+    if isinstance(prototype, defaultdict):
+        return defaultdict(prototype.default_factory, zip(keys, items, strict=True))
+    if isinstance(prototype, dict):
+        return kind(zip(keys, items, strict=True))
+    if isinstance(prototype, tuple) and hasattr(kind, "_make"):
+        return kind._make(items)
+    if isinstance(prototype, deque):
+        return deque(items, prototype.maxlen)
+    if isinstance(prototype, (list, tuple, set, frozenset)):
+        return kind(items)
+    fresh = object.__new__(kind)
+    vars(fresh).update(zip(keys, items, strict=True))
+    return fresh
+
+
+def _build_record(value: Record, call: Call, made: Sequence[Any]) -> Any:
+    kind = type(value.items.prototype)
+    fresh = kind.__new__(kind)
+    setitem = OrderedDict.__setitem__ if isinstance(fresh, OrderedDict) else dict.__setitem__
+    for key, item in zip(value.items.keys, value.items.values, strict=True):
+        setitem(fresh, build(key, call, made), build(item, call, made))
+    names = [build(key, call, made) for key in value.attributes.keys]
+    if names:
+        vars(fresh).update(zip(names, [build(item, call, made) for item in value.attributes.values], strict=True))
+    return fresh
+
+
+def fill(box: boxes.Box, holder: Any, built: Any) -> None:
+    """Makes the contents of a holder those of a container that `build` made."""
+    box.write(holder, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
+
+
+def replay(effects: Sequence[Effect], call: Call, made: Sequence[Any]) -> None:
+    """Does the changes of a step again in a later call, with that call's new values."""
+    ready: list[tuple[Effect, Any, Any, Any]] = []
+    for effect in effects:
+        holder = effect.source.read(call)
+        key = build(effect.key, call, made) if isinstance(effect, (SetItem, DelItem)) else None
+        value: Any = MISSING
+        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents)):
+            value = build(effect.value, call, made)
+        ready.append((effect, holder, key, value))
+    for effect, holder, key, value in ready:
+        _assign(effect, holder, key, value)
+
+
+def _assign(effect: Effect, holder: Any, key: Any, value: Any) -> None:
+    if isinstance(effect, SetGrad):
+        holder.grad = value
+    elif isinstance(effect, SetItem):
+        holder[key] = value
+    elif isinstance(effect, DelItem):
+        del holder[key]
+    elif isinstance(effect, CallStep):
+        holder.step(*effect.args)
+    elif isinstance(effect, SetContents):
+        fill(effect.box, holder, value)
+    elif isinstance(effect, (SetAttr, DelAttr)):
+        table = holder if isinstance(effect.source, (Vars, Global)) else None
+        if table is not None:
+            table.pop(effect.name, None) if value is MISSING else table.__setitem__(effect.name, value)
+        elif value is MISSING:
+            delattr(holder, effect.name)
+        else:
+            setattr(holder, effect.name, value)

@@ -1,0 +1,64 @@
+"""Learning-rate schedulers inside a step: their `step()` is not traced but done again at each call.
+
+A scheduler computes numbers from a count that grows with every call, in Python of any kind. Traced, that would be a
+new program for each step. So while a step is captured, `scheduler.step()` only takes note of the call; the effect
+`CallStep` makes the real call after the program has run. Until then the numbers that the scheduler sets are
+`Pending`: whoever reads them before the step ends is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from wholestep.capture.source import Source
+from wholestep.errors import UnsupportedError
+
+
+class Pending:
+    """Stands for a number that a scheduler sets at the end of the step; using it is an error."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def __repr__(self) -> str:
+        return f"<{self.source}, set when the step ends>"
+
+
+def _refuse(self: Pending, *args: object) -> Any:
+    raise UnsupportedError(
+        f"{self.source} was read after scheduler.step() in the same step",
+        remedy="call scheduler.step() last, or after the compiled step",
+    )
+
+
+for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg pos abs float int bool index "
+              "eq ne lt le gt ge round trunc format iter len getitem hash array").split():
+    setattr(Pending, f"__{_name}__", _refuse)
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """One `scheduler.step(…)` that the captured step made."""
+
+    scheduler: LRScheduler
+    source: Source
+    args: tuple[Any, ...]
+
+
+class Deferred:
+    """Takes the place of a scheduler's `step` while a step is captured."""
+
+    def __init__(self, scheduler: LRScheduler, source: Source, note: Callable[[Noted], None]) -> None:
+        self.scheduler, self.source, self.note = scheduler, source, note
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs or any(type(a) not in (int, float) for a in args):
+            raise UnsupportedError(
+                f"{self.source}.step was given a value that is only known when the step runs",
+                remedy="return the value, and call scheduler.step(value) after the compiled step",
+            )
+        self.note(Noted(self.scheduler, self.source, args))

@@ -1,0 +1,264 @@
+"""Sources: where a captured value lives, printed as a user would write it.
+
+A source is a chain from the step's function or arguments down to the value. ``text`` is what people read
+(``L['model'].fc.weight``, ``L['opt'].state[L['model'].fc.weight]['exp_avg']``), ``path`` is unambiguous
+(``args[0].__dict__['_modules']['fc']…``) and serves as the key, and `read` follows the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step: the function and what it was called with."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The root of all sources; two sources are equal when their paths are."""
+
+    @cached_property
+    def path(self) -> str:
+        raise TypeError(f"{type(self).__name__} has no path of its own")
+
+    @cached_property
+    def text(self) -> str:
+        return self.path
+
+    def read(self, call: Call) -> Any:
+        """Follows the chain in one call and gives the value that is there now."""
+        raise TypeError(f"{type(self).__name__} cannot be read")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, eq=False)
+class Function(Source):
+    """The step's own function."""
+
+    @cached_property
+    def path(self) -> str:
+        return "fn"
+
+    @cached_property
+    def text(self) -> str:
+        return "L['self']"
+
+    def read(self, call: Call) -> Any:
+        return call.fn
+
+
+@dataclass(frozen=True, eq=False)
+class Local(Source):
+    """An argument: parameter ``name``, passed at position ``at`` or, for a string, by keyword.
+
+    ``index`` counts within a parameter like ``*args``.
+    """
+
+    name: str
+    at: int | str
+    index: int | None = None
+
+    @cached_property
+    def path(self) -> str:
+        return f"args[{self.at}]" if isinstance(self.at, int) else f"kwargs[{self.at!r}]"
+
+    @cached_property
+    def text(self) -> str:
+        return f"L[{self.name!r}]" if self.index is None else f"L[{self.name!r}][{self.index}]"
+
+    def read(self, call: Call) -> Any:
+        return call.args[self.at] if isinstance(self.at, int) else call.kwargs[self.at]
+
+
+@dataclass(frozen=True, eq=False)
+class Child(Source):
+    """Any source that is one step below another."""
+
+    base: Source
+
+    def step(self, holder: Any) -> Any:
+        """The value, given the object that ``base`` stands for."""
+        raise TypeError(f"{type(self).__name__} has no step")
+
+    def read(self, call: Call) -> Any:
+        return self.step(self.base.read(call))
+
+
+@dataclass(frozen=True, eq=False)
+class Vars(Child):
+    """The attribute dictionary of an object."""
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.base.path}.__dict__"
+
+    @cached_property
+    def text(self) -> str:
+        return self.base.text
+
+    def step(self, holder: Any) -> Any:
+        return vars(holder)
+
+
+@dataclass(frozen=True, eq=False)
+class Item(Child):
+    """``base[key]``; a key that is itself a captured object is given as its source."""
+
+    key: Any
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.base.path}[{self.key.path if isinstance(self.key, Source) else repr(self.key)}]"
+
+    @cached_property
+    def text(self) -> str:
+        holder = self.base
+        if isinstance(holder, Vars):
+            return f"{holder.text}.{self.key}"
+        if isinstance(holder, Item) and isinstance(holder.base, Vars) and holder.key in REGISTRIES:
+            return f"{holder.base.text}.{self.key}"
+        return f"{holder.text}[{self.key if isinstance(self.key, Source) else repr(self.key)}]"
+
+    def read(self, call: Call) -> Any:
+        key = self.key.read(call) if isinstance(self.key, Source) else self.key
+        return self.base.read(call)[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Attr(Child):
+    """``base.name`` for what is not in an attribute dictionary: slots, ``.grad``, ``__self__``."""
+
+    name: str
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.base.path}.{self.name}"
+
+    @cached_property
+    def text(self) -> str:
+        hidden = self.name in ("__self__", "__func__") or self.name.startswith("__wrapped")
+        return self.base.text if hidden else f"{self.base.text}.{self.name}"
+
+    def step(self, holder: Any) -> Any:
+        return getattr(holder, self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Method(Attr):
+    """A function of a class, which runs only where its name is used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grad(Attr):
+    """The ``.grad`` of a tensor."""
+
+    name: str = "grad"
+
+
+@dataclass(frozen=True, eq=False)
+class Element(Child):
+    """A member of a deque, by position."""
+
+    index: int
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.base.path}[{self.index}]"
+
+    @cached_property
+    def text(self) -> str:
+        return f"{self.base.text}[{self.index}]"
+
+    def step(self, holder: Any) -> Any:
+        return holder[self.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Member(Child):
+    """A member of a set, in the set's own order of iteration."""
+
+    index: int
+
+    @cached_property
+    def path(self) -> str:
+        return f"list({self.base.path})[{self.index}]"
+
+    @cached_property
+    def text(self) -> str:
+        return f"list({self.base.text})[{self.index}]"
+
+    def step(self, holder: Any) -> Any:
+        return list(holder)[self.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Cell(Child):
+    """A closure cell of a function, for variable ``name``."""
+
+    index: int
+    name: str
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.base.path}.__closure__[{self.index}]"
+
+    @cached_property
+    def text(self) -> str:
+        return f"L[{self.name!r}]" if self.base.text == "L['self']" else f"{self.base.text}.closure[{self.name!r}]"
+
+    def step(self, holder: Any) -> Any:
+        return holder.__closure__[self.index]
+
+
+@dataclass(frozen=True, eq=False)
+class Closure(Child):
+    """What a closure cell holds; ``base`` is the `Cell`."""
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.base.path}.cell_contents"
+
+    @cached_property
+    def text(self) -> str:
+        return self.base.text
+
+    def step(self, holder: Any) -> Any:
+        return holder.cell_contents
+
+
+@dataclass(frozen=True, eq=False)
+class Global(Child):
+    """A global variable that the code of a function names; ``base`` is the function."""
+
+    name: str
+    module: str
+
+    @cached_property
+    def path(self) -> str:
+        return f"globals({self.module!r})[{self.name!r}]" if self.name else f"{self.base.path}.__globals__"
+
+    @cached_property
+    def text(self) -> str:
+        return f"G[{self.name!r}]" if self.name else "G"
+
+    def step(self, holder: Any) -> Any:
+        return holder.__globals__[self.name] if self.name else holder.__globals__

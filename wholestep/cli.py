@@ -1,0 +1,47 @@
+"""The command line of Wholestep."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from wholestep.launch import World, launch
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Wholestep: whole PyTorch training steps, on any number of processes."""
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-n", "--ranks", default=1, show_default=True, help="Ranks to start on this host.")
+@click.option("-m", "--module", is_flag=True, help="TARGET is a module, as in python -m.")
+@click.option("--nodes", default=1, show_default=True, help="Hosts of the job; run this command on each.")
+@click.option("--node-rank", default=0, show_default=True, help="Which of the hosts this one is.")
+@click.option("--master-addr", default="127.0.0.1", show_default=True, help="Host of rank 0.")
+@click.option("--master-port", default=0, help="TCP port on that host.  [default: a free one]")
+@click.argument("target")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    ranks: int,
+    module: bool,
+    nodes: int,
+    node_rank: int,
+    master_addr: str,
+    master_port: int,
+    target: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run TARGET, a Python script, once per rank.
+
+    Each rank finds its place in the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT, …). Lines are printed with their rank. When one rank fails the others are stopped, and its exit code
+    is the command's.
+    """
+    try:
+        world = World(ranks, nodes, node_rank, master_addr, master_port)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    command = [sys.executable, *(["-m"] if module else []), target, *arguments]
+    sys.exit(launch(command, world))

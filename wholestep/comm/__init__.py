@@ -1,0 +1,186 @@
+"""Communication between ranks: groups, collectives and the engines that move the bytes.
+
+Takes: tensors of many ranks. Gives: reduced, gathered, moved tensors, and the `wholestep::` operators that a
+traced program contains. The names are those of `torch.distributed`.
+May import `errors` and `torch_compat` alone; `torch.distributed` only in `c10d.py` and `torch_backend.py`.
+"""
+
+from wholestep.comm.backend import (
+    Backend,
+    BackendConfig,
+    is_backend_available,
+    is_gloo_available,
+    is_mpi_available,
+    is_nccl_available,
+    is_shm_available,
+    is_ucc_available,
+)
+from wholestep.comm.collectives import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+)
+from wholestep.comm.debug import (
+    DebugLevel,
+    get_debug_level,
+    set_debug_level,
+    set_debug_level_from_env,
+)
+from wholestep.comm.errors import (
+    DistBackendError,
+    DistError,
+    DistMismatchError,
+    DistNetworkError,
+    DistRankError,
+    DistStoreError,
+    DistTimeoutError,
+)
+from wholestep.comm.memory import empty
+from wholestep.comm.messages import (
+    P2POp,
+    batch_isend_irecv,
+    irecv,
+    isend,
+    monitored_barrier,
+    recv,
+    send,
+)
+from wholestep.comm.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from wholestep.comm.ops import SCHEMAS as OPERATORS
+from wholestep.comm.process_group import (
+    Options,
+    ProcessGroup,
+)
+from wholestep.comm.recorder import (
+    diagnose,
+    dump,
+)
+from wholestep.comm.reduce_op import (
+    RedOpType,
+    ReduceOp,
+    premul_sum,
+)
+from wholestep.comm.rendezvous import (
+    default_store,
+    destroy_process_group,
+    init_process_group,
+    new_group,
+)
+from wholestep.comm.store import (
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    store_based_barrier,
+)
+from wholestep.comm.tcp_store import TCPStore
+from wholestep.comm.work import Work
+from wholestep.comm.world import (
+    get_backend,
+    get_global_rank,
+    get_group,
+    get_group_rank,
+    get_node_local_rank,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    is_initialized,
+    rank_not_in_group,
+)
+
+__all__ = [
+    "OPERATORS",
+    "Backend",
+    "BackendConfig",
+    "DebugLevel",
+    "DistBackendError",
+    "DistError",
+    "DistMismatchError",
+    "DistNetworkError",
+    "DistRankError",
+    "DistStoreError",
+    "DistTimeoutError",
+    "FileStore",
+    "HashStore",
+    "Options",
+    "P2POp",
+    "PrefixStore",
+    "ProcessGroup",
+    "RedOpType",
+    "ReduceOp",
+    "Store",
+    "TCPStore",
+    "Work",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "default_store",
+    "destroy_process_group",
+    "diagnose",
+    "dump",
+    "empty",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_debug_level",
+    "get_global_rank",
+    "get_group",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "irecv",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_shm_available",
+    "is_ucc_available",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "premul_sum",
+    "rank_not_in_group",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "set_debug_level",
+    "set_debug_level_from_env",
+    "store_based_barrier",
+]

@@ -1,0 +1,298 @@
+"""The engines of torch.distributed (Gloo, NCCL, MPI, UCC) behind our `ProcessGroup`.
+
+The only file of the package, beside the backend registration, that imports `torch.distributed`. It uses the
+engines alone, never torch's own default group, so that a program may use both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
+
+from wholestep.comm.debug import DebugLevel, get_debug_level
+from wholestep.comm.errors import DistBackendError, DistMismatchError, DistNetworkError, DistTimeoutError
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
+from wholestep.comm.reduce_op import RedOpType
+from wholestep.comm.store import Store
+from wholestep.comm.work import All, Then, Work
+
+_WORDS = 160  # bytes of a collective's description that ranks compare at DETAIL
+_OPS: dict[RedOpType, Any] = {
+    kind: getattr(dist.ReduceOp, kind.name) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM
+}
+
+
+class TorchStore(Store):
+    """A store of torch as one of ours: for torchrun, whose agent keeps a store of its own at MASTER_PORT."""
+
+    def __init__(self, store: Any, timeout: timedelta) -> None:
+        super().__init__(timeout)
+        self._store = store
+
+    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
+        texts = [value.decode("latin-1") for value in values]
+        if command == "add":
+            return b"%d" % self._store.add(key, int(values[0]))
+        if command in ("delete", "has"):
+            found = self._store.delete_key(key) if command == "delete" else self._store.check([key])
+            return b"1" if found else b"0"
+        if command == "count":
+            return b"%d" % self._store.num_keys()
+        return bytes(getattr(self._store, command)(key, *texts) or b"")
+
+    def _read(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+
+class _ForTorch(dist.Store):
+    """A store of ours as one of torch, for its engines."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._ours = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._ours.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._ours.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ours.add(key, amount)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._ours.compare_set(key, expected, desired)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._ours.wait(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._ours.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ours.delete_key(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._ours.set_timeout(timeout)
+
+
+def agent_store(host: str, port: int, timeout: timedelta) -> Store:
+    """The store of torchrun's agent.
+
+    Raises:
+        DistNetworkError: nothing answers there.
+    """
+    try:
+        return TorchStore(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False), timeout)
+    except RuntimeError as failure:
+        raise DistNetworkError(f"no store of a torchrun agent at {host}:{port}: {failure}") from failure
+
+
+class EngineWork(Work):
+    """A torch work whose errors become ours."""
+
+    def __init__(self, work: Any, what: str, group: C10dGroup, result: list[torch.Tensor]) -> None:
+        self._work, self._what, self._group, self._result = work, what, group, result
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        try:
+            if timeout is None:
+                self._work.wait()
+            else:
+                self._work.wait(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+        except RuntimeError as failure:
+            kind = DistTimeoutError if "imed out" in str(failure) or "imeout" in str(failure) else DistBackendError
+            self._failure = kind(
+                f"rank {self._group.rank()} of group {self._group.group_name!r}: {self._what} failed: {failure}"
+            )
+            raise self._failure from failure
+        return True
+
+    @property
+    def source(self) -> int:
+        """For a receive: the sender's rank in the group."""
+        return int(self._work._source_rank())
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _engine_class(backend: str) -> Any:
+    return getattr(dist, f"ProcessGroup{'Gloo' if backend == 'gloo' else backend.upper()}", None)
+
+
+def has_engine(backend: str) -> bool:
+    """True when this build of torch has the engine."""
+    return _engine_class(backend) is not None
+
+
+class C10dGroup(ProcessGroup):
+    """A group over one engine.
+
+    Args:
+        backend: "gloo", "nccl", "mpi" or "ucc".
+        store: shared by the ranks of the group.
+        rank, size: within the group.
+        timeout: for each collective.
+
+    Raises:
+        DistBackendError: this build of torch has no such engine.
+    """
+
+    def __init__(self, backend: str, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__(rank, size)
+        self.backend_name, self.timeout = backend, timeout
+        engine = _engine_class(backend)
+        if engine is None:
+            raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
+        self._store = _ForTorch(store)
+        self._engine = engine(self._store, rank, size, timeout)
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._engine.shutdown()
+
+    def _run(self, what: str, tensors: list[torch.Tensor], start: Callable[[], Any], checked: bool = True) -> Work:
+        if checked:
+            self.sequence += 1
+            if get_debug_level() is DebugLevel.DETAIL:
+                self._compare(what, tensors)
+        try:
+            return EngineWork(start(), what, self, tensors)
+        except RuntimeError as failure:
+            raise DistBackendError(f"{self.backend_name} cannot run {what}: {failure}") from failure
+
+    def _compare(self, what: str, tensors: list[torch.Tensor]) -> None:
+        """Shows what this rank is about to call to all others, and raises when one calls something else."""
+        shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors[:4])
+        words = f"#{self.sequence} {what} {shapes}".encode()[:_WORDS].ljust(_WORDS)
+        mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        shown = [torch.empty_like(mine) for _ in range(self._size)]
+        made = self._opts(options.AllgatherOptions, None)
+        self._run("comparison", shown, lambda: self._engine.allgather([shown], [mine], made), checked=False).wait()
+        for rank, theirs in enumerate(shown):
+            if not torch.equal(theirs, mine):
+                raise DistMismatchError(
+                    f"group {self.group_name!r}: the ranks disagree: rank {self._rank} calls {words.decode().strip()}; "
+                    f"rank {rank} calls {theirs.numpy().tobytes().decode(errors='replace').strip()}"
+                )
+
+    def _opts(self, kind: type, opts: Options | None) -> Any:
+        made = kind()
+        made.timeout = (opts and opts.timeout) or self.timeout
+        return made
+
+    def _reducing(self, kind: type, opts: Options, tensors: list[torch.Tensor]) -> Any:
+        """Engine options for a reduction; Gloo knows neither AVG nor PREMUL_SUM, so they scale before or after."""
+        made = self._opts(kind, opts)
+        op = opts.op
+        if op is RedOpType.PREMUL_SUM and opts.factor is not None:
+            for tensor in tensors:
+                tensor.mul_(opts.factor)
+        scaled = op in (RedOpType.AVG, RedOpType.PREMUL_SUM)
+        made.reduceOp = dist.ReduceOp.SUM if scaled else _OPS[op]
+        return made
+
+    def _average(self, work: Work, opts: Options, tensors: list[torch.Tensor]) -> Work:
+        if opts.op is not RedOpType.AVG:
+            return work
+
+        def divide() -> None:
+            for tensor in tensors:
+                exact = tensor.is_floating_point() or tensor.is_complex()
+                tensor.div_(self._size, rounding_mode=None if exact else "trunc")
+
+        return Then(work, divide, tensors)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or Options()
+        made = self._reducing(options.AllreduceOptions, opts, tensors)
+        works = [self._run("all_reduce", [t], lambda t=t: self._engine.allreduce([t], made)) for t in tensors]  # type: ignore[misc]
+        return self._average(works[0] if len(works) == 1 else All(works, tensors), opts, tensors)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        made = self._opts(options.BroadcastOptions, opts)
+        made.rootRank, made.rootTensor = (opts.root if opts else 0), 0
+        return self._run("broadcast", tensors, lambda: self._engine.broadcast(tensors, made))
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        made = self._opts(options.AllgatherOptions, opts)
+        return self._run("all_gather", inputs, lambda: self._engine.allgather(outputs, inputs, made))
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or Options()
+        (tensor,) = tensors
+        scratch = tensor.clone()  # an engine may use the tensors of the other ranks for sums on the way
+        made = self._reducing(options.ReduceOptions, opts, [scratch])
+        made.rootRank = opts.root
+        work = self._average(
+            self._run("reduce", [scratch], lambda: self._engine.reduce([scratch], made)), opts, [scratch]
+        )
+
+        def keep() -> None:
+            if opts.root == self._rank:
+                tensor.copy_(scratch)
+
+        return Then(work, keep, tensors)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        """As an all-reduce that keeps one part: Gloo has no reduce-scatter of its own."""
+        opts = opts or Options()
+        flat = torch.stack([piece.reshape(-1) for piece in inputs[0]])
+        made = self._reducing(options.AllreduceOptions, opts, [flat])
+        work = self._run("reduce_scatter", [flat], lambda: self._engine.allreduce([flat], made))
+
+        def keep_mine() -> None:
+            outputs[0].copy_(flat[self._rank].view_as(outputs[0]))
+
+        return self._average(Then(work, keep_mine, outputs), opts, outputs)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        made = self._opts(options.GatherOptions, opts)
+        made.rootRank = opts.root if opts else 0
+        return self._run("gather", inputs, lambda: self._engine.gather(outputs, inputs, made))
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        made = self._opts(options.ScatterOptions, opts)
+        made.rootRank = opts.root if opts else 0
+        return self._run("scatter", outputs, lambda: self._engine.scatter(outputs, inputs, made))
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        """Over `alltoall_base`, which every engine has."""
+        sent = torch.cat([one.reshape(-1) for one in inputs])
+        came = sent.new_empty(sum(out.numel() for out in outputs))
+        outs, ins = [out.numel() for out in outputs], [one.numel() for one in inputs]
+        plain = Options(timeout=opts and opts.timeout, out_splits=outs, in_splits=ins)
+
+        def spread() -> None:
+            for out, part in zip(outputs, came.split(outs), strict=True):
+                out.copy_(part.view_as(out))
+
+        return Then(self.alltoall_base(came, sent, plain), spread, outputs)
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+        return self._run("send", tensors, lambda: self._engine.send(tensors, dst, tag), checked=False)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+        if src < 0:
+            work = self._run("recv", tensors, lambda: self._engine.recv_anysource(tensors, tag), checked=False)
+        else:
+            work = self._run("recv", tensors, lambda: self._engine.recv(tensors, src, tag), checked=False)
+        return work
+
+    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        made = self._opts(options.AllToAllOptions, opts)
+        outs, ins = (opts.out_splits, opts.in_splits) if opts else ([], [])
+        return self._run(
+            "all_to_all_single", [input[:0]], lambda: self._engine.alltoall_base(output, input, outs, ins, made)
+        )
+
+    def barrier(self, opts: Any = None) -> Work:
+        made = self._opts(options.BarrierOptions, opts)
+        return self._run("barrier", [], lambda: self._engine.barrier(made))

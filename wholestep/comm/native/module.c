@@ -1,0 +1,249 @@
+/* The Python names of the engine. Stable ABI, no header of torch: tensors come as addresses.
+ *
+ * A failed collective gives (status, culprit rank, our descriptor, the other's descriptor); transport.py words it. */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "shm.h"
+
+typedef unsigned long long u64;
+
+static u64 number(PyObject *o) { return PyLong_AsUnsignedLongLongMask(o); }
+static void *address(PyObject *o) { return (void *)(uintptr_t)number(o); }
+static int wrong(Py_ssize_t got, Py_ssize_t want) {
+    if (got == want) return 0;
+    PyErr_Format(PyExc_TypeError, "%zd arguments given, %zd required", got, want);
+    return 1;
+}
+static PyObject *os_error(int code) {
+    errno = code;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *py_group_bytes(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return wrong(n, 1) ? NULL : PyLong_FromSize_t(group_bytes((int)number(a[0])));
+}
+
+/* attach(fd, rank, size) -> handle. The file has group_bytes(size) bytes; every rank attaches its own descriptor. */
+static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 3)) return NULL;
+    int fd = (int)number(a[0]), rank = (int)number(a[1]), size = (int)number(a[2]);
+    size_t length = group_bytes(size), rings = p2p_bytes(size);
+    int full = posix_fallocate(fd, 0, (off_t)(length - rings)); /* now, since later it would be a SIGBUS */
+    if (full) return os_error(full);
+    char *base = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) return os_error(errno);
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1};
+    group_t *g = calloc(1, sizeof *g);
+    if (!g || fcntl(fd, F_SETLK, &lock)) {
+        int code = errno;
+        munmap(base, length);
+        free(g);
+        return os_error(code);
+    }
+    g->rank = rank, g->size = size, g->fd = fd, g->base = base, g->length = length;
+    g->ctl = (ctl_t *)(base + LINE);
+    g->slots = (char *)(g->ctl + size);
+    g->rings = (ring_t *)(g->slots + 2 * (size_t)size * SLOT);
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    int cores = sched_getaffinity(0, sizeof cpus, &cpus) ? 1 : CPU_COUNT(&cpus);
+    g->spins = size <= cores ? 4000 : 0; /* about 50 us; with more ranks than cores a spin keeps the other from running */
+    g->budget = g->spins;
+    pthread_mutex_init(&g->lock, NULL);
+    pthread_mutex_init(&g->p2p_lock, NULL);
+    pthread_cond_init(&g->wake, NULL);
+    for (size_t at = 0; at < 2 * SLOT; at += 4096) g->slots[2 * (size_t)rank * SLOT + at] = 0;
+    atomic_store(&g->ctl[rank].pid, (uint32_t)getpid());
+    return PyLong_FromVoidPtr(g);
+}
+
+static PyObject *py_stop(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 1)) return NULL;
+    group_t *g = address(a[0]);
+    Py_BEGIN_ALLOW_THREADS
+    group_stop(g);
+    Py_END_ALLOW_THREADS
+    munmap(g->base, g->length);
+    close(g->fd);
+    free(g);
+    Py_RETURN_NONE;
+}
+
+/* allocate(fd, length, id) -> address of the file's memory, known to collectives under `id` */
+static PyObject *py_allocate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 3)) return NULL;
+    int fd = (int)number(a[0]);
+    size_t length = (size_t)number(a[1]);
+    int full = posix_fallocate(fd, 0, (off_t)length);
+    if (full) return os_error(full);
+    void *base = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+    if (base == MAP_FAILED) return os_error(errno);
+    if (segment_register(base, length, (uint32_t)number(a[2]), fd)) {
+        munmap(base, length);
+        return PyErr_NoMemory();
+    }
+    return PyLong_FromVoidPtr(base);
+}
+
+static PyObject *py_release(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 3)) return NULL;
+    segment_forget((uint32_t)number(a[2]));
+    munmap(address(a[0]), (size_t)number(a[1]));
+    Py_RETURN_NONE;
+}
+
+static PyObject *outcome(int status, const job_t *j) {
+    if (status == OK) Py_RETURN_NONE;
+    return Py_BuildValue("iiy#y#", status, j->culprit, (const char *)&j->d, (Py_ssize_t)DESC_COMPARED,
+                         (const char *)&j->theirs, (Py_ssize_t)DESC_COMPARED);
+}
+
+static uint64_t *array(PyObject *o, int *bad) {
+    if (o == Py_None) return NULL;
+    char *bytes;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(o, &bytes, &length)) return *bad = 1, NULL;
+    uint64_t *copy = malloc((size_t)length + 1);
+    if (copy) memcpy(copy, bytes, (size_t)length);
+    else *bad = 1;
+    return copy;
+}
+
+static void job_free(job_t *j) {
+    free(j->ins), free(j->outs), free(j->in_sizes), free(j->out_sizes);
+    free(j);
+}
+
+/* run(handle, op, dtype, red, root, bytes, shape, seq, in, out, in_stride, out_stride, elem, timeout_s, async,
+ *     ins, outs, in_sizes, out_sizes) -> None, a failure, or a ticket for finish() */
+static PyObject *py_run(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 19)) return NULL;
+    group_t *g = address(a[0]);
+    int async = (int)number(a[14]), status, bad = 0;
+    job_t *j = calloc(1, sizeof *j);
+    if (!j) return PyErr_NoMemory();
+    j->d.op = (uint8_t)number(a[1]), j->d.dtype = (uint8_t)number(a[2]), j->d.red = (uint8_t)number(a[3]);
+    j->d.root = (uint32_t)number(a[4]), j->d.bytes = number(a[5]), j->d.shape = number(a[6]), j->d.seq = number(a[7]);
+    j->in = address(a[8]), j->out = address(a[9]);
+    j->in_stride = (size_t)number(a[10]), j->out_stride = (size_t)number(a[11]), j->elem = (size_t)number(a[12]);
+    j->timeout = PyFloat_AsDouble(a[13]);
+    j->ins = array(a[15], &bad), j->outs = array(a[16], &bad);
+    j->in_sizes = array(a[17], &bad), j->out_sizes = array(a[18], &bad);
+    if (bad || PyErr_Occurred()) {
+        job_free(j);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = job_submit(g, j, async);
+    Py_END_ALLOW_THREADS
+    if (status < 0) return PyLong_FromVoidPtr(j);
+    PyObject *result = outcome(status, j);
+    job_free(j);
+    return result;
+}
+
+/* finish(handle, ticket, seconds) -> None, a failure, or False when the seconds ran out (the ticket stays good) */
+static PyObject *py_finish(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 3)) return NULL;
+    group_t *g = address(a[0]);
+    job_t *j = address(a[1]);
+    double seconds = PyFloat_AsDouble(a[2]);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = job_finish(g, j, seconds);
+    Py_END_ALLOW_THREADS
+    if (status < 0) Py_RETURN_FALSE;
+    PyObject *result = outcome(status, j);
+    job_free(j);
+    return result;
+}
+
+static PyObject *py_test(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return wrong(n, 2) ? NULL : PyBool_FromLong(job_test(address(a[0]), address(a[1])));
+}
+
+/* p2p_start(handle, send, peer, tag, address, bytes) -> ticket */
+static PyObject *py_p2p_start(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 6)) return NULL;
+    message_t *m;
+    Py_BEGIN_ALLOW_THREADS
+    m = p2p_start(address(a[0]), (int)number(a[1]), (int)number(a[2]), (int)number(a[3]), address(a[4]),
+                  (size_t)number(a[5]));
+    Py_END_ALLOW_THREADS
+    return m ? PyLong_FromVoidPtr(m) : PyErr_NoMemory();
+}
+
+/* p2p_finish(handle, ticket, seconds) -> (status, peer, bytes that the message has) */
+static PyObject *py_p2p_finish(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 3)) return NULL;
+    double seconds = PyFloat_AsDouble(a[2]);
+    int status, peer = -1;
+    size_t got = 0;
+    Py_BEGIN_ALLOW_THREADS
+    status = p2p_finish(address(a[0]), address(a[1]), seconds, &peer, &got);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("iiK", status, peer, (u64)got);
+}
+
+static PyObject *py_p2p_test(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return wrong(n, 2) ? NULL : PyBool_FromLong(p2p_test(address(a[0]), address(a[1])));
+}
+
+/* alive(handle, rank) -> bool */
+static PyObject *py_alive(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return wrong(n, 2) ? NULL : PyBool_FromLong(rank_alive(address(a[0]), (int)number(a[1])));
+}
+
+/* repeat(handle, address, count of float32, times) -> seconds for one all-reduce, called from C */
+static PyObject *py_repeat(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 4)) return NULL;
+    group_t *g = address(a[0]);
+    u64 times = number(a[3]);
+    double took = 0;
+    int status = OK;
+    Py_BEGIN_ALLOW_THREADS
+    double began = now();
+    for (u64 i = 0; i < times && !status; i++) {
+        job_t j = {.in = address(a[1]), .out = address(a[1]), .elem = 4, .timeout = 60};
+        j.d.op = OP_ALL_REDUCE, j.d.dtype = T_F32, j.d.red = RED_MAX, j.d.bytes = 4 * number(a[2]), j.d.seq = i;
+        status = job_submit(g, &j, 0);
+    }
+    took = (now() - began) / (double)(times ? times : 1);
+    Py_END_ALLOW_THREADS
+    if (status) return PyErr_Format(PyExc_RuntimeError, "all-reduce failed with status %d", status);
+    return PyFloat_FromDouble(took);
+}
+
+#define METHOD(name) {#name, (PyCFunction)(void (*)(void))py_##name, METH_FASTCALL, NULL}
+static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(stop),       METHOD(allocate),
+                                METHOD(release),     METHOD(run),       METHOD(finish),     METHOD(test),
+                                METHOD(p2p_start),   METHOD(p2p_finish), METHOD(p2p_test),  METHOD(alive),
+                                METHOD(repeat),      {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
+                                        NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&definition); }

@@ -1,0 +1,160 @@
+/* The collectives that move whole parts: a few lines each over rounds. */
+#include <string.h>
+
+#include "shm.h"
+
+static size_t by_chunk(const group_t *g, const job_t *j) { (void)g; return j->d.bytes ? chunks(j->d.bytes, CHUNK) : 1; }
+static size_t piece(const group_t *g) { return (size_t)(CHUNK / g->size) & ~(size_t)63; }
+static size_t by_piece(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, piece(g)) : 1; }
+static int is_root(const group_t *g, const job_t *j) { return g->rank == (int)j->d.root; }
+
+/* memcpy, unless there is nothing to do: an empty part may come with no address. */
+static void copy(char *to, const char *from, size_t n) {
+    if (n && to != from) memcpy(to, from, n);
+}
+
+static void write_chunk(group_t *g, job_t *j, size_t k, char *slot) {
+    (void)g;
+    copy(slot, j->in + k * CHUNK, part(j->d.bytes, CHUNK, k));
+}
+
+/* One piece for each rank; our own stays where it is. */
+static void write_pieces(group_t *g, job_t *j, size_t k, char *slot) {
+    size_t p = piece(g), n = part(j->d.bytes, p, k);
+    for (int r = 0; r < g->size; r++)
+        if (r != g->rank) copy(slot + (size_t)r * p, in_at(j, r) + k * p, n);
+}
+
+/* barrier */
+static size_t once(const group_t *g, const job_t *j) { (void)g, (void)j; return 1; }
+static void write_nothing(group_t *g, job_t *j, size_t k, char *slot) { (void)g, (void)j, (void)k, (void)slot; }
+static int read_nothing(group_t *g, job_t *j, size_t k) { (void)g, (void)j, (void)k; return OK; }
+const algorithm_t barrier_rounds = {"barrier", once, write_nothing, read_nothing, NULL};
+
+/* broadcast */
+static void broadcast_write(group_t *g, job_t *j, size_t k, char *slot) {
+    if (is_root(g, j)) write_chunk(g, j, k, slot);
+}
+static int broadcast_read(group_t *g, job_t *j, size_t k) {
+    if (!is_root(g, j))
+        copy(j->out + k * CHUNK, slot_of(g, (int)j->d.root, g->round), part(j->d.bytes, CHUNK, k));
+    return OK;
+}
+static void broadcast_direct(group_t *g, job_t *j) {
+    if (!is_root(g, j)) copy(j->out, j->peers[j->d.root], j->d.bytes);
+}
+const algorithm_t broadcast_rounds = {"broadcast", by_chunk, broadcast_write, broadcast_read, broadcast_direct};
+
+/* reduce */
+static int reduce_read(group_t *g, job_t *j, size_t k) {
+    if (!is_root(g, j)) return OK;
+    const char *src[MAX_RANKS];
+    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->round);
+    char *dst = j->out + k * CHUNK;
+    reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, part(j->d.bytes, CHUNK, k) / j->elem);
+    return OK;
+}
+static void reduce_write(group_t *g, job_t *j, size_t k, char *slot) {
+    if (!is_root(g, j)) write_chunk(g, j, k, slot);
+}
+const algorithm_t reduce_rounds = {"reduce", by_chunk, reduce_write, reduce_read, NULL};
+
+/* all_gather */
+static int allgather_read(group_t *g, job_t *j, size_t k) {
+    for (int step = 0; step < g->size; step++) { /* each rank starts at another slot */
+        int r = (g->rank + step) % g->size;
+        const char *from = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->round);
+        copy(out_at(j, r) + k * CHUNK, from, part(j->d.bytes, CHUNK, k));
+    }
+    return OK;
+}
+static void allgather_direct(group_t *g, job_t *j) {
+    for (int step = 0; step < g->size; step++) {
+        int r = (g->rank + step) % g->size;
+        copy(out_at(j, r), j->peers[r], j->d.bytes);
+    }
+}
+const algorithm_t allgather_rounds = {"all_gather", by_chunk, write_chunk, allgather_read, allgather_direct};
+
+/* reduce_scatter */
+static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
+    size_t p = piece(g);
+    const char *src[MAX_RANKS];
+    for (int r = 0; r < g->size; r++)
+        src[r] = r == g->rank ? in_at(j, r) + k * p : slot_of(g, r, g->round) + (size_t)g->rank * p;
+    char *dst = j->out + k * p;
+    reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, part(j->d.bytes, p, k) / j->elem);
+    return OK;
+}
+static void reduce_scatter_direct(group_t *g, job_t *j) {
+    const char *src[MAX_RANKS];
+    for (int r = 0; r < g->size; r++) src[r] = j->peers[r] + (size_t)g->rank * j->in_stride;
+    reduce_into(j->d.dtype, j->d.red, &j->out, 1, src, g->size, j->d.bytes / j->elem);
+}
+const algorithm_t reduce_scatter_rounds = {"reduce_scatter", by_piece, write_pieces, reduce_scatter_read,
+                                           reduce_scatter_direct};
+
+/* gather */
+static int gather_read(group_t *g, job_t *j, size_t k) { return is_root(g, j) ? allgather_read(g, j, k) : OK; }
+static void gather_write(group_t *g, job_t *j, size_t k, char *slot) {
+    if (!is_root(g, j)) write_chunk(g, j, k, slot);
+}
+const algorithm_t gather_rounds = {"gather", by_chunk, gather_write, gather_read, NULL};
+
+/* scatter */
+static void scatter_write(group_t *g, job_t *j, size_t k, char *slot) {
+    if (is_root(g, j)) write_pieces(g, j, k, slot);
+}
+static int scatter_read(group_t *g, job_t *j, size_t k) {
+    size_t p = piece(g);
+    const char *from = is_root(g, j) ? in_at(j, g->rank) + k * p
+                                     : slot_of(g, (int)j->d.root, g->round) + (size_t)g->rank * p;
+    copy(j->out + k * p, from, part(j->d.bytes, p, k));
+    return OK;
+}
+const algorithm_t scatter_rounds = {"scatter", by_piece, scatter_write, scatter_read, NULL};
+
+/* all_to_all: sizes differ by pair, so the first round shows everyone's tables, and all derive the same number of
+ * rounds and find the same disagreement. */
+static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->round) + 2 * CHUNK); }
+
+static size_t alltoall_count(const group_t *g, const job_t *j) { (void)g; return j->rounds ? j->rounds : 1; }
+
+static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
+    size_t n = (size_t)g->size, p = piece(g);
+    if (k == 0) {
+        uint64_t *mine = (uint64_t *)(slot + 2 * CHUNK);
+        memcpy(mine, j->in_sizes, n * sizeof *mine);
+        memcpy(mine + n, j->out_sizes, n * sizeof *mine);
+        return;
+    }
+    for (int r = 0; r < g->size; r++)
+        if (r != g->rank)
+            copy(slot + (size_t)r * p, in_at(j, r) + (k - 1) * p, part(j->in_sizes[r], p, k - 1));
+}
+static int alltoall_read(group_t *g, job_t *j, size_t k) {
+    size_t p = piece(g), n = (size_t)g->size;
+    if (k == 0) {
+        uint64_t most = 0;
+        for (int from = 0; from < g->size; from++)
+            for (int to = 0; to < g->size; to++) {
+                uint64_t sent = table(g, from)[to], wanted = table(g, to)[n + (size_t)from];
+                if (sent != wanted) {
+                    j->culprit = from == g->rank ? to : from;
+                    j->theirs = g->ctl[j->culprit].desc[g->round & 1];
+                    return E_MISMATCH;
+                }
+                if (from != to && sent > most) most = sent;
+            }
+        j->rounds = 1 + chunks(most, p);
+        copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
+        return OK;
+    }
+    for (int step = 1; step < g->size; step++) {
+        int r = (g->rank + step) % g->size;
+        copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->round) + (size_t)g->rank * p,
+             part(j->out_sizes[r], p, k - 1));
+    }
+    return OK;
+}
+const algorithm_t alltoall_rounds = {"all_to_all", alltoall_count, alltoall_write, alltoall_read, NULL};

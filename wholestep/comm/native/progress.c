@@ -1,0 +1,211 @@
+/* Jobs and their order. Collectives of a group run one after the other, as called:
+ *
+ * - a synchronous one with nothing before it runs in the calling thread;
+ * - an asynchronous one of a single round is published at once and read when it is waited for: no thread;
+ * - any other asynchronous one goes to the group's thread, as does all that is called while that is busy. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "shm.h"
+
+#define SMALL (16 * 1024) /* all-reduce of 3+ ranks: `exchange` up to here, `split` above (docs/comm.md) */
+#define DIRECT (32 * 1024) /* below this a copy through the slot costs less than the extra round of `direct` */
+
+static const algorithm_t *const by_op[OP_COUNT] = {
+    [OP_BARRIER] = &barrier_rounds,       [OP_REDUCE] = &reduce_rounds,   [OP_BROADCAST] = &broadcast_rounds,
+    [OP_ALL_GATHER] = &allgather_rounds,  [OP_GATHER] = &gather_rounds,   [OP_REDUCE_SCATTER] = &reduce_scatter_rounds,
+    [OP_ALL_TO_ALL] = &alltoall_rounds,   [OP_SCATTER] = &scatter_rounds, [OP_ALL_REDUCE] = &allreduce_exchange,
+};
+
+const algorithm_t *choose(const group_t *g, const job_t *j) {
+    if (j->d.op == OP_ALL_REDUCE && g->size > 2 && j->d.bytes > SMALL) return &allreduce_split;
+    return by_op[j->d.op];
+}
+
+/* The algorithm that works on shared buffers themselves, if there is one for this collective and size. */
+static const algorithm_t *direct_form(const group_t *g, const job_t *j) {
+    const algorithm_t *a = by_op[j->d.op];
+    return g->size > 1 && a->direct && j->d.bytes > DIRECT ? a : NULL;
+}
+
+static void enter(group_t *g, job_t *j) {
+    g->job = j;
+    g->deadline = now() + j->timeout;
+}
+
+static void announce(group_t *g, const job_t *j) {
+    g->ctl[g->rank].desc[(g->round + 1) & 1] = j->d;
+    round_publish(g);
+}
+
+/* Asks whether every rank's input lies in shared memory; if so works on it there. done: 1 when it did. */
+static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
+    size_t length = j->d.op == OP_REDUCE_SCATTER ? j->d.bytes * (size_t)g->size : j->d.bytes;
+    if (!j->ins) segment_describe(j->in, length, &j->d);
+    announce(g, j);
+    int status = round_wait(g, g->round);
+    if (!status) status = round_compare(g, j);
+    if (status) return status;
+    for (int r = 0; r < g->size; r++)
+        if (!g->ctl[r].desc[g->round & 1].segment) return OK;
+    for (int r = 0; r < g->size; r++) {
+        j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), &g->ctl[r].desc[g->round & 1]);
+        if (!j->peers[r]) { /* the others go on with memory that we cannot see: nothing can be saved */
+            g->broken = 1, j->culprit = r;
+            atomic_store(&g->ctl[g->rank].failed, 1);
+            return E_MEMORY;
+        }
+    }
+    a->direct(g, j);
+    announce(g, j);
+    *done = 1;
+    return round_wait(g, g->round);
+}
+
+static int start_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
+    a->write(g, j, k, slot_of(g, g->rank, g->round + 1));
+    announce(g, j);
+    return OK;
+}
+
+static int end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, int checked) {
+    int status = round_wait(g, g->round);
+    if (!status && k == 0 && !checked) status = round_compare(g, j);
+    return status ? status : a->read(g, j, k);
+}
+
+int job_run(group_t *g, job_t *j) {
+    if (g->broken) return E_ABORTED;
+    enter(g, j);
+    const algorithm_t *a = direct_form(g, j);
+    int checked = a != NULL, done = 0, status = a ? try_direct(g, j, a, &done) : OK;
+    if (status || done) return status;
+    a = choose(g, j);
+    for (size_t k = 0; k < a->rounds(g, j) && !status; k++) {
+        start_round(g, j, a, k);
+        status = end_round(g, j, a, k, checked);
+    }
+    return status;
+}
+
+static void complete(job_t *j, int status) {
+    j->status = status;
+    atomic_store(&j->done, 1);
+    futex_wake_all(&j->done);
+}
+
+/* Reads the result of the collective that was only published so far. Call with the group to oneself. */
+static void finish_lazy(group_t *g) {
+    job_t *j = g->lazy;
+    if (!j) return;
+    g->lazy = NULL;
+    if (g->broken) { complete(j, E_ABORTED); return; }
+    enter(g, j);
+    complete(j, end_round(g, j, choose(g, j), 0, 0));
+}
+
+static void *serve(void *arg) {
+    group_t *g = arg;
+    pthread_mutex_lock(&g->lock);
+    for (;;) {
+        while (!g->stop && (g->busy || !g->head)) pthread_cond_wait(&g->wake, &g->lock);
+        if (g->stop) break;
+        job_t *j = g->head;
+        g->head = j->next;
+        if (!g->head) g->tail = NULL;
+        g->busy = 1;
+        pthread_mutex_unlock(&g->lock);
+        finish_lazy(g);
+        complete(j, job_run(g, j));
+        pthread_mutex_lock(&g->lock);
+        g->busy = 0;
+        pthread_cond_broadcast(&g->wake);
+    }
+    pthread_mutex_unlock(&g->lock);
+    return NULL;
+}
+
+static void release(group_t *g) {
+    pthread_mutex_lock(&g->lock);
+    g->busy = 0;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
+}
+
+/* Runs or queues a job. Returns its status when it has ended, -1 when it is under way. */
+int job_submit(group_t *g, job_t *j, int async) {
+    pthread_mutex_lock(&g->lock);
+    if (!g->busy && !g->head) {
+        int single = async && !direct_form(g, j) && j->d.op != OP_ALL_TO_ALL && choose(g, j)->rounds(g, j) == 1;
+        if (!async || single) {
+            g->busy = 1;
+            pthread_mutex_unlock(&g->lock);
+            finish_lazy(g);
+            int status = -1;
+            if (g->broken) complete(j, status = E_ABORTED);
+            else if (single) start_round(g, j, choose(g, j), 0), g->lazy = j;
+            else complete(j, status = job_run(g, j));
+            release(g);
+            return status;
+        }
+    }
+    if (!g->has_thread) {
+        if (pthread_create(&g->thread, NULL, serve, g)) {
+            pthread_mutex_unlock(&g->lock);
+            complete(j, E_MEMORY);
+            return E_MEMORY;
+        }
+        g->has_thread = 1;
+    }
+    j->next = NULL;
+    if (g->tail) g->tail->next = j; else g->head = j;
+    g->tail = j;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
+    return async ? -1 : job_finish(g, j, -1);
+}
+
+static int take_lazy(group_t *g, job_t *j, int wait) {
+    pthread_mutex_lock(&g->lock);
+    while (wait && g->busy && g->lazy == j) pthread_cond_wait(&g->wake, &g->lock);
+    int take = g->lazy == j && !g->busy && (wait || g->broken || round_arrived(g, g->round));
+    if (take) g->busy = 1;
+    pthread_mutex_unlock(&g->lock);
+    if (take) finish_lazy(g), release(g);
+    return take;
+}
+
+/* Waits for a job; negative seconds: until its own time-out. Returns its status, or -1 when `seconds` ran out. */
+int job_finish(group_t *g, job_t *j, double seconds) {
+    double end = now() + seconds;
+    if (!atomic_load(&j->done)) take_lazy(g, j, 1);
+    for (int left = g->spins; left > 0 && !atomic_load_explicit(&j->done, memory_order_acquire); left--)
+        ;
+    while (!atomic_load(&j->done)) {
+        double left = seconds < 0 ? 1.0 : end - now();
+        if (left <= 0) return -1;
+        futex_wait_for(&j->done, 0, left);
+    }
+    return j->status;
+}
+
+int job_test(group_t *g, job_t *j) {
+    if (!atomic_load(&j->done)) take_lazy(g, j, 0);
+    return (int)atomic_load(&j->done);
+}
+
+/* Ends the threads. A job that the thread is in the middle of fails at once, as if this rank had left. */
+void group_stop(group_t *g) {
+    p2p_stop(g);
+    pthread_mutex_lock(&g->lock);
+    g->stop = 1;
+    if (g->busy) g->deadline = 0;
+    pthread_cond_broadcast(&g->wake);
+    pthread_mutex_unlock(&g->lock);
+    if (g->has_thread) pthread_join(g->thread, NULL);
+    for (job_t *j = g->head; j; j = j->next) complete(j, E_ABORTED);
+    if (g->lazy) complete(g->lazy, E_ABORTED);
+    g->head = g->lazy = NULL;
+    atomic_store(&g->ctl[g->rank].failed, 1);
+    futex_wake_all(&g->ctl[g->rank].round);
+}

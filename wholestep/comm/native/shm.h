@@ -1,0 +1,155 @@
+/* The shared-memory engine: ranks that are processes of one host.
+ *
+ * A group is one segment: a control block per rank, then two data slots per rank. Everything is built from one
+ * step, the *round*: a rank fills its slot, publishes its round number, waits until every rank has published
+ * that round, and reads the others' slots. A rank that has seen round r of all others knows that they are done
+ * reading round r-1, so two slots used in turn suffice and one wait a round is all the synchronisation.
+ *
+ * round.c    flags, waiting, dead ranks        reduce.c    vector kernels
+ * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
+ * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
+ * segment.c  memory                            module.c    the Python names
+ */
+#ifndef WHOLESTEP_SHM_H
+#define WHOLESTEP_SHM_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define MAX_RANKS 256
+#define CHUNK (64 * 1024)       /* bytes a rank publishes a round; 32 KB: -12 %, 256 KB: -30 % at 64 MB (L2 of 1 MB) */
+#define SLOT (2 * CHUNK + 4096) /* room for a chunk, the reduced part of the last one, and tables */
+#define LINE 128                /* two cache lines: the prefetcher pairs them */
+
+enum { OP_BARRIER, OP_ALL_REDUCE, OP_REDUCE, OP_BROADCAST, OP_ALL_GATHER, OP_REDUCE_SCATTER, OP_GATHER, OP_SCATTER,
+       OP_ALL_TO_ALL, OP_COUNT };
+enum { RED_SUM, RED_PRODUCT, RED_MIN, RED_MAX, RED_BAND, RED_BOR, RED_BXOR, RED_AVG };
+enum { T_F32, T_F64, T_F16, T_BF16, T_U8, T_I8, T_I16, T_I32, T_I64, T_COUNT };
+enum { OK = 0, E_TIMEOUT = 1, E_DIED = 2, E_MISMATCH = 3, E_ABORTED = 4, E_MEMORY = 5 };
+
+/* What a rank says of the collective it enters. The first 32 bytes must be alike on all ranks. */
+typedef struct {
+    uint8_t op, dtype, red, spare;
+    uint32_t root;
+    uint64_t bytes, shape, seq;
+    uint32_t segment, fd; /* of the input when it lies in shared memory; segment 0: private */
+    uint64_t offset, length;
+    uint8_t pad[8];
+} desc_t;
+#define DESC_COMPARED 32
+
+typedef struct {
+    _Alignas(LINE) _Atomic uint32_t round;   /* published: the futex that others wait on */
+    _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks in futex_wait on `round` */
+    _Atomic uint32_t pid, failed;             /* failed: this rank left the group with an error */
+    _Alignas(LINE) desc_t desc[2];            /* by round parity */
+    _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
+    _Atomic uint32_t bell_sleepers;
+} ctl_t;
+
+typedef struct job {
+    desc_t d;
+    const char *in;
+    char *out;
+    size_t in_stride, out_stride;                         /* from one rank's part to the next */
+    uint64_t *ins, *outs, *in_sizes, *out_sizes;          /* or explicit addresses and sizes, one a rank */
+    size_t elem;                                          /* bytes of an element */
+    double timeout;                                       /* seconds */
+    const char *peers[MAX_RANKS];                         /* direct: every rank's input, mapped here */
+    size_t rounds;
+    int status, culprit;
+    desc_t theirs;                                        /* on a mismatch or time-out: where the other stands */
+    _Atomic uint32_t done;
+    struct job *next;
+} job_t;
+
+typedef struct ring ring_t;
+
+typedef struct {
+    int rank, size, fd;
+    char *base;
+    size_t length;
+    ctl_t *ctl;
+    char *slots;
+    ring_t *rings;
+    uint32_t round;
+    int spins, budget, broken; /* spins: at most; budget: what has paid lately */
+    double deadline;
+    job_t *job; /* running */
+    /* progress.c */
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    pthread_t thread;
+    int has_thread, busy, stop;
+    job_t *head, *tail, *lazy;
+    struct message *active, *early; /* p2p.c */
+    pthread_mutex_t p2p_lock;
+    int p2p_thread;
+    pthread_t p2p_id;
+} group_t;
+
+/* One way to run a collective in rounds. `direct` replaces them when every rank's input is in shared memory. */
+typedef struct {
+    const char *name;
+    size_t (*rounds)(const group_t *, const job_t *);
+    void (*write)(group_t *, job_t *, size_t k, char *slot);
+    int (*read)(group_t *, job_t *, size_t k);
+    void (*direct)(group_t *, job_t *);
+} algorithm_t;
+
+extern const algorithm_t barrier_rounds, allreduce_exchange, allreduce_split, broadcast_rounds, reduce_rounds,
+    allgather_rounds, reduce_scatter_rounds, gather_rounds, scatter_rounds, alltoall_rounds;
+
+/* segment.c */
+size_t group_bytes(int size);
+int segment_register(const char *base, size_t length, uint32_t id, int fd);
+void segment_forget(uint32_t id);
+void segment_describe(const void *at, size_t length, desc_t *d);
+const char *segment_map(uint32_t pid, const desc_t *d);
+
+/* round.c */
+double now(void);
+int rank_alive(const group_t *g, int rank);
+void futex_wake_all(_Atomic uint32_t *word);
+int futex_wait_for(_Atomic uint32_t *word, uint32_t seen, double seconds);
+void round_publish(group_t *g);
+int round_wait(group_t *g, uint32_t round);
+int round_arrived(const group_t *g, uint32_t round);
+int round_compare(group_t *g, job_t *job);
+char *slot_of(const group_t *g, int rank, uint32_t round);
+
+/* progress.c */
+const algorithm_t *choose(const group_t *g, const job_t *job);
+int job_run(group_t *g, job_t *job);
+int job_submit(group_t *g, job_t *job, int async);
+int job_finish(group_t *g, job_t *job, double seconds);
+int job_test(group_t *g, job_t *job);
+void group_stop(group_t *g);
+
+/* reduce.c: dst[0..count) of each of `ndst` = fold over `nsrc` sources, in their order; AVG divides by nsrc */
+void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *const *src, int nsrc, size_t count);
+
+/* p2p.c */
+typedef struct message message_t;
+size_t p2p_bytes(int size);
+message_t *p2p_start(group_t *g, int send, int peer, int tag, char *data, size_t bytes);
+int p2p_finish(group_t *g, message_t *m, double seconds, int *peer, size_t *got);
+int p2p_test(group_t *g, message_t *m);
+void p2p_stop(group_t *g);
+
+static inline const char *in_at(const job_t *j, int rank) {
+    return j->ins ? (const char *)(uintptr_t)j->ins[rank] : j->in + (size_t)rank * j->in_stride;
+}
+static inline char *out_at(const job_t *j, int rank) {
+    return j->outs ? (char *)(uintptr_t)j->outs[rank] : j->out + (size_t)rank * j->out_stride;
+}
+static inline size_t part(size_t total, size_t chunk, size_t k) {
+    size_t begin = k * chunk;
+    return begin >= total ? 0 : total - begin < chunk ? total - begin : chunk;
+}
+static inline size_t chunks(size_t total, size_t chunk) { return (total + chunk - 1) / chunk; }
+
+#endif

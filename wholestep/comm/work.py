@@ -1,0 +1,109 @@
+"""Handles on collectives that are under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+
+def seconds(timeout: timedelta | float | None) -> float | None:
+    """A time-out in seconds, or None."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+
+class Work:
+    """A collective under way. The base class is one that has already ended: `wait` returns at once.
+
+    Subclass it to write a backend in Python; only `wait` is required.
+    """
+
+    _result: list[torch.Tensor] | None = None
+    _failure: BaseException | None = None
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Returns True when the tensors hold the result.
+
+        Args:
+            timeout: seconds; None for the group's.
+
+        Raises:
+            DistError: the collective failed, or did not end in time.
+        """
+        return True
+
+    def is_completed(self) -> bool:
+        """True once `wait` would not block."""
+        return True
+
+    def is_success(self) -> bool:
+        """True when it ended without an error."""
+        return self.is_completed() and self._failure is None
+
+    def exception(self) -> BaseException | None:
+        """The error it ended with, or None."""
+        return self._failure
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that hold the result."""
+        self.wait()
+        return self._result or []
+
+    def get_future(self) -> torch.futures.Future:
+        """A future with the result tensors. Waits for the collective first: hooks chained to it see finished tensors."""
+        future: torch.futures.Future = torch.futures.Future()
+        try:
+            future.set_result(self.result())
+        except RuntimeError as failure:
+            future.set_exception(failure)
+        return future
+
+
+class Finished(Work):
+    """A collective that has ended with these tensors."""
+
+    def __init__(self, result: list[torch.Tensor] | None = None) -> None:
+        self._result = result
+
+
+class Then(Work):
+    """Another work, then a step on its result: copying back to a strided tensor, dividing for AVG."""
+
+    def __init__(self, first: Work, step: Callable[[], None], result: list[torch.Tensor]) -> None:
+        self._first, self._step, self._result = first, step, result
+        self._done = False
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        if not self._done:
+            try:
+                self._first.wait(timeout) if timeout is not None else self._first.wait()
+            except BaseException as failure:
+                self._failure = failure
+                raise
+            self._done = True
+            self._step()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or self._first.is_completed()
+
+
+class All(Work):
+    """Several works as one."""
+
+    def __init__(self, works: list[Work], result: list[torch.Tensor]) -> None:
+        self._works, self._result = works, result
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        end = None if timeout is None else time.monotonic() + (seconds(timeout) or 0.0)
+        for work in self._works:
+            if end is None:
+                work.wait()
+            else:
+                work.wait(max(0.0, end - time.monotonic()))
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)

@@ -1,0 +1,143 @@
+"""One captured program and what a call has to do around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from wholestep.ir import StepGraph
+from wholestep.torch_compat import set_versions
+from wholestep.trace import Traced
+from wholestep.trace.recorder import flat_memory
+from wholestep.trace.results import Slot
+
+
+class Binder(Protocol):
+    """Capture's door: checks guards and fetches inputs, and replays effects on Python objects."""
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def apply(self, effects: Sequence[Any], result: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> Any: ...
+
+
+@dataclass
+class Program:
+    """A graph after all passes and the callable that a backend made of it."""
+
+    step: StepGraph
+    run: Callable[..., Sequence[Any]]
+    fingerprint: str
+
+    @property
+    def code(self) -> str:
+        """The program as text: what the backend generated, or the graph's own code."""
+        return str(getattr(self.run, "code", "") or self.step.gm.code)
+
+
+@dataclass(frozen=True)
+class Missed:
+    """A call that a captured program does not serve, with the first guard that failed."""
+
+    reason: str
+
+
+class Spent(torch.autograd.Function):
+    """Gives a result the `requires_grad` that it has in eager; its backward ran, or belongs, in the step."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: this tensor is the result of a compiled step, "
+            "whose graph is not kept. Call backward() inside of the step."
+        )
+
+
+class Entry:
+    """A program, the guards under which it serves, and how it reaches into the user's objects.
+
+    Args:
+        traced: what tracing recorded.
+        binder: made by capture for the inputs that have a source, in order.
+        program: shared with other entries of the same fingerprint.
+    """
+
+    def __init__(self, traced: Traced, binder: Binder, program: Program) -> None:
+        self.traced, self.binder, self.program = traced, binder, program
+        self.count = len(traced.step.signature.inputs)
+        state = {id(item): index for index, item in enumerate(traced.hoisted.state)}
+        self.hoisted = {i: state[id(item)] for i, item in enumerate(traced.lifted) if id(item) in state}
+        self.flat = {i: [m.storage_offset() for m in x.members] for i, x in enumerate(traced.lifted) if x.members}
+        self.bound = [i for i in range(len(traced.lifted)) if i not in self.hoisted]
+        places = {id(item): i for i, item in enumerate(traced.lifted)}
+        self.hoist_inputs = [places[id(item)] for item in traced.hoisted.inputs]
+        self.counted = tuple(traced.versions)
+        self.steps = tuple(traced.versions.values())
+        self.slot_versions = tuple(slot.version for slot in traced.slots)
+        self.handle = torch.zeros((), requires_grad=True)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the step, or says why this program does not serve the call (`Missed`)."""
+        values = self.binder(args, kwargs)
+        if type(values) is not list:
+            return Missed(str(values.reason))
+        if self.hoisted:
+            self._begin(values)
+        if self.flat:
+            missed = self._flatten(values)
+            if missed is not None:
+                return missed
+        for predicate in self.traced.predicates:
+            if not predicate.holds(values):
+                return Missed(predicate.reason)
+        with torch.no_grad():
+            return self._run(values, args, kwargs)
+
+    def _run(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        counted = [values[i] for i in self.counted]
+        before = [tensor._version for tensor in counted]
+        outputs = self.program.run(*values[: self.count])
+        traced = self.traced
+        slots = [self._slot(slot, outputs, values) for slot in traced.slots]
+        versions = [v + s for v, s in zip(before, self.steps, strict=True)]
+        set_versions((*counted, *slots), (*versions, *self.slot_versions))
+        made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
+        return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
+
+    def _begin(self, values: list[Any]) -> None:
+        """Puts the beginnings of the state that this step makes in their places among the inputs."""
+        numbers = dict(zip(self.bound, values, strict=True))
+        with torch.no_grad():
+            made = self.traced.hoisted.module(*(numbers[i] for i in self.hoist_inputs))
+        for index in sorted(self.hoisted):
+            values.insert(index, made[self.hoisted[index]])
+
+    def _flatten(self, values: list[Any]) -> Missed | None:
+        """Puts each shared memory, as one flat tensor, in the place of its first member."""
+        for index, offsets in self.flat.items():
+            item = self.traced.lifted[index]
+            flat = flat_memory(values[index])
+            if flat.numel() != item.value.numel() or values[index].storage_offset() != offsets[0]:  # type: ignore[union-attr]
+                return Missed(f"memory of {item.source}: expected the layout of the first call, found another")
+            values[index] = flat
+        return None
+
+    def _slot(self, slot: Slot, outputs: Sequence[Any], values: list[Any]) -> torch.Tensor:
+        tensor: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
+        if slot.geometry is not None:
+            size, stride, offset = slot.geometry
+            tensor = tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+            tensor = tensor if slot.is_view else tensor.detach()
+        if slot.requires_grad:
+            if slot.leaf:
+                return tensor.requires_grad_()
+            with torch.enable_grad():
+                return Spent.apply(self.handle, tensor)  # type: ignore[no-any-return, no-untyped-call]
+        return tensor
+
+

@@ -1,0 +1,224 @@
+"""Functionalisation: which value each tensor has at each moment, when tensors share memory.
+
+Every tensor of the traced step has a `Ref`: a storage and the chain of view operators that leads from the
+storage's root to it. A storage has one current value, a graph node of the root's geometry, and a
+generation that grows with each write. Reading a tensor replays its chain on the current value; writing
+to it runs the chain backwards (`select` becomes `select_scatter`) and gives the storage a new value.
+So no node of the graph ever writes, and a later reader of any alias sees every earlier write.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Emit = Callable[..., fx.Node]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a tensor lies in its memory; offset and strides in elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int = 0
+    lazy: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """A tensor's geometry; `lazy` when a conjugation or negation is still to be done."""
+        if tensor.layout != torch.strided:
+            return cls(tensor.dtype, tensor.shape, ())
+        lazy = tensor.is_conj() or tensor.is_neg()
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), lazy)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this dtype, shape and strides."""
+        return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.stride() == self.stride
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory that tensors share.
+
+    Attributes:
+        value: the node that gives the root's current content.
+        generation: number of writes so far.
+        input: index of the lifted input whose memory this is, None for memory made in the step.
+        first: the node that gave the root its first content.
+    """
+
+    value: fx.Node
+    root: Ref | None = None
+    generation: int = 0
+    input: int | None = None
+    first: fx.Node = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = self.value
+
+
+@dataclass(eq=False)
+class Ref:
+    """One tensor's way into a storage."""
+
+    storage: Storage
+    geometry: Geometry
+    parent: Ref | None = None
+    view: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    index: int | None = None
+    node: fx.Node | None = None
+    generation: int = -1
+
+    def read(self, emit: Emit) -> fx.Node:
+        """The node that holds this tensor's content now."""
+        if self.node is not None and self.generation == self.storage.generation:
+            return self.node
+        if self.parent is None:
+            node = self.storage.value
+        else:
+            outs = emit(self.view, (self.parent.read(emit), *self.args), self.kwargs)
+            node = outs if self.index is None else emit(operator.getitem, (outs, self.index))
+        self.node, self.generation = node, self.storage.generation
+        return node
+
+    def write(self, new: fx.Node, emit: Emit) -> None:
+        """Makes ``new`` (of this tensor's shape and dtype) the content, visible to every alias."""
+        if self.parent is None:
+            self.storage.value = new
+            self.storage.generation += 1
+            self.node, self.generation = new, self.storage.generation
+            return
+        self.parent.write(_fit(self._scatter(new, emit), self.parent, emit), emit)
+
+    def _scatter(self, new: fx.Node, emit: Emit) -> fx.Node:
+        assert self.parent is not None
+        invert = INVERSES.get(self.view)
+        if invert is not None:
+            return invert(self, new, emit)
+        return scatter_strided(self, new, emit)
+
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    return node.meta["info"].value
+
+
+def _fit(new: fx.Node, ref: Ref, emit: Emit) -> fx.Node:
+    """``new`` with the exact dtype, shape and strides that ``ref`` has."""
+    if ref.parent is None and not ref.geometry.holds(_value(new)):
+        return emit(aten.copy.default, (ref.read(emit), new))
+    return new
+
+
+def fit(new: fx.Node, ref: Ref, emit: Emit) -> fx.Node:
+    """``new`` converted to what an in-place write into ``ref`` stores: its dtype and shape.
+
+    A root also needs its own strides, since views are replayed on it.
+    """
+    value = _value(new)
+    same = value.dtype == ref.geometry.dtype and value.shape == ref.geometry.shape
+    exact = same and (ref.parent is not None or ref.geometry.holds(value))
+    return new if exact else emit(aten.copy.default, (ref.read(emit), new))
+
+
+def scatter_strided(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    """The parent's content after writing through any view at all: an as_strided_scatter."""
+    assert ref.parent is not None
+    offset = ref.geometry.offset - ref.parent.geometry.offset
+    old = ref.parent.read(emit)
+    shape = (list(ref.geometry.shape), list(ref.geometry.stride), offset)
+    return emit(aten.as_strided_scatter.default, (old, new, *shape))
+
+
+def _reshape_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    assert ref.parent is not None
+    shape = list(ref.parent.geometry.shape)
+    if not _value(new).is_contiguous():
+        new = emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
+    return emit(aten.view.default, (new, shape))
+
+
+def _transpose_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    return emit(aten.transpose.int, (new, *ref.args))
+
+
+def _permute_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    order = [d % len(ref.args[0]) for d in ref.args[0]]
+    return emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))
+
+
+def _select_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    assert ref.parent is not None
+    return emit(aten.select_scatter.default, (ref.parent.read(emit), new, *ref.args))
+
+
+def _slice_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    assert ref.parent is not None
+    return emit(aten.slice_scatter.default, (ref.parent.read(emit), new, *ref.args), ref.kwargs)
+
+
+def _diagonal_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    assert ref.parent is not None
+    return emit(aten.diagonal_scatter.default, (ref.parent.read(emit), new, *ref.args), ref.kwargs)
+
+
+def _pieces_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    """split, split_with_sizes, chunk: write one piece back into its slice."""
+    assert ref.parent is not None and ref.index is not None
+    dim = ref.args[1] if len(ref.args) > 1 else ref.kwargs.get("dim", 0)
+    parent, piece = ref.parent.geometry, ref.geometry
+    start = (piece.offset - parent.offset) // (parent.stride[dim] or 1)
+    args = (ref.parent.read(emit), new, dim, start, start + piece.shape[dim])
+    return emit(aten.slice_scatter.default, args)
+
+
+def _unbind_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    assert ref.parent is not None and ref.index is not None
+    dim = ref.args[0] if ref.args else ref.kwargs.get("dim", 0)
+    return emit(aten.select_scatter.default, (ref.parent.read(emit), new, dim, ref.index))
+
+
+def _same(op: Any) -> Callable[[Ref, fx.Node, Emit], fx.Node]:
+    return lambda ref, new, emit: emit(op, (new,))
+
+
+def _view_dtype_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    assert ref.parent is not None
+    return emit(aten.view.dtype, (new, ref.parent.geometry.dtype))
+
+
+# View operator -> how a value written through it becomes a value of what it was taken from.
+# Views that are not here, and those that repeat or leave out elements in unusual ways, go by strides.
+INVERSES: dict[Any, Callable[[Ref, fx.Node, Emit], fx.Node]] = {
+    aten.view.default: _reshape_back,
+    aten._unsafe_view.default: _reshape_back,
+    aten._reshape_alias.default: _reshape_back,
+    aten.unsqueeze.default: _reshape_back,
+    aten.squeeze.default: _reshape_back,
+    aten.squeeze.dim: _reshape_back,
+    aten.squeeze.dims: _reshape_back,
+    aten.t.default: _same(aten.t.default),
+    aten.transpose.int: _transpose_back,
+    aten.permute.default: _permute_back,
+    aten.select.int: _select_back,
+    aten.slice.Tensor: _slice_back,
+    aten.diagonal.default: _diagonal_back,
+    aten.split.Tensor: _pieces_back,
+    aten.split_with_sizes.default: _pieces_back,
+    aten.unbind.int: _unbind_back,
+    aten.view_as_real.default: _same(aten.view_as_complex.default),
+    aten.view_as_complex.default: _same(aten.view_as_real.default),
+    aten._conj.default: _same(aten._conj.default),
+    aten._neg_view.default: _same(aten._neg_view.default),
+    aten.view.dtype: _view_dtype_back,
+}

@@ -1,0 +1,73 @@
+"""One form for equal programs: inputs in the order of first use, and a fingerprint of what is computed.
+
+Two captures of a step (before and after its first call, say) often differ in what Python looked like and
+agree in what is computed. Equal fingerprints mean that one lowered program serves both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import StepGraph
+
+
+def first_uses(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Placeholder -> its rank by first use, for those that are used."""
+    seen: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            if used.op == "placeholder":
+                seen.setdefault(used, len(seen))
+    return seen
+
+
+def order_inputs(graph: fx.Graph, needed: list[fx.Node]) -> list[fx.Node]:
+    """Placeholders in the order of their first use, then those of `needed` that nothing uses.
+
+    Moves them into that order in the graph and erases all others.
+    """
+    ordered = list(dict.fromkeys([*first_uses(graph), *needed]))
+    body = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in ordered:
+        body.prepend(node)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node not in ordered:
+            graph.erase_node(node)
+    return ordered
+
+
+def fingerprint(step: StepGraph, constants: dict[str, torch.Tensor]) -> str:
+    """A hash of everything that a lowered program depends on."""
+    numbers: dict[fx.Node, int] = {}
+    digest = hashlib.sha256()
+    for node in step.graph.nodes:
+        numbers[node] = len(numbers)
+        what = node.op if node.op in ("placeholder", "output") else str(node.target)
+        if node.op == "get_attr":
+            real = constants[str(node.target)]
+            digest.update(real.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            what = f"constant {real.dtype} {list(real.shape)} {real.device}"
+        text = f"{what} {_words(node.args, numbers)} {_words(node.kwargs, numbers)}"
+        value = node.meta["info"].value if node.op == "placeholder" else None
+        text += _words(value, numbers) if isinstance(value, torch.Tensor) else ""
+        digest.update(text.encode())
+    signature = step.signature
+    kinds = [i.kind for i in signature.inputs]
+    digest.update(f"{kinds} {sorted(signature.mutations.items())} {signature.n_outputs}".encode())
+    return digest.hexdigest()
+
+
+def _words(value: Any, numbers: dict[fx.Node, int]) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{numbers[value]}"
+    if isinstance(value, torch.Tensor):
+        return f"<{value.dtype} {list(value.shape)} {list(value.stride())} {value.device}>"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_words(v, numbers) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_words(v, numbers)}" for k, v in value.items()) + "}"
+    return repr(value)

@@ -1,0 +1,126 @@
+"""State made in the first step, hoisted: its creation leaves the graph, which then serves later steps too.
+
+An optimizer makes `exp_avg = zeros_like(p)` when it first meets a parameter and updates it at once. The
+captured graph of that step differs from the next one's only in that creation. Where a tensor that the step
+leaves behind began as a value made from nothing (factories and numbers), it becomes an input, and a small
+graph of its own makes its beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from wholestep.ir import is_effectful
+from wholestep.torch_compat import FakeTensor
+from wholestep.trace.recorder import Lifted, Recorder
+
+aten = torch.ops.aten
+
+# Factories that read their argument's shape, dtype and device, never its content.
+LIKE = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+}
+
+
+@dataclass
+class Hoisted:
+    """Beginnings of the state that a step makes.
+
+    Attributes:
+        module: gives the tensors, from the numbers at `inputs`.
+        inputs: the lifted numbers that it reads.
+        state: the placeholders that take them.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Lifted] = field(default_factory=list)
+    state: list[Lifted] = field(default_factory=list)
+
+
+def hoist(recorder: Recorder, tensors: list[torch.Tensor]) -> Hoisted:
+    """Hoists those of the given tensors, which the step leaves behind, that were made from nothing."""
+    graph = fx.Graph()
+    builder = _Builder(recorder, graph)
+    firsts: list[fx.Node] = []
+    state: list[Lifted] = []
+    for tensor in tensors:
+        if not isinstance(tensor, FakeTensor):
+            continue
+        ref = recorder.ref(tensor)
+        if ref.parent is not None or ref.storage.input is not None or not builder.from_nothing(ref.storage.first):
+            continue
+        firsts.append(builder.copy(ref.storage.first))
+        state.append(_as_input(recorder, tensor))
+    graph.output(tuple(firsts))
+    return Hoisted(fx.GraphModule(recorder.constants, graph), builder.numbers, state)
+
+
+def _as_input(recorder: Recorder, tensor: torch.Tensor) -> Lifted:
+    ref = recorder.ref(tensor)
+    first = ref.storage.first
+    value = first.meta["info"].value
+    node = recorder._placeholder(f"state {len(recorder.lifted)}", "state", value)
+    first.replace_all_uses_with(node)
+    lifted = Lifted(node, None, tensor, ref)
+    if ref.storage.value is first:
+        ref.storage.value = node
+    ref.storage.first = node
+    ref.node = node if ref.node is first else ref.node
+    ref.storage.input = len(recorder.lifted)
+    recorder.lifted.append(lifted)
+    return lifted
+
+
+class _Builder:
+    """Copies creations into a graph of their own."""
+
+    def __init__(self, recorder: Recorder, graph: fx.Graph) -> None:
+        self.recorder, self.graph = recorder, graph
+        self.numbers: list[Lifted] = []
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def from_nothing(self, node: fx.Node) -> bool:
+        """True when a value follows from factories, constants and lifted numbers alone."""
+        if node.op == "placeholder":
+            return isinstance(node.meta["info"].value, float)
+        if node.op == "get_attr":
+            return True
+        if is_effectful(node) or node.target in (aten.empty.memory_format, aten.empty_like.default):
+            return False
+        return node.target in LIKE or all(self.from_nothing(n) for n in node.all_input_nodes)
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        if node in self.copies:
+            return self.copies[node]
+        if node.op == "placeholder":
+            first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+            with self.graph.inserting_before(first):
+                made = self.graph.placeholder(node.name)
+            self.numbers.append(next(item for item in self.recorder.lifted if item.node is node))
+        elif node.target in LIKE:
+            made = self.graph.node_copy(node, self._shape_of)
+        else:
+            made = self.graph.node_copy(node, self.copy)
+            if node.op == "get_attr":  # each step begins with its own copy of the constant
+                made = self.graph.call_function(aten.clone.default, (made,))
+        self.copies[node] = made
+        return made
+
+    def _shape_of(self, node: fx.Node) -> fx.Node:
+        """A tensor of a node's shape, for a factory that reads nothing else of it."""
+        value = node.meta["info"].value
+        if not isinstance(value, torch.Tensor):
+            return self.copy(node)
+        options = {"dtype": value.dtype, "device": value.device}
+        args = (list(value.shape), list(value.stride()))
+        return self.graph.call_function(aten.empty_strided.default, args, options)
+
+

@@ -1,0 +1,102 @@
+"""From what a traced step returned and left behind to a graph's outputs.
+
+Every tensor that outlives the step is a *slot*: an output of the graph, or a view of one, or a view of an
+input. Results and effects refer to slots, so that one tensor that is both a result and a parameter's
+gradient is one object again after a replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.torch_compat import FakeTensor
+from wholestep.trace.recorder import Recorder
+
+
+@dataclass(frozen=True)
+class Slot:
+    """How a replay makes one tensor that outlives the step.
+
+    Attributes:
+        output: index of the graph's output that holds its memory, or None.
+        input: index of the input in whose memory it lies, or None.
+        geometry: (size, stride, offset from the start of that output or input) for a view, None for the
+            whole of it.
+        requires_grad: as eager leaves it; `leaf` tells whether it then has a `grad_fn`.
+        version: in-place writes that its version counter counts.
+        is_view: whether autograd knows it as a view of another tensor.
+    """
+
+    output: int | None = None
+    input: int | None = None
+    geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+    requires_grad: bool = False
+    leaf: bool = True
+    version: int = 0
+    is_view: bool = False
+
+
+@dataclass(frozen=True)
+class Made:
+    """Where a replay finds something that the step made: a slot's tensor, or a number at an output."""
+
+    slot: int | None = None
+    output: int | None = None
+
+
+class Outlet:
+    """Collects the graph's outputs and the slots that refer to them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.outputs: list[fx.Node] = []
+        self.slots: list[Slot] = []
+        self.by_tensor: dict[int, int] = {}
+        self.by_storage: dict[int, int] = {}
+        self.keep: list[Any] = []
+
+    def slot(self, tensor: torch.Tensor) -> int:
+        """The index of the slot for a tensor made in the step."""
+        known = self.by_tensor.get(id(tensor))
+        if known is not None:
+            return known
+        ref = self.recorder.ref(tensor)
+        storage, root = ref.storage, ref.storage.root
+        assert root is not None
+        here, whole = ref.geometry, root.geometry
+        if here.dtype != whole.dtype or here.lazy:
+            return self._add(tensor, Slot(self._output(ref.read(self.recorder.emit)), None, None, *_autograd(tensor)))
+        place = (tuple(here.shape), here.stride, here.offset - whole.offset)
+        if storage.input is not None:
+            slot = Slot(None, storage.input, place, *_autograd(tensor))
+        else:
+            if id(storage) not in self.by_storage:
+                self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
+            slot = Slot(self.by_storage[id(storage)], None, None if here == whole else place, *_autograd(tensor))
+        return self._add(tensor, slot)
+
+    def _add(self, tensor: torch.Tensor, slot: Slot) -> int:
+        self.slots.append(slot)
+        self.by_tensor[id(tensor)] = len(self.slots) - 1
+        self.keep.append(tensor)
+        return len(self.slots) - 1
+
+    def _output(self, node: fx.Node) -> int:
+        if node.op == "get_attr":  # each call gives memory of its own
+            node = self.recorder.emit(torch.ops.aten.clone.default, (node,))
+        self.outputs.append(node)
+        return len(self.outputs) - 1
+
+    def place(self, value: Any) -> Made:
+        """Where a replay finds a tensor or a number that the step made."""
+        if isinstance(value, FakeTensor):
+            return Made(slot=self.slot(value))
+        return Made(output=self._output(value.node.fx_node))
+
+
+def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int, bool]:
+    return tensor.requires_grad, tensor.is_leaf, tensor._version, tensor._is_view()

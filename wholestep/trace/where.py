@@ -1,0 +1,93 @@
+"""Where in the user's program an operator runs: file and line, module path, phase of the step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from wholestep.ir import Phase
+from wholestep.torch_compat import current_autograd_node
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OUTSIDE = (_TORCH, _OURS, "<frozen", "<string>", "<__array", "<eval_with_key")
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame that belongs neither to torch nor to this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_OUTSIDE) and "contextlib" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class Whereabouts:
+    """Follows modules and optimizers while the step runs, through torch's global hooks."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names = names
+        self.modules: list[str] = []
+        self.optimizers = 0
+        self.module_of_seq: dict[int, str] = {}
+
+    def phase(self) -> Phase:
+        if self.optimizers:
+            return "optimizer"
+        return "backward" if current_autograd_node() is not None else "forward"
+
+    def module(self) -> str:
+        return self.modules[-1] if self.modules else ""
+
+    def seq(self) -> int | None:
+        node = current_autograd_node()
+        if node is not None:
+            return int(node._sequence_nr())
+        return None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.modules.append(self.names.get(id(module), type(module).__name__))
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            self.modules.pop()
+
+        def start(*_: Any) -> None:
+            self.optimizers += 1
+
+        def stop(*_: Any) -> None:
+            self.optimizers -= 1
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+            register_optimizer_step_pre_hook(start),
+            register_optimizer_step_post_hook(stop),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def module_names(roots: dict[str, Any]) -> dict[int, str]:
+    """id of every submodule -> path, for the modules among the roots."""
+    names: dict[int, str] = {}
+    for root_name, root in roots.items():
+        if isinstance(root, nn.Module):
+            for name, module in root.named_modules():
+                names.setdefault(id(module), f"{root_name}.{name}" if name else root_name)
+    return names

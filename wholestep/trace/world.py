@@ -1,0 +1,164 @@
+"""What is exchanged in Python while a step is traced, and put back afterwards.
+
+Some things that a step does never reach the dispatcher: reading the random generator's state, `math.sqrt`
+of a host number, the end of a `backward()`. For these the functions themselves are replaced for the time
+of the trace.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from wholestep.errors import DataDependentError, UnsupportedError
+from wholestep.ir import Gradient, get_rng_state, set_rng_state
+from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes
+from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
+from wholestep.trace.ops import ESCAPES
+from wholestep.trace.recorder import Recorder
+from wholestep.trace.where import user_line
+
+
+class CallWindow(TorchFunctionMode):
+    """Sees every call of torch's Python API: knows when C++ may ask for a number, and stops escapes."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        remedy = ESCAPES.get(name)
+        if remedy is not None and args and isinstance(args[0], torch.Tensor):
+            raise DataDependentError(f"Python needs the value of a tensor: Tensor.{name}", user_line(), remedy)
+        if func is torch.tensor and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
+            return torch.scalar_tensor(args[0], **_tensor_options(args[0], kwargs or {}))
+        if func is torch.as_tensor and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
+            return torch.scalar_tensor(args[0], **_tensor_options(args[0], kwargs or {}))
+        if func is torch.Tensor.data.__set__ and not isinstance(args[0], FakeTensor):  # type: ignore[attr-defined]
+            return self._set_data(*args)
+        if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
+            return self._set_where(*args)
+        return self._window(func, args, kwargs or {})
+
+    def _window(self, func: Any, args: Any, kwargs: Any) -> Any:
+        recorder = self.recorder
+        before = len(recorder.tokens)
+        recorder.in_call += 1
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            recorder.in_call -= 1
+        if recorder.in_call == 0 and len(recorder.tokens) > before:
+            lost = [t for t in list(recorder.tokens)[before:] if t not in recorder.spent]
+            if lost:
+                raise UnsupportedError(f"{func} computed with a number that may change", user_line())
+        if type(out) in (torch.SymFloat, torch.SymInt) and isinstance(out.node, HostNode):
+            return make_host(out.node)  # `.item()` came back through C++
+        return out
+
+    def _set_where(self, tensor: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
+        """`t[mask] = value` with a single boolean, which C++ would read: a choice between two values."""
+        new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
+        tensor.copy_(torch.where(mask, new, tensor))
+
+    def _set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        """`p.data = new` on a tensor from outside: its content becomes the new one's."""
+        if tensor.shape != new.shape or tensor.dtype != new.dtype:
+            raise UnsupportedError(
+                f"assigning .data of shape {list(new.shape)} to a tensor of shape {list(tensor.shape)}", user_line()
+            )
+        with torch.no_grad():
+            torch.Tensor.copy_(tensor.detach(), new)
+
+
+def _is_scalar_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() == 0
+
+
+def _tensor_options(number: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    default = torch.get_default_dtype() if isinstance(number, torch.SymFloat) else torch.int64
+    return {"dtype": kwargs.get("dtype") or default, "device": kwargs.get("device")}
+
+
+def _recorded_backward(recorder: Recorder, parameters: list[torch.Tensor]) -> Callable[..., Any]:
+    """`torch.autograd.backward` that also notes which gradients it left, for data parallelism."""
+    run = torch.autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        before = [_gradient(recorder, p) for p in parameters]
+        run(*args, **kwargs)
+        for parameter, old in zip(parameters, before, strict=True):
+            new = _gradient(recorder, parameter)
+            if new is not None and new is not old and id(parameter) in recorder.by_id:
+                source = str(recorder.by_id[id(parameter)].source)
+                recorder.gradients.append(Gradient(source, old.name if old else None, new.name))
+
+    return backward
+
+
+def _gradient(recorder: Recorder, parameter: torch.Tensor) -> Any:
+    grad = parameter.grad
+    if grad is None or (not isinstance(grad, FakeTensor) and id(grad) not in recorder.by_id):
+        return None
+    with no_modes():
+        return recorder.ref(grad).read(recorder.emit)
+
+
+def _traced_rng(recorder: Recorder) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """`torch.get_rng_state` and `torch.set_rng_state` as nodes of the graph."""
+
+    def get_state() -> torch.Tensor:
+        with no_modes(), recorder.fake_mode:
+            fake = torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8)
+            recorder._root(fake, recorder.emit(get_rng_state, (), value=recorder.value(fake)))
+        return fake
+
+    def set_state(state: torch.Tensor) -> None:
+        recorder.emit(set_rng_state, (recorder.ref(state).read(recorder.emit),), value=())
+
+    return get_state, set_state
+
+
+def _number_of(value: Any) -> Any:
+    """`float` for BatchNorm's cumulative average, which divides by a batch count."""
+    return value.item() if isinstance(value, torch.Tensor) else float(value)
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[None]:
+    """Replaces what must be seen while tracing; everything is as before on exit, however it ends."""
+    get_state, set_state = _traced_rng(recorder)
+    replacements: list[tuple[Any, str, Any]] = [
+        *AWARE,
+        (builtins, "max", aware_choice(max)),
+        (builtins, "min", aware_choice(min)),
+        (torch, "get_rng_state", get_state),
+        (torch.random, "get_rng_state", get_state),
+        (torch, "set_rng_state", set_state),
+        (torch.random, "set_rng_state", set_state),
+        (torch.autograd, "backward", _recorded_backward(recorder, parameters)),
+        (torch.nn.modules.batchnorm, "float", _number_of),
+        (torch.distributions.Distribution, "_validate_args", False),
+    ]
+    saved = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
+    for owner, name, replacement in replacements:
+        setattr(owner, name, replacement)
+    FOREACH_TYPES.append(FakeTensor)
+    try:
+        yield
+    finally:
+        FOREACH_TYPES.remove(FakeTensor)
+        for owner, name, original in saved:
+            if original is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
