@@ -26,7 +26,7 @@ TRAINING_FLAG = 5
 GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 
 # Operators on sparse tensors for which fake tensors make up the number of values.
-SHAPE_FROM_DATA = {aten._coalesce.default, aten.sparse_mask.default}
+SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
 
 # Tensor methods that hand a traced value to Python, with what to do instead.
 ESCAPES: dict[str, str] = {
