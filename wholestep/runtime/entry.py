@@ -78,7 +78,7 @@ class Entry:
         self.hoist_inputs = [places[id(item)] for item in traced.hoisted.inputs]
         self.counted = tuple(traced.versions)
         self.steps = tuple(traced.versions.values())
-        self.fresh = [i for i, slot in enumerate(traced.slots) if slot.input is None]
+        self.fresh = [i for i, slot in enumerate(traced.slots) if slot.own_counter]
         self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
 
@@ -133,7 +133,7 @@ class Entry:
         if slot.geometry is not None:
             size, stride, offset = slot.geometry
             tensor = tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-            tensor = tensor if slot.is_view else tensor.detach()
+            tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
         if slot.requires_grad:
             if slot.leaf:
                 return tensor.requires_grad_()

@@ -27,6 +27,7 @@ from wholestep.torch_compat import FAKE_ERRORS, FakeTensor, FakeTensorMode, belo
 from wholestep.trace.alias import Geometry, Ref, Storage, fit
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import (
+    CONSTANT_WRITES,
     GRAD_SENSITIVE,
     HIDDEN_WRITES,
     SHAPE_FROM_DATA,
@@ -357,6 +358,8 @@ class Recorder(TorchDispatchMode):
             return None
         twin = pure_twin(func)
         written = self._written(func, args, kwargs, written_arguments(func))
+        if func not in CONSTANT_WRITES and any(self.ref(t).geometry.repeats for t in written):
+            self._refuse_repeats(func)
         if not _is_list_op(func):
             out = self._execute(func, args, kwargs)
             for tensor in written:
@@ -367,6 +370,15 @@ class Recorder(TorchDispatchMode):
                 torch.autograd.graph.increment_version([t for t in written if t.device.type == "cpu"])
         node = self._write(func, twin, written, args, kwargs)
         return self._given_back(func, node, out, args, kwargs)
+
+    def _refuse_repeats(self, func: Overload) -> None:
+        """Writes where several elements lie in one place: eager's error, or ours where eager only warns."""
+        if func._schema.name == "aten::masked_fill_":
+            raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
 
     def _overlap(self, args: Any, kwargs: Any) -> bool:
         """Whether two tensors of a list operator lie in one memory."""
