@@ -129,16 +129,17 @@ class Entry:
         return None
 
     def _slot(self, slot: Slot, outputs: Sequence[Any], values: list[Any]) -> torch.Tensor:
-        tensor: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
+        base: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
+        tensor = base
         if slot.geometry is not None:
             size, stride, offset = slot.geometry
-            tensor = tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+            # a view made without gradients could not be written later where eager's can
+            with torch.set_grad_enabled(slot.requires_grad or not base.requires_grad):
+                tensor = base.as_strided(size, stride, base.storage_offset() + offset)
             tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
-        if slot.requires_grad:
+        if slot.requires_grad and not tensor.requires_grad:
             if slot.leaf:
                 return tensor.requires_grad_()
             with torch.enable_grad():
                 return Spent.apply(self.handle, tensor)  # type: ignore[no-any-return, no-untyped-call]
         return tensor
-
-

@@ -361,6 +361,8 @@ class Recorder(TorchDispatchMode):
         if func not in CONSTANT_WRITES and any(self.ref(t).geometry.repeats for t in written):
             self._refuse_repeats(func)
         if not _is_list_op(func):
+            self._refuse_partial_overlap(written, args, kwargs)
+        if not _is_list_op(func):
             out = self._execute(func, args, kwargs)
             for tensor in written:
                 self._check_geometry(func, tensor)
@@ -379,6 +381,18 @@ class Recorder(TorchDispatchMode):
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
             "location. Please clone() the tensor before performing the operation."
         )
+
+    def _refuse_partial_overlap(self, written: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        """ATen's kernels refuse to write where they still read; fake tensors have no addresses to see that."""
+        read = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        for out in written:
+            for tensor in read:
+                one, two = self.ref(out), self.ref(tensor)
+                if one.storage is two.storage and one.geometry.overlaps_partly(two.geometry):
+                    raise RuntimeError(
+                        "unsupported operation: some elements of the input tensor and the written-to tensor refer "
+                        "to a single memory location. Please clone() the tensor before performing the operation."
+                    )
 
     def _overlap(self, args: Any, kwargs: Any) -> bool:
         """Whether two tensors of a list operator lie in one memory."""

@@ -8,6 +8,7 @@ of the trace.
 from __future__ import annotations
 
 import builtins
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -183,9 +184,13 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
     FOREACH_TYPES.append(FakeTensor)
+    log = logging.getLogger(FakeTensor.__module__)  # it reports each of eager's own errors as its own
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
+        log.setLevel(level)
         FOREACH_TYPES.remove(FakeTensor)
         for owner, name, original in saved:
             if original is _ABSENT:
