@@ -33,7 +33,7 @@ MAYBE_VIEWS = {
     "type_as",
 }
 # Views whose schema does not say so.
-HIDDEN_VIEWS = {"_unsafe_view"}
+HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 
 # functional overload -> (overload with an out= kernel of its own, further positional arguments).
 OUT_ALIASES: dict[Any, tuple[Any, tuple[Any, ...]]] = {
@@ -201,10 +201,26 @@ class _FirstCall(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: Any = None
+        self.arguments: dict[str, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = func
+        self.seen, self.arguments = func, _by_name(func, args, kwargs or {})
         raise _Reached
+
+
+def _by_name(op: Overload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call, defaults included."""
+    schema = op._schema.arguments
+    given = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def _same_argument(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(wanted) == len(found) and all(map(_same_argument, wanted, found))
+    if isinstance(wanted, torch.Tensor) or isinstance(found, torch.Tensor):
+        return wanted is found or (isinstance(wanted, (int, float)) and found.dim() == 0)
+    return bool(wanted == found)
 
 
 def _stand_in(value: Any) -> Any:
@@ -227,7 +243,9 @@ _ENTRIES: dict[Any, bool] = {}
 
 
 def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs: Any) -> bool:
-    """True when the public ``call`` lands on exactly ``op`` with such arguments: shown by calling it.
+    """True when the public ``call`` lands on exactly ``op`` with those arguments: shown by calling it.
+
+    Arguments are compared too: a public function's defaults may be others than the overload's.
 
     Args:
         op: the overload wanted.
@@ -244,5 +262,6 @@ def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs
                 call(*stand_ins, **named)
         except Exception:  # any refusal of these arguments means that the entry cannot serve
             pass
-        _ENTRIES[key] = mode.seen is op
+        wanted = _by_name(op, stand_ins, named)
+        _ENTRIES[key] = mode.seen is op and all(_same_argument(v, mode.arguments[k]) for k, v in wanted.items())
     return _ENTRIES[key]
