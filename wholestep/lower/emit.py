@@ -139,6 +139,7 @@ class _Writer(Speller):
         how = self.plan.how[node]
         write = {
             "host": self._host, "view": self._view, "fill": self._fill, "copy": self._copy, "scatter": self._scatter,
+            "wait": self._wait, "collective": self._collective,
             "inplace": self._out, "out": self._out, "call": self._functional, "mutable": self._mutable,
         }.get(how)  # fmt: skip
         if write is not None:
@@ -192,6 +193,16 @@ class _Writer(Speller):
                     f"{name} = torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype})"
                 )
         return self.in_tile.get(name, name)
+
+    def _collective(self, node: fx.Node, lines: list[str]) -> None:
+        target, (source, *rest) = self._destination(node, lines), node.args
+        if self._arg(source) != target:
+            lines.append(f"{target}.copy_({self._arg(source)})")
+        twin = inplace_variant(node.target)  # type: ignore[arg-type]
+        self._say(lines, f"{self._function(twin)}({', '.join([target, *map(self._arg, rest)])})", node)
+
+    def _wait(self, node: fx.Node, lines: list[str]) -> None:
+        self._say(lines, f"{self._function(node.target)}({self._arg(node.args[0])})", node)
 
     def _fill(self, node: fx.Node, lines: list[str]) -> None:
         number = FILLS[node.target](*node.args, **node.kwargs)
@@ -460,7 +471,7 @@ class _Writer(Speller):
         return "\n".join(lines) + "\n"
 
 
-_KERNELS = ("fill", "copy", "scatter", "inplace", "out", "call", "mutable")
+_KERNELS = ("fill", "copy", "scatter", "collective", "inplace", "out", "call", "mutable")
 
 
 def plan_owner(plan: Plan) -> Any:

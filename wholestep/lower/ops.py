@@ -105,6 +105,21 @@ def is_sure_view(op: Any) -> bool:
     return is_view(op) and base_name(op) not in MAYBE_VIEWS
 
 
+def is_collective(op: Any) -> bool:
+    """True for operators that start a collective: every rank must issue them in one order."""
+    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) != "wait"
+
+
+def is_in_place_collective(op: Any) -> bool:
+    """True for collectives that can run on the memory of their result, once their operand is copied there."""
+    return is_collective(op) and inplace_variant(op) is not None
+
+
+def is_wait(op: Any) -> bool:
+    """True for the end of a collective, which gives its operand itself."""
+    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) == "wait"
+
+
 @functools.cache
 def base_name(op: Overload) -> str:
     """``aten::add_.Tensor`` -> ``add_``."""
@@ -154,9 +169,9 @@ def out_variant(op: Overload, key: str) -> tuple[Overload, tuple[Any, ...], tupl
 @functools.cache
 def inplace_variant(op: Overload) -> Overload | None:
     """The overload that writes the functional result into its first argument, or None."""
-    if op.namespace != "aten" or len(op._schema.returns) != 1:
+    if op.namespace not in ("aten", "wholestep") or len(op._schema.returns) != 1:
         return None
-    for other in _overloads(base_name(op) + "_", "aten"):
+    for other in _overloads(base_name(op) + "_", op.namespace):
         if _written(other) == (0,) and _signature(other) == _signature(op):
             return other
     return None
