@@ -78,7 +78,8 @@ class Entry:
         self.hoist_inputs = [places[id(item)] for item in traced.hoisted.inputs]
         self.counted = tuple(traced.versions)
         self.steps = tuple(traced.versions.values())
-        self.slot_versions = tuple(slot.version for slot in traced.slots)
+        self.fresh = [i for i, slot in enumerate(traced.slots) if slot.own_counter]
+        self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,7 +106,7 @@ class Entry:
         traced = self.traced
         slots = [self._slot(slot, outputs, values) for slot in traced.slots]
         versions = [v + s for v, s in zip(before, self.steps, strict=True)]
-        set_versions((*counted, *slots), (*versions, *self.slot_versions))
+        set_versions((*counted, *(slots[i] for i in self.fresh)), (*versions, *self.slot_versions))
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
 
@@ -132,7 +133,7 @@ class Entry:
         if slot.geometry is not None:
             size, stride, offset = slot.geometry
             tensor = tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-            tensor = tensor if slot.is_view else tensor.detach()
+            tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
         if slot.requires_grad:
             if slot.leaf:
                 return tensor.requires_grad_()

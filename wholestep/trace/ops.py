@@ -22,11 +22,14 @@ HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
 # Position of `training` in the operators above: without it nothing is written.
 TRAINING_FLAG = 5
 
+# Operators that write one value everywhere, and so also where elements repeat.
+CONSTANT_WRITES = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+
 # Operators whose kernel works differently when gradients are wanted (the LSTM keeps a workspace).
 GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 
 # Operators on sparse tensors for which fake tensors make up the number of values.
-SHAPE_FROM_DATA = {aten._coalesce.default, aten.sparse_mask.default}
+SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
 
 # Tensor methods that hand a traced value to Python, with what to do instead.
 ESCAPES: dict[str, str] = {

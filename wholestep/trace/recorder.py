@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from wholestep.torch_compat import FAKE_ERRORS, FakeTensor, FakeTensorMode, belo
 from wholestep.trace.alias import Geometry, Ref, Storage, fit
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import (
+    CONSTANT_WRITES,
     GRAD_SENSITIVE,
     HIDDEN_WRITES,
     SHAPE_FROM_DATA,
@@ -348,8 +350,16 @@ class Recorder(TorchDispatchMode):
     def _mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.inplace_view in func.tags:
             return self._inplace_view(func, args, kwargs)
+        if _is_list_op(func) and self._overlap(args, kwargs):
+            count = len(args[0])
+            for index in range(count):  # one after the other: a later tensor sees an earlier one's write
+                only = partial(_only, index, count)
+                self._mutable(func, tuple(map(only, args)), {k: only(v) for k, v in kwargs.items()})
+            return None
         twin = pure_twin(func)
         written = self._written(func, args, kwargs, written_arguments(func))
+        if func not in CONSTANT_WRITES and any(self.ref(t).geometry.repeats for t in written):
+            self._refuse_repeats(func)
         if not _is_list_op(func):
             out = self._execute(func, args, kwargs)
             for tensor in written:
@@ -360,6 +370,27 @@ class Recorder(TorchDispatchMode):
                 torch.autograd.graph.increment_version([t for t in written if t.device.type == "cpu"])
         node = self._write(func, twin, written, args, kwargs)
         return self._given_back(func, node, out, args, kwargs)
+
+    def _refuse_repeats(self, func: Overload) -> None:
+        """Writes where several elements lie in one place: eager's error, or ours where eager only warns."""
+        if func._schema.name == "aten::masked_fill_":
+            raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
+
+    def _overlap(self, args: Any, kwargs: Any) -> bool:
+        """Whether two tensors of a list operator lie in one memory."""
+        if len(args[0]) < 2:
+            return False
+        written = [id(self.ref(t).storage) for t in args[0]]
+        others = [t for group in (*args[1:], *kwargs.values()) if isinstance(group, list) for t in group]
+        read = [self.ref(t).storage for t in others if isinstance(t, torch.Tensor)]
+        return len(set(written)) < len(written) or any(
+            id(storage) in written and written.index(id(storage)) != index % len(written)
+            for index, storage in enumerate(read)
+        )
 
     def _hidden(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that writes without saying so: its pure form and its own results."""
@@ -568,6 +599,12 @@ def _defaults(func: Overload, twin: Twin, given: int, kwargs: dict[str, Any]) ->
 
 def _scale_position(func: Overload) -> int:
     return next((i for i, a in enumerate(func._schema.arguments) if a.name == "grad_scale"), -1)
+
+
+def _only(index: int, count: int, argument: Any) -> Any:
+    """The part of a list operator's argument that concerns one of its tensors."""
+    whole = isinstance(argument, (list, tuple)) and len(argument) == count
+    return [argument[index]] if whole else argument
 
 
 def _is_list_op(func: Overload) -> bool:
