@@ -33,7 +33,7 @@ MAYBE_VIEWS = {
     "type_as",
 }
 # Views whose schema does not say so.
-HIDDEN_VIEWS = {"_unsafe_view"}
+HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 
 # functional overload -> (overload with an out= kernel of its own, further positional arguments).
 OUT_ALIASES: dict[Any, tuple[Any, tuple[Any, ...]]] = {
@@ -105,6 +105,21 @@ def is_sure_view(op: Any) -> bool:
     return is_view(op) and base_name(op) not in MAYBE_VIEWS
 
 
+def is_collective(op: Any) -> bool:
+    """True for operators that start a collective: every rank must issue them in one order."""
+    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) != "wait"
+
+
+def is_in_place_collective(op: Any) -> bool:
+    """True for collectives that can run on the memory of their result, once their operand is copied there."""
+    return is_collective(op) and inplace_variant(op) is not None
+
+
+def is_wait(op: Any) -> bool:
+    """True for the end of a collective, which gives its operand itself."""
+    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) == "wait"
+
+
 @functools.cache
 def base_name(op: Overload) -> str:
     """``aten::add_.Tensor`` -> ``add_``."""
@@ -154,9 +169,9 @@ def out_variant(op: Overload, key: str) -> tuple[Overload, tuple[Any, ...], tupl
 @functools.cache
 def inplace_variant(op: Overload) -> Overload | None:
     """The overload that writes the functional result into its first argument, or None."""
-    if op.namespace != "aten" or len(op._schema.returns) != 1:
+    if op.namespace not in ("aten", "wholestep") or len(op._schema.returns) != 1:
         return None
-    for other in _overloads(base_name(op) + "_", "aten"):
+    for other in _overloads(base_name(op) + "_", op.namespace):
         if _written(other) == (0,) and _signature(other) == _signature(op):
             return other
     return None
@@ -201,10 +216,26 @@ class _FirstCall(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: Any = None
+        self.arguments: dict[str, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = func
+        self.seen, self.arguments = func, _by_name(func, args, kwargs or {})
         raise _Reached
+
+
+def _by_name(op: Overload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call, defaults included."""
+    schema = op._schema.arguments
+    given = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def _same_argument(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(wanted) == len(found) and all(map(_same_argument, wanted, found))
+    if isinstance(wanted, torch.Tensor) or isinstance(found, torch.Tensor):
+        return wanted is found or (isinstance(wanted, (int, float)) and found.dim() == 0)
+    return bool(wanted == found)
 
 
 def _stand_in(value: Any) -> Any:
@@ -227,7 +258,9 @@ _ENTRIES: dict[Any, bool] = {}
 
 
 def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs: Any) -> bool:
-    """True when the public ``call`` lands on exactly ``op`` with such arguments: shown by calling it.
+    """True when the public ``call`` lands on exactly ``op`` with those arguments: shown by calling it.
+
+    Arguments are compared too: a public function's defaults may be others than the overload's.
 
     Args:
         op: the overload wanted.
@@ -244,5 +277,6 @@ def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs
                 call(*stand_ins, **named)
         except Exception:  # any refusal of these arguments means that the entry cannot serve
             pass
-        _ENTRIES[key] = mode.seen is op
+        wanted = _by_name(op, stand_ins, named)
+        _ENTRIES[key] = mode.seen is op and all(_same_argument(v, mode.arguments[k]) for k, v in wanted.items())
     return _ENTRIES[key]
