@@ -51,7 +51,7 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     for (int r = 0; r < g->size; r++) {
         j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), &g->ctl[r].desc[g->round & 1]);
         if (!j->peers[r]) { /* the others go on with memory that we cannot see: nothing can be saved */
-            g->broken = 1, j->culprit = r;
+            g->broken = 1, g->fail_status = E_MEMORY, j->culprit = g->fail_culprit = r;
             atomic_store(&g->ctl[g->rank].failed, 1);
             return E_MEMORY;
         }
@@ -75,7 +75,7 @@ static int end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, int c
 }
 
 int job_run(group_t *g, job_t *j) {
-    if (g->broken) return E_ABORTED;
+    if (g->broken) return round_broken(g, j);
     enter(g, j);
     const algorithm_t *a = direct_form(g, j);
     int checked = a != NULL, done = 0, status = a ? try_direct(g, j, a, &done) : OK;
@@ -99,7 +99,7 @@ static void finish_lazy(group_t *g) {
     job_t *j = g->lazy;
     if (!j) return;
     g->lazy = NULL;
-    if (g->broken) { complete(j, E_ABORTED); return; }
+    if (g->broken) { complete(j, round_broken(g, j)); return; }
     enter(g, j);
     complete(j, end_round(g, j, choose(g, j), 0, 0));
 }
@@ -142,7 +142,7 @@ int job_submit(group_t *g, job_t *j, int async) {
             pthread_mutex_unlock(&g->lock);
             finish_lazy(g);
             int status = -1;
-            if (g->broken) complete(j, status = E_ABORTED);
+            if (g->broken) complete(j, status = round_broken(g, j));
             else if (single) start_round(g, j, choose(g, j), 0), g->lazy = j;
             else complete(j, status = job_run(g, j));
             release(g);

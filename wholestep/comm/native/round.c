@@ -70,10 +70,18 @@ static int give_up(group_t *g, int rank, int status) {
         g->job->theirs = g->ctl[rank].desc[at & 1];
         if (at == 0) memset(&g->job->theirs, 0, sizeof g->job->theirs);
     }
+    g->fail_status = status, g->fail_culprit = rank;
+    if (g->job) g->fail_theirs = g->job->theirs;
     g->broken = 1;
     atomic_store(&g->ctl[g->rank].failed, 1);
     for (int r = 0; r < g->size; r++) futex_wake_all(&g->ctl[r].round);
     return status;
+}
+
+/* What a call on a broken group gets: what broke it. */
+int round_broken(const group_t *g, job_t *job) {
+    job->culprit = g->fail_culprit, job->theirs = g->fail_theirs;
+    return g->fail_status ? g->fail_status : E_ABORTED;
 }
 
 static int sleep_until(group_t *g, int rank, uint32_t round) {

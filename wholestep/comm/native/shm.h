@@ -77,6 +77,8 @@ typedef struct {
     ring_t *rings;
     uint32_t round;
     int spins, budget, broken; /* spins: at most; budget: what has paid lately */
+    int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
+    desc_t fail_theirs;
     double deadline;
     job_t *job; /* running */
     /* progress.c */
@@ -118,6 +120,7 @@ int futex_wait_for(_Atomic uint32_t *word, uint32_t seen, double seconds);
 void round_publish(group_t *g);
 int round_wait(group_t *g, uint32_t round);
 int round_arrived(const group_t *g, uint32_t round);
+int round_broken(const group_t *g, job_t *job);
 int round_compare(group_t *g, job_t *job);
 char *slot_of(const group_t *g, int rank, uint32_t round);
 
