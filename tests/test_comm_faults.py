@@ -217,6 +217,7 @@ def test_a_killed_rank_is_named_by_every_survivor(size, tmp_path, record_propert
 
 def test_a_stopped_rank_is_named_at_the_timeout_with_where_it_stands(tmp_path):
     pipes, ranks = world_of(2, tmp_path, 1.0)
+    time.sleep(0.5)
     os.kill(ranks[1].pid, signal.SIGSTOP)
     assert pipes[0].poll(30)
     kind, message, _ = pipes[0].recv()

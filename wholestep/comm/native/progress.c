@@ -34,7 +34,7 @@ static void enter(group_t *g, job_t *j) {
 }
 
 static void announce(group_t *g, const job_t *j) {
-    g->ctl[g->rank].desc[(g->round + 1) & 1] = j->d;
+    *desc_of(g, g->rank, g->round + 1) = j->d;
     round_publish(g);
 }
 
@@ -43,13 +43,14 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     size_t length = j->d.op == OP_REDUCE_SCATTER ? j->d.bytes * (size_t)g->size : j->d.bytes;
     if (!j->ins) segment_describe(j->in, length, &j->d);
     announce(g, j);
-    int status = round_wait(g, g->round);
+    g->reading = g->round;
+    int status = round_wait(g, g->reading);
     if (!status) status = round_compare(g, j);
     if (status) return status;
     for (int r = 0; r < g->size; r++)
-        if (!g->ctl[r].desc[g->round & 1].segment) return OK;
+        if (!desc_of(g, r, g->reading)->segment) return OK;
     for (int r = 0; r < g->size; r++) {
-        j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), &g->ctl[r].desc[g->round & 1]);
+        j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), desc_of(g, r, g->reading));
         if (!j->peers[r]) { /* the others go on with memory that we cannot see: nothing can be saved */
             g->broken = 1, g->fail_status = E_MEMORY, j->culprit = g->fail_culprit = r;
             atomic_store(&g->ctl[g->rank].failed, 1);
@@ -62,14 +63,14 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     return round_wait(g, g->round);
 }
 
-static int start_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
+static void start_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
     a->write(g, j, k, slot_of(g, g->rank, g->round + 1));
     announce(g, j);
-    return OK;
 }
 
-static int end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, int checked) {
-    int status = round_wait(g, g->round);
+static int end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, uint32_t round, int checked) {
+    g->reading = round;
+    int status = round_wait(g, round);
     if (!status && k == 0 && !checked) status = round_compare(g, j);
     return status ? status : a->read(g, j, k);
 }
@@ -81,9 +82,11 @@ int job_run(group_t *g, job_t *j) {
     int checked = a != NULL, done = 0, status = a ? try_direct(g, j, a, &done) : OK;
     if (status || done) return status;
     a = choose(g, j);
+    size_t lead = a->lead ? a->lead(g, j) : AHEAD, filled = 0;
+    uint32_t first = g->round + 1;
     for (size_t k = 0; k < a->rounds(g, j) && !status; k++) {
-        start_round(g, j, a, k);
-        status = end_round(g, j, a, k, checked);
+        for (; filled < k + lead && filled < a->rounds(g, j); filled++) start_round(g, j, a, filled);
+        status = end_round(g, j, a, k, first + (uint32_t)k, checked);
     }
     return status;
 }
@@ -101,7 +104,7 @@ static void finish_lazy(group_t *g) {
     g->lazy = NULL;
     if (g->broken) { complete(j, round_broken(g, j)); return; }
     enter(g, j);
-    complete(j, end_round(g, j, choose(g, j), 0, 0));
+    complete(j, end_round(g, j, choose(g, j), 0, g->round, 0));
 }
 
 static void *serve(void *arg) {
