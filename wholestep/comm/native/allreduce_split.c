@@ -17,7 +17,10 @@ static size_t lead(const group_t *g, const job_t *j) {
 static size_t rounds(const group_t *g, const job_t *j) { return chunks(j->d.bytes, whole(g)) + lead(g, j); }
 
 static void write(group_t *g, job_t *j, size_t k, char *slot) {
-    memcpy(slot, j->in + k * whole(g), part(j->d.bytes, whole(g), k)); /* the reduced part is there: see read */
+    const char *from = j->in + k * whole(g);
+    size_t n = part(j->d.bytes, whole(g), k), p = one(g), before = p * (size_t)g->rank;
+    memcpy(slot, from, n < before ? n : before); /* all but our own part; the reduced part is there: see read */
+    if (n > before + p) memcpy(slot + before + p, from + before + p, n - before - p);
 }
 
 static int read(group_t *g, job_t *j, size_t k) {
@@ -32,7 +35,8 @@ static int read(group_t *g, job_t *j, size_t k) {
     size_t mine = part(now_n, p, (size_t)g->rank), at = p * (size_t)g->rank;
     if (!mine) return OK;
     const char *src[MAX_RANKS];
-    for (int r = 0; r < g->size; r++) src[r] = slot_of(g, r, g->reading) + at;
+    for (int r = 0; r < g->size; r++)
+        src[r] = r == g->rank ? j->in + k * whole(g) + at : slot_of(g, r, g->reading) + at;
     char *dst[2] = {j->out + k * whole(g) + at, slot_of(g, g->rank, g->reading + (uint32_t)late) + CHUNK};
     reduce_into(j->d.dtype, j->d.red, dst, 2, src, g->size, mine / j->elem);
     return OK;
