@@ -113,7 +113,7 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
 static void part_from(group_t *g, int rank) {
     uint32_t here = (uint32_t)sched_getcpu() + 1;
     atomic_store(&g->ctl[g->rank].cpu, here);
-    if (!g->spins || g->rank < rank || atomic_load(&g->ctl[rank].cpu) != here || now() - g->moved < 0.01) return;
+    if (g->limit < g->spins || !g->spins || g->rank < rank || atomic_load(&g->ctl[rank].cpu) != here || now() - g->moved < 0.01) return;
     cpu_set_t allowed, others;
     if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
     others = allowed;
@@ -128,15 +128,15 @@ int round_wait(group_t *g, uint32_t round) {
     for (int step = 1; step < g->size; step++) {
         int rank = (g->rank + step) % g->size;
         if (reached(g, rank, round)) continue;
-        int left = g->budget;
+        int left = g->budget < g->limit ? g->budget : g->limit;
         while (!reached(g, rank, round) && left-- > 0) pause_cpu();
         if (reached(g, rank, round)) { /* spinning pays: try as long as allowed again */
-            if (g->budget < g->spins) g->budget = 2 * g->budget < g->spins ? 2 * g->budget : g->spins;
+            if (g->budget < g->limit) g->budget = 2 * g->budget < g->limit ? 2 * g->budget : g->limit;
             continue;
         }
         if (g->budget > 64) g->budget /= 2; /* the other is not running: our spin may be what keeps it from it */
         part_from(g, rank);
-        for (left = 8; left > 0 && !reached(g, rank, round); left--) sched_yield();
+        for (left = g->yields; left > 0 && !reached(g, rank, round); left--) sched_yield();
         int status = sleep_until(g, rank, round);
         if (status) return status;
     }

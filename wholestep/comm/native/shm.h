@@ -22,8 +22,8 @@
 #include <sys/types.h>
 
 #define MAX_RANKS 256
-#define CHUNK (32 * 1024) /* bytes a rank publishes a round. AHEAD x CHUNK, 1 MB all-reduce of 2 ranks: 4 x 32 KB 7.0 GB/s, */
-#define AHEAD 4           /* 4 x 16 KB 6.4, 2 x 32 KB 6.5, 1 x 64 KB 6.4, 4 x 64 KB 2.1 (the slots leave the L2 cache) */
+#define CHUNK (32 * 1024) /* bytes a rank publishes a round. AHEAD x CHUNK, all-reduce of 1 MB, 2 ranks, in one run: */
+#define AHEAD 4           /* 4 x 32 KB 7.0 GB/s, 4 x 16 KB 6.4, 2 x 32 KB 6.5, 1 x 64 KB 6.4 */
 #define SLOT (2 * CHUNK + 4096) /* room for a chunk, the reduced part of an earlier one, and tables */
 #define DEPTH (2 * AHEAD)
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
@@ -80,7 +80,8 @@ typedef struct {
     char *slots;
     ring_t *rings;
     uint32_t round, reading; /* published last; being read */
-    int spins, budget, broken; /* spins: at most; budget: what has paid lately */
+    int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
+    int broken;
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;
     double deadline, moved; /* moved: when we last left a core that we shared with another rank */
