@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from wholestep.ir import GETITEM, Functionalized, Input, NodeInfo, Signature, StepGraph, check, info, set_info
@@ -197,7 +197,9 @@ def momentum(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
 def sgd(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
     """Plain SGD."""
     minus = b.call(operator.neg, lr)
-    return [b.call(aten.add.Tensor, p, g, alpha=minus) for p, g in zip(params, grads, strict=True)], [[] for _ in params]
+    return [b.call(aten.add.Tensor, p, g, alpha=minus) for p, g in zip(params, grads, strict=True)], [
+        [] for _ in params
+    ]
 
 
 def adam(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
@@ -250,7 +252,8 @@ def sgd_twice(b: Builder, params: Any, grads: Any, state: Any, lr: Any) -> Any:
 
 
 OPTIMIZERS = {
-    "adam": adam, "nesterov": nesterov, "adagrad": adagrad, "sgd_twice": sgd_twice, "adamw": adamw, "adamw_foreach": adamw_foreach, "adamw_fused": adamw_fused, "momentum": momentum, "sgd": sgd,
+    "adam": adam, "nesterov": nesterov, "adagrad": adagrad, "sgd_twice": sgd_twice, "adamw": adamw,
+    "adamw_foreach": adamw_foreach, "adamw_fused": adamw_fused, "momentum": momentum, "sgd": sgd,
 }  # fmt: skip
 
 
@@ -287,7 +290,9 @@ class Block(torch.nn.Module):
 class Gpt(torch.nn.Module):
     """A small GPT over bytes."""
 
-    def __init__(self, layers: int = 2, width: int = 32, heads: int = 4, dropout: float = 0.1, context: int = 16) -> None:
+    def __init__(
+        self, layers: int = 2, width: int = 32, heads: int = 4, dropout: float = 0.1, context: int = 16
+    ) -> None:
         super().__init__()
         self.tok, self.pos = torch.nn.Embedding(256, width), torch.nn.Embedding(context, width)
         self.blocks = torch.nn.ModuleList([Block(width, heads, dropout) for _ in range(layers)])
@@ -327,11 +332,17 @@ def program(name: str, optimizer: str = "adamw", **options: Any) -> tuple[StepGr
     """One of the named training steps, with real inputs."""
     torch.manual_seed(0)
     if name == "mlp":
-        return training_step(mlp([8, 16, 16, 4]), mean_square, [torch.randn(5, 8), torch.randn(5, 4)], optimizer, **options)
+        return training_step(
+            mlp([8, 16, 16, 4]), mean_square, [torch.randn(5, 8), torch.randn(5, 4)], optimizer, **options
+        )
     if name == "wide":
-        return training_step(mlp([10, 600, 701, 5]), mean_square, [torch.randn(20, 10), torch.randn(20, 5)], optimizer, **options)
+        return training_step(
+            mlp([10, 600, 701, 5]), mean_square, [torch.randn(20, 10), torch.randn(20, 5)], optimizer, **options
+        )
     if name == "conv":
-        return training_step(Conv(), cross_entropy, [torch.randn(4, 3, 16, 16), torch.randint(10, (4,))], optimizer, **options)
+        return training_step(
+            Conv(), cross_entropy, [torch.randn(4, 3, 16, 16), torch.randint(10, (4,))], optimizer, **options
+        )
     ids = torch.randint(256, (2, 17))
     return training_step(Gpt(), cross_entropy, [ids[:, :-1], ids[:, 1:]], optimizer, **options)
 

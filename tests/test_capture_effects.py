@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections import defaultdict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -247,7 +247,7 @@ def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Call
     before = dict(vars(ours[2])), dict(ours[1].param_groups[0])
     snap.lift([n.value for n in snap.numbers])
     step(*ours)
-    effects = snap.outcome(lambda t: True)[0]
+    effects, _ = snap.outcome(lambda t: True)
     snap.restore()
     assert (dict(vars(ours[2])), dict(ours[1].param_groups[0])) == before
     assert [str(e) for e in effects] == ["L['scheduler'].step()"]
@@ -282,3 +282,35 @@ def test_reading_a_rate_after_its_scheduler_moved_is_refused() -> None:
             step()
         snap.restore()
         assert opt.param_groups[0]["lr"] == 0.5 and "step" not in vars(scheduler) and weight.grad is None
+
+
+class Output(OrderedDict[str, Any]):
+    """Keeps items as attributes too, as model outputs do."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def test_results_keep_the_identity_of_what_was_there_and_of_what_is_held_twice() -> None:
+    kept = Kept()
+
+    def step(kept: Kept, x: torch.Tensor) -> Any:
+        out = Output()
+        out["y"] = x * 2
+        kept.last = [out["y"], x]
+        return {"kept": kept, "list": kept.last, "out": out, "x": x, "n": 3}
+
+    x = torch.ones(1)
+    snap = snapshot(step, (kept, x))
+    effects, described = snap.outcome(lambda t: t is not x, step(kept, x))
+    snap.restore()
+    assert kept.last is None
+    binder = compile_binder(snap, [f.source for f in snap.tensors.values()])
+    for apply in (lambda made: replay(effects, snap.call, made, described),
+                  lambda made: binder.apply(effects, described, (kept, x), {}, made)):
+        made = [torch.zeros(1) for _ in new_values(effects, described)]
+        result = apply(made)
+        assert list(result) == ["kept", "list", "out", "x", "n"] and result["n"] == 3
+        assert result["kept"] is kept and result["list"] is kept.last and kept.last[0] is made[0] and result["x"] is x
+        assert type(result["out"]) is Output and result["out"].y is result["out"]["y"] is made[0]

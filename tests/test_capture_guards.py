@@ -177,7 +177,7 @@ def test_another_parameter_of_equal_metadata_binds() -> None:
     _, binder = bound(lambda m, x: m(x), model, x)
     new = model.fc.weight = nn.Parameter(torch.zeros(4, 4))
     assert passes(binder, model, x)[-5:] and any(v is new for v in passes(binder, model, x))
-    assert binder.slow_calls == 0
+    assert binder.slow_calls == 1  # once: an optimizer might hold the old one
     model.fc.weight = nn.Parameter(torch.zeros(4, 5))
     assert reason(binder, model, x) == "L['m'].fc.weight shape: expected [4, 4], found [4, 5]"
     model.fc.weight = model.layers[0].weight

@@ -69,7 +69,9 @@ def test_outputs_that_are_inputs_views_and_constants_are_copies() -> None:
     one = b.call(aten.ones.default, [4])
     made = b.call(aten.mm.default, x, y)
     part = b.call(aten.select.int, made, 0, 1)
-    step, real = b.finish([x, b.call(aten.t.default, x), y, one, made, part, b.call(aten.t.default, made), None, 3.0], {})
+    step, real = b.finish(
+        [x, b.call(aten.t.default, x), y, one, made, part, b.call(aten.t.default, made), None, 3.0], {}
+    )
     fast = compare(step, real)
     real = clone_inputs(real)
     first, second = fast(*real), fast(*real)
@@ -167,7 +169,14 @@ def test_results_of_earlier_calls_stay() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
 
 
-UNARY = [aten.neg.default, aten.relu.default, aten.t.default, aten.clone.default, aten.detach.default, aten.tanh.default]
+UNARY = [
+    aten.neg.default,
+    aten.relu.default,
+    aten.t.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.tanh.default,
+]
 BINARY = [aten.add.Tensor, aten.mul.Tensor, aten.mm.default, aten.sub.Tensor, aten.copy.default, aten.maximum.default]
 SIDE = 4
 
@@ -191,7 +200,9 @@ def graphs(draw: Any) -> tuple[Any, list[Any]]:
         elif choice == 7:
             values.append(b.call(aten.mul.Tensor, x, draw(st.sampled_from([0.5, -1.25, 2]))))
         elif choice == 8:
-            values.append(b.call(aten.select_scatter.default, x, b.call(aten.select.int, y, 0, 1), draw(st.integers(0, 1)), 0))
+            values.append(
+                b.call(aten.select_scatter.default, x, b.call(aten.select.int, y, 0, 1), draw(st.integers(0, 1)), 0)
+            )
         else:
             corner = b.call(aten.select.int, b.call(aten.select.int, x, 0, 1), 0, 1)
             values.append(b.call(aten.add.Tensor, y, corner))

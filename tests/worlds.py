@@ -25,6 +25,8 @@ class World:
         watch: named objects to compare: modules, optimizers, schedulers, tensors, lists that hooks fill…
         after: runs outside of the step after call ``i`` with its result (a scheduler, a kept gradient).
         changing: the step legitimately changes after its third call, so later recompiles are allowed.
+        versions: compare version counters; not where an opaque operator, or autograd summing gradients in place,
+            counts writes that a capture cannot see.
     """
 
     step: Step
@@ -32,6 +34,7 @@ class World:
     watch: dict[str, Any] = field(default_factory=dict)
     after: Callable[[int, Any], None] | None = None
     changing: bool = False
+    versions: bool = True
 
 
 Make = Callable[[int], World]

@@ -48,7 +48,13 @@ class UnsupportedError(CaptureError):
 
 
 class LeakError(CaptureError):
-    """A tensor made inside the step was stored where a replay cannot put it."""
+    """A tensor made inside the step was stored where a replay cannot put it.
+
+    Attributes:
+        held: the tensor or number, by which tracing finds the line that made it.
+    """
+
+    held: object = None
 
 
 class GraphError(WholestepError, AssertionError):

@@ -46,11 +46,13 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-# What fake tensors raise when a result's shape or value depends on data, or an operator has no fake rule.
+# What fake tensors raise when a result's shape or value depends on data, an operator has no fake rule, or devices
+# are mixed.
 FAKE_ERRORS: tuple[type[Exception], ...] = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
+    fake_tensor.FakeTensorDeviceMismatchError,
 )
 
 
@@ -91,6 +93,8 @@ def compile_with_inductor(
 
     Returns:
         A callable from a list of tensors, which it empties, to the flat outputs.
+
+    Inductor is loaded here, by name: it takes a second and loads much that no other backend needs.
     """
     # loaded when asked for: Inductor takes seconds to import and brings most of torch with it
     compile_fx = importlib.import_module("torch._inductor.compile_fx")
@@ -103,6 +107,16 @@ def compile_with_inductor(
 
 
 # --- comm ------------------------------------------------------------------------------------------------
+    inductor = importlib.import_module("torch._inductor.compile_fx")
+    table = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
+    virtualized = importlib.import_module("torch._inductor.virtualized").V
+    with torch.no_grad(), mode:
+        plain = make_fx(gm, decomposition_table=table, tracing_mode="real")(*inputs)
+    with torch.no_grad(), virtualized.set_fake_mode(mode):
+        return inductor.compile_fx_inner(plain, list(inputs))  # type: ignore[no-any-return]
+
+
+# comm/ ------------------------------------------------------------------------------------------------------------
 
 
 def dispatch_modes_active() -> bool:

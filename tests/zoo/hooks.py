@@ -223,7 +223,7 @@ def custom_operators(seed: int) -> World:
         opt.zero_grad()
         return loss, total
 
-    return World(step, labelled(), {"model": model, "opt": opt})
+    return World(step, labelled(), {"model": model, "opt": opt}, versions=False)
 
 
 @register(HOOKS)

@@ -21,9 +21,9 @@ from wholestep.capture.effects import (
     SetItem,
     Tree,
     new_values,
-    replay,
 )
 from wholestep.capture.guards import Guard, GuardFailure
+from wholestep.capture.replay import replay
 from wholestep.capture.snapshot import Snapshot, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.walk import Found, Number

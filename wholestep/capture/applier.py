@@ -1,6 +1,6 @@
-"""Generates the replay of a step's effects around the holders that a binder has just let pass.
+"""Generates the replay of a step's effects, and its result, around the holders that a binder has just let pass.
 
-It does what `effects.replay` does, without following a source for each change: anchored holders are referred to
+It does what `replay.replay` does, without following a source for each change: anchored holders are referred to
 directly and anchored tensors through the binder's list of them, which it keeps up to date.
 """
 
@@ -19,40 +19,45 @@ from wholestep.capture.effects import (
     Effect,
     Existing,
     New,
+    Record,
     SetAttr,
     SetContents,
     SetGrad,
     SetItem,
+    Tree,
     Value,
-    build,
+    assemble,
+    assemble_record,
     fill,
 )
 from wholestep.capture.fastpath import FastPath, compiled
 from wholestep.capture.source import Call, Global, Source, Vars
 from wholestep.capture.walk import is_plain
 
-Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], None]
+Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]
 
 
 class Applier:
-    """Builds the generated function for one list of effects.
+    """Builds the generated function for one list of effects and one result.
 
     Attributes:
         code: its text.
-        function: ``(args, kwargs, made) -> None``.
+        function: ``(args, kwargs, made) -> result``.
     """
 
-    def __init__(self, effects: Sequence[Effect], path: FastPath, call: Call) -> None:
+    def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath, call: Call) -> None:
         self.path, self.call = path, call
-        self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn, "build": build,
-                                      "fill": fill}
+        self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn, "fill": fill,
+                                      "assemble": assemble, "assemble_record": assemble_record}
         self.dynamic = False
+        self.built: dict[int, str] = {}  # id of a Tree or Record -> the variable that holds it
         self.reads: list[str] = []
         self.writes: list[str] = []
+        outcome = self._value(result)
         for index, effect in enumerate(effects):
             self._effect(index, effect)
         head = ["call = Call(fn, args, kwargs)"] if self.dynamic else []
-        lines = [*head, *self.reads, *self.writes] or ["pass"]
+        lines = [*head, *self.reads, *self.writes, f"return {outcome}"]
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
         exec(compiled(self.code), self.space)
         self.function: Apply = self.space["apply"]
@@ -81,8 +86,27 @@ class Applier:
             return self._constant(value.value)
         if isinstance(value, Existing):
             return self._read(value.source)
-        self.dynamic = True
-        return f"build({self._constant(value)}, call, made)"
+        if id(value) not in self.built:
+            made = self._record(value) if isinstance(value, Record) else self._tree(value)
+            name = self.built[id(value)] = f"n{len(self.built)}"
+            self.reads.append(f"{name} = {made}")
+        return self.built[id(value)]
+
+    def _tree(self, tree: Tree) -> str:
+        items = [self._value(item) for item in tree.values]
+        if type(tree.prototype) is list:
+            return f"[{', '.join(items)}]"
+        if type(tree.prototype) is tuple:
+            return f"({''.join(f'{item}, ' for item in items)})"
+        keys = [self._value(key) for key in tree.keys]
+        if type(tree.prototype) is dict:
+            return f"{{{', '.join(f'{k}: {v}' for k, v in zip(keys, items, strict=True))}}}"
+        return f"assemble({self._constant(tree.prototype)}, [{', '.join(keys)}], [{', '.join(items)}])"
+
+    def _record(self, record: Record) -> str:
+        lists = [f"[{', '.join(map(self._value, values))}]" for values in
+                 (record.items.keys, record.items.values, record.attributes.keys, record.attributes.values)]
+        return f"assemble_record({self._constant(record.items.prototype)}, {', '.join(lists)})"
 
     def _effect(self, index: int, effect: Effect) -> None:
         holder = f"h{index}"

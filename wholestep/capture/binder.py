@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from wholestep.capture.anchored import memory
 from wholestep.capture.applier import Applier
-from wholestep.capture.effects import Effect, New, Value, build
-from wholestep.capture.fastpath import Fast, FastPath, memory
+from wholestep.capture.effects import Effect, Value
+from wholestep.capture.fastpath import Fast, FastPath
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
@@ -75,17 +76,19 @@ class Binder:
             return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
         return None
 
-    def apply(
-        self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Sequence[Any]
-    ) -> Any:
-        """Replays effects in a call that this binder has just let pass, and gives the step's result."""
-        outcome = made[result.index] if isinstance(result, New) else build(result, Call(self.fn, args, kwargs), made)
-        if effects:
-            if self._applied is not effects:
-                self._apply = Applier(effects, self._path, Call(self.fn, args, kwargs)).function
-                self._applied = effects
-            self._apply(args, kwargs, made)
-        return outcome
+    def apply(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+              made: Sequence[Any]) -> Any:
+        """Replays effects in a call that this binder has just let pass, and gives the step's result.
+
+        Args:
+            effects: what the step changes; the generated code is kept for the list object given last.
+            result: the step's result in the same terms.
+            made: this call's new values, in the order of `New.index`.
+        """
+        if self._applied is not effects:
+            self._apply = Applier(effects, result, self._path, Call(self.fn, args, kwargs)).function
+            self._applied = effects
+        return self._apply(args, kwargs, made)
 
 
 def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, str]]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wholestep.capture import boxes
-from wholestep.capture.boxes import MISSING, Contents
-from wholestep.capture.source import Call, Global, Source, Vars
+from wholestep.capture.boxes import Contents
+from wholestep.capture.source import Source
 from wholestep.capture.walk import Place, is_plain
 from wholestep.errors import LeakError
 
@@ -84,6 +84,7 @@ class Record:
 
 
 Value = New | Existing | Const | Tree | Record
+NOTHING = Const(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +181,7 @@ class _Values:
         self.stand_ins = {id(s): n for s, n in zip(snap.stand_ins, snap.numbers, strict=False)}
         self.new: dict[int, New] = {}
         self.open: set[int] = set()
+        self.made: dict[int, tuple[Any, Value]] = {}  # a container that is held twice is made once
 
     def value(self, value: Any, where: str) -> Value:
         """The value, described; ``where`` is the place that holds it, for messages."""
@@ -200,11 +202,15 @@ class _Values:
         if id(value) in self.open:
             raise LeakError(f"{where} was given a value that contains itself, made in the step",
                             remedy="build such objects before the step, or return their tensors")
+        if id(value) in self.made:
+            return self.made[id(value)][1]
         self.open.add(id(value))
         try:
-            return self._container(value, where)
+            described = self._container(value, where)
         finally:
             self.open.discard(id(value))
+        self.made[id(value)] = value, described
+        return described
 
     def _new(self, value: Any) -> New:
         if id(value) not in self.new:
@@ -225,8 +231,7 @@ class _Values:
             return Const(value)
         attributes = getattr(value, "__dict__", None)
         if isinstance(value, dict):
-            items = self.tree(value, dict(value.items()), where)
-            return Record(items, self.tree(value, dict(attributes or {}), where))
+            return Record(self.tree(value, dict(value.items()), where), self.tree(value, dict(attributes or {}), where))
         if isinstance(attributes, dict) and not boxes.slot_names(kind) and not isinstance(value, (dict, list, set)):
             return self.tree(value, dict(attributes), where)
         self._refuse_inside(value, where)
@@ -239,8 +244,8 @@ class _Values:
 
     def _refuse(self, value: Any, where: str) -> None:
         if isinstance(value, torch.Tensor) and self.is_new(value):
-            raise LeakError(f"{where} holds a tensor made in the step ({tuple(value.shape)}, {value.dtype})",
-                            remedy="return the tensor from the step, or store it in an attribute, list or dict")
+            raise _leak(value, f"{where} holds a tensor made in the step ({tuple(value.shape)}, {value.dtype})",
+                        "return the tensor from the step, or store it in an attribute, list or dict")
 
     def _refuse_inside(self, value: Any, where: str) -> None:
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
@@ -248,6 +253,12 @@ class _Values:
         held += [getattr(value, name, None) for name in boxes.slot_names(type(value))]
         for item in (*held, *getattr(value, "__dict__", {}).values()):
             self._refuse(item, f"{where} ({type(value).__name__})")
+
+
+def _leak(held: Any, what: str, remedy: str) -> LeakError:
+    error = LeakError(what, remedy=remedy)
+    error.held = held
+    return error
 
 
 def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Effect], Value]:
@@ -281,8 +292,9 @@ def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values)
         tree = values.tree(place.holder, now, source.text)
         grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
         if grown and place.box is not boxes.MAPPING and any(isinstance(v, New) for v in tree.values[len(before):]):
-            raise LeakError(f"{source} grows by {len(now) - len(before)} values made in the step, at each call",
-                            remedy="return them from the step and append them outside, or clear the container first")
+            held = next(v.value for v in tree.values[len(before):] if isinstance(v, New))
+            raise _leak(held, f"{source} grows by {len(now) - len(before)} values made in the step, at each call",
+                        "return them from the step and append them outside, or clear the container first")
         yield SetContents(source, place.box, tree)
         return
     for key in before:
@@ -323,7 +335,7 @@ def _tensor_effects(place: Place, now: Contents, values: _Values) -> Iterator[Ef
                             remedy="add hooks to parameters before the step; hooks on tensors of the step are free")
 
 
-def new_values(effects: Sequence[Effect], result: Value = Const(None)) -> list[Any]:
+def new_values(effects: Sequence[Effect], result: Value = NOTHING) -> list[Any]:
     """The distinct tensors and numbers made in the step that effects and result hold, in the order of `New.index`."""
     found: dict[int, Any] = {}
 
@@ -343,19 +355,9 @@ def new_values(effects: Sequence[Effect], result: Value = Const(None)) -> list[A
     return [found[index] for index in sorted(found)]
 
 
-def build(value: Value, call: Call, made: Sequence[Any]) -> Any:
-    """The Python object that a `Value` stands for in one call; ``made`` are this call's new values."""
-    if isinstance(value, New):
-        return made[value.index]
-    if isinstance(value, Existing):
-        return value.source.read(call)
-    if isinstance(value, Const):
-        return value.value
-    if isinstance(value, Record):
-        return _build_record(value, call, made)
-    keys = [build(key, call, made) for key in value.keys]
-    items = [build(item, call, made) for item in value.values]
-    prototype, kind = value.prototype, type(value.prototype)
+def assemble(prototype: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
+    """A container or plain object of the prototype's kind."""
+    kind = type(prototype)
     if isinstance(prototype, defaultdict):
         return defaultdict(prototype.default_factory, zip(keys, items, strict=True))
     if isinstance(prototype, dict):
@@ -371,53 +373,19 @@ def build(value: Value, call: Call, made: Sequence[Any]) -> Any:
     return fresh
 
 
-def _build_record(value: Record, call: Call, made: Sequence[Any]) -> Any:
-    kind = type(value.items.prototype)
+def assemble_record(prototype: Any, keys: Sequence[Any], items: Sequence[Any], names: Sequence[str],
+                    attributes: Sequence[Any]) -> Any:
+    """An instance of a dict's subclass, made without calling its own methods, which may do more than store."""
+    kind: Any = type(prototype)
     fresh = kind.__new__(kind)
     setitem = OrderedDict.__setitem__ if isinstance(fresh, OrderedDict) else dict.__setitem__
-    for key, item in zip(value.items.keys, value.items.values, strict=True):
-        setitem(fresh, build(key, call, made), build(item, call, made))
-    names = [build(key, call, made) for key in value.attributes.keys]
+    for key, item in zip(keys, items, strict=True):
+        setitem(fresh, key, item)
     if names:
-        vars(fresh).update(zip(names, [build(item, call, made) for item in value.attributes.values], strict=True))
+        vars(fresh).update(zip(names, attributes, strict=True))
     return fresh
 
 
 def fill(box: boxes.Box, holder: Any, built: Any) -> None:
-    """Makes the contents of a holder those of a container that `build` made."""
+    """Makes the contents of a holder those of a container that `assemble` made."""
     box.write(holder, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
-
-
-def replay(effects: Sequence[Effect], call: Call, made: Sequence[Any]) -> None:
-    """Does the changes of a step again in a later call, with that call's new values."""
-    ready: list[tuple[Effect, Any, Any, Any]] = []
-    for effect in effects:
-        holder = effect.source.read(call)
-        key = build(effect.key, call, made) if isinstance(effect, (SetItem, DelItem)) else None
-        value: Any = MISSING
-        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents)):
-            value = build(effect.value, call, made)
-        ready.append((effect, holder, key, value))
-    for effect, holder, key, value in ready:
-        _assign(effect, holder, key, value)
-
-
-def _assign(effect: Effect, holder: Any, key: Any, value: Any) -> None:
-    if isinstance(effect, SetGrad):
-        holder.grad = value
-    elif isinstance(effect, SetItem):
-        holder[key] = value
-    elif isinstance(effect, DelItem):
-        del holder[key]
-    elif isinstance(effect, CallStep):
-        holder.step(*effect.args)
-    elif isinstance(effect, SetContents):
-        fill(effect.box, holder, value)
-    elif isinstance(effect, (SetAttr, DelAttr)):
-        table = holder if isinstance(effect.source, (Vars, Global)) else None
-        if table is not None:
-            table.pop(effect.name, None) if value is MISSING else table.__setitem__(effect.name, value)
-        elif value is MISSING:
-            delattr(holder, effect.name)
-        else:
-            setattr(holder, effect.name, value)

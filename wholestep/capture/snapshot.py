@@ -127,8 +127,8 @@ class Snapshot:
         for scheduler, _ in self.walk.schedulers:
             if isinstance(vars(scheduler).get("step"), Deferred):
                 del vars(scheduler)["step"]
-        effects, value = differences(self, is_new, result)
-        return [*effects, *(CallStep(n.source, n.args) for n in self.noted)], value
+        effects, described = differences(self, is_new, result)
+        return [*effects, *(CallStep(n.source, n.args) for n in self.noted)], described
 
     def restore(self) -> None:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""

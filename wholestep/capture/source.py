@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -119,6 +121,15 @@ class Vars(Child):
         return vars(holder)
 
 
+def _plain(key: Any, of_tensor: Callable[[torch.Tensor], object]) -> str:
+    """A key as text; a tensor's values change, so something that stays stands for it."""
+    return f"tensor {of_tensor(key)}" if isinstance(key, torch.Tensor) else repr(key)
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
 @dataclass(frozen=True, eq=False)
 class Item(Child):
     """``base[key]``; a key that is itself a captured object is given as its source."""
@@ -127,7 +138,7 @@ class Item(Child):
 
     @cached_property
     def path(self) -> str:
-        return f"{self.base.path}[{self.key.path if isinstance(self.key, Source) else repr(self.key)}]"
+        return f"{self.base.path}[{self.key.path if isinstance(self.key, Source) else _plain(self.key, id)}]"
 
     @cached_property
     def text(self) -> str:
@@ -136,7 +147,7 @@ class Item(Child):
             return f"{holder.text}.{self.key}"
         if isinstance(holder, Item) and isinstance(holder.base, Vars) and holder.key in REGISTRIES:
             return f"{holder.base.text}.{self.key}"
-        return f"{holder.text}[{self.key if isinstance(self.key, Source) else repr(self.key)}]"
+        return f"{holder.text}[{self.key if isinstance(self.key, Source) else _plain(self.key, _shape)}]"
 
     def read(self, call: Call) -> Any:
         key = self.key.read(call) if isinstance(self.key, Source) else self.key

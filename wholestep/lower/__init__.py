@@ -2,7 +2,7 @@
 
 Takes a pure graph and example inputs. Gives ``fn(*inputs) -> outputs`` that writes mutated inputs in place and
 gives every other output memory of its own. This is the only room that may reuse memory or write in place.
-May import: errors, ir, torch_compat. Must not import capture, trace, runtime, api.
+May import: errors, ir, torch_compat, passes. Must not import capture, trace, runtime, api.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from torch import fx
-
 from wholestep.ir import StepGraph
-from wholestep.lower.aten import lower_aten
-from wholestep.lower.inductor import lower_callable, lower_inductor
+from wholestep.lower.aten import Program, lower_aten
+from wholestep.lower.inductor import UserBackend, lower_callable, lower_inductor
 from wholestep.lower.naive import lower_naive
 
-Backend = Literal["aten", "inductor", "naive"] | Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Backend = Literal["aten", "inductor", "naive"] | UserBackend
 
 LOWERINGS: dict[str, Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]] = {
     "aten": lower_aten,
@@ -27,10 +25,11 @@ LOWERINGS: dict[str, Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any
 
 
 def lower(step: StepGraph, example_inputs: Sequence[Any], backend: Backend) -> Callable[..., Sequence[Any]]:
-    """Turns a graph into a callable by name of the backend.
+    """Turns a graph into a callable, by the name of a backend or by the user's own one.
 
     Raises:
         ValueError: no backend of that name.
+        LoweringError: the backend failed.
     """
     if isinstance(backend, str) and backend in LOWERINGS:
         return LOWERINGS[backend](step, example_inputs)
@@ -39,4 +38,4 @@ def lower(step: StepGraph, example_inputs: Sequence[Any], backend: Backend) -> C
     raise ValueError(f"backend {backend!r} is none of {sorted(LOWERINGS)} and not callable")
 
 
-__all__ = ["LOWERINGS", "Backend", "lower"]
+__all__ = ["LOWERINGS", "Backend", "Program", "lower"]

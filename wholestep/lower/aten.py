@@ -1,6 +1,6 @@
 """Lowering to generated Python over ATen kernels: a straight line over a planned arena.
 
-    copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> arrange -> make_plan -> emit -> Program
+copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> arrange -> make_plan -> emit -> Program
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from wholestep.errors import LoweringError
 from wholestep.ir import StepGraph, dead_code
 from wholestep.lower.emit import Source, emit
 from wholestep.lower.naive import interpret
-from wholestep.lower.order import TILE, arrange, copy_step, expand_foreach, shared_host, spell_lists
+from wholestep.lower.order import TILE, arrange
 from wholestep.lower.plan import Plan, make_plan
+from wholestep.passes.normal import copy_step, expand_foreach, shared_host, spell_lists
 from wholestep.torch_compat import below_autograd
 
 _same = operator.is_

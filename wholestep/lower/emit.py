@@ -6,7 +6,6 @@ returns ``run(inputs)``, the hot path. What the source refers to is in the names
 
 from __future__ import annotations
 
-import array
 import math
 import operator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, info
+from wholestep.lower.memory import at, cells_of, filled, pieces, tiles
 from wholestep.lower.ops import (
     FILLS,
     SCATTERS,
@@ -29,9 +29,10 @@ from wholestep.lower.ops import (
     out_variant,
     reaches,
 )
-from wholestep.lower.order import BATCH_OPS, Item
-from wholestep.lower.plan import TILE, Plan, _path, device_key, variable
-from wholestep.torch_compat import direct_call
+from wholestep.lower.order import BATCH_OPS, TILE, Item
+from wholestep.lower.plan import Plan, variable
+from wholestep.lower.spell import NUMBER_AS_TENSOR, Speller, literal
+from wholestep.lower.values import device_key, origin_of
 
 STABLE_KINDS = ("parameter", "buffer", "state", "grad")
 
@@ -40,9 +41,6 @@ _SYMBOLS: dict[Any, str] = {
     operator.floordiv: "//", operator.mod: "%", operator.lt: "<", operator.le: "<=", operator.gt: ">",
     operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
 }  # fmt: skip
-
-# Operators whose number may be given as a tensor of one element and their operand's dtype: same bits, 1.5 µs less.
-_NUMBER_AS_TENSOR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 
 
 @dataclass
@@ -67,20 +65,12 @@ def emit(plan: Plan) -> Source:
     return _Writer(plan).write()
 
 
-class _Writer:
+class _Writer(Speller):
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        super().__init__(plan)
         self.inputs = plan.step.placeholders
-        self.namespace: dict[str, Any] = {"torch": torch, "math": math}
-        self.head: list[str] = []  # at module level: entries of operators
-        self.bound: list[str] = []  # in bind
-        self.body: list[str] = []  # in run
-        self.stable: set[str] = set()
         self.made: set[str] = set()
         self.lists: dict[str, str] = {}
-        self.numbers: dict[Any, tuple[str, str]] = {}
-        self.cells: dict[torch.dtype, list[float]] = {}
-        self.in_tile: dict[str, str] = {}
         self.dying: dict[int, list[str]] = {}
         self.scratch: dict[torch.dtype, int] = {}
         self.phase = ""
@@ -141,7 +131,7 @@ class _Writer:
             value, number = info(node).value, FILLS[node.target](*node.args, **node.kwargs)
             self.namespace.setdefault("filled", filled)
             spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}, '{value.device}'"
-            self.bound.append(f"{variable(node)} = filled({_literal(number)}, {spec})")
+            self.bound.append(f"{variable(node)} = filled({literal(number)}, {spec})")
         else:
             self.bound.append(f"{variable(node)} = {self._call(node)}")
 
@@ -176,7 +166,7 @@ class _Writer:
     def _view(self, node: fx.Node, lines: list[str]) -> None:
         operands = node.all_input_nodes
         base = operands[0]
-        owner = _path(node)[0] if node.target is GETITEM else node
+        owner = origin_of(node)[0] if node.target is GETITEM else node
         lasting = is_sure_view(owner.target) and all(self._name(o) in self.stable for o in operands)
         name = variable(node)
         text = f"{self._name(base)}[{node.args[1]}]" if node.target is GETITEM else self._call(node)
@@ -198,7 +188,9 @@ class _Writer:
                 self.namespace["at"] = at
                 self.stable.add(name)
             elif store.kind == "fresh":
-                lines.append(f"{name} = torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype})")
+                lines.append(
+                    f"{name} = torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype})"
+                )
         return self.in_tile.get(name, name)
 
     def _fill(self, node: fx.Node, lines: list[str]) -> None:
@@ -220,7 +212,9 @@ class _Writer:
         if self._arg(base) != target:
             lines.append(f"{target}.copy_({self._arg(base)})")
         view = SCATTERS[node.target]
-        args = ", ".join([target, *(self._arg(a) for a in rest), *(f"{k}={self._arg(v)}" for k, v in node.kwargs.items())])
+        args = ", ".join(
+            [target, *(self._arg(a) for a in rest), *(f"{k}={self._arg(v)}" for k, v in node.kwargs.items())]
+        )
         self._say(lines, f"{self._function(view)}({args}).copy_({self._arg(source)})", node)
 
     def _out(self, node: fx.Node, lines: list[str]) -> None:
@@ -247,7 +241,7 @@ class _Writer:
 
     def _out_call(self, node: fx.Node, overload: Any, extra: Any, out: str, target: str) -> str:
         args, keywords = self._arguments(node)
-        args += [_literal(e) for e in extra]
+        args += [literal(e) for e in extra]
         values, named = self._values(node)
         entry = getattr(torch, base_name(overload), None)
         call = {**named, "out": info(node).value}
@@ -361,7 +355,7 @@ class _Writer:
         scale: str | None = None
         for column in columns[1:]:
             tensors = all(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) for a in column)
-            if op in _NUMBER_AS_TENSOR:
+            if op in NUMBER_AS_TENSOR:
                 items = [self._number(n, a) for n, a in zip(nodes, column, strict=True)]
                 single = len(set(items)) == 1 and not tensors and op is not aten.sub.Tensor
                 lists.append(items[0] if single else self._list(items))
@@ -386,94 +380,6 @@ class _Writer:
             self.lists[text] = f"list_{len(self.lists)}"
             self.bound.append(f"{self.lists[text]} = {text}")
         return self.lists[text]
-
-    # Arguments
-
-    def _name(self, node: fx.Node) -> str:
-        return self.plan.name.get(node, variable(node))
-
-    def _arg(self, value: Any) -> str:
-        if isinstance(value, fx.Node):
-            name = self._name(value)
-            return self.in_tile.get(name, name)
-        if isinstance(value, (list, tuple)):
-            return f"[{', '.join(self._arg(v) for v in value)}]"
-        if isinstance(value, (torch.Tensor, torch.Generator)):
-            name = f"object_{len(self.namespace)}"
-            self.namespace[name] = value
-            return name
-        return _literal(value)
-
-    def _arguments(self, node: fx.Node) -> tuple[list[str], list[str]]:
-        if node.target in _NUMBER_AS_TENSOR and len(node.args) == 2 and not node.kwargs:
-            args = [self._arg(node.args[0]), self._number(node, node.args[1])]
-        else:
-            args = [self._arg(a) for a in node.args]
-        return args, [f"{k}={self._arg(v)}" for k, v in node.kwargs.items()]
-
-    def _values(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
-        def value(n: fx.Node) -> Any:
-            return info(n).value
-
-        return list(fx.map_arg(node.args, value)), dict(fx.map_arg(node.kwargs, value))
-
-    def _number(self, node: fx.Node, arg: Any) -> str:
-        """A number as an operand: a tensor over a cell that the program writes, where that has the same bits."""
-        found = info(arg).value if isinstance(arg, fx.Node) else arg
-        value = info(node).value
-        self_value = info(node.args[0]).value  # type: ignore[arg-type]
-        plain = isinstance(found, (int, float)) and not isinstance(found, bool)
-        suits = value.dtype in (torch.float32, torch.float64) and value.device.type == "cpu"
-        if not plain or not suits or self_value.dtype is not value.dtype:
-            return self._arg(arg)
-        key = (value.dtype, arg if isinstance(arg, fx.Node) else (type(arg), arg))
-        if key not in self.numbers:
-            cells = self.cells.setdefault(value.dtype, [])
-            short = str(value.dtype).removeprefix("torch.")
-            name = f"{variable(arg)}_{short}" if isinstance(arg, fx.Node) else f"number_{short}_{len(cells)}"
-            self.bound.append(f"{name} = tensors_{short}[{len(cells)}]" + ("" if isinstance(arg, fx.Node) else f"  # {arg}"))
-            self.stable.add(name)
-            self.numbers[key] = name, f"{short}_cells[{len(cells)}] = "
-            cells.append(0.0 if isinstance(arg, fx.Node) else float(arg))
-            if isinstance(arg, fx.Node):
-                self._write_cell(arg, self.numbers[key][1])
-        return self.numbers[key][0]
-
-    def _write_cell(self, host: fx.Node, cell: str) -> None:
-        """Stores a host number in its cell right where it is computed."""
-        for index in range(len(self.body) - 1, -1, -1):
-            if self.body[index].startswith(f"{variable(host)} = "):
-                self.body.insert(index + 1, f"{cell}{variable(host)}")
-                return
-        raise AssertionError(variable(host))
-
-    def _call(self, node: fx.Node) -> str:
-        args, keywords = self._arguments(node)
-        op: Any = node.target
-        if isinstance(op, torch._ops.OpOverload) and op.namespace == "aten":
-            entry = getattr(torch, base_name(op), None)
-            values, named = self._values(node)
-            if entry is not None and reaches(op, entry, base_name(op), values, named):
-                return f"torch.{base_name(op)}({', '.join(args + keywords)})"
-        return f"{self._function(op)}({', '.join(args + keywords)})"
-
-    def _function(self, target: Any) -> str:
-        """The variable that holds a function or operator that the program calls."""
-        if isinstance(target, torch._ops.OpOverload):
-            name = target.name().replace("::", "_").replace(".", "_")
-            name = name if name.startswith("aten_") else f"host_{name}"
-            if name not in self.namespace:
-                self.head.append(f"{name} = torch.ops.{target.namespace}.{base_name(target)}.{target._overloadname}")
-                self.namespace[name] = direct_call(target) if target.namespace == "aten" else target
-            return name
-        if getattr(target, "__module__", None) == "math":
-            return f"math.{target.__name__}"
-        if getattr(target, "__module__", None) == "builtins" or target in (min, max, abs, round, float, int):
-            return str(target.__name__)
-        name = f"host_{target.__name__.replace('.', '_').strip('<>')}"
-        while self.namespace.setdefault(name, target) != target:
-            name += "_"
-        return name
 
     # Ends
 
@@ -566,42 +472,3 @@ def _constant(owner: Any, target: str) -> Any:
     for part in target.split("."):
         owner = getattr(owner, part)
     return owner
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"float('{value}')"
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
-        return f"({value!r})"
-    if isinstance(value, torch.device):
-        return f"torch.device('{value}')"
-    return repr(value)
-
-
-def at(arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that lies in the arena, ``offset`` bytes from its start."""
-    return torch.empty(0, dtype=dtype, device=arena.device).set_(
-        arena.untyped_storage(), offset // dtype.itemsize, shape, stride
-    )
-
-
-def filled(number: Any, shape: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A constant of one number."""
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(number)
-
-
-def tiles(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A contiguous tensor as flat pieces of `TILE` elements."""
-    return value.view(-1).split(TILE)
-
-
-def pieces(buffer: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """The same scratch buffer for each tile of ``count`` elements, cut short for the last one."""
-    rest = count % TILE
-    return [buffer] * (count // TILE) + ([buffer[:rest]] if rest else [])
-
-
-def cells_of(values: list[float], dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
-    """Memory that Python writes as numbers and kernels read as tensors of one element."""
-    cells = array.array("f" if dtype is torch.float32 else "d", values)
-    return cells, list(torch.frombuffer(cells, dtype=dtype).unbind())

@@ -16,12 +16,12 @@ from wholestep.errors import LoweringError
 from wholestep.ir import GETITEM, Input, Signature, StepGraph, info, is_effectful
 from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import write_back
-from wholestep.torch_compat import FakeTensor, FakeTensorMode, compile_with_inductor
+from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor
 
-Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def lower_callable(backend: Backend) -> Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]:
+def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]:
     """Makes a lowering of a user's ``(gm, example_inputs) -> callable``.
 
     The callable gets the inputs in order and returns the flat outputs, pure or not; new values of mutated
@@ -96,7 +96,7 @@ def _tensor_part(step: StepGraph) -> set[fx.Node]:
             inside.add(node)
         if node.op != "call_function":
             continue
-        plain = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+        plain = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
         fits = (plain or node.target is GETITEM) and info(node).phase != "optimizer"
         tensors = all(
             o in inside or (o.op == "placeholder" and isinstance(info(o).value, torch.Tensor))
@@ -143,7 +143,8 @@ def _second_half(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node]) -> 
     for node in step.graph.nodes:
         if node.op in ("call_function", "get_attr") and node not in inside:
             copied[node] = graph.node_copy(node, copied.__getitem__)
-    outputs, mutations = [], {}
+    outputs: list[Any] = []
+    mutations: dict[int, int] = {}
     for index, node in enumerate(step.outputs):
         if index in step.signature.mutations:
             mutations[len(outputs)] = step.signature.mutations[index]

@@ -15,13 +15,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.ir import Functionalized
+from wholestep.torch_compat import OpOverload as Overload
 from wholestep.torch_compat import has_native_kernel
 
 aten = torch.ops.aten
-Overload = torch._ops.OpOverload
 
 # Views in schema that may copy instead: they keep their base alive but are never made ahead of the call.
-MAYBE_VIEWS = {"reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "resolve_conj", "resolve_neg", "type_as"}
+MAYBE_VIEWS = {
+    "reshape",
+    "reshape_as",
+    "contiguous",
+    "to",
+    "flatten",
+    "ravel",
+    "resolve_conj",
+    "resolve_neg",
+    "type_as",
+}
 # Views whose schema does not say so.
 HIDDEN_VIEWS = {"_unsafe_view"}
 
@@ -48,13 +58,6 @@ FILLS: dict[Any, Callable[..., Any]] = {
     aten.full_like.default: lambda x, value, **k: value,
     aten.new_full.default: lambda x, size, value, **k: value,
     aten.scalar_tensor.default: lambda value, **k: value,
-}
-# Overloads that only wrap their number into a tensor and call another one.
-PLAINER: dict[Any, Any] = {
-    aten.add.Scalar: aten.add.Tensor,
-    aten.sub.Scalar: aten.sub.Tensor,
-    aten.mul.Scalar: aten.mul.Tensor,
-    aten.div.Scalar: aten.div.Tensor,
 }
 COPIES = {aten.clone.default, aten._to_copy.default}
 
@@ -163,7 +166,7 @@ def inplace_variant(op: Overload) -> Overload | None:
 def mutable_twin(op: Any) -> Mutable | None:
     """The argument-writing form of a `Functionalized`, ``_fused_*`` or ``*_functional`` operator."""
     if isinstance(op, Functionalized):
-        written = _written(op.op)
+        written = tuple(op.written)  # the schema may not declare them
         own = [r for r in op.op._schema.returns if not (r.alias_info and r.alias_info.is_write)]
         return Mutable(op.op, written, len(own), nested=False)
     if not isinstance(op, Overload) or len(op._schema.returns) < 2:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, NodeInfo, StepGraph, info, is_effectful, set_info
-from wholestep.lower.ops import PLAINER, aten, base_name, inplace_variant, is_pointwise, out_variant
+from wholestep.ir import StepGraph, info, is_effectful
+from wholestep.lower.ops import aten, base_name, inplace_variant, is_pointwise, out_variant
 
 TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
 TILE_FROM = 1 << 18  # elements from which a chain is tiled: 1 MB in float32
@@ -47,123 +47,6 @@ class Item:
 
     kind: Literal["single", "tile", "batch"]
     nodes: list[fx.Node]
-
-
-def copy_step(step: StepGraph) -> StepGraph:
-    """A copy whose graph may be rewritten; records are shared."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(step.graph, mapping)
-    graph.output(result)
-    return StepGraph(fx.GraphModule(step.gm, graph), step.signature, step.stage)
-
-
-def spell_lists(step: StepGraph) -> StepGraph:
-    """Replaces an operand that is a whole list of results by the list of its items; plain overloads throughout."""
-    for node in list(step.graph.nodes):
-        if node.op != "call_function" or node.target is GETITEM:
-            continue
-        node.target = PLAINER.get(node.target, node.target)
-        for operand in node.all_input_nodes:
-            values = info(operand).value
-            if not isinstance(values, (list, tuple)):
-                continue
-            with step.graph.inserting_before(node):
-                picked = [step.graph.call_function(GETITEM, (operand, i)) for i in range(len(values))]
-            for one, value in zip(picked, values, strict=True):
-                old = info(operand)
-                set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
-            swap = {operand: picked}
-            node.args = fx.map_arg(node.args, lambda n, swap=swap: swap.get(n, n))
-            node.kwargs = fx.map_arg(node.kwargs, lambda n, swap=swap: swap.get(n, n))
-    return step
-
-
-def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> StepGraph:
-    """Replaces ``_foreach_*`` nodes by one node per tensor, as the CPU kernels do inside.
-
-    Afterwards tiling and batching see the same nodes for a plain and for a foreach optimizer.
-    """
-    for node in list(step.graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or not base_name(node.target).startswith("_foreach_"):
-            continue
-        values = info(node).value
-        simple = isinstance(values, (list, tuple)) and all(u.target is GETITEM for u in node.users)
-        if not simple or any(v.device.type not in devices for v in values):
-            continue
-        single = _single_overload(node, len(values))
-        if single is None:
-            continue
-        target, columns, keyword = single
-        for index, value in enumerate(values):
-            with step.graph.inserting_before(node):
-                args = tuple(c[index] for c in columns)
-                keywords = {name: column[index] for name, column in keyword.items()}
-                one = step.graph.call_function(target, args, keywords)
-            old = info(node)
-            set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
-            for user in [u for u in node.users if u.args[1] == index]:
-                user.replace_all_uses_with(one)
-                step.graph.erase_node(user)
-        step.graph.erase_node(node)
-    return step
-
-
-# foreach name -> overload by the kind of its second argument: list of tensors, number(s), one tensor.
-_SINGLE: dict[str, dict[str, Any]] = {
-    **{
-        f"_foreach_{name}": {
-            "List": getattr(aten, name).Tensor,
-            "Scalar": getattr(aten, name).Tensor,
-            "ScalarList": getattr(aten, name).Tensor,
-            "Tensor": getattr(aten, name).Tensor,
-        }
-        for name in ("add", "sub", "mul", "div")
-    },
-    "_foreach_lerp": {"List": aten.lerp.Tensor, "Scalar": aten.lerp.Scalar, "ScalarList": aten.lerp.Scalar},
-    "_foreach_sqrt": {"default": aten.sqrt.default},
-    "_foreach_neg": {"default": aten.neg.default},
-    "_foreach_maximum": {"List": aten.maximum.default},
-    "_foreach_addcmul": {"Scalar": aten.addcmul.default, "ScalarList": aten.addcmul.default},
-    "_foreach_addcdiv": {"Scalar": aten.addcdiv.default, "ScalarList": aten.addcdiv.default},
-}
-
-
-def _single_overload(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], dict[str, list[Any]]] | None:
-    """The overload for one tensor, and its positional and keyword arguments by column."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    name, overload = base_name(node.target), node.target._overloadname
-    target = _SINGLE.get(name, {}).get(overload)
-    if target is None:
-        return None
-    bound = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-    columns = {k: list(a) if isinstance(a, (list, tuple)) else [a] * count for k, a in bound.items()}
-    keywords = {}
-    alpha = columns.pop("alpha", [1] * count)
-    if any(isinstance(a, fx.Node) or a != 1 for a in alpha):
-        keywords["alpha"] = alpha
-    if target in (aten.addcmul.default, aten.addcdiv.default):
-        keywords["value"] = columns.pop("value", columns.pop("scalars", [1] * count))
-    return target, list(columns.values()), keywords
-
-
-def shared_host(step: StepGraph) -> StepGraph:
-    """Computes equal host numbers once (forty parameters have one ``1 - lr * weight_decay``), equal getitems too."""
-    known: dict[Any, fx.Node] = {}
-    for node in list(step.graph.nodes):
-        if node.op != "call_function" or is_effectful(node):
-            continue
-        if node.target is not GETITEM and not isinstance(info(node).value, (int, float)):
-            continue
-        key = (node.target, node.args, tuple(node.kwargs.items()), tuple(type(a) for a in node.args))
-        try:
-            first = known.setdefault(key, node)
-        except TypeError:  # unhashable arguments
-            continue
-        if first is not node:
-            node.replace_all_uses_with(first)
-            step.graph.erase_node(node)
-    return step
 
 
 def arrange(step: StepGraph, tiling: bool = True, batching: bool = True) -> list[Item]:
@@ -271,13 +154,13 @@ class _Grouping:
     def ordered(self) -> list[Item]:
         """Sorts items so that each follows what it reads, as near to the original order as that allows."""
         place = {node: i for i, node in enumerate(self.nodes)}
-        for group in self.members:
-            group.sort(key=place.__getitem__)
+        for members in self.members:
+            members.sort(key=place.__getitem__)
         items: list[Item] = []
         item_of: dict[fx.Node, int] = {}
         for node in self.nodes:
-            group = self.group_of.get(node)
-            if group is None or len(self.members[group]) < 2:
+            group = self.group_of.get(node, -1)
+            if group < 0 or len(self.members[group]) < 2:
                 item_of[node] = len(items)
                 items.append(Item("single", [node]))
             elif self.members[group][0] is node:

@@ -24,24 +24,33 @@ from wholestep.lower.arena import Slot, peak, place
 from wholestep.lower.ops import (
     COPIES,
     FILLS,
-    SCATTERS,
     SELF_ONLY_INPLACE,
-    Mutable,
     aten,
     base_name,
     inplace_variant,
     is_pointwise,
-    is_sure_view,
     is_view,
     mutable_twin,
-    out_variant,
-    read_only,
 )
-from wholestep.lower.order import TILE, Item
+from wholestep.lower.order import Item
+from wholestep.lower.values import (
+    How,
+    Written,
+    all_operands,
+    base_of,
+    determined,
+    fill_numbers,
+    is_dense,
+    layout,
+    origin_of,
+    spared_arguments,
+    tensor_operands,
+    writer,
+    written_arguments,
+)
+from wholestep.torch_compat import OpOverload
 
 CONSTANT_BYTES = 1 << 22  # results of no input are kept between calls up to this size
-
-How = Literal["skip", "host", "view", "fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pick"]
 
 
 @dataclass
@@ -87,17 +96,6 @@ class Plan:
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
-@dataclass
-class Written:
-    """One tensor that an argument-writing call changes."""
-
-    argument: str
-    index: int | None
-    old: fx.Node
-    leaf: fx.Node | None
-    in_place: bool = False
-
-
 # Names that the generated program uses itself.
 _TAKEN = re.compile(
     r"inputs|arena|scratch|run|bind|torch|math|at|filled|tiles|pieces|cells|(list|tiles|result|new|object)_\d+"
@@ -110,46 +108,9 @@ def variable(node: fx.Node) -> str:
     return node.name + "_" if _TAKEN.fullmatch(node.name) else node.name
 
 
-def layout(value: torch.Tensor) -> tuple[Any, ...]:
-    """What two values must share to share memory: shape, strides, dtype, device."""
-    return (tuple(value.shape), value.stride(), value.dtype, value.device)
-
-
-def is_dense(value: torch.Tensor) -> bool:
-    """True when the elements fill a block of memory, each one once."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(value.stride(), value.shape, strict=True) if sz != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def make_plan(step: StepGraph, items: list[Item]) -> Plan:
     """Plans the memory of a program whose order is given."""
     return _Planner(step, items).run()
-
-
-def device_key(value: Any) -> str:
-    """The dispatch key of a value's device."""
-    return "CUDA" if isinstance(value, torch.Tensor) and value.device.type == "cuda" else "CPU"
-
-
-def writer(node: fx.Node) -> How | None:
-    """How a call can put its one result into memory that it is given; None when it cannot."""
-    op, value = node.target, info(node).value
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not is_dense(value):
-        return None
-    if op in FILLS:
-        return "fill"
-    if op in COPIES or op is aten.copy.default:
-        return "copy"
-    if op in SCATTERS:
-        return "scatter"
-    if not isinstance(op, torch._ops.OpOverload) or len(op._schema.returns) != 1 or is_view(op):
-        return None
-    found = out_variant(op, device_key(value))
-    return "out" if found is not None and len(found[2]) == 1 else None
 
 
 class _Planner:
@@ -205,27 +166,27 @@ class _Planner:
         for item in self.items:
             for node in item.nodes:
                 value = info(node).value
-                if is_effectful(node) or not isinstance(node.target, torch._ops.OpOverload) or item.kind != "single":
+                if is_effectful(node) or not isinstance(node.target, OpOverload) or item.kind != "single":
                     continue
                 if not isinstance(value, torch.Tensor) or value.numel() * value.itemsize > CONSTANT_BYTES:
                     continue
                 operands = [] if node.target in FILLS else node.all_input_nodes
-                filled = node.target in FILLS and not any(isinstance(o, fx.Node) for o in _fill_numbers(node))
-                if (filled or node.target not in FILLS) and all(o in fixed for o in operands) and _determined(node):
+                filled = node.target in FILLS and not any(isinstance(o, fx.Node) for o in fill_numbers(node))
+                if (filled or node.target not in FILLS) and all(o in fixed for o in operands) and determined(node):
                     fixed.add(node)
                     self.plan.constant.append(node)
         self.fixed = fixed
 
     def _find_root(self, node: fx.Node) -> None:
         value = info(node).value
-        base = _base_of(node)
+        base = base_of(node)
         if isinstance(value, (int, float)) or value is None:
             self.root[node] = node
         elif base is not None:
             self.root[node] = self.root[base]
         elif node.target is GETITEM:
-            owner, path = _path(node)
-            viewed = _base_of(owner) or self._spared(owner).get(path)
+            owner, path = origin_of(node)
+            viewed = base_of(owner) or self._spared(owner).get(path)
             self.root[node] = self.root[viewed] if viewed is not None else node
             self.leaves.setdefault(owner, {})[path] = node
         else:
@@ -240,13 +201,13 @@ class _Planner:
     def _spared(self, owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
         """Results of an argument-writing call that are an argument left as it was."""
         if owner not in self.spared:
-            self.spared[owner] = _spared_arguments(owner)
+            self.spared[owner] = spared_arguments(owner)
         return self.spared[owner]
 
     def _peel(self, node: Any) -> Any:
         """The value that a clone, detach or alias repeats."""
         while isinstance(node, fx.Node) and node.op == "call_function" and node not in self.fixed:
-            base = _base_of(node)
+            base = base_of(node)
             if base is None or not all(isinstance(info(n).value, torch.Tensor) for n in (base, node)):
                 return node
             if layout(info(base).value) != layout(info(node).value):
@@ -310,7 +271,7 @@ class _Planner:
         """True when ``node`` may write where ``root`` lies although it reads it (or does not)."""
         if not self._dead_before(root, node):
             return False
-        mine = [o for o in _operands(node) if self.root[o] is root]
+        mine = [o for o in tensor_operands(node) if self.root[o] is root]
         if not mine:
             return True
         if any(layout(info(o).value) != layout(info(node).value) for o in mine):
@@ -327,7 +288,7 @@ class _Planner:
         if found is not None:
             return found
         value = info(node).value
-        if isinstance(value, torch.Tensor) and isinstance(node.target, torch._ops.OpOverload) and is_dense(value):
+        if isinstance(value, torch.Tensor) and isinstance(node.target, OpOverload) and is_dense(value):
             named = is_pointwise(node.target) or base_name(node.target) in SELF_ONLY_INPLACE
             if named and inplace_variant(node.target) is not None and not is_view(node.target):
                 return "inplace"
@@ -347,7 +308,7 @@ class _Planner:
         self.plan.copies.setdefault(item, []).append((into, node))
 
     def _owner(self, node: fx.Node) -> fx.Node:
-        return _path(node)[0] if node.target is GETITEM else node
+        return origin_of(node)[0] if node.target is GETITEM else node
 
     def _claim(self, node: fx.Node, into: int) -> bool:
         """Makes input ``into``'s memory the home of ``node`` and of the dying values it is made from."""
@@ -362,7 +323,7 @@ class _Planner:
         how = self._ways(node)
         if how is None or not self._may_write_over(node, placeholder, how):
             return False
-        operands = _operands(node)
+        operands = tensor_operands(node)
         if how in ("inplace", "scatter"):
             first = operands[0]
             if self.root[first] is not placeholder and not self._claim_dying(first, node, into):
@@ -404,7 +365,7 @@ class _Planner:
     def _written(self, owner: fx.Node) -> list[Written]:
         if owner not in self.plan.written:
             twin = mutable_twin(owner.target)
-            self.plan.written[owner] = [] if twin is None else _written_arguments(owner, twin, self.leaves)
+            self.plan.written[owner] = [] if twin is None else written_arguments(owner, twin, self.leaves)
         return self.plan.written[owner]
 
     # Every other value
@@ -419,7 +380,7 @@ class _Planner:
             plan.how.setdefault(node, "pick")
             return
         plan.name[node] = variable(node)
-        base = _base_of(node)
+        base = base_of(node)
         if isinstance(value, (int, float)):
             plan.how[node] = "host"
         elif base is not None:
@@ -435,12 +396,12 @@ class _Planner:
             self._decide_call(node)
 
     def _decide_leaf(self, node: fx.Node) -> None:
-        owner, path = _path(node)
+        owner, path = origin_of(node)
         if path in self._spared(owner):
             old = self._spared(owner)[path]
             self.plan.store[node], self.plan.name[node] = self.plan.store[self.root[old]], self.plan.name[old]
             self.plan.how[node] = "skip"
-        elif _base_of(owner) is not None:
+        elif base_of(owner) is not None:
             self.plan.store[node] = self.plan.store[self.root[node]]
             self.plan.how[node] = "view"
         else:
@@ -454,7 +415,7 @@ class _Planner:
             root = self.root[entry.old]
             home = self.plan.store.get(root)
             ours = home is not None and home.kind in ("slot", "call") and root not in self.escaping
-            alone = sum(self.root[o] is root for o in _flat(node)) == 1
+            alone = sum(self.root[o] is root for o in all_operands(node)) == 1
             if ours and alone and self._dead_before(root, node) and entry.leaf not in self.escaping:
                 entry.in_place = True
                 if entry.leaf is not None:
@@ -480,7 +441,7 @@ class _Planner:
         if node in self.escaping:
             plan.store[node], plan.how[node] = Store("fresh"), how
             return
-        over = next((o for o in _operands(node) if self._reusable(o, node, how)), None)
+        over = next((o for o in tensor_operands(node) if self._reusable(o, node, how)), None)
         if how == "inplace" and (over is None or over is not node.args[0]):
             plan.store[node], plan.how[node] = Store("call"), "call"
             return
@@ -537,87 +498,3 @@ class _Planner:
             slot.end = max(plan.last_item[n] for n in nodes)
         plan.arena = place(plan.slots)
         plan.peak = peak(plan.slots)
-
-
-def _fill_numbers(node: fx.Node) -> list[Any]:
-    return [FILLS[node.target](*node.args, **node.kwargs)]
-
-
-def _determined(node: fx.Node) -> bool:
-    """True for calls that give the same result whenever they run; `empty` does not."""
-    return not base_name(node.target).startswith(("empty", "new_empty")) and node.target is not aten.copy.default  # type: ignore[arg-type]
-
-
-def _base_of(node: fx.Node) -> fx.Node | None:
-    """The operand whose memory the result shares (a copy of equal layout counts), or None."""
-    if node.target in COPIES:
-        operand = node.args[0]
-        same = isinstance(operand, fx.Node) and layout(info(operand).value) == layout(info(node).value)
-        return operand if same else None  # type: ignore[return-value]
-    if not is_view(node.target):
-        return None
-    return next((a for a in node.args if isinstance(a, fx.Node)), None)
-
-
-def _path(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:
-    """The call a getitem picks from, and the indices down to it."""
-    path: tuple[int, ...] = ()
-    while node.target is GETITEM:
-        path = (node.args[1], *path)  # type: ignore[assignment]
-        node = node.args[0]  # type: ignore[assignment]
-    return node, path
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """Operands that hold tensors, each time they occur, without what a copy replaces."""
-    found = [n for n in _flat(node) if isinstance(info(n).value, torch.Tensor)]
-    if node.target is aten.copy.default:
-        return found[1:]
-    return [] if node.target in FILLS else found
-
-
-def _flat(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: found.append(n))
-    return found
-
-
-def _results_of_arguments(owner: fx.Node, twin: Mutable) -> list[tuple[str, int | None, fx.Node, tuple[int, ...]]]:
-    """For each tensor that a schema calls written: argument, index in its list, node, path among the results."""
-    schema = twin.op._schema.arguments
-    bound = dict(zip((a.name for a in schema), owner.args, strict=False)) | dict(owner.kwargs)
-    found: list[tuple[str, int | None, fx.Node, tuple[int, ...]]] = []
-    result = twin.fresh
-    for argument in twin.written:
-        name = schema[argument].name
-        old: Any = bound.get(name)
-        if isinstance(old, (list, tuple)):
-            for index, item in enumerate(old):
-                found.append((name, index, item, (result, index) if twin.nested else (result + index,)))
-            result += 1 if twin.nested else len(old)
-        elif isinstance(old, fx.Node):
-            found.append((name, None, old, (result,)))
-            result += 1
-        elif twin.nested:
-            result += 1
-    return found
-
-
-def _written_arguments(owner: fx.Node, twin: Mutable, leaves: Any) -> list[Written]:
-    spared = _spared_arguments(owner)
-    mine = leaves.get(owner, {})
-    results = _results_of_arguments(owner, twin)
-    return [Written(name, index, old, mine.get(path)) for name, index, old, path in results if path not in spared]
-
-
-def _spared_arguments(owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
-    twin = mutable_twin(owner.target)
-    if twin is None:
-        return {}
-    schema = twin.op._schema.arguments
-    bound = dict(zip((a.name for a in schema), owner.args, strict=False)) | dict(owner.kwargs)
-    spared = read_only(twin.op, bound)
-    return {path: old for name, _, old, path in _results_of_arguments(owner, twin) if name in spared}
-
-
-__all__ = ["TILE", "Plan", "Store", "Written", "is_sure_view", "layout", "make_plan"]

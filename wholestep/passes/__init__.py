@@ -2,7 +2,7 @@
 
 A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit,
 except those that say otherwise (`fuse_optimizer`), which the user asks for by name.
-May import `ir`, `errors`, `torch_compat` and the operator facts of `lower/ops`; not capture, trace or runtime.
+May import `ir`, `errors` and `torch_compat`; not capture, trace, lower or runtime.
 """
 
 from wholestep.passes.cleanup import Pass, run_passes, same_values

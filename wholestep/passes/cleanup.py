@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
 from wholestep.ir import StepGraph, check, dead_code, is_effectful
+from wholestep.torch_compat import OpOverload
 
 Pass = Callable[[StepGraph], StepGraph]
 
@@ -36,7 +36,7 @@ def same_values(step: StepGraph) -> StepGraph:
     for node in list(step.graph.nodes):
         if node.op != "call_function" or is_effectful(node) or "empty" in str(node.target):
             continue
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten":
+        if isinstance(node.target, OpOverload) and node.target.namespace != "aten":
             continue  # collectives: every rank must issue the same ones
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         first = known.setdefault(key, node)

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, dead_code, info, set_info
-from wholestep.lower.order import copy_step, expand_foreach, shared_host, spell_lists
 from wholestep.passes.match import Bindings, Call, OneMinus, match
+from wholestep.passes.normal import copy_step, expand_foreach, shared_host, spell_lists
 
 aten = torch.ops.aten
 
@@ -57,13 +57,19 @@ def _adam(start: Any) -> Call:
     return Call(_ADDCDIV, (start, _AVERAGE, _DENOMINATOR), {"value": size}, as_="new_param")
 
 
-_BUFFER = Call(_ADD, (Call(_MUL, ("buffer", "momentum")), "g"), {"alpha": (OneMinus("dampening"), "one")}, as_="new_buffer")
+_BUFFER = Call(
+    _ADD, (Call(_MUL, ("buffer", "momentum")), "g"), {"alpha": (OneMinus("dampening"), "one")}, as_="new_buffer"
+)
 _NESTEROV = Call(_ADD, ("g", _BUFFER), {"alpha": "momentum"}, as_="nesterov")
 _SGD = Call(_ADD, ("param", (_NESTEROV, _BUFFER, "g")), {"alpha": _minus("lr")}, as_="new_param")
 
 _SUM = Call(_ADDCMUL, ("state_sum", "g", "g"), {"value": 1}, as_="new_sum")
-_RATE = _host(operator.truediv, "lr", _host(operator.add, 1, _host(operator.mul, _host(operator.sub, _COUNT, 1), "lr_decay")))
-_ADAGRAD = Call(_ADDCDIV, ("param", "g", Call(_ADD, (Call(_SQRT, (_SUM,)), "eps"))), {"value": _minus(_RATE)}, as_="new_param")
+_RATE = _host(
+    operator.truediv, "lr", _host(operator.add, 1, _host(operator.mul, _host(operator.sub, _COUNT, 1), "lr_decay"))
+)
+_ADAGRAD = Call(
+    _ADDCDIV, ("param", "g", Call(_ADD, (Call(_SQRT, (_SUM,)), "eps"))), {"value": _minus(_RATE)}, as_="new_param"
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_adam("param"), aten._fused_adam.default, _ADAM_LISTS, _ADAM_RESULTS, _adam_settings),
     Rule(_ADAGRAD, aten._fused_adagrad.default, ("param", "grad", "state_sum", "step"),
          ((0, "new_param"), (2, "new_sum")), _adagrad_settings),
-    Rule(_SGD, aten._fused_sgd.default, ("param", "grad", "buffer"), ((0, "new_param"), (2, "new_buffer")), _sgd_settings),
+    Rule(_SGD, aten._fused_sgd.default, ("param", "grad", "buffer"),
+         ((0, "new_param"), (2, "new_buffer")), _sgd_settings),
 )  # fmt: skip
 
 
@@ -199,12 +206,12 @@ def _key(rule: Rule, bound: Bindings) -> Any:
 def _batches(matches: list[tuple[Rule, Bindings]], place: dict[fx.Node, float]) -> list[list[tuple[Rule, Bindings]]]:
     """Splits matches so that a batch's operands all exist before any of its results is read."""
     batches: list[list[tuple[Rule, Bindings]]] = []
-    limit = -1
+    limit = -1.0
     made: set[fx.Node] = set()
     for rule, bound in matches:
         needed = max(place[n] for n in _operands(rule, bound))
         inner = _inner(rule, bound)
-        used = min([place[u] for n in _results(rule, bound) for u in n.users if u not in inner], default=len(place))
+        used = min([float(len(place)), *(place[u] for n in _results(rule, bound) for u in n.users if u not in inner)])
         if not batches or needed >= limit or made & set(_operands(rule, bound)):
             batches.append([])
             limit, made = len(place), set()

@@ -67,13 +67,11 @@ def _call(found: Any, pattern: Call, bound: Bindings) -> Bindings | None:
         return None
     if set(found.kwargs) - set(pattern.kwargs) - {"alpha", "value"}:
         return None
-    result: Bindings | None = bound
-    for name in {**pattern.kwargs, **found.kwargs}:
-        result = match(found.kwargs.get(name, 1), pattern.kwargs.get(name, 1), result)
+    keywords = {**pattern.kwargs, **found.kwargs}
+    pairs = [(found.kwargs.get(name, 1), pattern.kwargs.get(name, 1)) for name in keywords]
+    for value, part in [*pairs, *zip(found.args, pattern.args, strict=True)]:
+        result = match(value, part, bound)
         if result is None:
             return None
-    for arg, part in zip(found.args, pattern.args, strict=True):
-        result = match(arg, part, result)
-        if result is None:
-            return None
-    return result | {pattern.as_: found} if pattern.as_ else result
+        bound = result
+    return bound | {pattern.as_: found} if pattern.as_ else bound

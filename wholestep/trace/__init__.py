@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from wholestep.errors import LeakError
 from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.torch_compat import FakeTensor
 from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
@@ -23,7 +24,7 @@ from wholestep.trace.predicates import Predicate
 from wholestep.trace.recorder import Found, Lifted, Recorder, memory_of
 from wholestep.trace.results import Made, Outlet, Slot
 from wholestep.trace.where import Whereabouts
-from wholestep.trace.world import CallWindow, exchanged
+from wholestep.trace.world import CallWindow, exchanged, same_python_randomness
 
 __all__ = ["SharedMemory", "Traced", "World", "trace_step"]
 
@@ -105,11 +106,15 @@ def trace_step(
     torch.clear_autocast_cache()
     with recorder.whereabouts.following(), exchanged(recorder, parameters), CallWindow(recorder), recorder:
         world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
-        result = fn(*args, **kwargs)
+        with same_python_randomness():
+            result = fn(*args, **kwargs)
     torch.clear_autocast_cache()
     _refuse_shared_writes(recorder)
     outlet = Outlet(recorder)
-    effects, value = world.outcome(lambda t: isinstance(t, FakeTensor), result)
+    try:
+        effects, value = world.outcome(lambda t: isinstance(t, FakeTensor), result)
+    except LeakError as error:
+        raise LeakError(error.what, error.where or recorder.made_at(error.held), error.remedy) from None
     made = new_values(effects, value)
     versions = _versions(recorder, before)
     hoisted = hoist(recorder, made)

@@ -25,6 +25,9 @@ TRAINING_FLAG = 5
 # Operators whose kernel works differently when gradients are wanted (the LSTM keeps a workspace).
 GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 
+# Operators on sparse tensors for which fake tensors make up the number of values.
+SHAPE_FROM_DATA = {aten._coalesce.default, aten.sparse_mask.default}
+
 # Tensor methods that hand a traced value to Python, with what to do instead.
 ESCAPES: dict[str, str] = {
     "__float__": "use .item(), whose result may be used in arithmetic and as an operator's argument",

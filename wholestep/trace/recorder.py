@@ -28,6 +28,7 @@ from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import (
     GRAD_SENSITIVE,
     HIDDEN_WRITES,
+    SHAPE_FROM_DATA,
     TRAINING_FLAG,
     Overload,
     Twin,
@@ -262,11 +263,19 @@ class Recorder(TorchDispatchMode):
             return self._view(func, args, kwargs) if is_view(func) else self._pure(func, args, kwargs)
         except FAKE_ERRORS as error:
             raise _translated(func, error) from error
+        except RuntimeError as error:
+            if "no fake impl registered" in str(error):
+                raise _translated(func, error) from error
+            raise
 
     def _exchange(self, leaf: Any) -> Any:
         """Symbolic numbers and tokens -> host numbers' nodes; everything else as it is."""
         if isinstance(leaf, (torch.SymFloat, torch.SymInt)):
             return leaf.node.fx_node
+        if isinstance(leaf, torch.Generator):
+            if leaf is not torch.default_generator:
+                raise UnsupportedError("a random operator with its own generator", user_line(), "use the default one")
+            return None
         if type(leaf) is float and leaf in self.tokens:
             self.spent.add(leaf)
             return self.tokens[leaf].fx_node
@@ -287,6 +296,8 @@ class Recorder(TorchDispatchMode):
             return func(*fakes[0], **fakes[1])
 
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in SHAPE_FROM_DATA:
+            raise UnsupportedError(f"the shape of the result of {func} depends on data", user_line(), "use dense tensors")
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref"):  # gave its argument back
             return out
@@ -312,8 +323,6 @@ class Recorder(TorchDispatchMode):
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = self.ref(args[0])
-        if args[0].layout != torch.strided:
-            raise UnsupportedError(f"{func} looks into a sparse tensor", user_line(), "use dense tensors")
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             self._alias(out, base, func, args, kwargs, None)
@@ -450,6 +459,14 @@ class Recorder(TorchDispatchMode):
                 "give it an output of the right shape",
             )
 
+    def made_at(self, value: Any) -> str:
+        """The user's line that made a tensor or number of the step."""
+        if isinstance(value, (torch.SymFloat, torch.SymInt)):
+            return str(value.node.fx_node.meta["info"].where)
+        if isinstance(value, FakeTensor):
+            return str(self.ref(value).storage.value.meta["info"].where)
+        return ""
+
     def _describe(self, tensor: torch.Tensor) -> str:
         lifted = self.by_id.get(id(tensor))
         return str(lifted.source) if lifted else f"a tensor of shape {list(tensor.shape)}"
@@ -559,6 +576,8 @@ def _is_list_op(func: Overload) -> bool:
 
 def _translated(func: Any, error: Exception) -> CaptureError:
     name = type(error).__name__
+    if "Device" in name:
+        return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
     if "Data" in name or "Dynamic" in name:
         return DataDependentError(
             f"the shape or value of the result of {func} depends on data",

@@ -8,10 +8,12 @@ of the trace.
 from __future__ import annotations
 
 import builtins
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -140,7 +142,32 @@ def _number_of(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else float(value)
 
 
+LBFGS_REMEDY = "use another optimizer: LBFGS evaluates its closure as often as the data ask for"
+
 _ABSENT = object()
+
+
+def _refused(what: str, remedy: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"{what} inside of a captured step", user_line(), remedy)
+
+    return call
+
+
+@contextmanager
+def same_python_randomness() -> Iterator[None]:
+    """Refuses draws from Python's or NumPy's random generator, which a replay would not repeat; undoes them."""
+    ours, theirs = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+        if random.getstate() != ours or str(numpy.random.get_state()) != str(theirs):
+            raise DataDependentError(
+                "the step draws from Python's or NumPy's random generator, whose numbers a replay would repeat",
+                remedy="draw with torch, or draw outside of the step and pass the number as a tensor",
+            )
+    finally:
+        random.setstate(ours)
+        numpy.random.set_state(theirs)
 
 
 @contextmanager
@@ -155,6 +182,9 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
         (torch.random, "get_rng_state", get_state),
         (torch, "set_rng_state", set_state),
         (torch.random, "set_rng_state", set_state),
+        (torch, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
+        (torch.random, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
+        (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters)),
         (torch.nn.modules.batchnorm, "float", _number_of),
         (torch.distributions.Distribution, "_validate_args", False),

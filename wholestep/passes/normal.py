@@ -1,0 +1,148 @@
+"""One form for many: rewrites before lowering that change neither bits nor effects.
+
+A plain and a foreach optimizer, a list and its items, `add.Scalar` and `add.Tensor` look alike afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import GETITEM, NodeInfo, StepGraph, info, is_effectful, set_info
+from wholestep.torch_compat import OpOverload
+
+aten = torch.ops.aten
+
+# Overloads that only wrap their number into a tensor and call another one.
+PLAINER: dict[Any, Any] = {
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+}
+
+
+def copy_step(step: StepGraph) -> StepGraph:
+    """A copy whose graph may be rewritten; records are shared."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(step.graph, mapping)
+    graph.output(result)
+    return StepGraph(fx.GraphModule(step.gm, graph), step.signature, step.stage)
+
+
+def spell_lists(step: StepGraph) -> StepGraph:
+    """Replaces an operand that is a whole list of results by the list of its items; plain overloads throughout."""
+    for node in list(step.graph.nodes):
+        if node.op != "call_function" or node.target is GETITEM:
+            continue
+        node.target = PLAINER.get(node.target, node.target)
+        for operand in node.all_input_nodes:
+            values = info(operand).value
+            if not isinstance(values, (list, tuple)):
+                continue
+            with step.graph.inserting_before(node):
+                picked = [step.graph.call_function(GETITEM, (operand, i)) for i in range(len(values))]
+            for one, value in zip(picked, values, strict=True):
+                old = info(operand)
+                set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
+            node.args = _with_items(node.args, operand, picked)
+            node.kwargs = _with_items(node.kwargs, operand, picked)
+    return step
+
+
+def _with_items(arguments: Any, operand: fx.Node, items: list[fx.Node]) -> Any:
+    return fx.map_arg(arguments, lambda n: items if n is operand else n)
+
+
+def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> StepGraph:
+    """Replaces ``_foreach_*`` nodes by one node per tensor, as the CPU kernels do inside.
+
+    Afterwards tiling and batching see the same nodes for a plain and for a foreach optimizer.
+    """
+    for node in list(step.graph.nodes):
+        if not isinstance(node.target, OpOverload) or not _base_name(node.target).startswith("_foreach_"):
+            continue
+        values = info(node).value
+        simple = isinstance(values, (list, tuple)) and all(u.target is GETITEM for u in node.users)
+        if not simple or any(v.device.type not in devices for v in values):
+            continue
+        single = _single_overload(node, len(values))
+        if single is None:
+            continue
+        target, columns, keyword = single
+        for index, value in enumerate(values):
+            with step.graph.inserting_before(node):
+                args = tuple(c[index] for c in columns)
+                keywords = {name: column[index] for name, column in keyword.items()}
+                one = step.graph.call_function(target, args, keywords)
+            old = info(node)
+            set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
+            for user in [u for u in node.users if u.args[1] == index]:
+                user.replace_all_uses_with(one)
+                step.graph.erase_node(user)
+        step.graph.erase_node(node)
+    return step
+
+
+# foreach name -> overload by the kind of its second argument: list of tensors, number(s), one tensor.
+_SINGLE: dict[str, dict[str, Any]] = {
+    **{
+        f"_foreach_{name}": {
+            "List": getattr(aten, name).Tensor,
+            "Scalar": getattr(aten, name).Tensor,
+            "ScalarList": getattr(aten, name).Tensor,
+            "Tensor": getattr(aten, name).Tensor,
+        }
+        for name in ("add", "sub", "mul", "div")
+    },
+    "_foreach_lerp": {"List": aten.lerp.Tensor, "Scalar": aten.lerp.Scalar, "ScalarList": aten.lerp.Scalar},
+    "_foreach_sqrt": {"default": aten.sqrt.default},
+    "_foreach_neg": {"default": aten.neg.default},
+    "_foreach_maximum": {"List": aten.maximum.default},
+    "_foreach_addcmul": {"Scalar": aten.addcmul.default, "ScalarList": aten.addcmul.default},
+    "_foreach_addcdiv": {"Scalar": aten.addcdiv.default, "ScalarList": aten.addcdiv.default},
+}
+
+
+def _single_overload(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], dict[str, list[Any]]] | None:
+    """The overload for one tensor, and its positional and keyword arguments by column."""
+    assert isinstance(node.target, OpOverload)
+    name, overload = _base_name(node.target), node.target._overloadname
+    target = _SINGLE.get(name, {}).get(overload)
+    if target is None:
+        return None
+    bound = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+    columns = {k: list(a) if isinstance(a, (list, tuple)) else [a] * count for k, a in bound.items()}
+    keywords = {}
+    alpha = columns.pop("alpha", [1] * count)
+    if any(isinstance(a, fx.Node) or a != 1 for a in alpha):
+        keywords["alpha"] = alpha
+    if target in (aten.addcmul.default, aten.addcdiv.default):
+        keywords["value"] = columns.pop("value", columns.pop("scalars", [1] * count))
+    return target, list(columns.values()), keywords
+
+
+def shared_host(step: StepGraph) -> StepGraph:
+    """Computes equal host numbers once (forty parameters have one ``1 - lr * weight_decay``), equal getitems too."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(step.graph.nodes):
+        if node.op != "call_function" or is_effectful(node):
+            continue
+        if node.target is not GETITEM and not isinstance(info(node).value, (int, float)):
+            continue
+        key = (node.target, node.args, tuple(node.kwargs.items()), tuple(type(a) for a in node.args))
+        try:
+            first = known.setdefault(key, node)
+        except TypeError:  # unhashable arguments
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+            step.graph.erase_node(node)
+    return step
+
+
+def _base_name(op: OpOverload) -> str:
+    return op._schema.name.split("::")[-1]
