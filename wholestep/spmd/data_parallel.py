@@ -31,35 +31,24 @@ class Pending:
         node: gives the local values.
         gradients: those that lie in it.
         ready, needed: positions of the node and of its first reader.
+        blocks: (start, elements) of the gradients in the memory, in elements; one for all when they fill it.
+
+    Raises:
+        PlanError: the gradient is sparse, or scattered over its memory.
     """
 
     node: fx.Node
     gradients: list[Gradient]
     ready: int
     needed: int
+    blocks: list[tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = _blocks(self.gradients, self.value)
 
     @property
     def value(self) -> torch.Tensor:
         return info(self.node).value  # type: ignore[no-any-return]
-
-    def blocks(self) -> list[tuple[int, int]]:
-        """(start, elements) of the gradients in the memory, in elements; one for all when they fill it.
-
-        Raises:
-            PlanError: the gradient is sparse, or scattered over memory that it shares.
-        """
-        source, value = self.gradients[0].parameter, self.value
-        if value.layout != torch.strided:
-            raise PlanError(f"DataParallel: the gradient of {source} is sparse: use sparse=False")
-        sizes = {(g.place[2], math.prod(g.place[0])): g for g in self.gradients}
-        for (_, size), gradient in sizes.items():
-            if not _is_dense(value.shape, value.stride()) or not _is_dense(*gradient.place[:2]):
-                raise PlanError(
-                    f"DataParallel: the gradient of {gradient.parameter} lies scattered in its memory, {size} elements "
-                    f"at strides {gradient.place[1]}: leave it to backward() to make it"
-                )
-        whole = any(size == value.numel() for _, size in sizes)
-        return [(0, value.numel())] if whole else sorted(sizes)
 
 
 @dataclass
@@ -106,6 +95,7 @@ class _Reducer:
         self.step, self.group, self.ranks, self.mean = step, group, ranks, reduce == "mean"
         self.runs = Runs(step)
         self.nodes = {node.name: node for node in step.graph.nodes}
+        self.reduced: set[fx.Node] = set()
         self.scaled: dict[tuple[str, int], str] = {}
         self.gradients = step.signature.gradients
 
@@ -121,7 +111,7 @@ class _Reducer:
         self.step.signature.gradients = [
             replace(g, before=reduced.get(g.before or "", g.before), after=reduced[g.after]) for g in late
         ]
-        _check_updates(self.step)
+        _check_updates(self.step, self.reduced)
 
     # Which gradients
 
@@ -184,7 +174,7 @@ class _Reducer:
             pieces = []
             for member in bucket.members:
                 flats[member.node.name] = self._flat(member)
-                pieces += [self._piece(flats[member.node.name], start, size) for start, size in member.blocks()]
+                pieces += [self._piece(flats[member.node.name], start, size) for start, size in member.blocks]
             packed = pieces[0] if len(pieces) == 1 else call(graph, aten.cat.default, pieces, phase="backward")
             if self.mean:  # before summing, by a product, as DistributedDataParallel does
                 packed = call(graph, aten.mul.Tensor, packed, 1 / self.ranks, phase="backward")
@@ -203,7 +193,7 @@ class _Reducer:
             start = 0
             for member in bucket.members:
                 whole = flats[member.node.name]
-                for offset, size in member.blocks():
+                for offset, size in member.blocks:
                     piece = self._piece(done, start, size, "optimizer")
                     start += size
                     if size == member.value.numel():
@@ -212,6 +202,7 @@ class _Reducer:
                         span = (0, offset, offset + size)
                         whole = call(graph, aten.slice_scatter.default, whole, piece, *span, phase="optimizer")
                 new = self._shaped(whole, member.value)
+                self.reduced.add(new)
                 self._hand_over(member, new)
                 names[member.node.name] = new.name
         return names
@@ -259,6 +250,20 @@ class _Reducer:
         return call(graph, aten.as_strided.default, flat, size, list(like.stride()), phase="optimizer")
 
 
+def _blocks(gradients: list[Gradient], value: torch.Tensor) -> list[tuple[int, int]]:
+    if value.layout != torch.strided:
+        raise PlanError(f"DataParallel: the gradient of {gradients[0].parameter} is sparse: use sparse=False")
+    sizes = {(g.place[2], math.prod(g.place[0])): g for g in gradients}
+    for (_, size), gradient in sizes.items():
+        if not _is_dense(value.shape, value.stride()) or not _is_dense(*gradient.place[:2]):
+            raise PlanError(
+                f"DataParallel: the gradient of {gradient.parameter} lies scattered in its memory, {size} elements "
+                f"at strides {gradient.place[1]}: leave it to backward() to make it"
+            )
+    whole = any(size == value.numel() for _, size in sizes) or sum(size for _, size in sizes) == value.numel()
+    return [(0, value.numel())] if whole else sorted(sizes)
+
+
 def _buckets(pending: list[Pending], caps: tuple[int, int]) -> list[Bucket]:
     """Packs gradients in the order in which they are ready."""
     buckets: list[Bucket] = []
@@ -272,11 +277,11 @@ def _buckets(pending: list[Pending], caps: tuple[int, int]) -> list[Bucket]:
     return buckets
 
 
-def _check_updates(step: StepGraph) -> None:
+def _check_updates(step: StepGraph, reduced: set[fx.Node]) -> None:
     """Refuses a step that changes a parameter by values of a backward that were never reduced."""
     local: dict[fx.Node, str] = {}
     for node in step.graph.nodes:
-        if node.op != "call_function" or _is_collective(node):
+        if node.op != "call_function" or _is_collective(node) or node in reduced:
             continue
         source = next((local[operand] for operand in node.all_input_nodes if operand in local), None)
         if source is None and info(node).phase == "backward":

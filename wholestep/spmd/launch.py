@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,7 @@ class Launch:
             assert mesh is not None
             self.passes += one.passes(mesh)
             self._groups.append(mesh.get_group(one.axis))
+        self._axes = {group.group_name: one.axis for one, group in zip(plans, self._groups, strict=True)}
         self._agreed: set[tuple[str, ...]] = set()
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -70,7 +71,7 @@ class Launch:
             PlanError: on every rank, when the ranks' programs do not fit each other.
         """
         words = (
-            *communication(step),
+            *communication(step, self._axes),
             *(_describe(i, t) for i, t in zip(inputs, tensors, strict=True) if _shared(i, t)),
         )
         if not self._groups or words in self._agreed:
@@ -90,18 +91,22 @@ class Launch:
         return known is not None and known() is tensor
 
 
-def communication(step: StepGraph) -> list[str]:
-    """The collectives of a program, in order: what all ranks must have alike."""
-    return [_collective(node) for node in step.graph.nodes if _is_collective(node)]
+def communication(step: StepGraph, axes: Mapping[str, str]) -> list[str]:
+    """The collectives of a program, in order: what all ranks must have alike.
+
+    Args:
+        axes: group's name -> axis, for words that are the same on all ranks.
+    """
+    return [_collective(node, axes) for node in step.graph.nodes if _is_collective(node)]
 
 
 def _is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep" and is_effectful(node)
 
 
-def _collective(node: fx.Node) -> str:
+def _collective(node: fx.Node, axes: Mapping[str, str]) -> str:
     value, target = info(node).value, node.target
-    settings = ", ".join(str(a) for a in node.args if not isinstance(a, fx.Node))
+    settings = ", ".join(axes.get(str(a), str(a)) for a in node.args if not isinstance(a, fx.Node))
     names = ", ".join(info(node).placement or ())
     return f"{target._schema.name}({settings}) of {_form(value)}: {names}"  # type: ignore[union-attr]
 
