@@ -365,14 +365,14 @@ def refusals() -> dict[str, str]:
             for parameter, grad in zip(layer.parameters(), grads, strict=True):
                 parameter -= grad
 
-    def in_hook(layer, opt, x):
-        def update(_):
-            opt.step()
-            opt.zero_grad()
+    def update(_):
+        opt.step()
+        opt.zero_grad()
 
-        handle = layer.weight.register_post_accumulate_grad_hook(update)
+    hooked.weight.register_post_accumulate_grad_hook(update)
+
+    def in_hook(layer, opt, x):
         layer(x).sum().backward()
-        handle.remove()
 
     return {
         "sparse": _error(lambda: ws.compile(sparse, **plan)(table, torch.tensor([1, 2]))),

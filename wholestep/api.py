@@ -170,7 +170,7 @@ def compile(  # noqa: A001 - the ecosystem's name
         PlanError: mesh and plan do not fit each other.
     """
     if fn is None:
-        options = {"mesh": mesh, "plan": plan, "backend": backend, "passes": passes}
+        options: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": passes}
         return functools.partial(compile, **options, gm_transformation=gm_transformation)
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")

@@ -37,7 +37,7 @@ class Launch:
     """
 
     def __init__(self, mesh: DeviceMesh | None, plan: Plan | Sequence[Plan] | None) -> None:
-        plans = [] if plan is None else list(plan) if isinstance(plan, (list, tuple)) else [plan]
+        plans: list[Any] = [] if plan is None else list(plan) if isinstance(plan, (list, tuple)) else [plan]
         if plans and mesh is None:
             raise PlanError(f"ws.compile: plan {plans[0]!r} needs a mesh: pass mesh=ws.init_device_mesh(...)")
         if mesh is not None and not plans:
