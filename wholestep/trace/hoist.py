@@ -8,7 +8,7 @@ graph of its own makes its beginning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -69,6 +69,7 @@ def _as_input(recorder: Recorder, tensor: torch.Tensor) -> Lifted:
     value = first.meta["info"].value
     node = recorder._placeholder(f"state {len(recorder.lifted)}", "state", value)
     first.replace_all_uses_with(node)
+    recorder.gradients = [replace(g, after=node.name) if g.after == first.name else g for g in recorder.gradients]
     lifted = Lifted(node, None, tensor, ref)
     if ref.storage.value is first:
         ref.storage.value = node

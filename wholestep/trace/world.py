@@ -94,23 +94,33 @@ def _recorded_backward(recorder: Recorder, parameters: list[torch.Tensor]) -> Ca
     run = torch.autograd.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
-        before = [_gradient(recorder, p) for p in parameters]
+        held = [p.grad for p in parameters]
+        before = [_memory(recorder, grad) for grad in held]
         run(*args, **kwargs)
-        for parameter, old in zip(parameters, before, strict=True):
-            new = _gradient(recorder, parameter)
-            if new is not None and new is not old and id(parameter) in recorder.by_id:
-                source = str(recorder.by_id[id(parameter)].source)
-                recorder.gradients.append(Gradient(source, old.name if old else None, new.name))
+        for parameter, grad, old in zip(parameters, held, before, strict=True):
+            new = _memory(recorder, parameter.grad)
+            if new is None or new is old or id(parameter) not in recorder.by_id:
+                continue
+            if old is None and _memory(recorder, grad) is not None:  # a gradient from outside, met just now
+                old = recorder.ref(grad).storage.first  # type: ignore[arg-type]
+            source = str(recorder.by_id[id(parameter)].source)
+            recorder.gradients.append(Gradient(source, old and old.name, new.name, _place(recorder, parameter.grad)))
 
     return backward
 
 
-def _gradient(recorder: Recorder, parameter: torch.Tensor) -> Any:
-    grad = parameter.grad
+def _memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:
+    """The node that gives the memory in which a gradient lies now; None for one that the step has not met."""
     if grad is None or (not isinstance(grad, FakeTensor) and id(grad) not in recorder.by_id):
         return None
-    with no_modes():
-        return recorder.ref(grad).read(recorder.emit)
+    return recorder.ref(grad).storage.value
+
+
+def _place(recorder: Recorder, grad: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    ref = recorder.ref(grad)
+    assert ref.storage.root is not None
+    here = ref.geometry
+    return tuple(here.shape), tuple(here.stride), here.offset - ref.storage.root.geometry.offset
 
 
 def _traced_rng(recorder: Recorder) -> tuple[Callable[[], Any], Callable[[Any], None]]:
