@@ -11,8 +11,8 @@ import torch
 from wholestep.ir import StepGraph
 from wholestep.torch_compat import set_versions
 from wholestep.trace import Traced
-from wholestep.trace.recorder import flat_memory
 from wholestep.trace.results import Slot
+from wholestep.trace.tape import flat_memory
 
 
 class Binder(Protocol):

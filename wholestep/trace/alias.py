@@ -37,7 +37,7 @@ class Geometry:
         if tensor.layout != torch.strided:
             return cls(tensor.dtype, tensor.shape, ())
         lazy = tensor.is_conj() or tensor.is_neg()
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), lazy)
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), lazy)
 
     @property
     def repeats(self) -> bool:
