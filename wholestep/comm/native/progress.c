@@ -10,6 +10,7 @@
 
 #define SMALL (16 * 1024) /* all-reduce of 3+ ranks: `exchange` up to here, `split` above (docs/comm.md) */
 #define BEHIND 64 /* spins of the progress thread: it shares a core with the computation, which a spin holds up */
+#define PULL (256 * 1024) /* from here on ranks read each other's private memory: pull.c */
 #define DIRECT (32 * 1024) /* below this a copy through the slot costs less than the extra round of `direct` */
 
 static const algorithm_t *const by_op[OP_COUNT] = {
@@ -49,14 +50,21 @@ static void announce(group_t *g, const job_t *j) {
 /* Asks whether every rank's input lies in shared memory; if so works on it there. done: 1 when it did. */
 static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     size_t length = j->d.op == OP_REDUCE_SCATTER ? j->d.bytes * (size_t)g->size : j->d.bytes;
-    if (!j->ins) segment_describe(j->in, length, &j->d);
+    if (!j->ins) {
+        segment_describe(j->in, length, &j->d);
+        j->d.address = (uint64_t)(uintptr_t)j->in;
+    }
     announce(g, j);
     g->reading = g->round;
     int status = round_wait(g, g->reading);
     if (!status) status = round_compare(g, j);
     if (status) return status;
     for (int r = 0; r < g->size; r++)
-        if (!desc_of(g, r, g->reading)->segment) return OK;
+        if (!desc_of(g, r, g->reading)->segment) {
+            if (j->d.bytes < PULL || !a->pull || !pull_agreed(g)) return OK;
+            *done = 1;
+            return a->pull(g, j);
+        }
     for (int r = 0; r < g->size; r++) {
         j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), desc_of(g, r, g->reading));
         if (!j->peers[r]) { /* the others go on with memory that we cannot see: nothing can be saved */

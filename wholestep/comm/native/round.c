@@ -65,7 +65,7 @@ int round_arrived(const group_t *g, uint32_t round) {
     return 1;
 }
 
-static int give_up(group_t *g, int rank, int status) {
+int round_fail(group_t *g, int rank, int status) {
     if (g->job) {
         g->job->culprit = rank;
         uint32_t at = atomic_load(&g->ctl[rank].round);
@@ -96,14 +96,14 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
         if (reached(g, rank, round)) break;
         for (int r = 0; r < g->size; r++) { /* a death elsewhere holds us up just as well: name the dead, not the waiting */
             if (reached(g, r, round) || r == g->rank) continue;
-            if (!rank_alive(g, r) && !reached(g, r, round)) return give_up(g, r, E_DIED);
+            if (!rank_alive(g, r) && !reached(g, r, round)) return round_fail(g, r, E_DIED);
         }
         if (atomic_load(&other->failed) && !reached(g, rank, round)) {
             for (int r = 0; r < g->size; r++)
-                if (r != g->rank && !rank_alive(g, r)) return give_up(g, r, E_DIED);
-            return give_up(g, rank, E_ABORTED);
+                if (r != g->rank && !rank_alive(g, r)) return round_fail(g, r, E_DIED);
+            return round_fail(g, rank, E_ABORTED);
         }
-        if (now() > g->deadline) return give_up(g, rank, E_TIMEOUT);
+        if (now() > g->deadline) return round_fail(g, rank, E_TIMEOUT);
     }
     return OK;
 }

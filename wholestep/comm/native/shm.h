@@ -10,7 +10,8 @@
  * round.c    flags, waiting, dead ranks        reduce.c    vector kernels
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
  * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
- * segment.c  memory                            module.c    the Python names
+ * segment.c  memory                            pull.c      large private tensors
+ * module.c   the Python names
  */
 #ifndef WHOLESTEP_SHM_H
 #define WHOLESTEP_SHM_H
@@ -40,8 +41,7 @@ typedef struct {
     uint32_t root;
     uint64_t bytes, shape, seq;
     uint32_t segment, fd; /* of the input when it lies in shared memory; segment 0: private */
-    uint64_t offset, length;
-    uint8_t pad[8];
+    uint64_t offset, length, address; /* address: where the input is in its own process; 0: in several places */
 } desc_t;
 #define DESC_COMPARED 32
 
@@ -49,6 +49,8 @@ typedef struct {
     _Alignas(LINE) _Atomic uint32_t round;   /* published: the futex that others wait on */
     _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks in futex_wait on `round` */
     _Atomic uint32_t pid, failed, cpu;        /* failed: this rank left the group; cpu: where it last had to wait */
+    _Atomic uint32_t can_pull; /* may read the others' memory */
+    uint64_t address;          /* of the segment in this process: for trying that */
     _Alignas(LINE) desc_t desc[DEPTH];        /* by round */
     _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
     _Atomic uint32_t bell_sleepers;
@@ -106,6 +108,7 @@ typedef struct {
     void (*write)(group_t *, job_t *, size_t k, char *slot);
     int (*read)(group_t *, job_t *, size_t k);
     void (*direct)(group_t *, job_t *);
+    int (*pull)(group_t *, job_t *); /* the same for large private inputs */
 } algorithm_t;
 
 extern const algorithm_t barrier_rounds, allreduce_exchange, allreduce_split, broadcast_rounds, reduce_rounds,
@@ -126,6 +129,7 @@ int futex_wait_for(_Atomic uint32_t *word, uint32_t seen, double seconds);
 void round_publish(group_t *g);
 int round_wait(group_t *g, uint32_t round);
 int round_arrived(const group_t *g, uint32_t round);
+int round_fail(group_t *g, int rank, int status);
 int round_broken(const group_t *g, job_t *job);
 int round_compare(group_t *g, job_t *job);
 char *slot_of(const group_t *g, int rank, uint32_t round);
@@ -141,6 +145,14 @@ void group_stop(group_t *g);
 
 /* reduce.c: dst[0..count) of each of `ndst` = fold over `nsrc` sources, in their order; AVG divides by nsrc */
 void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *const *src, int nsrc, size_t count);
+
+/* pull.c */
+void pull_probe(group_t *g);
+int pull_agreed(const group_t *g);
+int pull_allreduce(group_t *g, job_t *j);
+int pull_broadcast(group_t *g, job_t *j);
+int pull_allgather(group_t *g, job_t *j);
+int pull_reduce_scatter(group_t *g, job_t *j);
 
 /* p2p.c */
 typedef struct message message_t;
