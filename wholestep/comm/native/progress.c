@@ -67,11 +67,7 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
         }
     for (int r = 0; r < g->size; r++) {
         j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), desc_of(g, r, g->reading));
-        if (!j->peers[r]) { /* the others go on with memory that we cannot see: nothing can be saved */
-            g->broken = 1, g->fail_status = E_MEMORY, j->culprit = g->fail_culprit = r;
-            atomic_store(&g->ctl[g->rank].failed, 1);
-            return E_MEMORY;
-        }
+        if (!j->peers[r]) return round_unreadable(g, r); /* the others go on without us: nothing can be saved */
     }
     a->direct(g, j);
     announce(g, j);

@@ -12,7 +12,7 @@ static int fetch(group_t *g, int rank, char *to, uint64_t from, size_t n) {
     while (n) {
         struct iovec here = {to, n}, there = {(void *)(uintptr_t)from, n};
         ssize_t got = process_vm_readv((pid_t)g->ctl[rank].pid, &here, 1, &there, 1, 0);
-        if (got <= 0) return round_fail(g, rank, rank_alive(g, rank) ? E_MEMORY : E_DIED);
+        if (got <= 0) return round_unreadable(g, rank);
         to += got, from += (uint64_t)got, n -= (size_t)got;
     }
     return OK;

@@ -80,6 +80,16 @@ int round_fail(group_t *g, int rank, int status) {
     return status;
 }
 
+/* A rank's memory cannot be read: is it dying? Its memory goes a moment before its lock. */
+int round_unreadable(group_t *g, int rank) {
+    struct timespec pause = {0, 10 * 1000 * 1000};
+    for (int turn = 0; turn < 30; turn++) {
+        if (!rank_alive(g, rank)) return round_fail(g, rank, E_DIED);
+        nanosleep(&pause, NULL);
+    }
+    return round_fail(g, rank, E_MEMORY);
+}
+
 /* What a call on a broken group gets: what broke it. */
 int round_broken(const group_t *g, job_t *job) {
     job->culprit = g->fail_culprit, job->theirs = g->fail_theirs;

@@ -130,6 +130,7 @@ void round_publish(group_t *g);
 int round_wait(group_t *g, uint32_t round);
 int round_arrived(const group_t *g, uint32_t round);
 int round_fail(group_t *g, int rank, int status);
+int round_unreadable(group_t *g, int rank);
 int round_broken(const group_t *g, job_t *job);
 int round_compare(group_t *g, job_t *job);
 char *slot_of(const group_t *g, int rank, uint32_t round);
