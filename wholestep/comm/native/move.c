@@ -126,9 +126,10 @@ static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
         uint64_t *mine = (uint64_t *)(slot + 2 * CHUNK);
         memcpy(mine, j->in_sizes, n * sizeof *mine);
         memcpy(mine + n, j->out_sizes, n * sizeof *mine);
+        memcpy(mine + 2 * n, j->ins, n * sizeof *mine);
         return;
     }
-    for (int r = 0; r < g->size; r++)
+    for (int r = 0; r < g->size && !j->pulled; r++)
         if (r != g->rank)
             copy(slot + (size_t)r * p, in_at(j, r) + (k - 1) * p, part(j->in_sizes[r], p, k - 1));
 }
@@ -148,9 +149,14 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
             }
         j->rounds = 1 + chunks(most, p);
         copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
+        if (most < PULL || !pull_possible(g)) return OK;
+        j->pulled = 1, j->rounds = 2; /* the second: all have read */
+        for (int r = 0, status; r < g->size; r++)
+            if (r != g->rank && (status = pull_fetch(g, r, out_at(j, r), table(g, r)[2 * n + (size_t)g->rank], j->out_sizes[r])))
+                return status;
         return OK;
     }
-    for (int step = 1; step < g->size; step++) {
+    for (int step = 1; step < g->size && !j->pulled; step++) {
         int r = (g->rank + step) % g->size;
         copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->reading) + (size_t)g->rank * p,
              part(j->out_sizes[r], p, k - 1));

@@ -10,7 +10,6 @@
 
 #define SMALL (16 * 1024) /* all-reduce of 3+ ranks: `exchange` up to here, `split` above (docs/comm.md) */
 #define BEHIND 64 /* spins of the progress thread: it shares a core with the computation, which a spin holds up */
-#define PULL (256 * 1024) /* from here on ranks read each other's private memory: pull.c */
 #define DIRECT (32 * 1024) /* below this a copy through the slot costs less than the extra round of `direct` */
 
 static const algorithm_t *const by_op[OP_COUNT] = {

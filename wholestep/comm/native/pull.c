@@ -8,7 +8,7 @@
 
 #include "shm.h"
 
-static int fetch(group_t *g, int rank, char *to, uint64_t from, size_t n) {
+int pull_fetch(group_t *g, int rank, char *to, uint64_t from, size_t n) {
     while (n) {
         struct iovec here = {to, n}, there = {(void *)(uintptr_t)from, n};
         ssize_t got = process_vm_readv((pid_t)g->ctl[rank].pid, &here, 1, &there, 1, 0);
@@ -29,11 +29,17 @@ void pull_probe(group_t *g) {
     atomic_store(&g->ctl[g->rank].can_pull, can);
 }
 
+int pull_possible(const group_t *g) {
+    for (int r = 0; r < g->size; r++)
+        if (!atomic_load(&g->ctl[r].can_pull)) return 0;
+    return 1;
+}
+
 /* Whether this collective is pulled: alike on all ranks, since all look at the same. After the header round. */
 int pull_agreed(const group_t *g) {
     for (int r = 0; r < g->size; r++)
-        if (!atomic_load(&g->ctl[r].can_pull) || !desc_of(g, r, g->reading)->address) return 0;
-    return 1;
+        if (!desc_of(g, r, g->reading)->address) return 0;
+    return pull_possible(g);
 }
 
 static uint64_t address_of(const group_t *g, int rank) { return desc_of(g, rank, g->reading)->address; }
@@ -54,7 +60,7 @@ static int fold(group_t *g, job_t *j, char *out, const char *own, size_t offset,
         const char *src[MAX_RANKS];
         for (int r = 0; r < g->size; r++) {
             src[r] = r == g->rank ? own + at : bounce + (size_t)r * step;
-            int status = r == g->rank ? OK : fetch(g, r, (char *)src[r], address_of(g, r) + offset + at, now_n);
+            int status = r == g->rank ? OK : pull_fetch(g, r, (char *)src[r], address_of(g, r) + offset + at, now_n);
             if (status) return status;
         }
         char *dst = out + at;
@@ -70,13 +76,13 @@ int pull_allreduce(group_t *g, job_t *j) {
     if (!status) status = meet(g, j);
     for (int r = 0; r < g->size && !status; r++)
         if (r != g->rank)
-            status = fetch(g, r, j->out + each * (size_t)r, address_of(g, r) + each * (size_t)r,
+            status = pull_fetch(g, r, j->out + each * (size_t)r, address_of(g, r) + each * (size_t)r,
                            part(j->d.bytes, each, (size_t)r));
     return status ? status : meet(g, j);
 }
 
 int pull_broadcast(group_t *g, job_t *j) {
-    int root = (int)j->d.root, status = g->rank == root ? OK : fetch(g, root, j->out, address_of(g, root), j->d.bytes);
+    int root = (int)j->d.root, status = g->rank == root ? OK : pull_fetch(g, root, j->out, address_of(g, root), j->d.bytes);
     return status ? status : meet(g, j);
 }
 
@@ -84,7 +90,7 @@ int pull_allgather(group_t *g, job_t *j) {
     int status = OK;
     for (int step = 0; step < g->size && !status; step++) {
         int r = (g->rank + step) % g->size;
-        if (r != g->rank) status = fetch(g, r, out_at(j, r), address_of(g, r), j->d.bytes);
+        if (r != g->rank) status = pull_fetch(g, r, out_at(j, r), address_of(g, r), j->d.bytes);
         else if (out_at(j, r) != j->in) memcpy(out_at(j, r), j->in, j->d.bytes);
     }
     return status ? status : meet(g, j);

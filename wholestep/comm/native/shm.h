@@ -23,9 +23,10 @@
 #include <sys/types.h>
 
 #define MAX_RANKS 256
+#define PULL (256 * 1024) /* from here on ranks read each other's private memory: pull.c */
 #define CHUNK (32 * 1024) /* bytes a rank publishes a round. AHEAD x CHUNK, all-reduce of 1 MB, 2 ranks, in one run: */
 #define AHEAD 4           /* 4 x 32 KB 7.0 GB/s, 4 x 16 KB 6.4, 2 x 32 KB 6.5, 1 x 64 KB 6.4 */
-#define SLOT (2 * CHUNK + 4096) /* room for a chunk, the reduced part of an earlier one, and tables */
+#define SLOT (2 * CHUNK + 8192) /* room for a chunk, the reduced part of an earlier one, and tables */
 #define DEPTH (2 * AHEAD)
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
 
@@ -66,6 +67,7 @@ typedef struct job {
     double timeout;                                       /* seconds */
     const char *peers[MAX_RANKS];                         /* direct: every rank's input, mapped here */
     size_t rounds;
+    int pulled; /* all_to_all: what was to come has been read from the others' memory */
     int status, culprit;
     desc_t theirs;                                        /* on a mismatch or time-out: where the other stands */
     _Atomic uint32_t done;
@@ -150,6 +152,8 @@ void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *con
 /* pull.c */
 void pull_probe(group_t *g);
 int pull_agreed(const group_t *g);
+int pull_possible(const group_t *g);
+int pull_fetch(group_t *g, int rank, char *to, uint64_t from, size_t n);
 int pull_allreduce(group_t *g, job_t *j);
 int pull_broadcast(group_t *g, job_t *j);
 int pull_allgather(group_t *g, job_t *j);
