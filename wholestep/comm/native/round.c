@@ -96,6 +96,13 @@ int round_broken(const group_t *g, job_t *job) {
     return g->fail_status ? g->fail_status : E_ABORTED;
 }
 
+/* A rank will not come. Names the rank that died at its work before one that left, and perhaps ended, because of it. */
+static int blame(group_t *g, int rank) {
+    for (int r = 0; r < g->size; r++)
+        if (r != g->rank && !atomic_load(&g->ctl[r].failed) && !rank_alive(g, r)) return round_fail(g, r, E_DIED);
+    return round_fail(g, rank, rank_alive(g, rank) ? E_ABORTED : E_DIED);
+}
+
 static int sleep_until(group_t *g, int rank, uint32_t round) {
     ctl_t *other = &g->ctl[rank];
     while (!reached(g, rank, round)) {
@@ -104,14 +111,10 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
         if ((int32_t)(seen - round) < 0) futex_wait_for(&other->round, seen, LOOK);
         atomic_fetch_sub(&other->sleepers, 1);
         if (reached(g, rank, round)) break;
-        for (int r = 0; r < g->size; r++) { /* a death elsewhere holds us up just as well: name the dead, not the waiting */
-            if (reached(g, r, round) || r == g->rank) continue;
-            if (!rank_alive(g, r) && !reached(g, r, round)) return round_fail(g, r, E_DIED);
-        }
-        if (atomic_load(&other->failed) && !reached(g, rank, round)) {
-            for (int r = 0; r < g->size; r++)
-                if (r != g->rank && !rank_alive(g, r)) return round_fail(g, r, E_DIED);
-            return round_fail(g, rank, E_ABORTED);
+        for (int r = 0; r < g->size; r++) { /* a death elsewhere holds us up just as well */
+            if (r == g->rank || reached(g, r, round)) continue;
+            int gone = !rank_alive(g, r) || atomic_load(&g->ctl[r].failed);
+            if (gone && !reached(g, r, round)) return blame(g, r);
         }
         if (now() > g->deadline) return round_fail(g, rank, E_TIMEOUT);
     }
