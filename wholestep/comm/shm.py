@@ -182,6 +182,7 @@ class ShmGroup(ProcessGroup):
         except DistError:
             native.stop(handle)
             raise
+        native.probe(handle)
         return int(handle)
 
     def shutdown(self) -> None:
@@ -211,7 +212,7 @@ class ShmGroup(ProcessGroup):
                 f"{group}: {me} waited {self._seconds:g} s in {here} for {other}, which last stood at {there}"
             )
         if status == MEMORY:
-            return DistBackendError(f"{group}: {me} cannot map the shared tensor of {other} in {here}")
+            return DistBackendError(f"{group}: {me} cannot read the memory of {other} in {here}")
         return DistBackendError(
             f"{group}: {other} has left the group, or the group has failed before; {me} is in {here}"
         )
