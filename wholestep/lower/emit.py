@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, info
+from wholestep.ir import GETITEM, info, is_host
 from wholestep.lower.memory import at, cells_of, filled, pieces, tiles
 from wholestep.lower.ops import (
     FILLS,
@@ -185,7 +185,7 @@ class _Writer(Speller):
             self.made.add(name)
             if store.kind == "slot":
                 slot = self.plan.slots[store.index]
-                self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset}, {spec})")
+                self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset + store.offset}, {spec})")
                 self.namespace["at"] = at
                 self.stable.add(name)
             elif store.kind == "fresh":
@@ -352,12 +352,53 @@ class _Writer(Speller):
 
     def _batch(self, nodes: list[fx.Node]) -> None:
         over = [n for n in nodes if isinstance(n.args[0], fx.Node) and self._name(n.args[0]) == self._name(n)]
-        text = self._foreach(over) if len(over) > 2 else None
+        if not over and self._flat_unary(nodes):
+            return
+        text = (self._flat_inplace(over) or self._foreach(over)) if len(over) > 2 else None
         for node in nodes:
             if text is None or node not in over:
                 self._single(node, self.body)
         if text is not None:
             self._say(self.body, text, over[0])
+
+    def _flat_of(self, nodes: list[fx.Node]) -> str | None:
+        """The variable of one tensor over all the places of some values, where they lie side by side."""
+        store = self.plan.store[nodes[0]]
+        mates = self.plan.flat.get(store.index) if store.kind == "slot" else None
+        if mates is None or {self._name(n) for n in nodes} != {self._name(n) for n in mates}:
+            return None
+        name = f"flat_{store.index}"
+        if name not in self.stable:
+            slot, dtype = self.plan.slots[store.index], info(nodes[0]).value.dtype
+            self.namespace["at"] = at
+            shape = f"({slot.nbytes // dtype.itemsize},), (1,)"
+            self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset}, {shape}, {dtype})")
+            self.stable.add(name)
+        return name
+
+    def _flat_unary(self, nodes: list[fx.Node]) -> bool:
+        """Copies the operands side by side, then runs the operator once."""
+        sources = [self._name(n.args[0]) for n in nodes]  # type: ignore[arg-type]
+        flat = self._flat_of(nodes)
+        twin = inplace_variant(nodes[0].target)  # type: ignore[arg-type]
+        if flat is None or twin is None or not all(name in self.stable for name in sources):
+            return False
+        for node in nodes:
+            self._destination(node, self.body)
+        parts = f"[{', '.join(f'{name}.view(-1)' for name in sources)}]"
+        self._say(self.body, f"torch.cat({self._list_of(parts)}, out={flat})", nodes[0])
+        self._say(self.body, f"{flat}.{base_name(twin)}()", nodes[0])
+        return True
+
+    def _flat_inplace(self, nodes: list[fx.Node]) -> str | None:
+        """One call for values side by side that all meet the same number."""
+        op: Any = nodes[0].target
+        if op not in NUMBER_AS_TENSOR or (flat := self._flat_of(nodes)) is None:
+            return None
+        numbers = {self._number(n, n.args[1]) for n in nodes}
+        if len(numbers) != 1 or any(isinstance(a, fx.Node) and not is_host(a) for a in (n.args[1] for n in nodes)):
+            return None
+        return f"{flat}.{base_name(op)}_({numbers.pop()})"
 
     def _foreach(self, nodes: list[fx.Node]) -> str | None:
         op = nodes[0].target
@@ -368,8 +409,7 @@ class _Writer(Speller):
             tensors = all(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) for a in column)
             if op in NUMBER_AS_TENSOR:
                 items = [self._number(n, a) for n, a in zip(nodes, column, strict=True)]
-                single = len(set(items)) == 1 and not tensors and op is not aten.sub.Tensor
-                lists.append(items[0] if single else self._list(items))
+                lists.append(self._list(items))
             elif tensors:
                 lists.append(self._list([self._name(a) for a in column]))  # type: ignore[arg-type]
             elif len(set(column)) == 1:
@@ -385,8 +425,10 @@ class _Writer(Speller):
     def _list(self, names: list[str]) -> str:
         """A list of tensors, made once where all of them last."""
         text = f"[{', '.join(names)}]"
-        if not all(name in self.stable for name in names):
-            return text
+        return self._list_of(text) if all(name in self.stable for name in names) else text
+
+    def _list_of(self, text: str) -> str:
+        """A variable that `bind` gives the value of ``text``, once."""
         if text not in self.lists:
             self.lists[text] = f"list_{len(self.lists)}"
             self.bound.append(f"{self.lists[text]} = {text}")
