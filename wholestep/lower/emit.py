@@ -1,6 +1,6 @@
 """Writes the program: straight-line Python, one line for each kernel, from a plan.
 
-The source defines ``bind(inputs, arena, scratch)``, which makes every view of lasting memory once and
+The source defines ``bind(inputs, arena, scratch, tile)``, which makes every view of lasting memory once and
 returns ``run(inputs)``, the hot path. What the source refers to is in the namespace that comes with it.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, info, is_host
-from wholestep.lower.memory import at, cells_of, filled, pieces, tiles
+from wholestep.lower.memory import Recycler, at, cells_of, filled, pieces, tiles
 from wholestep.lower.ops import (
     FILLS,
     SCATTERS,
@@ -29,10 +29,10 @@ from wholestep.lower.ops import (
     out_variant,
     reaches,
 )
-from wholestep.lower.order import BATCH_OPS, TILE, Item
+from wholestep.lower.order import BATCH_OPS, Item
 from wholestep.lower.plan import Plan, variable
 from wholestep.lower.spell import NUMBER_AS_TENSOR, Speller, keyword, literal, one_line
-from wholestep.lower.values import device_key, origin_of
+from wholestep.lower.values import device_key, origin_of, recyclable
 
 STABLE_KINDS = ("parameter", "buffer", "state", "grad")
 
@@ -189,9 +189,7 @@ class _Writer(Speller):
                 self.namespace["at"] = at
                 self.stable.add(name)
             elif store.kind == "fresh":
-                lines.append(
-                    f"{name} = torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype})"
-                )
+                lines.append(f"{name} = {self._fresh(node, value, spec)}")
         return self.in_tile.get(name, name)
 
     def _collective(self, node: fx.Node, lines: list[str]) -> None:
@@ -203,6 +201,13 @@ class _Writer(Speller):
 
     def _wait(self, node: fx.Node, lines: list[str]) -> None:
         self._say(lines, f"{self._function(node.target)}({self._arg(node.args[0])})", node)
+
+    def _fresh(self, node: fx.Node, value: torch.Tensor, spec: str) -> str:
+        if not recyclable(value):
+            shape = f"{tuple(value.shape)}, {value.stride()}"
+            return f"torch.empty_strided({shape}, dtype={value.dtype}, device='{value.device}')"
+        self.namespace.setdefault("fresh", Recycler())
+        return f"fresh({len(self.made)}, {spec})"
 
     def _fill(self, node: fx.Node, lines: list[str]) -> None:
         number = FILLS[node.target](*node.args, **node.kwargs)
@@ -325,12 +330,12 @@ class _Writer(Speller):
                     continue
                 if self.plan.store[one].kind == "scratch":
                     dtype = info(one).value.dtype
-                    names[name] = f"pieces(scratch[{dtype}, {self.plan.store[one].index}], {count})"
+                    names[name] = f"pieces(scratch[{dtype}, {self.plan.store[one].index}], {count}, tile)"
                     self.stable.add(name)
                 else:
                     if one is node:
                         self._destination(node, self.body)
-                    names[name] = f"tiles({name})"
+                    names[name] = f"tiles({name}, tile)"
         self.namespace["tiles"], self.namespace["pieces"] = tiles, pieces
         self.in_tile = {name: f"{name}_t" for name in names}
         lasting = all(name in self.stable for name in names)
@@ -341,8 +346,7 @@ class _Writer(Speller):
         if lasting:
             self.bound.append(f"tiles_{index} = list({zipped})")
             zipped = f"tiles_{index}"
-        pieces_count = -(-count // TILE)
-        self.body.append(f"for {', '.join(self.in_tile.values())}, in {zipped}:  # {pieces_count} tiles of {TILE}")
+        self.body.append(f"for {', '.join(self.in_tile.values())}, in {zipped}:  # {count:,} elements by tiles")
         self.body += ["    " + line for line in inner]
         self.in_tile = {}
 
@@ -502,7 +506,7 @@ class _Writer(Speller):
             f"# after {plan.step.stage}: {kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})",
             *self.head,
             "",
-            "def bind(inputs, arena, scratch):",
+            "def bind(inputs, arena, scratch, tile):",
             *("    " + line for line in self.bound),
             "",
             "    def run(inputs):",

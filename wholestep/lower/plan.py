@@ -46,6 +46,7 @@ from wholestep.lower.values import (
     is_dense,
     layout,
     origin_of,
+    recyclable,
     spared_arguments,
     tensor_operands,
     writer,
@@ -105,7 +106,7 @@ class Plan:
 
 # Names that the generated program uses itself.
 _TAKEN = re.compile(
-    r"inputs|arena|scratch|run|bind|torch|math|at|filled|tiles|pieces|cells|(list|tiles|result|new|object|flat)_\d+"
+    r"inputs|arena|scratch|tile|fresh|run|bind|torch|math|at|filled|tiles|pieces|cells|(list|tiles|result|new|object|flat)_\d+"
     r"|(number|tensors|aten|host)_.*|.*_(cells|float32|float64|t)"
 )
 
@@ -454,7 +455,8 @@ class _Planner:
         plan, how = self.plan, self._ways(node)
         tiled = self.items[self.item_of[node]].kind == "tile"
         copied = node.target is aten.copy.default  # whose first operand need not exist any more
-        if how is None or (node in self.escaping and not tiled and not copied):
+        into = tiled or copied or (how == "out" and recyclable(info(node).value))
+        if how is None or (node in self.escaping and not into):
             plan.store[node], plan.how[node] = Store("call"), "call"
             return
         if node in self.escaping:
