@@ -1,7 +1,16 @@
 """Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""
 
 from wholestep.api import Compiled, compile, trace
+from wholestep.spmd import DataParallel, DeviceMesh, init_device_mesh
 
 __version__ = "0.1.0"
 
-__all__ = ["Compiled", "__version__", "compile", "trace"]
+__all__ = [
+    "Compiled",
+    "DataParallel",
+    "DeviceMesh",
+    "__version__",
+    "compile",
+    "init_device_mesh",
+    "trace",
+]

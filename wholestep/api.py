@@ -14,6 +14,7 @@ from wholestep.errors import CaptureError, WholestepError
 from wholestep.ir import StepGraph, check
 from wholestep.lower import Backend, lower
 from wholestep.runtime import Entry, Missed, Program
+from wholestep.spmd import DeviceMesh, Launch, Plan
 from wholestep.trace import SharedMemory, Traced, trace_step
 
 Pass = Callable[[StepGraph], StepGraph]
@@ -28,6 +29,7 @@ def build(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    launch: Launch,
     passes: Sequence[Pass],
     backend: Backend,
     programs: dict[str, Program],
@@ -35,20 +37,28 @@ def build(
     """From one call to a program: every stage of Wholestep, in order.
 
     Args:
+        launch: mesh and plans, whose passes come first.
         programs: those lowered before, by fingerprint; a capture that computes the same shares one.
     """
     world, traced = capture(fn, args, kwargs)
     program = programs.get(traced.fingerprint)
     if program is None:
         step = check(traced.step, "trace")
-        for transform in passes:
-            step = check(transform(step), getattr(transform, "__name__", str(transform)))
+        for transform in (*launch.passes, *passes):
+            step = check(transform(step), _name(transform))
         examples = [item.value for item in traced.lifted[: len(step.signature.inputs)]]
         program = programs[traced.fingerprint] = Program(step, lower(step, examples, backend), traced.fingerprint)
+    inputs = traced.step.signature.inputs
+    launch.start(program.step, inputs, [item.value for item in traced.lifted[: len(inputs)]])
     bound = [item.source for item in traced.lifted if item.source is not None]
     mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])
     return Entry(traced, binder, program)
+
+
+def _name(transform: Pass) -> str:
+    function = transform.func if isinstance(transform, functools.partial) else transform
+    return getattr(function, "__name__", str(function))
 
 
 def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Snapshot, Traced]:
@@ -73,9 +83,9 @@ class Compiled:
         recompiles: why calls needed a new program, one reason each; empty while the first still serves.
     """
 
-    def __init__(self, fn: Callable[..., Any], passes: Sequence[Pass], backend: Backend) -> None:
+    def __init__(self, fn: Callable[..., Any], launch: Launch, passes: Sequence[Pass], backend: Backend) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._passes, self._backend = fn, tuple(passes), backend
+        self._fn, self._launch, self._passes, self._backend = fn, launch, tuple(passes), backend
         self._lock = threading.RLock()
         self.reset()
 
@@ -111,7 +121,7 @@ class Compiled:
                 remedy="keep the number that changes in a tensor, or compile a smaller part of the step",
             )
         known = len(self._programs)
-        entry = build(self._fn, args, kwargs, self._passes, self._backend, self._programs)
+        entry = build(self._fn, args, kwargs, self._launch, self._passes, self._backend, self._programs)
         if known and len(self._programs) > known:
             self.recompiles.append(reason)
         self._entries.insert(0, entry)
@@ -136,6 +146,8 @@ class Compiled:
 def compile(  # noqa: A001 - the ecosystem's name
     fn: Callable[..., Any] | None = None,
     *,
+    mesh: DeviceMesh | None = None,
+    plan: Plan | Sequence[Plan] | None = None,
     backend: Backend = "aten",
     passes: Sequence[Pass] = (),
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
@@ -144,6 +156,8 @@ def compile(  # noqa: A001 - the ecosystem's name
 
     Args:
         fn: the step, or None to use this as a decorator with options.
+        mesh: the ranks that run the step together; every rank compiles and calls it alike.
+        plan: what they do along an axis of the mesh (`DataParallel`), or several plans, applied in order.
         backend: ``"aten"`` (bitwise equal to eager), ``"inductor"``, or a callable
             ``(gm, example_inputs) -> callable``.
         passes: functions ``StepGraph -> StepGraph``, applied in order; those that change rounding are here.
@@ -151,13 +165,17 @@ def compile(  # noqa: A001 - the ecosystem's name
 
     Returns:
         A `Compiled`, or a decorator when ``fn`` is None.
+
+    Raises:
+        PlanError: mesh and plan do not fit each other.
     """
     if fn is None:
-        return functools.partial(compile, backend=backend, passes=passes, gm_transformation=gm_transformation)
+        options: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": passes}
+        return functools.partial(compile, **options, gm_transformation=gm_transformation)
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
-    return Compiled(fn, chain, backend)
+    return Compiled(fn, Launch(mesh, plan), chain, backend)
 
 
 def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:

@@ -64,12 +64,19 @@ class Input:
 class Gradient:
     """The gradient of one parameter when one `backward()` ended.
 
-    `before` and `after` are node names: the value of ``.grad`` on entry (None when unset) and on exit.
+    `before` and `after` are names of the nodes that give the whole memory in which ``.grad`` lies, on entry (None
+    when unset) and on exit: every later reader, views and outputs included, reads from `after`. A node that is no
+    longer in the graph had no reader.
+
+    Attributes:
+        parameter: the parameter's source.
+        place: (size, stride, offset in elements) of the gradient in the memory `after`.
     """
 
     parameter: str
     before: str | None
     after: str
+    place: tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass
@@ -213,12 +220,16 @@ def set_info(node: fx.Node, record: NodeInfo) -> fx.Node:
 
 
 def is_effectful(node: fx.Node) -> bool:
-    """True for nodes that must stay, in order, even when nothing reads them: random and RNG-state calls."""
+    """True for nodes that must stay, in order, even when nothing reads them.
+
+    Those are random and RNG-state calls, and collectives, which every rank must issue alike.
+    """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     target = node.target.op if isinstance(node.target, Functionalized) else node.target
     if isinstance(target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in target.tags
+        collective = target.namespace == "wholestep" and target._schema.name != "wholestep::wait"
+        return collective or torch.Tag.nondeterministic_seeded in target.tags
     return target in (get_rng_state, set_rng_state)
 
 

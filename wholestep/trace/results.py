@@ -74,8 +74,10 @@ class Outlet:
             return self._add(tensor, Slot(self._output(ref.read(self.recorder.emit)), None, None, *_autograd(tensor)))
         place = (tuple(here.shape), here.stride, here.offset - whole.offset)
         if storage.input is not None:
-            own = _counts_alone(tensor, self.recorder.lifted[storage.input].value)
-            slot = Slot(None, storage.input, place, *_autograd(tensor), own)
+            item = self.recorder.lifted[storage.input]
+            whole_state = item.source is None and here == whole  # state that the step makes is the input itself
+            own = _counts_alone(tensor, item.value)
+            slot = Slot(None, storage.input, None if whole_state else place, *_autograd(tensor), own)
         else:
             if id(storage) not in self.by_storage:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))

@@ -1,0 +1,12 @@
+"""spmd/: a `StepGraph`, a mesh and plans -> the `StepGraph` of one rank, with its collectives.
+
+Takes the graph of one step and what a plan says about each mesh axis. Gives the graph that each rank runs, and
+`Launch`, which brings the ranks to one start before they run it.
+May import: errors, ir, torch_compat, comm, capture, trace. Must not import passes, lower, runtime, api.
+"""
+
+from wholestep.spmd.launch import Launch, Plan
+from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
+from wholestep.spmd.plans import DataParallel
+
+__all__ = ["DataParallel", "DeviceMesh", "Launch", "Plan", "init_device_mesh"]

@@ -1,0 +1,97 @@
+"""What passes of this room do to a graph: add calls with their records, and lead readers to another value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, fake_tensors, info, set_info
+from wholestep.torch_compat import OpOverload, below_autograd
+
+Choice = Callable[[fx.Node], bool]
+
+
+def copy_step(step: StepGraph, stage: str) -> StepGraph:
+    """A copy that may be rewritten: a graph and a signature of its own."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(step.graph, copies))
+    names = {old.name: new.name for old, new in copies.items()}
+    old = step.signature
+    gradients = [
+        replace(g, before=g.before and names.get(g.before, ""), after=names[g.after])
+        for g in old.gradients
+        if g.after in names
+    ]
+    signature = replace(old, mutations=dict(old.mutations), gradients=gradients)
+    return StepGraph(fx.GraphModule(step.gm, graph), signature, stage)
+
+
+def call(graph: fx.Graph, target: OpOverload, *args: Any, phase: Phase, **record: Any) -> fx.Node:
+    """Adds a call at the graph's insertion point; its value comes from running it on its arguments' fake values."""
+    node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda n: info(n).value)
+    tensor = next(fake_tensors([info(n).value for n in node.all_input_nodes]))
+    with tensor.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
+        value = target(*values)
+    return set_info(node, NodeInfo(value, phase, **record))
+
+
+class Runs:
+    """The backward passes of a step: stretches of nodes of phase "backward".
+
+    Attributes:
+        nodes: all nodes in order; new ones are in no run.
+        position: place of a node among them.
+    """
+
+    def __init__(self, step: StepGraph) -> None:
+        self.nodes = list(step.graph.nodes)
+        self.position = {node: place for place, node in enumerate(self.nodes)}
+        self._runs: dict[fx.Node, int] = {}
+        run, inside = -1, False
+        for node in self.nodes:
+            backward = node.op == "call_function" and info(node).phase == "backward"
+            run += backward and not inside
+            inside = backward
+            if backward:
+                self._runs[node] = run
+
+    def of(self, node: fx.Node) -> int | None:
+        """Number of the backward pass that a node belongs to, None when it belongs to none."""
+        return self._runs.get(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for a call whose result is another way into its first argument's memory."""
+    if node.target is GETITEM:
+        return is_view(node.all_input_nodes[0])
+    return isinstance(node.target, OpOverload) and bool(node.target.is_view)
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a value: its users, and those of its views."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers(user)
+        else:
+            yield user
+
+
+def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
+    """Makes the chosen readers of one value read another one; views between them are made anew."""
+    for user in list(old.users):
+        if user is new:
+            continue
+        if not is_view(user):
+            if chosen(user):
+                user.replace_input_with(old, new)
+        elif any(chosen(reader) for reader in readers(user)):
+            with old.graph.inserting_after(new):
+                twin = old.graph.node_copy(user, lambda n: new if n is old else n)
+            set_info(twin, replace(info(user), phase=phase))
+            reroute(user, twin, chosen, phase)
