@@ -81,6 +81,11 @@ def direct_call(op: OpOverload) -> Callable[..., Any]:
     return op._op
 
 
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many owners a storage has in C++: tensors, and its Python object as one."""
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
 def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], mode: FakeTensorMode
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:

@@ -15,14 +15,16 @@ import torch
 from wholestep.errors import LoweringError
 from wholestep.ir import StepGraph, dead_code
 from wholestep.lower.emit import Source, emit
+from wholestep.lower.memory import tile_size
 from wholestep.lower.naive import interpret
-from wholestep.lower.order import TILE, arrange
+from wholestep.lower.order import arrange
 from wholestep.lower.plan import Plan, make_plan
 from wholestep.passes.normal import copy_step, expand_foreach, shared_host, spell_lists
 from wholestep.torch_compat import below_autograd
 
 _same = operator.is_
 _pointer = torch.Tensor.data_ptr
+_NONE = torch.empty(0)
 
 
 def lower_aten(
@@ -102,15 +104,17 @@ class Program:
                 device: torch.empty(max(size, 1), dtype=torch.uint8, device=device)
                 for device, size in self.plan.arena.items()
             }
+        tile = tile_size()
         for dtype, count in self._source.scratch.items():
             for index in range(count):
-                self._scratch.setdefault((dtype, index), torch.empty(TILE, dtype=dtype))
+                if self._scratch.get((dtype, index), _NONE).numel() != tile:
+                    self._scratch[dtype, index] = torch.empty(tile, dtype=dtype)
         self._tensors = self._viewed(inputs)[:-2] if self._viewed else ()
         self._pointers = [*map(_pointer, self._tensors)]
         if _written_overlap(self.plan.step, inputs):
             self._run = lambda values: interpret(self.plan.step, values)
         else:
-            self._run = self._bind(inputs, self._arena, self._scratch)
+            self._run = self._bind(inputs, self._arena, self._scratch, tile)
 
 
 def _written_overlap(step: StepGraph, inputs: Sequence[Any]) -> bool:

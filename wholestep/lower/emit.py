@@ -1,6 +1,6 @@
 """Writes the program: straight-line Python, one line for each kernel, from a plan.
 
-The source defines ``bind(inputs, arena, scratch)``, which makes every view of lasting memory once and
+The source defines ``bind(inputs, arena, scratch, tile)``, which makes every view of lasting memory once and
 returns ``run(inputs)``, the hot path. What the source refers to is in the namespace that comes with it.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, info
-from wholestep.lower.memory import at, cells_of, filled, pieces, tiles
+from wholestep.ir import GETITEM, info, is_host
+from wholestep.lower.memory import Recycler, at, cells_of, filled, pieces, tiles
 from wholestep.lower.ops import (
     FILLS,
     SCATTERS,
@@ -29,10 +29,10 @@ from wholestep.lower.ops import (
     out_variant,
     reaches,
 )
-from wholestep.lower.order import BATCH_OPS, TILE, Item
+from wholestep.lower.order import BATCH_OPS, Item
 from wholestep.lower.plan import Plan, variable
 from wholestep.lower.spell import NUMBER_AS_TENSOR, Speller, keyword, literal, one_line
-from wholestep.lower.values import device_key, origin_of
+from wholestep.lower.values import device_key, origin_of, recyclable
 
 STABLE_KINDS = ("parameter", "buffer", "state", "grad")
 
@@ -185,13 +185,11 @@ class _Writer(Speller):
             self.made.add(name)
             if store.kind == "slot":
                 slot = self.plan.slots[store.index]
-                self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset}, {spec})")
+                self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset + store.offset}, {spec})")
                 self.namespace["at"] = at
                 self.stable.add(name)
             elif store.kind == "fresh":
-                lines.append(
-                    f"{name} = torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype})"
-                )
+                lines.append(f"{name} = {self._fresh(node, value, spec)}")
         return self.in_tile.get(name, name)
 
     def _collective(self, node: fx.Node, lines: list[str]) -> None:
@@ -203,6 +201,13 @@ class _Writer(Speller):
 
     def _wait(self, node: fx.Node, lines: list[str]) -> None:
         self._say(lines, f"{self._function(node.target)}({self._arg(node.args[0])})", node)
+
+    def _fresh(self, node: fx.Node, value: torch.Tensor, spec: str) -> str:
+        if not recyclable(value):
+            shape = f"{tuple(value.shape)}, {value.stride()}"
+            return f"torch.empty_strided({shape}, dtype={value.dtype}, device='{value.device}')"
+        self.namespace.setdefault("fresh", Recycler())
+        return f"fresh({len(self.made)}, {spec})"
 
     def _fill(self, node: fx.Node, lines: list[str]) -> None:
         number = FILLS[node.target](*node.args, **node.kwargs)
@@ -325,12 +330,12 @@ class _Writer(Speller):
                     continue
                 if self.plan.store[one].kind == "scratch":
                     dtype = info(one).value.dtype
-                    names[name] = f"pieces(scratch[{dtype}, {self.plan.store[one].index}], {count})"
+                    names[name] = f"pieces(scratch[{dtype}, {self.plan.store[one].index}], {count}, tile)"
                     self.stable.add(name)
                 else:
                     if one is node:
                         self._destination(node, self.body)
-                    names[name] = f"tiles({name})"
+                    names[name] = f"tiles({name}, tile)"
         self.namespace["tiles"], self.namespace["pieces"] = tiles, pieces
         self.in_tile = {name: f"{name}_t" for name in names}
         lasting = all(name in self.stable for name in names)
@@ -341,8 +346,7 @@ class _Writer(Speller):
         if lasting:
             self.bound.append(f"tiles_{index} = list({zipped})")
             zipped = f"tiles_{index}"
-        pieces_count = -(-count // TILE)
-        self.body.append(f"for {', '.join(self.in_tile.values())}, in {zipped}:  # {pieces_count} tiles of {TILE}")
+        self.body.append(f"for {', '.join(self.in_tile.values())}, in {zipped}:  # {count:,} elements by tiles")
         self.body += ["    " + line for line in inner]
         self.in_tile = {}
 
@@ -352,12 +356,53 @@ class _Writer(Speller):
 
     def _batch(self, nodes: list[fx.Node]) -> None:
         over = [n for n in nodes if isinstance(n.args[0], fx.Node) and self._name(n.args[0]) == self._name(n)]
-        text = self._foreach(over) if len(over) > 2 else None
+        if not over and self._flat_unary(nodes):
+            return
+        text = (self._flat_inplace(over) or self._foreach(over)) if len(over) > 2 else None
         for node in nodes:
             if text is None or node not in over:
                 self._single(node, self.body)
         if text is not None:
             self._say(self.body, text, over[0])
+
+    def _flat_of(self, nodes: list[fx.Node]) -> str | None:
+        """The variable of one tensor over all the places of some values, where they lie side by side."""
+        store = self.plan.store[nodes[0]]
+        mates = self.plan.flat.get(store.index) if store.kind == "slot" else None
+        if mates is None or {self._name(n) for n in nodes} != {self._name(n) for n in mates}:
+            return None
+        name = f"flat_{store.index}"
+        if name not in self.stable:
+            slot, dtype = self.plan.slots[store.index], info(nodes[0]).value.dtype
+            self.namespace["at"] = at
+            shape = f"({slot.nbytes // dtype.itemsize},), (1,)"
+            self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset}, {shape}, {dtype})")
+            self.stable.add(name)
+        return name
+
+    def _flat_unary(self, nodes: list[fx.Node]) -> bool:
+        """Copies the operands side by side, then runs the operator once."""
+        sources = [self._name(n.args[0]) for n in nodes]  # type: ignore[arg-type]
+        flat = self._flat_of(nodes)
+        twin = inplace_variant(nodes[0].target)  # type: ignore[arg-type]
+        if flat is None or twin is None or not all(name in self.stable for name in sources):
+            return False
+        for node in nodes:
+            self._destination(node, self.body)
+        parts = f"[{', '.join(f'{name}.view(-1)' for name in sources)}]"
+        self._say(self.body, f"torch.cat({self._list_of(parts)}, out={flat})", nodes[0])
+        self._say(self.body, f"{flat}.{base_name(twin)}()", nodes[0])
+        return True
+
+    def _flat_inplace(self, nodes: list[fx.Node]) -> str | None:
+        """One call for values side by side that all meet the same number."""
+        op: Any = nodes[0].target
+        if op not in NUMBER_AS_TENSOR or (flat := self._flat_of(nodes)) is None:
+            return None
+        numbers = {self._number(n, n.args[1]) for n in nodes}
+        if len(numbers) != 1 or any(isinstance(a, fx.Node) and not is_host(a) for a in (n.args[1] for n in nodes)):
+            return None
+        return f"{flat}.{base_name(op)}_({numbers.pop()})"
 
     def _foreach(self, nodes: list[fx.Node]) -> str | None:
         op = nodes[0].target
@@ -368,8 +413,7 @@ class _Writer(Speller):
             tensors = all(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) for a in column)
             if op in NUMBER_AS_TENSOR:
                 items = [self._number(n, a) for n, a in zip(nodes, column, strict=True)]
-                single = len(set(items)) == 1 and not tensors and op is not aten.sub.Tensor
-                lists.append(items[0] if single else self._list(items))
+                lists.append(self._list(items))
             elif tensors:
                 lists.append(self._list([self._name(a) for a in column]))  # type: ignore[arg-type]
             elif len(set(column)) == 1:
@@ -385,8 +429,10 @@ class _Writer(Speller):
     def _list(self, names: list[str]) -> str:
         """A list of tensors, made once where all of them last."""
         text = f"[{', '.join(names)}]"
-        if not all(name in self.stable for name in names):
-            return text
+        return self._list_of(text) if all(name in self.stable for name in names) else text
+
+    def _list_of(self, text: str) -> str:
+        """A variable that `bind` gives the value of ``text``, once."""
         if text not in self.lists:
             self.lists[text] = f"list_{len(self.lists)}"
             self.bound.append(f"{self.lists[text]} = {text}")
@@ -460,7 +506,7 @@ class _Writer(Speller):
             f"# after {plan.step.stage}: {kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})",
             *self.head,
             "",
-            "def bind(inputs, arena, scratch):",
+            "def bind(inputs, arena, scratch, tile):",
             *("    " + line for line in self.bound),
             "",
             "    def run(inputs):",

@@ -46,6 +46,7 @@ from wholestep.lower.values import (
     is_dense,
     layout,
     origin_of,
+    recyclable,
     spared_arguments,
     tensor_operands,
     writer,
@@ -53,6 +54,7 @@ from wholestep.lower.values import (
 )
 from wholestep.torch_compat import OpOverload
 
+FLAT_OPS = {"sqrt"}  # elementwise, correctly rounded: the same bits wherever an element lies
 CONSTANT_BYTES = 1 << 22  # results of no input are kept between calls up to this size
 
 
@@ -62,6 +64,7 @@ class Store:
 
     kind: Literal["input", "constant", "slot", "scratch", "call", "fresh"]
     index: int = -1  # of the input, slot or scratch buffer
+    offset: int = 0  # in bytes, inside of a slot that several values lie in side by side
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Plan:
         returned: for each output, ("input", i), ("value", node), ("clone", node) or ("literal", value).
         written: for each argument-writing call: (argument, index in list or None, old, leaf, in place).
         slots, arena: the arena's buffers, and bytes per device.
+        flat: slot index -> the values that lie in it side by side, in order.
         scratch: for each tiled item, dtypes of its scratch buffers.
     """
 
@@ -93,6 +97,7 @@ class Plan:
     written: dict[fx.Node, list[Written]] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     arena: dict[str, int] = field(default_factory=dict)
+    flat: dict[int, list[fx.Node]] = field(default_factory=dict)
     peak: int = 0
     scratch: dict[int, list[torch.dtype]] = field(default_factory=dict)
     last_item: dict[fx.Node, int] = field(default_factory=dict)
@@ -101,7 +106,7 @@ class Plan:
 
 # Names that the generated program uses itself.
 _TAKEN = re.compile(
-    r"inputs|arena|scratch|run|bind|torch|math|at|filled|tiles|pieces|cells|(list|tiles|result|new|object)_\d+"
+    r"inputs|arena|scratch|tile|fresh|run|bind|torch|math|at|filled|tiles|pieces|cells|(list|tiles|result|new|object|flat)_\d+"
     r"|(number|tensors|aten|host)_.*|.*_(cells|float32|float64|t)"
 )
 
@@ -157,6 +162,8 @@ class _Planner:
         for out, into in self.step.signature.mutations.items():
             self._place_mutation(self._peel(self.step.outputs[out]), into)
         for item in self.items:
+            if item.kind == "batch":
+                self._decide_flat(item.nodes)
             for node in item.nodes:
                 self._decide(node)
         self._finish()
@@ -448,7 +455,8 @@ class _Planner:
         plan, how = self.plan, self._ways(node)
         tiled = self.items[self.item_of[node]].kind == "tile"
         copied = node.target is aten.copy.default  # whose first operand need not exist any more
-        if how is None or (node in self.escaping and not tiled and not copied):
+        into = tiled or copied or (how == "out" and recyclable(info(node).value))
+        if how is None or (node in self.escaping and not into):
             plan.store[node], plan.how[node] = Store("call"), "call"
             return
         if node in self.escaping:
@@ -470,6 +478,24 @@ class _Planner:
             value = info(node).value
             plan.slots.append(Slot(value.numel() * value.itemsize, 0, 0, str(value.device)))
             self.members[len(plan.slots) - 1] = [node]
+
+    def _decide_flat(self, nodes: list[fx.Node]) -> None:
+        """Lays the results of a batch side by side, where they are new, so that one call serves all of them."""
+        values = [info(n).value for n in nodes]
+        if base_name(nodes[0].target) not in FLAT_OPS or any(n in self.plan.how or n in self.escaping for n in nodes):  # type: ignore[arg-type]
+            return
+        operands = [o for n in nodes for o in tensor_operands(n)]
+        if not all(v.is_contiguous() for v in [*values, *(info(o).value for o in operands)]):
+            return
+        if any(self._ways(n) != "out" or self._reusable(n.args[0], n, "out") for n in nodes):  # type: ignore[arg-type]
+            return
+        index, offset = len(self.plan.slots), 0
+        for node, value in zip(nodes, values, strict=True):
+            self.plan.store[node], self.plan.how[node] = Store("slot", index, offset), "out"
+            self.plan.name[node] = variable(node)
+            offset += value.numel() * value.itemsize
+        self.plan.slots.append(Slot(offset, 0, 0, str(values[0].device)))
+        self.members[index], self.plan.flat[index] = list(nodes), list(nodes)
 
     def _within_item(self, node: fx.Node) -> bool:
         """True when only the node's own group reads it."""

@@ -30,6 +30,9 @@ How = Literal[
 ]
 
 
+RECYCLE_FROM = 1 << 20  # bytes
+
+
 @dataclass
 class Written:
     """One tensor that an argument-writing call changes."""
@@ -54,6 +57,11 @@ def is_dense(value: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def recyclable(value: torch.Tensor) -> bool:
+    """True for results so big that new pages for each call would cost more than computing them."""
+    return value.device.type == "cpu" and value.numel() * value.itemsize >= RECYCLE_FROM
 
 
 def device_key(value: Any) -> str:
