@@ -25,6 +25,7 @@ from wholestep.lower.ops import (
     inplace_variant,
     is_pointwise,
     is_sure_view,
+    is_wait,
     mutable_twin,
     out_variant,
     reaches,
@@ -170,6 +171,9 @@ class _Writer(Speller):
         lasting = is_sure_view(owner.target) and all(self._name(o) in self.stable for o in operands)
         name = variable(node)
         text = f"{self._name(base)}[{node.args[1]}]" if node.target is GETITEM else self._call(node)
+        if is_wait(node.target) and self._name(base) in self.stable:
+            self._say(lines, text, node)
+            lasting, text = True, self._name(base)
         if lasting:
             self.bound.append(f"{name} = {text}")
             self.stable.add(name)

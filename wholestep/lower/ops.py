@@ -31,9 +31,10 @@ MAYBE_VIEWS = {
     "resolve_conj",
     "resolve_neg",
     "type_as",
+    "wait",
 }
-# Views whose schema does not say so.
-HIDDEN_VIEWS = {"_unsafe_view"}
+# Views whose schema does not say so; the end of a collective gives the memory in which it ran.
+HIDDEN_VIEWS = {"_unsafe_view", "wait"}
 
 # functional overload -> (overload with an out= kernel of its own, further positional arguments).
 OUT_ALIASES: dict[Any, tuple[Any, tuple[Any, ...]]] = {
@@ -72,7 +73,7 @@ SCATTERS: dict[Any, Any] = {
 # In-place twins that read other elements than they write, yet give the functional result bit by bit.
 SELF_ONLY_INPLACE = {
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
-    "masked_fill", "masked_scatter", "fill", "copy",
+    "masked_fill", "masked_scatter", "fill", "copy", "all_reduce",
 }  # fmt: skip
 
 
@@ -98,6 +99,11 @@ def is_view(op: Any) -> bool:
     if not isinstance(op, Overload):
         return False
     return bool(op.is_view) or base_name(op) in HIDDEN_VIEWS
+
+
+def is_wait(op: Any) -> bool:
+    """True for the end of a collective: its result is its operand, which may be read from then on."""
+    return isinstance(op, Overload) and op._schema.name == "wholestep::wait"
 
 
 def is_sure_view(op: Any) -> bool:
@@ -154,9 +160,9 @@ def out_variant(op: Overload, key: str) -> tuple[Overload, tuple[Any, ...], tupl
 @functools.cache
 def inplace_variant(op: Overload) -> Overload | None:
     """The overload that writes the functional result into its first argument, or None."""
-    if op.namespace != "aten" or len(op._schema.returns) != 1:
+    if op.namespace not in ("aten", "wholestep") or len(op._schema.returns) != 1:
         return None
-    for other in _overloads(base_name(op) + "_", "aten"):
+    for other in _overloads(base_name(op) + "_", op.namespace):
         if _written(other) == (0,) and _signature(other) == _signature(op):
             return other
     return None
