@@ -19,8 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from wholestep import comm
 from wholestep.ir import GETITEM, StepGraph, info, is_effectful
-from wholestep.lower.arena import Slot, peak, place
+from wholestep.lower.arena import SHARED, Slot, peak, place
 from wholestep.lower.ops import (
     COPIES,
     FILLS,
@@ -106,6 +107,13 @@ _TAKEN = re.compile(
 def variable(node: fx.Node) -> str:
     """The variable of a node's own: its name, unless the program uses that."""
     return node.name + "_" if _TAKEN.fullmatch(node.name) else node.name
+
+
+def works_on_shared_memory(node: fx.Node) -> bool:
+    """True for a collective over a transport that copies nothing when its operand is in shared memory."""
+    if not isinstance(node.target, OpOverload) or node.target._schema.name != "wholestep::all_reduce":
+        return False
+    return comm.is_initialized() and comm.get_group(node.args[2]).backend_name == "shm"  # type: ignore[arg-type]
 
 
 def make_plan(step: StepGraph, items: list[Item]) -> Plan:
@@ -448,6 +456,8 @@ class _Planner:
         plan.how[node] = how
         if over is not None:
             self._share(node, over)
+            if works_on_shared_memory(node) and plan.store[node].kind == "slot":
+                plan.slots[plan.store[node].index].device = SHARED
         elif tiled and self._within_item(node):
             dtypes = plan.scratch.setdefault(self.item_of[node], [])
             plan.store[node] = Store("scratch", len(dtypes))
