@@ -141,6 +141,7 @@ class _Writer(Speller):
         write = {
             "host": self._host, "view": self._view, "fill": self._fill, "copy": self._copy, "scatter": self._scatter,
             "inplace": self._out, "out": self._out, "call": self._functional, "mutable": self._mutable,
+            "pack": self._pack,
         }.get(how)  # fmt: skip
         if write is not None:
             write(node, lines)
@@ -188,7 +189,7 @@ class _Writer(Speller):
             self.made.add(name)
             if store.kind == "slot":
                 slot = self.plan.slots[store.index]
-                self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset}, {spec})")
+                self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset + store.offset}, {spec})")
                 self.namespace["at"] = at
                 self.stable.add(name)
             elif store.kind == "fresh":
@@ -209,6 +210,14 @@ class _Writer(Speller):
     def _copy(self, node: fx.Node, lines: list[str]) -> None:
         source = node.args[1] if node.target is aten.copy.default else node.args[0]
         self._say(lines, f"{self._destination(node, lines)}.copy_({self._arg(source)})", node)
+
+    def _pack(self, node: fx.Node, lines: list[str]) -> None:
+        whole = self._destination(node, lines)
+        for number, (operand, start, size) in enumerate(self.plan.unpacked[node]):
+            part = f"{whole}_part_{number}"
+            self.bound.append(f"{part} = {whole}[{start}:{start + size}]")
+            self.stable.add(part)
+            self._say(lines, f"{part}.copy_({self._arg(operand)})", node)
 
     def _scatter(self, node: fx.Node, lines: list[str]) -> None:
         base, source, *rest = node.args
@@ -464,7 +473,7 @@ class _Writer(Speller):
         return "\n".join(lines) + "\n"
 
 
-_KERNELS = ("fill", "copy", "scatter", "inplace", "out", "call", "mutable")
+_KERNELS = ("fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pack")
 
 
 def plan_owner(plan: Plan) -> Any:

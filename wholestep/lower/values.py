@@ -23,7 +23,7 @@ from wholestep.lower.ops import (
 )
 from wholestep.torch_compat import OpOverload
 
-How = Literal["skip", "host", "view", "fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pick"]
+How = Literal["skip", "host", "view", "fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pick", "pack"]
 
 
 @dataclass
