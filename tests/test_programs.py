@@ -37,6 +37,9 @@ def judge(program: Program) -> None:
         if entangled(inputs, before):
             assert_same_or_refused(world_of(program), steps=call + 1)
             return
+    if {"expand", "masked_fill_"} <= {instruction.op for instruction in program.body}:
+        assert_same_or_refused(world_of(program), steps=3)  # eager warns; which element wins is not defined
+        return
     assert_same_run(world_of(program), steps=3, poke=True)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-def below_autograd() -> object:
+def below_autograd() -> AbstractContextManager[object]:
     """Context manager: operators skip the autograd and version-counter layers of the dispatcher."""
-    return torch._C._AutoDispatchBelowADInplaceOrView()
+    return torch._C._AutoDispatchBelowADInplaceOrView()  # type: ignore[return-value]
 
 
 def has_native_kernel(op: OpOverload, key: str) -> bool:
@@ -36,7 +36,7 @@ def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
-def current_autograd_node() -> object | None:
+def current_autograd_node() -> Any:
     """The autograd node that the engine is running on this thread, if any."""
     return torch._C._current_autograd_node()  # type: ignore[attr-defined, no-any-return]
 
@@ -70,7 +70,7 @@ HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 # Types for which torch.optim and the gradient clipping functions choose their foreach forms.
-FOREACH_TYPES: list[type] = _foreach_utils._foreach_supported_types
+FOREACH_TYPES: list[type[torch.Tensor]] = _foreach_utils._foreach_supported_types
 
 
 # --- lower -----------------------------------------------------------------------------------------------

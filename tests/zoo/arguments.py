@@ -10,7 +10,6 @@ import torch
 from equal import Make, World
 from torch import Tensor, nn
 from torch.nn import functional as F
-
 from zoo import register
 from zoo.models import labelled
 from zoo.nets import MLP

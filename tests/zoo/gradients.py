@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from equal import Make, World
 from torch import Tensor, nn
-
 from zoo import register
 from zoo.models import labelled
 from zoo.steps import trained

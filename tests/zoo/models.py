@@ -9,7 +9,6 @@ import torch
 from equal import Make, World
 from torch import Tensor, nn
 from torch.nn import functional as F
-
 from zoo import register
 from zoo.nets import GPT, MLP, ConvNet, Recurrent
 

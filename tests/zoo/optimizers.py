@@ -9,7 +9,6 @@ import torch
 from equal import Make, World
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
-
 from zoo.models import labelled
 from zoo.nets import MLP
 

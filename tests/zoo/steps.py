@@ -9,7 +9,6 @@ from equal import Make, World
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-
 from zoo import register
 from zoo.models import labelled
 from zoo.nets import GPT, MLP

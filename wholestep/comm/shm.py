@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import struct
@@ -56,6 +57,7 @@ _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.item
 _UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 TIMEOUT, DIED, MISMATCH, ABORTED, MEMORY = 1, 2, 3, 4, 5
 UNKNOWN = 255
+MANY = 256  # works under way, from which on those that have ended are let go
 
 
 def _addresses(tensors: list[torch.Tensor]) -> bytes:
@@ -256,6 +258,8 @@ class ShmGroup(ProcessGroup):
                 f"{OPS[op]}: shm moves CPU tensors, found one on {like.device}: use backend='cpu:shm,cuda:nccl'"
             )
         self.sequence += 1
+        if len(self._under_way) > MANY:
+            self._reap()
         limit = self._seconds if opts.timeout is None else opts.timeout.total_seconds()
         code, elem = (0, 1) if like is None else (DTYPES.get(like.dtype, UNKNOWN), like.element_size())
         outcome = native.run(
@@ -267,6 +271,13 @@ class ShmGroup(ProcessGroup):
         if isinstance(outcome, int):
             return ShmWork(self, outcome, result, keep)
         raise self._error(outcome)
+
+    def _reap(self) -> None:
+        """Lets go of works that have ended and that nobody has waited for."""
+        for work in list(self._under_way.values()):
+            if work.is_completed():
+                with contextlib.suppress(DistError):  # the work keeps it, for whoever waits later
+                    work.wait()
 
     def _reducing(self, tensor: torch.Tensor, opts: Options | None, what: str) -> tuple[torch.Tensor, int]:
         """The tensor as a dtype that the engine reduces, multiplied for PREMUL_SUM, and the code of the reduction."""

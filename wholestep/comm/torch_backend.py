@@ -23,7 +23,12 @@ from wholestep.comm.work import All, Work
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
 
 
-class TorchWork(dist._Work):
+# As Any: the signatures of torch's stubs differ between the releases that this file serves.
+_TorchWork: Any = dist._Work
+_TorchGroup: Any = dist.ProcessGroup
+
+
+class TorchWork(_TorchWork):
     """Our work as torch's."""
 
     def __init__(self, work: Work, waiter: Waiter, result: list[torch.Tensor]) -> None:
@@ -94,7 +99,7 @@ def _options(opts: Any, root: int = 0) -> Options:
     return made
 
 
-class ShmProcessGroup(dist.ProcessGroup):
+class ShmProcessGroup(_TorchGroup):
     """`ShmGroup` in torch's clothes."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:

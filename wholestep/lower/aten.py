@@ -75,7 +75,7 @@ class Program:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Runs one step."""
-        with torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
+        with torch.no_grad(), below_autograd():
             if self._run is None or not self._as_bound(inputs):
                 self._rebind(inputs)
             return self._run(inputs)  # type: ignore[misc]

@@ -25,14 +25,13 @@ from wholestep.lower.ops import (
     inplace_variant,
     is_pointwise,
     is_sure_view,
-    is_wait,
     mutable_twin,
     out_variant,
     reaches,
 )
 from wholestep.lower.order import BATCH_OPS, TILE, Item
 from wholestep.lower.plan import Plan, variable
-from wholestep.lower.spell import NUMBER_AS_TENSOR, Speller, literal
+from wholestep.lower.spell import NUMBER_AS_TENSOR, Speller, keyword, literal, one_line
 from wholestep.lower.values import device_key, origin_of
 
 STABLE_KINDS = ("parameter", "buffer", "state", "grad")
@@ -107,7 +106,7 @@ class _Writer(Speller):
         return Source(self._text(), self.namespace, viewed, self.scratch)
 
     def _source(self, index: int) -> str:
-        return self.plan.step.signature.inputs[index].source
+        return one_line(self.plan.step.signature.inputs[index].source)
 
     # Items
 
@@ -140,6 +139,7 @@ class _Writer(Speller):
         how = self.plan.how[node]
         write = {
             "host": self._host, "view": self._view, "fill": self._fill, "copy": self._copy, "scatter": self._scatter,
+            "wait": self._wait, "collective": self._collective,
             "inplace": self._out, "out": self._out, "call": self._functional, "mutable": self._mutable,
             "pack": self._pack,
         }.get(how)  # fmt: skip
@@ -149,7 +149,7 @@ class _Writer(Speller):
     def _say(self, lines: list[str], text: str, node: fx.Node) -> None:
         record = info(node)
         where = "  ".join(part for part in (record.where.rsplit("/", 1)[-1], record.module) if part)
-        lines.append(f"{text}  # {where}" if where else text)
+        lines.append(f"{text}  # {one_line(where)}" if where else text)
 
     def _host(self, node: fx.Node, lines: list[str]) -> None:
         args = [self._arg(a) for a in node.args]
@@ -161,7 +161,7 @@ class _Writer(Speller):
         elif target is operator.neg:
             text = f"-{args[0]}"
         else:
-            keywords = [f"{k}={self._arg(v)}" for k, v in node.kwargs.items()]
+            keywords = [keyword(k, self._arg(v)) for k, v in node.kwargs.items()]
             text = f"{self._function(target)}({', '.join(args + keywords)})"
         self._say(lines, f"{variable(node)} = {text}", node)
 
@@ -172,9 +172,6 @@ class _Writer(Speller):
         lasting = is_sure_view(owner.target) and all(self._name(o) in self.stable for o in operands)
         name = variable(node)
         text = f"{self._name(base)}[{node.args[1]}]" if node.target is GETITEM else self._call(node)
-        if is_wait(node.target) and self._name(base) in self.stable:
-            self._say(lines, text, node)
-            lasting, text = True, self._name(base)
         if lasting:
             self.bound.append(f"{name} = {text}")
             self.stable.add(name)
@@ -197,6 +194,16 @@ class _Writer(Speller):
                     f"{name} = torch.empty_strided({tuple(value.shape)}, {value.stride()}, dtype={value.dtype})"
                 )
         return self.in_tile.get(name, name)
+
+    def _collective(self, node: fx.Node, lines: list[str]) -> None:
+        target, (source, *rest) = self._destination(node, lines), node.args
+        if self._arg(source) != target:
+            lines.append(f"{target}.copy_({self._arg(source)})")
+        twin = inplace_variant(node.target)  # type: ignore[arg-type]
+        self._say(lines, f"{self._function(twin)}({', '.join([target, *map(self._arg, rest)])})", node)
+
+    def _wait(self, node: fx.Node, lines: list[str]) -> None:
+        self._say(lines, f"{self._function(node.target)}({self._arg(node.args[0])})", node)
 
     def _fill(self, node: fx.Node, lines: list[str]) -> None:
         number = FILLS[node.target](*node.args, **node.kwargs)
@@ -226,7 +233,7 @@ class _Writer(Speller):
             lines.append(f"{target}.copy_({self._arg(base)})")
         view = SCATTERS[node.target]
         args = ", ".join(
-            [target, *(self._arg(a) for a in rest), *(f"{k}={self._arg(v)}" for k, v in node.kwargs.items())]
+            [target, *(self._arg(a) for a in rest), *(keyword(k, self._arg(v)) for k, v in node.kwargs.items())]
         )
         self._say(lines, f"{self._function(view)}({args}).copy_({self._arg(source)})", node)
 
@@ -264,9 +271,9 @@ class _Writer(Speller):
 
     def _functional(self, node: fx.Node, lines: list[str]) -> None:
         value = info(node).value
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and value:
             self._say(lines, f"{self._pattern(node, value)} = {self._call(node)}", node)
-        elif value is None:
+        elif value is None or isinstance(value, (list, tuple)):
             self._say(lines, self._call(node), node)
         else:
             self._say(lines, f"{variable(node)} = {self._call(node)}", node)
@@ -300,9 +307,9 @@ class _Writer(Speller):
         for name, value in bound.items():
             if isinstance(value, (list, tuple)) and value and all(isinstance(v, fx.Node) for v in value):
                 items = [swap.get((name, i)) or self._arg(v) for i, v in enumerate(value)]
-                texts.append(f"{name}={self._list(items)}")
+                texts.append(keyword(name, self._list(items)))
             else:
-                texts.append(f"{name}={swap.get((name, None)) or self._arg(value)}")
+                texts.append(keyword(name, swap.get((name, None)) or self._arg(value)))
         call = f"{self._function(twin.op)}({', '.join(texts)})"
         if twin.fresh:
             picked = {u.args[1]: self._name(u) for u in node.users if u.target is GETITEM}
@@ -473,7 +480,7 @@ class _Writer(Speller):
         return "\n".join(lines) + "\n"
 
 
-_KERNELS = ("fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pack")
+_KERNELS = ("fill", "copy", "scatter", "collective", "inplace", "out", "call", "mutable", "pack")
 
 
 def plan_owner(plan: Plan) -> Any:

@@ -25,7 +25,7 @@ def interpret(step: StepGraph, inputs: Sequence[Any]) -> list[Any]:
     Returns:
         The flat outputs. A mutation's entry is the input tensor itself; all others are memory of their own.
     """
-    with torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
+    with torch.no_grad(), below_autograd():
         values = list(fx.Interpreter(step.gm, garbage_collect_values=True).run(*inputs))
         return write_back(values, inputs, step.signature.mutations)
 
@@ -49,10 +49,11 @@ def write_back(values: list[Any], inputs: Sequence[Any], mutations: dict[int, in
         if address in taken:
             results[index] = value.clone()
         taken.add(address)
-    for out, into in mutations.items():
-        if results[out] is not inputs[into]:
-            inputs[into].copy_(results[out])
-            results[out] = inputs[into]
+    with below_autograd():  # whoever runs the program counts the writes
+        for out, into in mutations.items():
+            if results[out] is not inputs[into]:
+                inputs[into].copy_(results[out])
+                results[out] = inputs[into]
     return results
 
 

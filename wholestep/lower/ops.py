@@ -31,10 +31,9 @@ MAYBE_VIEWS = {
     "resolve_conj",
     "resolve_neg",
     "type_as",
-    "wait",
 }
-# Views whose schema does not say so; the end of a collective gives the memory in which it ran.
-HIDDEN_VIEWS = {"_unsafe_view", "wait"}
+# Views whose schema does not say so.
+HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 
 # functional overload -> (overload with an out= kernel of its own, further positional arguments).
 OUT_ALIASES: dict[Any, tuple[Any, tuple[Any, ...]]] = {
@@ -73,7 +72,7 @@ SCATTERS: dict[Any, Any] = {
 # In-place twins that read other elements than they write, yet give the functional result bit by bit.
 SELF_ONLY_INPLACE = {
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
-    "masked_fill", "masked_scatter", "fill", "copy", "all_reduce",
+    "masked_fill", "masked_scatter", "fill", "copy",
 }  # fmt: skip
 
 
@@ -101,14 +100,24 @@ def is_view(op: Any) -> bool:
     return bool(op.is_view) or base_name(op) in HIDDEN_VIEWS
 
 
-def is_wait(op: Any) -> bool:
-    """True for the end of a collective: its result is its operand, which may be read from then on."""
-    return isinstance(op, Overload) and op._schema.name == "wholestep::wait"
-
-
 def is_sure_view(op: Any) -> bool:
     """True for views that can never copy, so that they can be made before their memory is filled."""
     return is_view(op) and base_name(op) not in MAYBE_VIEWS
+
+
+def is_collective(op: Any) -> bool:
+    """True for operators that start a collective: every rank must issue them in one order."""
+    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) != "wait"
+
+
+def is_in_place_collective(op: Any) -> bool:
+    """True for collectives that can run on the memory of their result, once their operand is copied there."""
+    return is_collective(op) and inplace_variant(op) is not None
+
+
+def is_wait(op: Any) -> bool:
+    """True for the end of a collective, which gives its operand itself."""
+    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) == "wait"
 
 
 @functools.cache
@@ -207,10 +216,26 @@ class _FirstCall(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: Any = None
+        self.arguments: dict[str, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = func
+        self.seen, self.arguments = func, _by_name(func, args, kwargs or {})
         raise _Reached
+
+
+def _by_name(op: Overload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call, defaults included."""
+    schema = op._schema.arguments
+    given = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def _same_argument(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(wanted) == len(found) and all(map(_same_argument, wanted, found))
+    if isinstance(wanted, torch.Tensor) or isinstance(found, torch.Tensor):
+        return wanted is found or (isinstance(wanted, (int, float)) and found.dim() == 0)
+    return bool(wanted == found)
 
 
 def _stand_in(value: Any) -> Any:
@@ -233,7 +258,9 @@ _ENTRIES: dict[Any, bool] = {}
 
 
 def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs: Any) -> bool:
-    """True when the public ``call`` lands on exactly ``op`` with such arguments: shown by calling it.
+    """True when the public ``call`` lands on exactly ``op`` with those arguments: shown by calling it.
+
+    Arguments are compared too: a public function's defaults may be others than the overload's.
 
     Args:
         op: the overload wanted.
@@ -250,5 +277,6 @@ def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs
                 call(*stand_ins, **named)
         except Exception:  # any refusal of these arguments means that the entry cannot serve
             pass
-        _ENTRIES[key] = mode.seen is op
+        wanted = _by_name(op, stand_ins, named)
+        _ENTRIES[key] = mode.seen is op and all(_same_argument(v, mode.arguments[k]) for k, v in wanted.items())
     return _ENTRIES[key]

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import StepGraph, info, is_effectful
-from wholestep.lower.ops import aten, base_name, inplace_variant, is_pointwise, out_variant
+from wholestep.lower.ops import aten, base_name, inplace_variant, is_collective, is_pointwise, out_variant
 
 TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
 TILE_FROM = 1 << 18  # elements from which a chain is tiled: 1 MB in float32
@@ -173,7 +173,7 @@ class _Grouping:
         for node in self.nodes:
             mine = item_of[node]
             before[mine] |= {item_of[o] for o in node.all_input_nodes if o in item_of} - {mine}
-            if is_effectful(node):
+            if is_effectful(node) or is_collective(node.target):
                 if last_effect is not None:
                     before[mine].add(last_effect)
                 last_effect = mine

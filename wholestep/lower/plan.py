@@ -29,8 +29,11 @@ from wholestep.lower.ops import (
     aten,
     base_name,
     inplace_variant,
+    is_collective,
+    is_in_place_collective,
     is_pointwise,
     is_view,
+    is_wait,
     mutable_twin,
 )
 from wholestep.lower.order import Item
@@ -182,6 +185,8 @@ class _Planner:
                 value = info(node).value
                 if is_effectful(node) or not isinstance(node.target, OpOverload) or item.kind != "single":
                     continue
+                if is_collective(node.target) or is_wait(node.target):
+                    continue
                 if not isinstance(value, torch.Tensor) or value.numel() * value.itemsize > CONSTANT_BYTES:
                     continue
                 operands = [] if node.target in FILLS else node.all_input_nodes
@@ -210,6 +215,10 @@ class _Planner:
             for operand in node.all_input_nodes:
                 if node.target is aten.copy.default and operand is node.args[0] is not node.args[1] and writer(node):
                     continue  # a copy does not read what it replaces
+                self.readers[self.root[operand]].append(node)
+        started = self.root[node].target
+        if is_wait(node.target) and not is_in_place_collective(started):  # until now it reads what it was given
+            for operand in self.root[node].all_input_nodes:
                 self.readers[self.root[operand]].append(node)
 
     def _spared(self, owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
@@ -290,7 +299,7 @@ class _Planner:
             return True
         if any(layout(info(o).value) != layout(info(node).value) for o in mine):
             return False
-        if how == "scatter" or (how == "inplace" and not is_pointwise(node.target)):
+        if how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
             return len(mine) == 1 and mine[0] is node.args[0]
         item = self.items[self.item_of[node]]
         if item.kind == "tile" and self._read_time(node, root, None) != self.position[node]:
@@ -312,7 +321,10 @@ class _Planner:
         placeholder = self.step.placeholders[into]
         if node is placeholder:
             return
-        if isinstance(node, fx.Node) and node.op == "call_function" and self._claim(node, into):
+        made = node
+        while isinstance(made, fx.Node) and is_wait(made.target):
+            made = made.args[0]
+        if isinstance(made, fx.Node) and made.op == "call_function" and self._claim(made, into):
             return
         item = self.item_of.get(node, -1)
         for reader in self.readers[placeholder]:
@@ -399,8 +411,9 @@ class _Planner:
             plan.how[node] = "host"
         elif base is not None:
             plan.store[node] = plan.store[self.root[node]]
-            plan.how[node] = "skip" if self._peel(node) is not node else "view"
-            if plan.how[node] == "skip":
+            skipped: How = "wait" if is_wait(node.target) else "skip"
+            plan.how[node] = skipped if skipped == "wait" or self._peel(node) is not node else "view"
+            if plan.how[node] != "view":
                 plan.name[node] = plan.name[base]
         elif node.target is GETITEM:
             self._decide_leaf(node)
@@ -499,14 +512,14 @@ class _Planner:
         plan.how[node] = how
         if over is not None:
             self._share(node, over)
-            if works_on_shared_memory(node) and plan.store[node].kind == "slot":
-                plan.slots[plan.store[node].index].device = SHARED
         elif tiled and self._within_item(node):
             dtypes = plan.scratch.setdefault(self.item_of[node], [])
             plan.store[node] = Store("scratch", len(dtypes))
             dtypes.append(info(node).value.dtype)
         else:
             self._slot(node)
+        if works_on_shared_memory(node) and plan.store[node].kind == "slot":
+            plan.slots[plan.store[node].index].device = SHARED
 
     def _within_item(self, node: fx.Node) -> bool:
         """True when only the node's own group reads it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Speller:
             args = [self._arg(node.args[0]), self._number(node, node.args[1])]
         else:
             args = [self._arg(a) for a in node.args]
-        return args, [f"{k}={self._arg(v)}" for k, v in node.kwargs.items()]
+        return args, [keyword(k, self._arg(v)) for k, v in node.kwargs.items()]
 
     def _values(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
         def value(n: fx.Node) -> Any:
@@ -127,6 +128,16 @@ class Speller:
         while self.namespace.setdefault(name, target) != target:
             name += "_"
         return name
+
+
+def keyword(name: str, text: str) -> str:
+    """A keyword argument; ``uniform_`` has one called ``from``."""
+    return f"**{{'{name}': {text}}}" if iskeyword(name) else f"{name}={text}"
+
+
+def one_line(comment: str) -> str:
+    """A comment that cannot end its line: sources may hold any key of a user's dict."""
+    return " ".join(comment.split())
 
 
 def literal(value: Any) -> str:

@@ -16,14 +16,31 @@ from wholestep.lower.ops import (
     Mutable,
     aten,
     base_name,
+    is_in_place_collective,
     is_view,
+    is_wait,
     mutable_twin,
     out_variant,
     read_only,
 )
 from wholestep.torch_compat import OpOverload
 
-How = Literal["skip", "host", "view", "fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pick", "pack"]
+How = Literal[
+    "skip",
+    "host",
+    "view",
+    "wait",
+    "collective",
+    "fill",
+    "copy",
+    "scatter",
+    "inplace",
+    "out",
+    "call",
+    "mutable",
+    "pick",
+    "pack",
+]
 
 
 @dataclass
@@ -68,6 +85,8 @@ def writer(node: fx.Node) -> How | None:
         return "copy"
     if op in SCATTERS:
         return "scatter"
+    if is_in_place_collective(op):
+        return "collective"
     if not isinstance(op, OpOverload) or len(op._schema.returns) != 1 or is_view(op):
         return None
     found = out_variant(op, device_key(value))
@@ -90,7 +109,7 @@ def base_of(node: fx.Node) -> fx.Node | None:
         operand = node.args[0]
         same = isinstance(operand, fx.Node) and layout(info(operand).value) == layout(info(node).value)
         return operand if same else None  # type: ignore[return-value]
-    if not is_view(node.target):
+    if not is_view(node.target) and not is_wait(node.target):
         return None
     return next((a for a in node.args if isinstance(a, fx.Node)), None)
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from wholestep.ir import StepGraph
 from wholestep.torch_compat import set_versions
 from wholestep.trace import Traced
-from wholestep.trace.recorder import flat_memory
 from wholestep.trace.results import Slot
+from wholestep.trace.tape import flat_memory
 
 
 class Binder(Protocol):
@@ -76,9 +77,13 @@ class Entry:
         self.bound = [i for i in range(len(traced.lifted)) if i not in self.hoisted]
         places = {id(item): i for i, item in enumerate(traced.lifted)}
         self.hoist_inputs = [places[id(item)] for item in traced.hoisted.inputs]
-        self.counted = tuple(traced.versions)
-        self.steps = tuple(traced.versions.values())
-        self.slot_versions = tuple(slot.version for slot in traced.slots)
+        self.writes: dict[int, list[int]] = {}  # how often eager counts a write -> the inputs it counts them for
+        for index, times in traced.versions.items() if not self.flat else ():
+            self.writes.setdefault(times, []).append(index)
+        # views of one memory have one counter, so each is set rather than counted up
+        self.shared_writes = list(traced.versions.items()) if self.flat else []
+        self.fresh = [i for i, slot in enumerate(traced.slots) if slot.own_counter]
+        self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,13 +104,16 @@ class Entry:
             return self._run(values, args, kwargs)
 
     def _run(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        counted = [values[i] for i in self.counted]
-        before = [tensor._version for tensor in counted]
+        versions = tuple([values[i]._version + times for i, times in self.shared_writes])
         outputs = self.program.run(*values[: self.count])
         traced = self.traced
         slots = [self._slot(slot, outputs, values) for slot in traced.slots]
-        versions = [v + s for v, s in zip(before, self.steps, strict=True)]
-        set_versions((*counted, *slots), (*versions, *self.slot_versions))
+        for times, indices in self.writes.items():
+            tensors = [values[i] for i in indices]
+            for _ in range(times):
+                increment_version(tensors)
+        set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
+        set_versions(tuple([slots[i] for i in self.fresh]), self.slot_versions)
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
 
@@ -128,16 +136,17 @@ class Entry:
         return None
 
     def _slot(self, slot: Slot, outputs: Sequence[Any], values: list[Any]) -> torch.Tensor:
-        tensor: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
+        base: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
+        tensor = base
         if slot.geometry is not None:
             size, stride, offset = slot.geometry
-            tensor = tensor.as_strided(size, stride, tensor.storage_offset() + offset)
-            tensor = tensor if slot.is_view else tensor.detach()
-        if slot.requires_grad:
+            # a view made without gradients could not be written later where eager's can
+            with torch.set_grad_enabled(slot.requires_grad or not base.requires_grad):
+                tensor = base.as_strided(size, stride, base.storage_offset() + offset)
+            tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
+        if slot.requires_grad and not tensor.requires_grad:
             if slot.leaf:
                 return tensor.requires_grad_()
             with torch.enable_grad():
                 return Spent.apply(self.handle, tensor)  # type: ignore[no-any-return, no-untyped-call]
         return tensor
-
-

@@ -21,8 +21,9 @@ from wholestep.torch_compat import FakeTensor
 from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
 from wholestep.trace.hoist import Hoisted, hoist
 from wholestep.trace.predicates import Predicate
-from wholestep.trace.recorder import Found, Lifted, Recorder, memory_of
+from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Made, Outlet, Slot
+from wholestep.trace.tape import Found, Lifted, memory_of
 from wholestep.trace.where import Whereabouts
 from wholestep.trace.world import CallWindow, exchanged, same_python_randomness
 
@@ -139,7 +140,8 @@ def _versions(recorder: Recorder, before: dict[int, int]) -> dict[Any, int]:
     """How often eager execution would have counted a write to each tensor."""
     counts: dict[Any, int] = {}
     for item in recorder.lifted:
-        for tensor in item.members or [item.value]:
+        inside: list[Any] = [*item.members] or [item.value]
+        for tensor in inside:
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
                 times = tensor._version - before.get(id(tensor), tensor._version)
                 if times:

@@ -37,7 +37,31 @@ class Geometry:
         if tensor.layout != torch.strided:
             return cls(tensor.dtype, tensor.shape, ())
         lazy = tensor.is_conj() or tensor.is_neg()
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), lazy)
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), lazy)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether several elements lie in one place, as after `expand`."""
+        return any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill one stretch of memory, each place once."""
+        expected = 1
+        for stride, size in sorted((st, sz) for st, sz in zip(self.stride, self.shape, strict=True) if sz > 1):
+            if stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def overlaps_partly(self, other: Geometry) -> bool:
+        """Whether two dense tensors in one memory share some places but not all, as ATen's kernels refuse."""
+        if not (self.is_dense and other.is_dense and self.shape.numel() and other.shape.numel()):
+            return False
+        if (self.offset, self.shape.numel()) == (other.offset, other.shape.numel()):
+            return self.stride != other.stride
+        apart = self.offset >= other.offset + other.shape.numel() or other.offset >= self.offset + self.shape.numel()
+        return not apart
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this dtype, shape and strides."""
@@ -197,12 +221,23 @@ def _view_dtype_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
     return emit(aten.view.dtype, (new, ref.parent.geometry.dtype))
 
 
+def _expand_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+    """Only a constant is ever written through an expanded tensor: any one of the repeated elements will do."""
+    assert ref.parent is not None
+    for dim, size in enumerate(ref.geometry.shape):
+        if ref.geometry.stride[dim] == 0 and size > 1:
+            new = emit(aten.slice.Tensor, (new, dim, 0, 1))
+    new = emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
+    return emit(aten.view.default, (new, list(ref.parent.geometry.shape)))
+
+
 # View operator -> how a value written through it becomes a value of what it was taken from.
 # Views that are not here, and those that repeat or leave out elements in unusual ways, go by strides.
 INVERSES: dict[Any, Callable[[Ref, fx.Node, Emit], fx.Node]] = {
     aten.view.default: _reshape_back,
     aten._unsafe_view.default: _reshape_back,
     aten._reshape_alias.default: _reshape_back,
+    aten.expand.default: _expand_back,
     aten.unsqueeze.default: _reshape_back,
     aten.squeeze.default: _reshape_back,
     aten.squeeze.dim: _reshape_back,

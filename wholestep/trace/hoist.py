@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from wholestep.ir import is_effectful
 from wholestep.torch_compat import FakeTensor
-from wholestep.trace.recorder import Lifted, Recorder
+from wholestep.trace.recorder import Recorder
+from wholestep.trace.tape import Lifted
 
 aten = torch.ops.aten
 
@@ -67,7 +70,7 @@ def _as_input(recorder: Recorder, tensor: torch.Tensor) -> Lifted:
     ref = recorder.ref(tensor)
     first = ref.storage.first
     value = first.meta["info"].value
-    node = recorder._placeholder(f"state {len(recorder.lifted)}", "state", value)
+    node = recorder.placeholder(f"state {len(recorder.lifted)}", "state", value)
     first.replace_all_uses_with(node)
     recorder.gradients = [replace(g, after=node.name) if g.after == first.name else g for g in recorder.gradients]
     lifted = Lifted(node, None, tensor, ref)
@@ -120,7 +123,7 @@ class _Builder:
         value = node.meta["info"].value
         if not isinstance(value, torch.Tensor):
             return self.copy(node)
-        options = {"dtype": value.dtype, "device": value.device}
+        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         args = (list(value.shape), list(value.stride()))
         return self.graph.call_function(aten.empty_strided.default, args, options)
 

@@ -80,9 +80,6 @@ class HostNode:
     def clone(self) -> HostNode:
         return self
 
-    def str(self) -> str:
-        return self.fx_node.name
-
     def _graph_repr(self) -> str:
         return self.fx_node.name
 
@@ -136,7 +133,12 @@ def _escape(how: str) -> Callable[..., Any]:
 
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-UNARY = {"__neg__": operator.neg, "__pos__": operator.pos, "__abs__": abs, "__round__": round}
+UNARY: dict[str, Callable[[Any], Any]] = {
+    "__neg__": operator.neg,
+    "__pos__": operator.pos,
+    "__abs__": abs,
+    "__round__": round,
+}
 ESCAPES = {
     "__float__": "float(…) needs its value",
     "__int__": "int(…) needs its value",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,11 +22,14 @@ HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
 # Position of `training` in the operators above: without it nothing is written.
 TRAINING_FLAG = 5
 
+# Operators that write one value everywhere, and so also where elements repeat.
+CONSTANT_WRITES = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+
 # Operators whose kernel works differently when gradients are wanted (the LSTM keeps a workspace).
 GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 
 # Operators on sparse tensors for which fake tensors make up the number of values.
-SHAPE_FROM_DATA = {aten._coalesce.default, aten.sparse_mask.default}
+SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
 
 # Tensor methods that hand a traced value to Python, with what to do instead.
 ESCAPES: dict[str, str] = {
@@ -58,13 +61,13 @@ class Twin:
     drop: tuple[str, ...] = ()
 
 
-@lru_cache(maxsize=None)
+@cache
 def written_arguments(op: Overload) -> tuple[int, ...]:
     """Positions of the arguments that an operator declares to write."""
     return tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
 
 
-@lru_cache(maxsize=None)
+@cache
 def is_view(op: Overload) -> bool:
     """True for operators whose results share memory with an argument without writing to it."""
     return any(r.alias_info and not r.alias_info.is_write for r in op._schema.returns)
@@ -74,7 +77,7 @@ def _type(argument: Any) -> str:
     return str(argument.type)
 
 
-@lru_cache(maxsize=None)
+@cache
 def pure_twin(op: Overload) -> Twin:
     """The pure form of an operator that writes: found by schema, else the operator on clones.
 
@@ -114,7 +117,7 @@ def _returns_written(op: Overload, candidate: Overload) -> bool:
     return all(("List" in _type(r)) == ("List" in _type(w)) for r, w in zip(returns, written, strict=True))
 
 
-@lru_cache(maxsize=None)
+@cache
 def view_twin(op: Overload) -> Any:
     """The view that an operator like `transpose_` turns its argument into; None when it is not one."""
     name = op._schema.name.split("::")[1]

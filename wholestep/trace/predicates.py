@@ -21,6 +21,8 @@ MAX_NODES = 200
 
 
 class LiftedLike(Protocol):
+    """What a decision needs of an input: its node, where it comes from and its value now."""
+
     node: fx.Node
     source: Any
     value: Any

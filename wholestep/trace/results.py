@@ -29,6 +29,7 @@ class Slot:
         requires_grad: as eager leaves it; `leaf` tells whether it then has a `grad_fn`.
         version: in-place writes that its version counter counts.
         is_view: whether autograd knows it as a view of another tensor.
+        own_counter: whether its version counter is its own, not that of the input it lies in.
     """
 
     output: int | None = None
@@ -38,6 +39,7 @@ class Slot:
     leaf: bool = True
     version: int = 0
     is_view: bool = False
+    own_counter: bool = True
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ class Outlet:
             return self._add(tensor, Slot(self._output(ref.read(self.recorder.emit)), None, None, *_autograd(tensor)))
         place = (tuple(here.shape), here.stride, here.offset - whole.offset)
         if storage.input is not None:
-            slot = Slot(None, storage.input, place, *_autograd(tensor))
+            item = self.recorder.lifted[storage.input]
+            whole_state = item.source is None and here == whole  # state that the step makes is the input itself
+            own = _counts_alone(tensor, item.value)
+            slot = Slot(None, storage.input, None if whole_state else place, *_autograd(tensor), own)
         else:
             if id(storage) not in self.by_storage:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
@@ -100,3 +105,11 @@ class Outlet:
 
 def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int, bool]:
     return tensor.requires_grad, tensor.is_leaf, tensor._version, tensor._is_view()
+
+
+def _counts_alone(tensor: torch.Tensor, real: object) -> bool:
+    """Whether writes to an input leave a tensor's version alone, as for ``.data``; capture puts the count back."""
+    before = tensor._version
+    if isinstance(real, torch.Tensor) and not isinstance(real, FakeTensor):
+        torch.autograd.graph.increment_version(real)
+    return tensor._version == before

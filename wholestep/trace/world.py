@@ -8,6 +8,7 @@ of the trace.
 from __future__ import annotations
 
 import builtins
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,10 +39,9 @@ class CallWindow(TorchFunctionMode):
         remedy = ESCAPES.get(name)
         if remedy is not None and args and isinstance(args[0], torch.Tensor):
             raise DataDependentError(f"Python needs the value of a tensor: Tensor.{name}", user_line(), remedy)
-        if func is torch.tensor and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
-            return torch.scalar_tensor(args[0], **_tensor_options(args[0], kwargs or {}))
-        if func is torch.as_tensor and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
-            return torch.scalar_tensor(args[0], **_tensor_options(args[0], kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
+            number: Any = args[0]
+            return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
         if func is torch.Tensor.data.__set__ and not isinstance(args[0], FakeTensor):  # type: ignore[attr-defined]
             return self._set_data(*args)
         if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
@@ -128,7 +128,7 @@ def _traced_rng(recorder: Recorder) -> tuple[Callable[[], Any], Callable[[Any], 
     def get_state() -> torch.Tensor:
         with no_modes(), recorder.fake_mode:
             fake = torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8)
-            recorder._root(fake, recorder.emit(get_rng_state, (), value=recorder.value(fake)))
+            recorder.root(fake, recorder.emit(get_rng_state, (), value=recorder.value(fake)))
         return fake
 
     def set_state(state: torch.Tensor) -> None:
@@ -193,9 +193,13 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
     FOREACH_TYPES.append(FakeTensor)
+    log = logging.getLogger(FakeTensor.__module__)  # it reports each of eager's own errors as its own
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
+        log.setLevel(level)
         FOREACH_TYPES.remove(FakeTensor)
         for owner, name, original in saved:
             if original is _ABSENT:

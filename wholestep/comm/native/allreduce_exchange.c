@@ -16,7 +16,7 @@ static void write(group_t *g, job_t *j, size_t k, char *slot) {
 static int read(group_t *g, job_t *j, size_t k) {
     size_t n = part(j->d.bytes, CHUNK, k);
     const char *src[MAX_RANKS];
-    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->round);
+    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->reading);
     char *dst = j->out + k * CHUNK;
     reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, n / j->elem);
     return OK;
@@ -32,4 +32,4 @@ static void direct(group_t *g, job_t *j) {
     if (n) reduce_into(j->d.dtype, j->d.red, dst, g->size, src, g->size, n / j->elem);
 }
 
-const algorithm_t allreduce_exchange = {"exchange", rounds, write, read, direct};
+const algorithm_t allreduce_exchange = {"exchange", rounds, NULL, write, read, direct};

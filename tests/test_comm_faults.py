@@ -1,0 +1,268 @@
+"""What ranks learn when another dies, stops, or calls something else; and that nothing is left behind."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from wholestep import comm
+from wholestep.testing import run_ranks
+
+LONG = bool(os.environ.get("WHOLESTEP_LONG"))  # `make test-long`: 200 kills
+
+
+def mismatch_in(call_of_zero, call_of_one):
+    try:
+        (call_of_zero if comm.get_rank() == 0 else call_of_one)()
+    except comm.DistError as error:
+        message = str(error)
+    else:
+        message = "nothing was noticed"
+    after = torch.ones(1)
+    comm.all_reduce(after)
+    return message, after.item()
+
+
+def sum_of(count, dtype=torch.float32):
+    comm.all_reduce(torch.ones(count, dtype=dtype))
+
+
+def sum_of_4():
+    sum_of(4)
+
+
+def sum_of_5():
+    sum_of(5)
+
+
+def sum_of_many():
+    sum_of(1_000_000)
+
+
+def sum_of_4_longs():
+    sum_of(4, torch.int64)
+
+
+def largest_of_4():
+    comm.all_reduce(torch.ones(4), "max")
+
+
+def sum_of_2_by_2():
+    comm.all_reduce(torch.ones(2, 2))
+
+
+def broadcast_from_0():
+    comm.broadcast(torch.ones(4), 0)
+
+
+def broadcast_from_1():
+    comm.broadcast(torch.ones(4), 1)
+
+
+def exchange_1_and_3():
+    comm.all_to_all_single(torch.ones(4), torch.ones(4), None, [1, 3])
+
+
+def exchange_evenly():
+    comm.all_to_all_single(torch.ones(4), torch.ones(4))
+
+
+MISMATCHES = [
+    (sum_of_4, sum_of_5, "16 bytes", "20 bytes"),
+    (sum_of_4, sum_of_many, "16 bytes", "4000000 bytes"),
+    (sum_of_4, sum_of_4_longs, "float32", "int64"),
+    (sum_of_4, largest_of_4, "all_reduce SUM", "all_reduce MAX"),
+    (sum_of_4, sum_of_2_by_2, "shape", "shape"),
+    (sum_of_4, broadcast_from_0, "all_reduce", "broadcast"),
+    (broadcast_from_0, broadcast_from_1, "root 0", "root 1"),
+    (exchange_1_and_3, exchange_evenly, "all_to_all", "all_to_all"),
+]
+
+
+def all_mismatches():
+    return [mismatch_in(one, other) for one, other, _, _ in MISMATCHES]
+
+
+def test_a_mismatch_ends_at_once_on_both_sides_with_both_printed():
+    for rank, found in enumerate(run_ranks(all_mismatches, 2, "shm")):
+        for (message, after), (_, _, mine, theirs) in zip(found, MISMATCHES, strict=True):
+            assert f"the ranks disagree: rank {rank} calls" in message
+            assert mine in message
+            assert theirs in message
+            assert after == 2.0
+
+
+def mismatch_at_detail():
+    comm.set_debug_level(comm.DebugLevel.DETAIL)
+    with pytest.raises(comm.DistMismatchError, match="the ranks disagree"):
+        (sum_of_4 if comm.get_rank() == 0 else sum_of_5)()
+    sum_of_4()
+
+
+def test_gloo_compares_at_detail():
+    run_ranks(mismatch_at_detail, 2, "gloo")
+
+
+def mismatch_between_threads():
+    with pytest.raises(comm.DistMismatchError, match=r"float32 \[4\].*float32 \[5\]|float32 \[5\].*float32 \[4\]"):
+        (sum_of_4 if comm.get_rank() == 0 else sum_of_5)()
+
+
+def test_threads_compare_always():
+    run_ranks(mismatch_between_threads, 2, "thread")
+
+
+def message_of_wrong_length():
+    if comm.get_rank() == 0:
+        comm.send(torch.ones(3), 1)
+    else:
+        with pytest.raises(comm.DistMismatchError, match="8 bytes are required, 12 were sent"):
+            comm.recv(torch.ones(2), 0)
+    return True
+
+
+def test_a_message_of_the_wrong_length():
+    assert run_ranks(message_of_wrong_length, 2, "shm") == [True, True]
+
+
+# Death ------------------------------------------------------------------------------------------------------------
+
+
+def busy_rank(pipe, rank, size, folder, seconds):
+    """Runs collectives until one fails; reports the failure and when it came."""
+    torch.set_num_threads(1)
+    os.environ["WHOLESTEP_DUMP"] = folder
+    comm.init_process_group("shm", f"file://{folder}/store", timedelta(seconds=seconds), size, rank)
+    pipe.send("ready")
+    sizes = [1, 100, 50_000, 400_000]
+    shared, step = comm.empty(100_000, shared=True).zero_(), 0
+    try:
+        while True:
+            step += 1
+            comm.all_reduce(torch.zeros(sizes[step % 4]))
+            comm.all_reduce(shared)
+            work = comm.all_reduce(torch.zeros(300_000), async_op=True)
+            comm.all_gather_into_tensor(torch.empty(size * 10), torch.zeros(10))
+            work.wait()
+    except comm.DistError as error:
+        pipe.send((type(error).__name__, str(error), time.time()))
+    comm.destroy_process_group()
+    pipe.send("gone")
+
+
+def world_of(size, folder, seconds=30.0):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["wholestep.comm"])
+    pipes, ranks = [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        ranks.append(context.Process(target=busy_rank, args=(there, rank, size, str(folder), seconds), daemon=True))
+        ranks[-1].start()
+        there.close()
+        pipes.append(here)
+    assert [pipe.recv() for pipe in pipes] == ["ready"] * size
+    return pipes, ranks
+
+
+def end_world(ranks):
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+        process.join(10)
+        assert process.exitcode is not None
+
+
+def segments():
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_killed_rank_is_named_by_every_survivor(size, tmp_path, record_property):
+    before, rng, took = segments(), random.Random(size), []
+    for turn in range(100 if LONG else 2):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        pipes, ranks = world_of(size, folder)
+        victim = rng.randrange(size)
+        time.sleep(rng.random() * 0.2)
+        killed = time.time()
+        os.kill(ranks[victim].pid, signal.SIGKILL)
+        for rank, pipe in enumerate(pipes):
+            if rank == victim:
+                continue
+            assert pipe.poll(20), f"rank {rank} says nothing after rank {victim} was killed"
+            kind, message, at = pipe.recv()
+            assert kind == "DistRankError"
+            assert f"rank {victim} has exited or was killed" in message
+            took.append(at - killed)
+            assert pipe.poll(20)
+            assert pipe.recv() == "gone"
+            [dump] = folder.glob(f"rank{rank}.*.json")
+            last = json.loads(dump.read_text())["collectives"][-1]
+            assert last["state"] == "failed"
+            assert "busy_rank" not in last["where"]
+            assert "test_comm_faults.py:" in last["where"]
+        end_world(ranks)
+    record_property("slowest report after a kill, seconds", max(took))
+    print(f"slowest of {len(took)} reports after a kill: {max(took):.2f} s")
+    assert segments() <= before
+
+
+def test_a_stopped_rank_is_named_at_the_timeout_with_where_it_stands(tmp_path):
+    pipes, ranks = world_of(2, tmp_path, 1.0)
+    time.sleep(0.5)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    assert pipes[0].poll(30)
+    kind, message, _ = pipes[0].recv()
+    assert kind == "DistTimeoutError"
+    assert "rank 0 waited 1 s" in message
+    assert "for rank 1, which last stood at #" in message
+    end_world(ranks)
+
+
+def leaves_early():
+    if comm.get_rank() == 0:
+        comm.destroy_process_group()
+        comm.init_process_group("null", rank=0, world_size=1, store=comm.HashStore())
+        return ""
+    with pytest.raises(comm.DistError) as caught:
+        comm.all_reduce(torch.ones(4))
+    comm.destroy_process_group()
+    comm.init_process_group("null", rank=0, world_size=1, store=comm.HashStore())
+    return str(caught.value)
+
+
+def test_a_rank_that_left_is_named():
+    assert "rank 0 has" in run_ranks(leaves_early, 2, "shm")[1]
+
+
+def test_the_diagnosis_of_several_dumps(tmp_path):
+    paths = run_ranks(record_and_dump, 2, "gloo", (str(tmp_path),))
+    assert comm.diagnose(paths) == "All collectives of ranks [0, 1] completed."
+    for rank, change in ((0, {"seq": 9, "op": "all_reduce"}), (1, {"seq": 8, "op": "barrier"})):
+        content = json.loads(Path(paths[rank]).read_text())
+        content["collectives"] = [c | change | {"state": "started"} for c in content["collectives"][:1]]
+        Path(paths[rank]).write_text(json.dumps(content))
+    sentence = comm.diagnose(paths)
+    assert "rank(s) 0 wait in #9 all_reduce of float32 [3]" in sentence
+    assert "rank 1 stopped after #8 barrier" in sentence
+    (tmp_path / "junk").write_text("{}")
+    with pytest.raises(ValueError, match="is not a flight record"):
+        comm.diagnose([tmp_path / "junk"])
+    with pytest.raises(ValueError, match="at least one"):
+        comm.diagnose([])
+
+
+def record_and_dump(folder):
+    comm.all_reduce(torch.ones(3))
+    comm.barrier()
+    path = comm.dump(comm.get_rank(), f"{folder}/{comm.get_rank()}.json")
+    assert path.stat().st_mode & 0o777 == 0o600
+    return str(path)

@@ -1,0 +1,157 @@
+"""One small program for each mistake that whole training steps once found in the lowering."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from tests.lower_programs import Builder, clone_inputs
+from tests.test_lower import compare, equal
+from wholestep import comm
+from wholestep.ir import GETITEM, Functionalized, UnderGrad, get_rng_state, set_rng_state
+from wholestep.lower.aten import lower_aten
+from wholestep.lower.naive import interpret
+from wholestep.lower.ops import HIDDEN_VIEWS
+from wholestep.testing import run_ranks
+
+aten = torch.ops.aten
+
+
+def test_parts_of_an_unsafe_split_keep_their_whole_alive() -> None:
+    """The GRU: the schema says that the parts are fresh, but they lie in the operand's memory."""
+    b = Builder()
+    torch.manual_seed(0)
+    x = b.input("x", torch.randn(3, 8), "tensor")
+    whole = b.call(
+        aten.mm.default,
+        x,
+        b.call(aten.t.default, b.call(aten.sin.default, b.input("w", torch.randn(8, 8), "parameter"))),
+    )
+    left, right = b.items(b.call(aten.unsafe_split.Tensor, whole, 4, 1))
+    later = b.call(aten.mm.default, x, b.call(aten.cos.default, b.call(aten.mm.default, b.call(aten.t.default, x), x)))
+    out = b.call(aten.add.Tensor, b.call(aten.exp.default, left), right)
+    compare(*b.finish([b.call(aten.sum.default, later), out], {}))
+
+
+def test_operators_with_hidden_views_share_their_operands_memory() -> None:
+    x = torch.randn(4, 6)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "_unsafe_view": ([24],), "unsafe_split": (2,), "unsafe_split_with_sizes": ([1, 3],)
+    }  # fmt: skip
+    assert set(arguments) == HIDDEN_VIEWS
+    for name, rest in arguments.items():
+        made = getattr(aten, name)(x, *rest)
+        for part in made if isinstance(made, (list, tuple)) else [made]:
+            assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr(), name
+
+
+def test_a_public_function_with_another_default_is_not_called() -> None:
+    """``torch.binary_cross_entropy_with_logits`` reduces nothing by default, its overload takes the mean."""
+    b = Builder()
+    x, y = (b.input(name, torch.rand(5, 1), "tensor") for name in "xy")
+    compare(*b.finish([b.call(aten.binary_cross_entropy_with_logits.default, x, y)], {}))
+
+
+def test_a_keyword_that_python_reserves() -> None:
+    b = Builder()
+    x = b.input("x", torch.rand(4), "state")
+    drawn = b.call(GETITEM, b.call(Functionalized(aten.uniform_.default), x, -1.0, 2.0), 0)
+    compare(*b.finish([drawn], {0: 0}))
+
+
+def test_setting_the_random_state_gives_nothing() -> None:
+    """A checkpoint draws again what it drew."""
+    b = Builder()
+    x = b.input("x", torch.rand(4), "tensor")
+    state = b.call(get_rng_state)
+    first = b.call(GETITEM, b.call(Functionalized(aten.bernoulli_.float), x, 0.5), 0)
+    b.call(set_rng_state, state)
+    second = b.call(GETITEM, b.call(Functionalized(aten.bernoulli_.float), x, 0.5), 0)
+    step, real = b.finish([first, second], {})
+    for node in step.graph.nodes:  # as the recorder writes it: a call that gives nothing
+        if node.target is set_rng_state:
+            node.meta["info"].value = ()
+    compare(step, real)
+    first_value, second_value = lower_aten(step)(*clone_inputs(real))
+    assert torch.equal(first_value, second_value)
+
+
+def test_hidden_writes_of_batch_norm_reach_its_buffers() -> None:
+    b = Builder()
+    torch.manual_seed(0)
+    x = b.input("x", torch.randn(6, 3, 4), "tensor")
+    mean, var = b.input("mean", torch.zeros(3), "buffer"), b.input("var", torch.ones(3), "buffer")
+    call = Functionalized(aten.native_batch_norm.default, written=(3, 4))
+    y, _, _, new_mean, new_var = b.items(b.call(call, x, None, None, mean, var, True, 0.1, 1e-5))
+    again = b.items(b.call(call, y, None, None, new_mean, new_var, True, 0.1, 1e-5))
+    fast = compare(*b.finish([again[0], again[3], again[4]], {1: 1, 2: 2}))
+    assert ".clone()" not in fast.code and ".copy_(" not in fast.code
+
+
+def test_an_operator_run_as_if_gradients_were_wanted() -> None:
+    b = Builder()
+    x = b.input("x", torch.randn(4, 4), "tensor")
+    compare(*b.finish([b.call(aten.neg.default, b.call(UnderGrad(aten.sin.default), x))], {}))
+
+
+def test_a_source_of_several_lines_stays_in_its_comment() -> None:
+    layer = nn.Linear(3, 3)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return layer(batch["a\nb = nonsense("]).sum()
+
+    x = torch.randn(2, 3)
+    assert torch.equal(ws.compile(step)({"a\nb = nonsense(": x}), layer(x).sum())
+
+
+def test_constants_are_never_written() -> None:
+    b = Builder()
+    x = b.input("x", torch.randn(4), "tensor")
+    constant = b.constant(torch.ones(4))
+    drawn = b.call(GETITEM, b.call(Functionalized(aten.bernoulli_.float), constant, 0.5), 0)
+    compare(
+        *b.finish([b.call(aten.mul.Tensor, constant, x), drawn, b.call(aten.alias.default, constant), constant], {})
+    )
+
+
+def bucket(kind: str) -> list[Any]:
+    """Gradients in one bucket, reduced while other work goes on, as a data-parallel plan writes it."""
+    operators = torch.ops.wholestep
+    rank = comm.get_rank()
+    b = Builder()
+    x = b.input("x", torch.arange(6.0).view(2, 3) + rank, "tensor")
+    p = b.input("p", torch.ones(3, 3), "parameter")
+    b.input("g", torch.ones(3, 3), "grad")
+    g = b.call(aten.mm.default, b.call(aten.t.default, x), x)
+    flat = b.call(aten.cat.default, [b.call(aten.view.default, g, [9]), b.call(aten.view.default, x, [6])])
+    if kind == "all_reduce":
+        started = b.call(operators.all_reduce.default, flat, "sum", "")
+    else:
+        started = b.call(operators.all_gather.default, flat, "")
+    meanwhile = b.call(aten.mm.default, x, p)
+    for _ in range(3):  # would take the bucket's memory if it were free
+        meanwhile = b.call(aten.sin.default, b.call(aten.mm.default, meanwhile, p))
+    done = b.call(operators.wait.default, started)
+    first = b.call(aten.view.default, b.call(aten.slice.Tensor, done, 0, 0, 9), [3, 3])
+    new = b.call(aten.add.Tensor, p, first, alpha=-0.1)
+    whole = b.call(operators.wait.default, b.call(operators.all_reduce.default, first, "avg", ""))
+    step, real = b.finish(
+        [b.call(aten.sum.default, meanwhile), new, whole, b.call(aten.sum.default, done)], {1: 1, 2: 2}
+    )
+    ours, theirs = clone_inputs(real), clone_inputs(real)
+    program = lower_aten(step)
+    for _ in range(3):
+        got, expected = program(*ours), interpret(step, theirs)
+        assert all(map(equal, got, expected)) and all(map(equal, ours, theirs))
+    return [program.code]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
+def test_collectives_run_beside_other_work(kind: str) -> None:
+    for (code,) in run_ranks(bucket, 2, "thread", (kind,)):
+        assert "wholestep_wait" in code
+        assert ("wholestep_all_reduce_(cat_default" in code) == (kind == "all_reduce")

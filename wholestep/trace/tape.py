@@ -1,0 +1,345 @@
+"""The tape: the graph under construction, and what stands behind each tensor and number of the step.
+
+A real tensor that is met for the first time is *lifted*: it becomes a placeholder and gets a fake twin. A
+number that is only known when the step runs is a node too (`host.py`).
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
+from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
+from wholestep.torch_compat import FakeTensor, FakeTensorMode, below_autograd, no_modes, sequence_number
+from wholestep.trace.alias import Geometry, Ref, Storage
+from wholestep.trace.host import HostNode, make_host
+from wholestep.trace.predicates import Predicate, decide
+from wholestep.trace.where import Whereabouts, user_line
+
+aten = torch.ops.aten
+
+
+
+class Found(Protocol):
+    """A tensor that capture knows: where it is reachable and what it is for."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def source(self) -> Any: ...
+    @property
+    def kind(self) -> InputKind: ...
+
+
+@dataclass(eq=False)
+class Lifted:
+    """One placeholder: a real tensor with its fake twin, a number, or memory that several tensors share.
+
+    Attributes:
+        source: where the value is found; for shared memory, where its first member is.
+        members: the tensors in a shared memory, whose value is then the memory as one flat tensor.
+    """
+
+    node: fx.Node
+    source: Any
+    value: torch.Tensor | float
+    ref: Ref | None = None
+    fake: Any = None
+    members: list[torch.Tensor] = field(default_factory=list)
+
+
+
+class Tape:
+    """The graph of one run of a step, and the values that its tensors and numbers have.
+
+    Args:
+        find: gives the source of a real tensor, or None when it is reachable from nowhere known.
+        whereabouts: follows modules and optimizers.
+        shared: memories in which several inputs lie of which one is written; each becomes one input.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[torch.Tensor], Found | None],
+        whereabouts: Whereabouts,
+        shared: frozenset[int] = frozenset(),
+    ) -> None:
+        self.find, self.whereabouts, self.shared = find, whereabouts, shared
+        self.flat: dict[int, Lifted] = {}
+        self.graph = fx.Graph()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
+        self.lifted: list[Lifted] = []
+        self.inputs: list[Input] = []
+        self.by_id: dict[int, Lifted] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.tokens: dict[float, HostNode] = {}
+        self.spent: set[float] = set()
+        self.in_call = 0
+        self.host: dict[tuple[Any, ...], fx.Node] = {}
+        self.predicates: dict[fx.Node, Predicate] = {}
+        self.gradients: list[Gradient] = []
+        self.last_placeholder: fx.Node | None = None
+
+    # -- the graph -------------------------------------------------------------------------------------
+
+    def emit(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, value: Any = None
+    ) -> fx.Node:
+        """Adds a call; runs it on the fake values of its arguments unless the value is given."""
+        kwargs = kwargs or {}
+        if value is None:
+            value = self._run(target, args, kwargs)
+        node = self.graph.call_function(target, args, kwargs)
+        return set_info(node, self._record(value))
+
+    def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fakes = map_leaves(_fake_value, args), map_leaves(_fake_value, kwargs)
+        with self.fake_mode, torch.no_grad(), below_autograd():
+            return target(*fakes[0], **fakes[1])
+
+    def _record(self, value: Any) -> NodeInfo:
+        place = self.whereabouts
+        seq = place.seq()
+        if seq is None:
+            seq = sequence_number()
+            place.module_of_seq[seq] = place.module()
+            module = place.module()
+        else:
+            module = place.module_of_seq.get(seq, "")
+        return NodeInfo(value, place.phase(), seq, user_line(), module)
+
+    def placeholder(self, source: Any, kind: InputKind, value: Any) -> fx.Node:
+        """A new input of the graph, after those there are."""
+        with no_modes():  # a source may print a tensor
+            source = str(source)
+        name = self._name(source)
+        position = self.last_placeholder
+        with self.graph.inserting_after(position) if position else self.graph.inserting_before(self._first()):
+            node = self.graph.placeholder(name)
+        self.last_placeholder = node
+        self.inputs.append(Input(str(node.target), source, kind))
+        return set_info(node, NodeInfo(value))
+
+    def _first(self) -> fx.Node | None:
+        return next(iter(self.graph.nodes), None)
+
+    def _name(self, source: str) -> str:
+        name = re.sub(r"\W+", "_", re.sub(r"^[LGC]\['(\w+)'\]", r"\1", source)).strip("_") or "value"
+        if name[0].isdigit() or keyword.iskeyword(name):
+            name = f"v_{name}"
+        taken = {i.name for i in self.inputs}
+        unique, count = name, 1
+        while unique in taken:
+            unique, count = f"{name}_{count}", count + 1
+        return unique
+
+    # -- tensors ---------------------------------------------------------------------------------------
+
+    def lift_number(self, source: Any, value: float) -> Any:
+        """A placeholder for a Python float; gives the host number that stands for it."""
+        node = self.placeholder(source, "number", value)
+        self.lifted.append(Lifted(node, source, value))
+        return make_host(HostNode(self, node, value, known=True))
+
+    def ref(self, tensor: torch.Tensor) -> Ref:
+        """The way into memory of a tensor that the step uses."""
+        if isinstance(tensor, FakeTensor):
+            found = getattr(tensor, "wholestep_ref", None)
+            if found is None:
+                raise UnsupportedError("an operator's result was made outside of the recorder", user_line())
+            return found
+        lifted = self.by_id.get(id(tensor)) or self.lift(tensor)
+        assert lifted.ref is not None
+        return lifted.ref
+
+    def lift(self, tensor: torch.Tensor) -> Lifted:
+        """Makes a real tensor an input of the graph.
+
+        Raises:
+            CaptureError: nobody knows where it comes from, or tracing cannot follow it.
+        """
+        found = self.find(tensor)
+        if found is None:
+            raise CaptureError(
+                f"the step reads a tensor of shape {list(tensor.shape)} that none of its arguments, closures, "
+                "globals, modules or optimizers holds, so a replay could not find its value",
+                user_line(),
+                "pass the tensor to the step as an argument",
+            )
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise UnsupportedError(
+                f"{found.source} is the result of an earlier differentiable computation",
+                user_line(),
+                "compute it inside of the step, or pass it detached",
+            )
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise UnsupportedError(f"{found.source} is a {type(tensor).__name__}, a tensor subclass", user_line())
+        if memory_of(tensor) in self.shared:
+            return self._member(tensor, found)
+        fake = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+        lifted = Lifted(self.placeholder(found.source, found.kind, fake), found.source, tensor)
+        ref = self.root(fake, lifted.node)
+        ref.storage.input = len(self.lifted)
+        lifted.ref, lifted.fake = ref, fake
+        self.lifted.append(lifted)
+        self.by_id[id(tensor)] = lifted
+        return lifted
+
+    def _member(self, tensor: torch.Tensor, found: Found) -> Lifted:
+        """A tensor in a memory that other inputs share: a view of the memory, which is the input."""
+        memory = memory_of(tensor)
+        base = self.flat.get(memory)
+        if base is None:
+            flat = flat_memory(tensor)
+            fake = self.fake_mode.from_tensor(flat, static_shapes=True)
+            base = Lifted(self.placeholder(f"memory of {found.source}", found.kind, fake), found.source, flat)
+            base.ref, base.fake = self.root(fake, base.node), fake
+            base.ref.storage.input = len(self.lifted)
+            self.lifted.append(base)
+            self.flat[memory] = base
+        assert base.ref is not None
+        if tensor.dtype != base.ref.geometry.dtype:
+            raise UnsupportedError(f"{found.source} shares written memory under another dtype", user_line())
+        base.members.append(tensor)
+        geometry = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+        with self.fake_mode, torch.no_grad():
+            twin = torch.as_strided(base.fake, *geometry)
+        ref = Ref(base.ref.storage, Geometry.of(tensor), base.ref, aten.as_strided.default, geometry)
+        self.by_id[id(tensor)] = Lifted(base.node, found.source, tensor, ref, twin)
+        return self.by_id[id(tensor)]
+
+    def root(self, fake: torch.Tensor, node: fx.Node) -> Ref:
+        """Makes a tensor the root of memory of its own, with a node's value as content."""
+        storage = Storage(node)
+        ref = Ref(storage, Geometry.of(fake), node=node, generation=0)
+        storage.root = ref
+        fake.wholestep_ref = ref  # type: ignore[attr-defined]
+        return ref
+
+    def constant(self, real: torch.Tensor) -> torch.Tensor:
+        """A tensor that the step builds from Python numbers: a constant of the graph."""
+        name = f"constant{len(self.constants)}"
+        self.constants[name] = real.detach().clone()
+        with self.fake_mode:
+            fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
+        node = set_info(self.graph.get_attr(name), self._record(self.value(fake)))
+        self.root(fake, node)
+        return fake
+
+    def value(self, fake: torch.Tensor) -> torch.Tensor:
+        """A fake of the same geometry for the graph to keep: the step's own tensor and memory can die."""
+        if fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
+            with self.fake_mode, torch.no_grad(), below_autograd():
+                return fake.detach()
+        with self.fake_mode:
+            return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+
+    def _fakes(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            self.ref(leaf)
+            return leaf if isinstance(leaf, FakeTensor) else self.by_id[id(leaf)].fake
+        return leaf.meta["info"].value if isinstance(leaf, fx.Node) else leaf
+
+    def _reads(self, leaf: Any) -> Any:
+        return self.ref(leaf).read(self.emit) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        fakes = map_leaves(self._fakes, args), map_leaves(self._fakes, kwargs)
+        with self.fake_mode, torch.no_grad(), below_autograd():
+            return func(*fakes[0], **fakes[1])
+
+    def made_at(self, value: Any) -> str:
+        """The user's line that made a tensor or number of the step."""
+        if isinstance(value, (torch.SymFloat, torch.SymInt)):
+            return str(value.node.fx_node.meta["info"].where)
+        if isinstance(value, FakeTensor):
+            return str(self.ref(value).storage.value.meta["info"].where)
+        return ""
+
+    def _describe(self, tensor: torch.Tensor) -> str:
+        lifted = self.by_id.get(id(tensor))
+        return str(lifted.source) if lifted else f"a tensor of shape {list(tensor.shape)}"
+
+    # -- host numbers ----------------------------------------------------------------------------------
+
+    def record_host(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any:
+        """Adds a call of a Python function on host numbers; gives the number that stands for its result."""
+        nodes = tuple(a.node.fx_node if isinstance(a, (torch.SymFloat, torch.SymInt)) else a for a in args)
+        known = all(a.node.known for a in args if isinstance(a, (torch.SymFloat, torch.SymInt)))
+        key = (function, *((type(n), n) for n in nodes))
+        if key not in self.host:  # pure functions of numbers: the same call is the same number
+            self.host[key] = self.emit(function, nodes, value=hint)
+        return make_host(HostNode(self, self.host[key], hint, known))
+
+    def item(self, tensor: torch.Tensor) -> Any:
+        """`.item()`: a host number, or the decision at once for a boolean."""
+        node = self.emit(aten._local_scalar_dense.default, (self.ref(tensor).read(self.emit),), value=_stand_in(tensor))
+        if tensor.dtype == torch.bool:
+            return self.decide(node, False, user_line())
+        if tensor.dtype.is_complex:
+            raise DataDependentError("Python needs the value of a complex tensor", user_line())
+        return make_host(HostNode(self, node, node.meta["info"].value, known=False))
+
+    def decide(self, node: fx.Node, hint: Any, line: str) -> Any:
+        """Python branches on a host number: its value now becomes a guard, if it is cheap to know."""
+        predicate = self.predicates.get(node)
+        if predicate is None:
+            predicate = self.predicates[node] = decide(node, self.lifted, self.constants, line)
+        return predicate.expected
+
+    def token(self, number: HostNode) -> float:
+        """A float that stands for a host number where C++ wants a double."""
+        if not self.in_call:
+            return self.escaped(number, "a C function needs its value")
+        token = 0.5 + (len(self.tokens) + 1) * 2.0**-45
+        self.tokens[token] = number
+        return token
+
+    def escaped(self, number: HostNode, how: str) -> Any:
+        raise DataDependentError(
+            f"Python needs a number that is only known when the step runs: {how}",
+            user_line(),
+            "use it in arithmetic and as operators' arguments only, or return it from the step",
+        )
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Identifies the memory that a tensor lies in."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor lies in, as one flat tensor of its dtype."""
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies a function to the leaves of nested lists, tuples and dicts."""
+    if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
+        return tuple(map_leaves(function, item) for item in tree)
+    if isinstance(tree, list):
+        return [map_leaves(function, item) for item in tree]
+    if isinstance(tree, dict):
+        return {key: map_leaves(function, item) for key, item in tree.items()}
+    return function(tree)
+
+
+def _fake_value(leaf: Any) -> Any:
+    return leaf.meta["info"].value if isinstance(leaf, fx.Node) else leaf
+
+
+def _stand_in(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+

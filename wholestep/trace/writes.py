@@ -1,0 +1,216 @@
+"""Writes: in-place calls, `out=`, and operators that write without saying so, as pure calls on the tape."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.errors import UnsupportedError
+from wholestep.ir import Functionalized
+from wholestep.torch_compat import FakeTensor, OpOverload
+from wholestep.trace.alias import Geometry, Ref, fit
+from wholestep.trace.ops import CONSTANT_WRITES, HIDDEN_WRITES, Twin, pure_twin, view_twin, written_arguments
+from wholestep.trace.tape import Tape, map_leaves
+from wholestep.trace.where import user_line
+
+
+class Writes(Tape):
+    """The part of the recorder that makes writes into new values."""
+
+    def _mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if torch.Tag.inplace_view in func.tags:
+            return self._inplace_view(func, args, kwargs)
+        if _is_list_op(func) and self._overlap(args, kwargs):
+            count = len(args[0])
+            for index in range(count):  # one after the other: a later tensor sees an earlier one's write
+                only = partial(_only, index, count)
+                self._mutable(func, tuple(map(only, args)), {k: only(v) for k, v in kwargs.items()})
+            return None
+        twin = pure_twin(func)
+        written = self._written(func, args, kwargs, written_arguments(func))
+        if func not in CONSTANT_WRITES and any(self.ref(t).geometry.repeats for t in written):
+            self._refuse_repeats(func)
+        if not _is_list_op(func):
+            self._refuse_partial_overlap(written, args, kwargs)
+        if not _is_list_op(func):
+            out = self._execute(func, args, kwargs)
+            for tensor in written:
+                self._check_geometry(func, tensor)
+        else:
+            out = None
+            if func._schema.name.startswith("aten::_foreach_"):  # on the CPU they are a loop of in-place calls
+                torch.autograd.graph.increment_version([t for t in written if t.device.type == "cpu"])
+        node = self._write(func, twin, written, args, kwargs)
+        return self._given_back(func, node, out, args, kwargs)
+
+    def _refuse_repeats(self, func: OpOverload) -> None:
+        """Writes where several elements lie in one place: eager's error, or ours where eager only warns."""
+        if func._schema.name == "aten::masked_fill_":
+            raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
+
+    def _refuse_partial_overlap(self, written: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        """ATen's kernels refuse to write where they still read; fake tensors have no addresses to see that."""
+        read = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        for out in written:
+            for tensor in read:
+                one, two = self.ref(out), self.ref(tensor)
+                if one.storage is two.storage and one.geometry.overlaps_partly(two.geometry):
+                    raise RuntimeError(
+                        "unsupported operation: some elements of the input tensor and the written-to tensor refer "
+                        "to a single memory location. Please clone() the tensor before performing the operation."
+                    )
+
+    def _overlap(self, args: Any, kwargs: Any) -> bool:
+        """Whether two tensors of a list operator lie in one memory."""
+        if len(args[0]) < 2:
+            return False
+        written = [id(self.ref(t).storage) for t in args[0]]
+        others = [t for group in (*args[1:], *kwargs.values()) if isinstance(group, list) for t in group]
+        read = [self.ref(t).storage for t in others if isinstance(t, torch.Tensor)]
+        return len(set(written)) < len(written) or any(
+            id(storage) in written and written.index(id(storage)) != index % len(written)
+            for index, storage in enumerate(read)
+        )
+
+    def _hidden(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that writes without saying so: its pure form and its own results."""
+        positions = HIDDEN_WRITES[func]
+        written = self._written(func, args, kwargs, positions)
+        out = self._execute(func, args, kwargs)
+        node = self._write(func, Twin(Functionalized(func, positions)), written, args, kwargs)
+        for index, item in enumerate(out):
+            self.root(item, self.emit(operator.getitem, (node, index)))
+        return out
+
+    def _written(self, func: Any, args: Any, kwargs: Any, positions: tuple[int, ...]) -> list[torch.Tensor]:
+        """The tensors that a call writes, in schema order."""
+        bound = all_args(func, args, kwargs)
+        tensors: list[torch.Tensor] = []
+        for position in positions:
+            if position == 1 and func._schema.name.startswith("aten::_fused_") and not bound.get(_scale_position(func)):
+                continue  # gradients are only written when they are unscaled
+            item = bound.get(position)
+            tensors.extend([item] if isinstance(item, torch.Tensor) else [t for t in item or () if t is not None])
+        return tensors
+
+    def _write(self, func: Any, twin: Twin, written: list[torch.Tensor], args: Any, kwargs: Any) -> fx.Node:
+        """Records the pure form and makes its results the written tensors' content."""
+        kept = {k: v for k, v in kwargs.items() if k not in twin.drop} | _defaults(func, twin, len(args), kwargs)
+        refs = [self.ref(t) for t in written]
+        node = self.emit(twin.target, map_leaves(self._reads, args), map_leaves(self._reads, kept))
+        for ref, new in zip(refs, self._new_values(func, twin, node, len(written), args, kwargs), strict=True):
+            ref.write(fit(new, ref, self.emit), self.emit)
+        return node
+
+    def _new_values(
+        self, func: Any, twin: Twin, node: fx.Node, count: int, args: Any, kwargs: Any
+    ) -> Iterator[fx.Node]:
+        value = node.meta["info"].value
+        if isinstance(value, torch.Tensor):
+            yield node
+            return
+        if isinstance(twin.target, Functionalized):
+            for index in range(len(value) - count, len(value)):
+                yield self.emit(operator.getitem, (node, index))
+            return
+        fused = func._schema.name.startswith("aten::_fused_")
+        skip = fused and not all_args(func, args, kwargs).get(_scale_position(func))
+        for index, item in enumerate(value):
+            if isinstance(item, torch.Tensor):
+                yield self.emit(operator.getitem, (node, index))
+            elif not (skip and index == 1):
+                group = self.emit(operator.getitem, (node, index)) if item else None
+                for inner in range(len(item)):
+                    yield self.emit(operator.getitem, (group, inner))
+
+    def _given_back(self, func: Any, node: fx.Node, out: Any, args: Any, kwargs: Any) -> Any:
+        """The very tensors that were written where the schema returns them, new ones where it does not."""
+        names = {a.name: a for a in func._schema.arguments}
+        bound = {a.name: v for a, v in zip(func._schema.arguments, _positional(func, args, kwargs), strict=True)}
+        by_alias = {tuple(sorted(a.alias_info.before_set)): n for n, a in names.items() if a.alias_info}
+        returns = func._schema.returns
+        outs = out if isinstance(out, (tuple, list)) else (out,) * min(1, len(returns))
+        given: list[Any] = []
+        for result, item in zip(returns, outs, strict=False):
+            source = by_alias.get(tuple(sorted(result.alias_info.before_set))) if result.alias_info else None
+            given.append(bound[source] if source else item)
+        fresh = [g for g in given if isinstance(g, FakeTensor) and not hasattr(g, "wholestep_ref")]
+        for index, item in enumerate(fresh):  # an operator on clones gives its own results first
+            self.root(item, self.emit(operator.getitem, (node, index)))
+        return None if not given else given[0] if len(given) == 1 else tuple(given)
+
+    def _inplace_view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`t_`, `unsqueeze_`, …: the tensor itself becomes a view of what it was."""
+        tensor = args[0]
+        if not isinstance(tensor, FakeTensor):
+            raise UnsupportedError(
+                f"{func} changes the shape of {self._describe(tensor)}, which the step did not make",
+                user_line(),
+                "use the form that returns a view",
+            )
+        view = view_twin(func)
+        if view is None:
+            raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
+        base = self.ref(tensor)
+        old = Ref(base.storage, base.geometry, base.parent, base.view, base.args, base.kwargs, base.index)
+        old.node, old.generation = base.node, base.generation
+        if base.storage.root is base:
+            base.storage.root = old
+        self._execute(func, args, kwargs)
+        ref = Ref(base.storage, Geometry.of(tensor), old, view, tuple(args[1:]), kwargs)
+        tensor.wholestep_ref = ref  # type: ignore[attr-defined]
+        return tensor
+
+    def _check_geometry(self, func: Any, tensor: torch.Tensor) -> None:
+        ref = self.ref(tensor)
+        now = tensor if isinstance(tensor, FakeTensor) else self.by_id[id(tensor)].fake
+        if not ref.geometry.holds(now):
+            raise UnsupportedError(
+                f"{func} resized {self._describe(tensor)} from {list(ref.geometry.shape)} to {list(now.shape)}",
+                user_line(),
+                "give it an output of the right shape",
+            )
+
+
+def _positional(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
+    names = [a.name for a in func._schema.arguments]
+    return [*args, *(kwargs.get(name) for name in names[len(args) :])]
+
+
+def all_args(func: OpOverload, args: Any, kwargs: Any) -> dict[int, Any]:
+    """Position -> argument, however it was passed."""
+    return dict(enumerate(_positional(func, args, kwargs)))
+
+
+def _defaults(func: OpOverload, twin: Twin, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that an operator has a default for and its twin has not."""
+    if not isinstance(twin.target, OpOverload):
+        return {}
+    needed = {a.name for a in twin.target._schema.arguments if not a.has_default_value()}
+    rest = func._schema.arguments[given:]
+    return {a.name: a.default_value for a in rest if a.has_default_value() and a.name in needed - set(kwargs)}
+
+
+def _scale_position(func: OpOverload) -> int:
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "grad_scale"), -1)
+
+
+def _only(index: int, count: int, argument: Any) -> Any:
+    """The part of a list operator's argument that concerns one of its tensors."""
+    whole = isinstance(argument, (list, tuple)) and len(argument) == count
+    return [argument[index]] if whole else argument
+
+
+def _is_list_op(func: OpOverload) -> bool:
+    return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+
+
