@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from wholestep.ir import Functionalized
+from wholestep.torch_compat import OpOverload as Overload
 
 aten = torch.ops.aten
-Overload = torch._ops.OpOverload
 
 # Operators that write to arguments although their schema does not say so: positions, given the arguments.
 HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
