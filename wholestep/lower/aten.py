@@ -1,6 +1,6 @@
 """Lowering to generated Python over ATen kernels: a straight line over a planned arena.
 
-copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> arrange -> make_plan -> emit -> Program
+copy_step -> spell_lists -> expand_foreach -> shared_host -> plain_views -> dead_code -> arrange -> make_plan -> emit -> Program
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from wholestep.lower.memory import tile_size
 from wholestep.lower.naive import interpret
 from wholestep.lower.order import arrange
 from wholestep.lower.plan import Plan, make_plan
-from wholestep.passes.normal import copy_step, expand_foreach, shared_host, spell_lists
+from wholestep.passes.normal import copy_step, expand_foreach, plain_views, shared_host, spell_lists
 from wholestep.torch_compat import below_autograd
 
 _same = operator.is_
@@ -46,7 +46,7 @@ def lower_aten(
         LoweringError: the generated program does not compile: a mistake of ours.
     """
     with torch.no_grad():
-        graph = dead_code(shared_host(expand_foreach(spell_lists(copy_step(step)))))
+        graph = dead_code(plain_views(shared_host(expand_foreach(spell_lists(copy_step(step))))))
         plan = make_plan(graph, arrange(graph, tiling, batching))
         return Program(plan, emit(plan))
 
