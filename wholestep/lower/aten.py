@@ -1,6 +1,7 @@
 """Lowering to generated Python over ATen kernels: a straight line over a planned arena.
 
-copy_step -> spell_lists -> expand_foreach -> shared_host -> plain_views -> dead_code -> arrange -> make_plan -> emit -> Program
+copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> plain_views -> arrange -> make_plan -> emit
+-> Program
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def lower_aten(
         LoweringError: the generated program does not compile: a mistake of ours.
     """
     with torch.no_grad():
-        graph = dead_code(plain_views(shared_host(expand_foreach(spell_lists(copy_step(step))))))
+        graph = shared_host(expand_foreach(spell_lists(copy_step(step))))
+        graph = dead_code(plain_views(dead_code(graph)))
         plan = make_plan(graph, arrange(graph, tiling, batching))
         return Program(plan, emit(plan))
 

@@ -510,7 +510,7 @@ class _Writer(Speller):
             *("    " + line for line in self.bound),
             "",
             "    def run(inputs):",
-            *("        " + line if line else "" for line in self.body),
+            *("        " + line if line else "" for line in self._with_cells()),
             "",
             "    return run",
         ]

@@ -124,6 +124,7 @@ def make_plan(step: StepGraph, items: list[Item]) -> Plan:
 class _Planner:
     def __init__(self, step: StepGraph, items: list[Item]) -> None:
         self.step, self.items = step, items
+        self.inputs, self.outputs = step.placeholders, step.outputs
         self.plan = Plan(step, items)
         self.position: dict[fx.Node, int] = {}
         self.item_of: dict[fx.Node, int] = {}
@@ -152,7 +153,7 @@ class _Planner:
                 kind: Any = "input" if node.op == "placeholder" else "constant"
                 self.plan.store[node] = Store(kind, len(self.root) - 1 if kind == "input" else -1)
                 self.plan.name[node] = variable(node)
-        for index, node in enumerate(self.step.placeholders):
+        for index, node in enumerate(self.inputs):
             self.plan.store[node] = Store("input", index)
         self._find_constants()
         for item in self.items:
@@ -160,7 +161,7 @@ class _Planner:
                 self._find_root(node)
         self._read_outputs()
         for out, into in self.step.signature.mutations.items():
-            self._place_mutation(self._peel(self.step.outputs[out]), into)
+            self._place_mutation(self._peel(self.outputs[out]), into)
         for item in self.items:
             if item.kind == "batch":
                 self._decide_flat(item.nodes)
@@ -236,7 +237,7 @@ class _Planner:
     def _read_outputs(self) -> None:
         taken: set[fx.Node] = set()
         mutations = self.step.signature.mutations
-        for index, node in enumerate(self.step.outputs):
+        for index, node in enumerate(self.outputs):
             if index in mutations:
                 self.plan.returned.append(("input", mutations[index]))
                 continue
@@ -254,8 +255,8 @@ class _Planner:
             else:
                 self.plan.returned.append(("clone", node))
         for index in mutations:
-            node = self._peel(self.step.outputs[index])
-            if isinstance(node, fx.Node) and node is not self.step.placeholders[mutations[index]]:
+            node = self._peel(self.outputs[index])
+            if isinstance(node, fx.Node) and node is not self.inputs[mutations[index]]:
                 self.readers[self.root[node]].append(self.output)
 
     def _write_time(self, node: fx.Node) -> int:
@@ -311,7 +312,7 @@ class _Planner:
         return None
 
     def _place_mutation(self, node: Any, into: int) -> None:
-        placeholder = self.step.placeholders[into]
+        placeholder = self.inputs[into]
         if node is placeholder:
             return
         made = node
@@ -331,7 +332,7 @@ class _Planner:
 
     def _claim(self, node: fx.Node, into: int) -> bool:
         """Makes input ``into``'s memory the home of ``node`` and of the dying values it is made from."""
-        placeholder = self.step.placeholders[into]
+        placeholder = self.inputs[into]
         if self.root[node] is not node or node in self.plan.store or node in self.fixed:
             return False
         old = info(placeholder).value
@@ -365,7 +366,7 @@ class _Planner:
         """The same for a result of an argument-writing call."""
         owner = self._owner(leaf)
         entry = next((w for w in self._written(owner) if w.leaf is leaf), None)
-        placeholder = self.step.placeholders[into]
+        placeholder = self.inputs[into]
         if entry is None or not self._dead_before(self.root[entry.old], owner):
             return False
         if sum(self.root[w.old] is self.root[entry.old] for w in self._written(owner)) > 1:
@@ -520,13 +521,12 @@ class _Planner:
         for item, pairs in plan.copies.items():
             for _, node in pairs:
                 copied[self.root[node]] = max(copied.get(self.root[node], 0), item)
+        returned = {self.root[n] for kind, n in plan.returned if kind in ("value", "clone")}
         for root, readers in self.readers.items():
-            outputs = [n for kind, n in plan.returned if kind in ("value", "clone") and self.root[n] is root] \
-                if self.output in readers else []  # fmt: skip
             last = [self.item_of[r] for r in readers if r is not self.output]
             made = self.item_of.get(self._owner(root) if root.op == "call_function" else root, 0)
             plan.last_item[root] = max([made, copied.get(root, 0), *last])
-            if outputs:
+            if root in returned:
                 plan.last_item[root] = len(self.items)
         for index, (kind, node) in enumerate(plan.returned):
             if kind == "value" and plan.store[self.root[node]].kind not in ("call", "fresh"):
