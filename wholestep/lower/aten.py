@@ -16,10 +16,11 @@ import torch
 from wholestep.errors import LoweringError
 from wholestep.ir import StepGraph, dead_code
 from wholestep.lower.emit import Source, emit
+from wholestep.lower.lives import Plan
 from wholestep.lower.memory import tile_size
 from wholestep.lower.naive import interpret
 from wholestep.lower.order import arrange
-from wholestep.lower.plan import Plan, make_plan
+from wholestep.lower.plan import make_plan
 from wholestep.passes.normal import copy_step, expand_foreach, plain_views, shared_host, spell_lists
 from wholestep.torch_compat import below_autograd
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.lower.lives import Plan, variable
 from wholestep.lower.ops import aten, base_name, reaches
-from wholestep.lower.plan import Plan, variable
 from wholestep.torch_compat import OpOverload, direct_call
 
 # Operators whose number may be given as a tensor of one element and their operand's dtype: same bits, 1.5 µs less.
@@ -115,6 +115,9 @@ class Speller:
             values, named = self._values(node)
             if entry is not None and reaches(op, entry, base_name(op), values, named):
                 return f"torch.{base_name(op)}({', '.join(args + keywords)})"
+            method = getattr(torch.Tensor, base_name(op), None)
+            if method is not None and reaches(op, method, base_name(op), values, named):
+                return f"{args[0]}.{base_name(op)}({', '.join(args[1:] + keywords)})"
         return f"{self._function(op)}({', '.join(args + keywords)})"
 
     def _function(self, target: Any) -> str:
