@@ -1,4 +1,4 @@
-"""Graph to graph: `StepGraph` in, `StepGraph` out.
+"""Graph -> graph: takes a `StepGraph`, gives a `StepGraph`.
 
 A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit,
 except those that say otherwise (`fuse_optimizer`), which the user asks for by name.
