@@ -1,20 +1,22 @@
 # Two commands do everything on a fresh machine with Python 3.11+ and a C compiler:
 #   make demo    sets up .venv and trains a small GPT eager, compiled, on two ranks with DDP and on two ranks compiled
 #   make test    sets up .venv and runs lint, types and all tests
-# More: make lint | types | check | bench | bench-quick | soak | image | clean
+# More: make lint | types | check | bench | bench-quick | soak | test-long | image | clean
 
 PYTHON ?= python3
 JOBS   ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# files whose tests draw programs with hypothesis
+PROPERTIES := $(shell grep -l '^@given' tests/test_*.py)
 NATIVE := $(wildcard setup.py wholestep/comm/native/*.c wholestep/comm/native/*.h)
 # torch goes first and by its range alone, so that pip prefers a CPU build where one is at hand
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 # one thread a worker: the workers and the ranks they start are what fills the cores
 LIMIT  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types check bench bench-quick soak image clean
+.PHONY: demo test lint types check bench bench-quick soak test-long image clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -39,7 +41,11 @@ bench-quick: $(STAMP)
 
 # the long form of the property tests: hours of generated programs if you let it
 soak: $(STAMP)
-	WHOLESTEP_SOAK=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/test_programs.py $(ARGS)
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q $(PROPERTIES) $(ARGS)
+
+# the long form of the communication tests: 10,000 random collectives, 200 killed ranks
+test-long: $(STAMP)
+	WHOLESTEP_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/test_comm_collectives.py tests/test_comm_faults.py $(ARGS)
 
 image: $(STAMP)
 	$(BIN)/python docs/draw_pipeline.py

@@ -2,7 +2,18 @@
 
 from setuptools import Extension, setup
 
-SOURCES = ["module", "segment", "round", "reduce", "move", "allreduce_exchange", "allreduce_split", "progress", "p2p"]
+SOURCES = [
+    "module",
+    "segment",
+    "round",
+    "reduce",
+    "move",
+    "allreduce_exchange",
+    "allreduce_split",
+    "progress",
+    "p2p",
+    "pull",
+]
 
 setup(
     ext_modules=[

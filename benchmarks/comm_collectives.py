@@ -66,6 +66,7 @@ def theirs(name: str, x: torch.Tensor, mpi: Any) -> Call:
 
 
 def batch(call: Call, times: int) -> float:
+    """Microseconds that one call takes, over ``times`` calls in a row."""
     began = time.perf_counter()
     for _ in range(times):
         call()
@@ -111,7 +112,8 @@ def rows(seconds: float, sizes: list[int], with_mpi: bool) -> list[str]:
     lines = [
         f"{comm.get_world_size()} ranks, {os.cpu_count()} cores, torch {torch.__version__}",
         "",
-        "| collective | size | from C | private | shared | Gloo | Open MPI | Gloo/private | Gloo/shared | MPI/private |",
+        "| collective | size | from C | private | shared | Gloo | Open MPI "
+        "| Gloo/private | Gloo/shared | MPI/private |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in COLLECTIVES:
@@ -129,6 +131,7 @@ def rows(seconds: float, sizes: list[int], with_mpi: bool) -> list[str]:
 
 
 def main() -> None:
+    """Measures on as many ranks as asked for, prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each collective and size")

@@ -59,6 +59,7 @@ def step_times(path: str, steps: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
+    """Times the steps of both sides in turns and prints the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)

@@ -120,7 +120,7 @@ def scatter(r, n, draw, rng, layout, later):
 
 
 def all_to_all(r, n, draw, rng, layout, later):
-    top = rng.choice([0, 1, 5, 3000, 20000])
+    top = rng.choice([0, 1, 5, 3000, 90000])
     table = [[rng.randrange(top + 1) for _ in range(n)] for _ in range(n)]
     x = place(tensor(draw, r, (sum(table[r]), 2), torch.float32), layout)
     coming = [table[i][r] for i in range(n)]

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 from wholestep.capture import Const, GuardFailure, compile_binder, new_values, snapshot
@@ -243,7 +243,6 @@ def mutate(holder: Any, how: int, value: Any) -> None:
         holder.append(value)
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), VALUES, min_size=1), st.lists(st.tuples(st.integers(0, 50),
        st.integers(0, 2), VALUES), max_size=4))
 def test_random_graphs_are_restored_and_changes_are_guarded(
@@ -275,7 +274,6 @@ def _without_ids(value: Any) -> Any:
     return type(value)(_without_ids(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), VALUES, min_size=1), st.lists(st.tuples(st.integers(0, 50),
        st.integers(0, 2), VALUES), max_size=4))
 def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes: list[tuple[int, int, Any]]) -> None:

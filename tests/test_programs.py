@@ -13,6 +13,8 @@ from hypothesis import given
 from torch import Tensor
 from zoo.programs import PURE, VIEWS, InputSpec, Instruction, Program, build_inputs, programs, run, world_of
 
+from wholestep.errors import UnsupportedError
+
 SOME_WRITES = ("add_", "copy_", "setitem", "out", "zero_", "masked_fill_", "foreach_add_", "data_add_")
 
 
@@ -37,10 +39,11 @@ def judge(program: Program) -> None:
         if entangled(inputs, before):
             assert_same_or_refused(world_of(program), steps=call + 1)
             return
-    if {"expand", "masked_fill_"} <= {instruction.op for instruction in program.body}:
-        assert_same_or_refused(world_of(program), steps=3)  # eager warns; which element wins is not defined
-        return
-    assert_same_run(world_of(program), steps=3, poke=True)
+    try:
+        assert_same_run(world_of(program), steps=3, poke=True)
+    except UnsupportedError as error:
+        if "expanded tensor" not in str(error):  # eager only warns there, and which element wins is not defined
+            raise
 
 
 @given(programs(gradients=False))

@@ -30,10 +30,10 @@ ARROWS: dict[str, set[str]] = {
     "testing": BASE | {*STAGES, "comm", "parallel", "api", "launch"},
     "cli": BASE | {*STAGES, "comm", "parallel", "simulate", "report", "api", "launch"},
 }
+# comm stands below every stage, yet few need it: spmd makes the groups and names the operators, and lower gives
+# collectives memory that other ranks can read (`comm.empty`) and calls them as kernels.
 ARROWS["spmd"] |= {"comm"}
-ARROWS["passes"] |= {"comm"}
 ARROWS["lower"] |= {"comm"}
-ARROWS["runtime"] |= {"comm"}
 ARROWS["__init__"] = set(ARROWS)
 ARROWS["__main__"] = {"cli"}
 

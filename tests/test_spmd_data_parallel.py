@@ -14,6 +14,7 @@ from wholestep import comm
 from wholestep.api import capture
 from wholestep.errors import PlanError
 from wholestep.ir import check
+from wholestep.lower import lower
 from wholestep.spmd.data_parallel import reduce_gradients
 from wholestep.spmd.launch import communication
 from wholestep.testing import run_ranks
@@ -196,3 +197,9 @@ def test_gradients_read_between_two_backwards_are_reduced_for_that_reader():
         opt.step()
 
     assert kinds(spread(clip_each, deep())).count("a") == 2
+
+
+def test_gradients_are_computed_in_their_bucket():
+    code = lower(spread(train, deep()), (), "aten").code
+    assert "all_reduce_(cat" in code, "the collective works in place"
+    assert "torch.cat(" not in code and "_part_" not in code, "no gradient is copied"

@@ -101,7 +101,6 @@ def compile_with_inductor(
 
     Inductor is loaded here, by name: it takes a second and loads much that no other backend needs.
     """
-    # loaded when asked for: Inductor takes seconds to import and brings most of torch with it
     compile_fx = importlib.import_module("torch._inductor.compile_fx")
     decomposition = importlib.import_module("torch._inductor.decomposition")
     virtualized = importlib.import_module("torch._inductor.virtualized")
@@ -112,16 +111,6 @@ def compile_with_inductor(
 
 
 # --- comm ------------------------------------------------------------------------------------------------
-    inductor = importlib.import_module("torch._inductor.compile_fx")
-    table = importlib.import_module("torch._inductor.decomposition").select_decomp_table()
-    virtualized = importlib.import_module("torch._inductor.virtualized").V
-    with torch.no_grad(), mode:
-        plain = make_fx(gm, decomposition_table=table, tracing_mode="real")(*inputs)
-    with torch.no_grad(), virtualized.set_fake_mode(mode):
-        return inductor.compile_fx_inner(plain, list(inputs))  # type: ignore[no-any-return]
-
-
-# comm/ ------------------------------------------------------------------------------------------------------------
 
 
 def dispatch_modes_active() -> bool:

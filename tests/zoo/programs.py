@@ -295,6 +295,12 @@ def world_of(program: Program) -> Callable[[int], World]:
     return make
 
 
+def _instruction(parts: tuple[str, int, int, int, int, bool]) -> Instruction:
+    """Views are made with gradients on: what autograd says of others later depends on each write in between."""
+    made = Instruction._make(parts)
+    return made._replace(no_grad=made.no_grad and made.op not in VIEWS)
+
+
 def programs(gradients: bool, reshapes: bool = False) -> st.SearchStrategy[Program]:
     """Strategy for programs; with gradients or without; with in-place changes of shape or without."""
     small = st.integers(0, 3)
@@ -309,7 +315,7 @@ def programs(gradients: bool, reshapes: bool = False) -> st.SearchStrategy[Progr
     ).map(InputSpec._make)
     position = st.integers(0, 9)
     no_grad = st.booleans() if gradients else st.just(False)
-    instruction = st.tuples(st.sampled_from(ops), position, position, small, small, no_grad).map(Instruction._make)
+    instruction = st.tuples(st.sampled_from(ops), position, position, small, small, no_grad).map(_instruction)
     backward = Instruction("backward", 0, 0, 1, 0, False)
     ending = st.sampled_from([(backward,), ()]) if gradients else st.just(())
     return st.tuples(

@@ -102,18 +102,22 @@ class BackendConfig:
 
 
 def is_gloo_available() -> bool:
+    """True where the installed torch was built with Gloo."""
     return c10d.has_engine("gloo")
 
 
 def is_nccl_available() -> bool:
+    """True where the installed torch was built with NCCL."""
     return c10d.has_engine("nccl")
 
 
 def is_mpi_available() -> bool:
+    """True where the installed torch was built with MPI."""
     return c10d.has_engine("mpi")
 
 
 def is_ucc_available() -> bool:
+    """True where the installed torch was built with UCC."""
     return c10d.has_engine("ucc")
 
 

@@ -356,10 +356,11 @@ def gather(
     if traced.is_traced(tensor):
         return traced.into("gather", outs, inp.reshape(-1), pg, async_op, root)
     opts, ready = Options(root=root, async_op=async_op), inp.contiguous()
-    return _launch(
-        pg, "gather", tensor, async_op,
-        lambda pg: _staged(outs, lambda ready_outs: pg.gather([ready_outs] if outs else [], [ready], opts), gather_list),
-    )  # fmt: skip
+
+    def run(pg: ProcessGroup) -> Work:
+        return _staged(outs, lambda at: pg.gather([at] if outs else [], [ready], opts), gather_list)
+
+    return _launch(pg, "gather", tensor, async_op, run)
 
 
 def scatter(

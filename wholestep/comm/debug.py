@@ -9,7 +9,7 @@ VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 class DebugLevel(enum.Enum):
-    """OFF; INFO: notes where groups are made; DETAIL: every backend compares what the ranks call, as shm always does."""
+    """OFF; INFO: notes where groups are made; DETAIL: every backend compares the ranks' calls, as shm always does."""
 
     OFF = 0
     INFO = 1
@@ -32,9 +32,11 @@ def set_debug_level_from_env() -> None:
 
 
 def set_debug_level(level: DebugLevel) -> None:
+    """Sets the level for groups made from here on."""
     global _level
     _level = level
 
 
 def get_debug_level() -> DebugLevel:
+    """The level in force."""
     return _level

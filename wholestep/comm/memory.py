@@ -57,7 +57,7 @@ def no_room(length: int, what: str, failure: OSError) -> DistBackendError:
 
 
 class _Pool:
-    """Blocks by size. A block whose tensor has died is kept for the next of its size, since mapping costs page faults."""
+    """Blocks by size. A block whose tensor has died is kept for the next of its size: mapping costs page faults."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

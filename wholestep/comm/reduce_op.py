@@ -70,7 +70,7 @@ class ReduceOp(metaclass=_Kinds):
 
 
 def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
-    """PREMUL_SUM: every rank's tensor is multiplied by ``factor`` (a number, or a tensor of one element), then summed."""
+    """PREMUL_SUM: every rank's tensor times ``factor`` (a number, or a tensor of one element), then summed."""
     return ReduceOp(RedOpType.PREMUL_SUM, factor)
 
 

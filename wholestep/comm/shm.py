@@ -182,6 +182,7 @@ class ShmGroup(ProcessGroup):
         except DistError:
             native.stop(handle)
             raise
+        native.probe(handle)
         return int(handle)
 
     def shutdown(self) -> None:
@@ -211,7 +212,7 @@ class ShmGroup(ProcessGroup):
                 f"{group}: {me} waited {self._seconds:g} s in {here} for {other}, which last stood at {there}"
             )
         if status == MEMORY:
-            return DistBackendError(f"{group}: {me} cannot map the shared tensor of {other} in {here}")
+            return DistBackendError(f"{group}: {me} cannot read the memory of {other} in {here}")
         return DistBackendError(
             f"{group}: {other} has left the group, or the group has failed before; {me} is in {here}"
         )
@@ -378,8 +379,9 @@ class ShmGroup(ProcessGroup):
         starts = [list(accumulate(sizes, initial=at.data_ptr()))[:-1] for sizes, at in ((ins, input), (outs, output))]
         n = f"{self._size}Q"
         return self._start(
-            ALL_TO_ALL, input, opts, [output], (output, input), shape=_shape_code(input.shape[1:]), ins=struct.pack(n, *starts[0]),
-            outs=struct.pack(n, *starts[1]), in_sizes=struct.pack(n, *ins), out_sizes=struct.pack(n, *outs),
+            ALL_TO_ALL, input, opts, [output], (output, input), shape=_shape_code(input.shape[1:]),
+            ins=struct.pack(n, *starts[0]), outs=struct.pack(n, *starts[1]),
+            in_sizes=struct.pack(n, *ins), out_sizes=struct.pack(n, *outs),
         )  # fmt: skip
 
     def _rows(self, rows: int, splits: list[int], row: int) -> list[int]:

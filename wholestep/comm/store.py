@@ -23,6 +23,7 @@ DEFAULT_STORE_TIMEOUT = timedelta(seconds=300)
 
 
 def as_bytes(value: Value) -> bytes:
+    """What a store keeps of a value: text as UTF-8."""
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
@@ -122,7 +123,7 @@ class Store:
         self._apply("append", key, as_bytes(value))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        """Sets the key if it holds ``expected`` (or is absent and ``expected`` is empty); returns what it holds then."""
+        """Sets the key if it holds ``expected`` (absent, if ``expected`` is empty); returns what it holds then."""
         return self._apply("compare_set", key, as_bytes(expected), as_bytes(desired))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:

@@ -300,7 +300,8 @@ class TCPStore(Store):
             answer = self._receive()
         except (OSError, ValueError, struct.error) as failure:
             raise DistNetworkError(
-                f"TCPStore: {self.host}:{self.port} refused this rank: {failure}; is {SECRET_VARIABLE} the same on all ranks?"
+                f"TCPStore: {self.host}:{self.port} refused this rank: {failure}; "
+                f"is {SECRET_VARIABLE} the same on all ranks?"
             ) from failure
         if len(answer) != 2 or not hmac.compare_digest(answer[1], _proof(self._secret, b"server", mine)):
             raise DistNetworkError(

@@ -52,7 +52,7 @@ class Work:
         return self._result or []
 
     def get_future(self) -> torch.futures.Future:
-        """A future with the result tensors. Waits for the collective first: hooks chained to it see finished tensors."""
+        """A future with the result tensors. Waits for the collective first: chained hooks see finished tensors."""
         future: torch.futures.Future = torch.futures.Future()
         try:
             future.set_result(self.result())

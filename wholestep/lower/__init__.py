@@ -2,7 +2,7 @@
 
 Takes a pure graph and example inputs. Gives ``fn(*inputs) -> outputs`` that writes mutated inputs in place and
 gives every other output memory of its own. This is the only room that may reuse memory or write in place.
-May import: errors, ir, torch_compat, passes. Must not import capture, trace, runtime, api.
+May import: errors, ir, torch_compat, passes, comm. Must not import capture, trace, runtime, api.
 """
 
 from __future__ import annotations

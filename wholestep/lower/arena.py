@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+SHARED = "shared"  # the arena of buffers on which the shared-memory transport works in place
 ALIGN = 64  # bytes: a cache line, and what torch's own allocator gives
 
 
@@ -21,7 +22,7 @@ class Slot:
     Attributes:
         nbytes: size in bytes.
         start, end: first and last position at which its content matters, both included.
-        device: name of the device whose arena it lies in.
+        device: name of the device whose arena it lies in, or `SHARED`.
         offset: in bytes, set by `place`.
     """
 

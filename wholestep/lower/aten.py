@@ -17,7 +17,7 @@ from wholestep.errors import LoweringError
 from wholestep.ir import StepGraph, dead_code
 from wholestep.lower.emit import Source, emit
 from wholestep.lower.lives import Plan
-from wholestep.lower.memory import tile_size
+from wholestep.lower.memory import arena_memory, tile_size
 from wholestep.lower.naive import interpret
 from wholestep.lower.order import arrange
 from wholestep.lower.plan import make_plan
@@ -103,10 +103,7 @@ class Program:
         """Makes all views of lasting memory anew: at the first call and when a parameter has moved."""
         self.rebinds += 1
         if not self._arena and self.plan.arena:
-            self._arena = {
-                device: torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-                for device, size in self.plan.arena.items()
-            }
+            self._arena = {device: arena_memory(max(size, 1), device) for device, size in self.plan.arena.items()}
         tile = tile_size()
         for dtype, count in self._source.scratch.items():
             for index in range(count):

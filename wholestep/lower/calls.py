@@ -53,6 +53,7 @@ class CallWriter(Speller):
             "host": self._host, "view": self._view, "fill": self._fill, "copy": self._copy, "scatter": self._scatter,
             "wait": self._wait, "collective": self._collective,
             "inplace": self._out, "out": self._out, "call": self._functional, "mutable": self._mutable,
+            "pack": self._pack,
         }.get(how)  # fmt: skip
         if write is not None:
             write(node, lines)
@@ -133,6 +134,14 @@ class CallWriter(Speller):
     def _copy(self, node: fx.Node, lines: list[str]) -> None:
         source = node.args[1] if node.target is aten.copy.default else node.args[0]
         self._say(lines, f"{self._destination(node, lines)}.copy_({self._arg(source)})", node)
+
+    def _pack(self, node: fx.Node, lines: list[str]) -> None:
+        whole = self._destination(node, lines)
+        for number, (operand, start, size) in enumerate(self.plan.unpacked[node]):
+            part = f"{whole}_part_{number}"
+            self.bound.append(f"{part} = {whole}[{start}:{start + size}]")
+            self.stable.add(part)
+            self._say(lines, f"{part}.copy_({self._arg(operand)})", node)
 
     def _scatter(self, node: fx.Node, lines: list[str]) -> None:
         base, source, *rest = node.args

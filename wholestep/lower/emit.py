@@ -191,7 +191,7 @@ class _Writer(GroupWriter):
         return "\n".join(lines) + "\n"
 
 
-_KERNELS = ("fill", "copy", "scatter", "collective", "inplace", "out", "call", "mutable")
+_KERNELS = ("fill", "copy", "scatter", "collective", "inplace", "out", "call", "mutable", "pack")
 
 
 def plan_owner(plan: Plan) -> Any:

@@ -21,6 +21,7 @@ from wholestep.lower.ops import (
     is_wait,
 )
 from wholestep.lower.order import Item
+from wholestep.lower.pack import Part
 from wholestep.lower.values import (
     How,
     Written,
@@ -60,6 +61,7 @@ class Plan:
         copies: item index -> (input index, node) copied after that item.
         returned: for each output, ("input", i), ("value", node), ("clone", node) or ("literal", value).
         written: for each argument-writing call: (argument, index in list or None, old, leaf, in place).
+        unpacked: `cat` -> (operand, first element, elements) of what must be copied; the rest is computed in place.
         slots, arena: the arena's buffers, and bytes per device.
         flat: slot index -> the values that lie in it side by side, in order.
         scratch: for each tiled item, dtypes of its scratch buffers.
@@ -74,6 +76,7 @@ class Plan:
     copies: dict[int, list[tuple[int, fx.Node]]] = field(default_factory=dict)
     returned: list[tuple[str, Any]] = field(default_factory=list)
     written: dict[fx.Node, list[Written]] = field(default_factory=dict)
+    unpacked: dict[fx.Node, list[tuple[fx.Node, int, int]]] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     arena: dict[str, int] = field(default_factory=dict)
     flat: dict[int, list[fx.Node]] = field(default_factory=dict)
@@ -117,6 +120,7 @@ class Lives:
                 self.position[node] = len(self.position)
                 self.item_of[node] = index
             self.bounds.append((start, len(self.position) - 1))
+        self.parts: dict[fx.Node, Part] = {}
         self.end = len(self.position)
         (self.output,) = (n for n in step.graph.nodes if n.op == "output")
         self.position[self.output] = self.end

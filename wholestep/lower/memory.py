@@ -8,8 +8,20 @@ from typing import Any
 
 import torch
 
+from wholestep import comm
+from wholestep.lower.arena import SHARED
 from wholestep.lower.order import TILE
 from wholestep.torch_compat import storage_uses
+
+
+def arena_memory(size: int, device: str) -> torch.Tensor:
+    """So many bytes for an arena, as one flat tensor."""
+    if device == SHARED:
+        try:
+            return comm.empty(size, dtype=torch.uint8, shared=True)
+        except comm.DistBackendError:  # /dev/shm is small: the transport copies out of private memory instead
+            device = "cpu"
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def at(arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep import comm
 from wholestep.ir import GETITEM, StepGraph, info
-from wholestep.lower.arena import Slot, peak, place
+from wholestep.lower.arena import SHARED, Slot, peak, place
 from wholestep.lower.lives import Lives, Plan, Store, variable
 from wholestep.lower.ops import (
     SELF_ONLY_INPLACE,
@@ -31,6 +32,7 @@ from wholestep.lower.ops import (
     mutable_twin,
 )
 from wholestep.lower.order import Item
+from wholestep.lower.pack import Part, find_parts
 from wholestep.lower.values import (
     How,
     Written,
@@ -47,6 +49,13 @@ from wholestep.lower.values import (
 from wholestep.torch_compat import OpOverload
 
 FLAT_OPS = {"sqrt"}  # elementwise, correctly rounded: the same bits wherever an element lies
+
+
+def works_on_shared_memory(node: fx.Node) -> bool:
+    """True for a collective over a transport that copies nothing when its operand is in shared memory."""
+    if not isinstance(node.target, OpOverload) or node.target._schema.name != "wholestep::all_reduce":
+        return False
+    return comm.is_initialized() and comm.get_group(node.args[2]).backend_name == "shm"  # type: ignore[arg-type]
 
 
 def make_plan(step: StepGraph, items: list[Item]) -> Plan:
@@ -72,6 +81,7 @@ class _Planner(Lives):
         self._read_outputs()
         for out, into in self.step.signature.mutations.items():
             self._place_mutation(self._peel(self.outputs[out]), into)
+        self.parts = find_parts(self.position, self.root, self._is_free)
         for item in self.items:
             if item.kind == "batch":
                 self._decide_flat(item.nodes)
@@ -250,8 +260,45 @@ class _Planner(Lives):
         if self.plan.store[node].kind == "slot":
             self.members[self.plan.store[node].index].append(node)
 
+    def _is_free(self, value: fx.Node, whole: fx.Node) -> bool:
+        """True when a value may be computed in a part of the memory of a later one."""
+        placed = value in self.plan.store or whole in self.plan.store or {value, whole} & self.escaping
+        return not placed and value not in self.fixed and self._dead_before(value, whole)
+
+    def _slot(self, node: fx.Node) -> int:
+        """The slot of a node's own, made when it is first asked for."""
+        home = self.plan.store.get(node)
+        if home is None:
+            value = info(node).value
+            self.plan.slots.append(Slot(value.numel() * value.itemsize, 0, 0, str(value.device)))
+            home = self.plan.store[node] = Store("slot", len(self.plan.slots) - 1)
+            self.members[home.index] = [node]
+        return home.index
+
+    def _pack(self, node: fx.Node, part: Part, how: How) -> None:
+        index = self._slot(part.whole)
+        self.plan.store[node] = Store("slot", index, part.start * info(node).value.itemsize)
+        self.plan.how[node] = how
+        self.members[index].append(node)
+
+    def _decide_pack(self, node: fx.Node) -> None:
+        """A `cat` some of whose operands lie in it already."""
+        self.plan.how[node] = "pack"
+        start, left = 0, []
+        for operand in tensor_operands(node):
+            size = info(operand).value.numel()
+            part = self.parts.get(self.root[operand])
+            if part is None or part.whole is not node:
+                left.append((operand, start, size))
+            start += size
+        self.plan.unpacked[node] = left
+
     def _decide_call(self, node: fx.Node) -> None:
         plan, how = self.plan, self._ways(node)
+        if node in plan.store and node.target is aten.cat.default:
+            return self._decide_pack(node)
+        if node in self.parts and how is not None:
+            return self._pack(node, self.parts[node], how)
         tiled = self.items[self.item_of[node]].kind == "tile"
         copied = node.target is aten.copy.default  # whose first operand need not exist any more
         into = tiled or copied or (how == "out" and recyclable(info(node).value))
@@ -273,15 +320,15 @@ class _Planner(Lives):
             plan.store[node] = Store("scratch", len(dtypes))
             dtypes.append(info(node).value.dtype)
         else:
-            plan.store[node] = Store("slot", len(plan.slots))
-            value = info(node).value
-            plan.slots.append(Slot(value.numel() * value.itemsize, 0, 0, str(value.device)))
-            self.members[len(plan.slots) - 1] = [node]
+            self._slot(node)
+        if works_on_shared_memory(node) and plan.store[node].kind == "slot":
+            plan.slots[plan.store[node].index].device = SHARED
 
     def _decide_flat(self, nodes: list[fx.Node]) -> None:
         """Lays the results of a batch side by side, where they are new, so that one call serves all of them."""
         values = [info(n).value for n in nodes]
-        if base_name(nodes[0].target) not in FLAT_OPS or any(n in self.plan.how or n in self.escaping for n in nodes):  # type: ignore[arg-type]
+        placed = any(n in self.plan.how or n in self.escaping or n in self.parts for n in nodes)
+        if placed or base_name(nodes[0].target) not in FLAT_OPS:  # type: ignore[arg-type]
             return
         operands = [o for n in nodes for o in tensor_operands(n)]
         if not all(v.is_contiguous() for v in [*values, *(info(o).value for o in operands)]):

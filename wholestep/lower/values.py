@@ -26,7 +26,20 @@ from wholestep.lower.ops import (
 from wholestep.torch_compat import OpOverload
 
 How = Literal[
-    "skip", "host", "view", "wait", "collective", "fill", "copy", "scatter", "inplace", "out", "call", "mutable", "pick"
+    "skip",
+    "host",
+    "view",
+    "wait",
+    "collective",
+    "fill",
+    "copy",
+    "scatter",
+    "inplace",
+    "out",
+    "call",
+    "mutable",
+    "pick",
+    "pack",
 ]
 
 

@@ -13,7 +13,7 @@ from wholestep.ir import StepGraph
 from wholestep.torch_compat import set_versions
 from wholestep.trace import Traced
 from wholestep.trace.results import Slot
-from wholestep.trace.tape import flat_memory
+from wholestep.trace.tape import flat_memory, memory_of
 
 
 class Binder(Protocol):
@@ -78,10 +78,12 @@ class Entry:
         places = {id(item): i for i, item in enumerate(traced.lifted)}
         self.hoist_inputs = [places[id(item)] for item in traced.hoisted.inputs]
         self.writes: dict[int, list[int]] = {}  # how often eager counts a write -> the inputs it counts them for
-        for index, times in traced.versions.items() if not self.flat else ():
-            self.writes.setdefault(times, []).append(index)
         # views of one memory have one counter, so each is set rather than counted up
-        self.shared_writes = list(traced.versions.items()) if self.flat else []
+        memories = [memory_of(traced.lifted[i].value) for i in traced.versions]  # type: ignore[arg-type]
+        shared = len(set(memories)) < len(memories)
+        for index, times in traced.versions.items() if not shared else ():
+            self.writes.setdefault(times, []).append(index)
+        self.shared_writes = list(traced.versions.items()) if shared else []
         self.fresh = [i for i, slot in enumerate(traced.slots) if slot.own_counter]
         self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
@@ -141,7 +143,7 @@ class Entry:
         if slot.geometry is not None:
             size, stride, offset = slot.geometry
             # a view made without gradients could not be written later where eager's can
-            with torch.set_grad_enabled(slot.requires_grad or not base.requires_grad):
+            with torch.set_grad_enabled(not slot.leaf or not base.requires_grad):
                 tensor = base.as_strided(size, stride, base.storage_offset() + offset)
             tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
         if slot.requires_grad and not tensor.requires_grad:

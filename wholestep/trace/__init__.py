@@ -117,6 +117,7 @@ def trace_step(
     except LeakError as error:
         raise LeakError(error.what, error.where or recorder.made_at(error.held), error.remedy) from None
     made = new_values(effects, value)
+    outlet.observe(made)
     versions = _versions(recorder, before)
     hoisted = hoist(recorder, made)
     return _finish(recorder, outlet, value, effects, [outlet.place(v) for v in made], hoisted, versions)

@@ -9,7 +9,6 @@ graph of its own makes its beginning.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-
 from typing import Any
 
 import torch

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from wholestep.ir import Functionalized
+from wholestep.torch_compat import OpOverload as Overload
 
 aten = torch.ops.aten
-Overload = torch._ops.OpOverload
 
 # Operators that write to arguments although their schema does not say so: positions, given the arguments.
 HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
@@ -24,6 +24,9 @@ TRAINING_FLAG = 5
 
 # Operators that write one value everywhere, and so also where elements repeat.
 CONSTANT_WRITES = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+
+# In-place operators that eager lets write where elements repeat; what they leave there is not defined.
+EAGER_REPEATS = {"aten::masked_fill_", "aten::relu_", "aten::clamp_", "aten::clamp_min_", "aten::clamp_max_"}
 
 # Operators whose kernel works differently when gradients are wanted (the LSTM keeps a workspace).
 GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}

@@ -59,6 +59,10 @@ class Recorder(Writes, TorchDispatchMode):
             return self._view(func, args, kwargs) if is_view(func) else self._pure(func, args, kwargs)
         except FAKE_ERRORS as error:
             raise _translated(func, error) from error
+        except ValueError as error:
+            if str(error).startswith("Cannot view a tensor"):  # fake tensors say it in other words than kernels
+                raise RuntimeError(VIEW_ERROR) from error
+            raise
         except RuntimeError as error:
             if "no fake impl registered" in str(error):
                 raise _translated(func, error) from error
@@ -145,6 +149,11 @@ def _translated(func: Any, error: Exception) -> CaptureError:
         "register one with torch.library.register_fake",
     )
 
+
+VIEW_ERROR = (
+    "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
+    "contiguous subspaces). Use .reshape(...) instead."
+)
 
 # Ranges that torch.optim marks for a profiler, and questions about a tensor's device: no part of the step.
 UNRECORDED = ("profiler", "prim")

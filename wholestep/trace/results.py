@@ -60,6 +60,11 @@ class Outlet:
         self.by_tensor: dict[int, int] = {}
         self.by_storage: dict[int, int] = {}
         self.keep: list[Any] = []
+        self.facts: dict[int, tuple[bool, bool, int, bool]] = {}
+
+    def observe(self, values: list[Any]) -> None:
+        """Notes what autograd says of the tensors to come, before anything is done to find out more."""
+        self.facts = {id(v): _autograd(v) for v in values if isinstance(v, FakeTensor)}
 
     def slot(self, tensor: torch.Tensor) -> int:
         """The index of the slot for a tensor made in the step."""
@@ -71,17 +76,17 @@ class Outlet:
         assert root is not None
         here, whole = ref.geometry, root.geometry
         if here.dtype != whole.dtype or here.lazy:
-            return self._add(tensor, Slot(self._output(ref.read(self.recorder.emit)), None, None, *_autograd(tensor)))
+            return self._add(tensor, Slot(self._output(ref.read(self.recorder.emit)), None, None, *self.facts[id(tensor)]))
         place = (tuple(here.shape), here.stride, here.offset - whole.offset)
         if storage.input is not None:
             item = self.recorder.lifted[storage.input]
             whole_state = item.source is None and here == whole  # state that the step makes is the input itself
-            own = _counts_alone(tensor, item.value)
-            slot = Slot(None, storage.input, None if whole_state else place, *_autograd(tensor), own)
+            own = all(_counts_alone(tensor, real) for real in item.members or [item.value])
+            slot = Slot(None, storage.input, None if whole_state else place, *self.facts[id(tensor)], own)
         else:
             if id(storage) not in self.by_storage:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
-            slot = Slot(self.by_storage[id(storage)], None, None if here == whole else place, *_autograd(tensor))
+            slot = Slot(self.by_storage[id(storage)], None, None if here == whole else place, *self.facts[id(tensor)])
         return self._add(tensor, slot)
 
     def _add(self, tensor: torch.Tensor, slot: Slot) -> int:

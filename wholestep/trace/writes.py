@@ -14,7 +14,7 @@ from wholestep.errors import UnsupportedError
 from wholestep.ir import Functionalized
 from wholestep.torch_compat import FakeTensor, OpOverload
 from wholestep.trace.alias import Geometry, Ref, fit
-from wholestep.trace.ops import CONSTANT_WRITES, HIDDEN_WRITES, Twin, pure_twin, view_twin, written_arguments
+from wholestep.trace.ops import CONSTANT_WRITES, EAGER_REPEATS, HIDDEN_WRITES, Twin, pure_twin, view_twin, written_arguments
 from wholestep.trace.tape import Tape, map_leaves
 from wholestep.trace.where import user_line
 
@@ -50,7 +50,7 @@ class Writes(Tape):
 
     def _refuse_repeats(self, func: OpOverload) -> None:
         """Writes where several elements lie in one place: eager's error, or ours where eager only warns."""
-        if func._schema.name == "aten::masked_fill_":
+        if func._schema.name in EAGER_REPEATS:
             raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
@@ -150,14 +150,15 @@ class Writes(Tape):
 
     def _inplace_view(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`t_`, `unsqueeze_`, …: the tensor itself becomes a view of what it was."""
-        tensor = args[0]
+        tensor, view = args[0], view_twin(func)
+        if view is not None:
+            self._execute(view, args, kwargs)  # eager's own error first, if there is one
         if not isinstance(tensor, FakeTensor):
             raise UnsupportedError(
                 f"{func} changes the shape of {self._describe(tensor)}, which the step did not make",
                 user_line(),
                 "use the form that returns a view",
             )
-        view = view_twin(func)
         if view is None:
             raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
         base = self.ref(tensor)

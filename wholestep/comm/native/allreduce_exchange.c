@@ -32,4 +32,4 @@ static void direct(group_t *g, job_t *j) {
     if (n) reduce_into(j->d.dtype, j->d.red, dst, g->size, src, g->size, n / j->elem);
 }
 
-const algorithm_t allreduce_exchange = {"exchange", rounds, NULL, write, read, direct};
+const algorithm_t allreduce_exchange = {"exchange", rounds, NULL, write, read, direct, pull_allreduce};

@@ -49,21 +49,24 @@ static void announce(group_t *g, const job_t *j) {
 /* Asks whether every rank's input lies in shared memory; if so works on it there. done: 1 when it did. */
 static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     size_t length = j->d.op == OP_REDUCE_SCATTER ? j->d.bytes * (size_t)g->size : j->d.bytes;
-    if (!j->ins) segment_describe(j->in, length, &j->d);
+    if (!j->ins) {
+        segment_describe(j->in, length, &j->d);
+        j->d.address = (uint64_t)(uintptr_t)j->in;
+    }
     announce(g, j);
     g->reading = g->round;
     int status = round_wait(g, g->reading);
     if (!status) status = round_compare(g, j);
     if (status) return status;
     for (int r = 0; r < g->size; r++)
-        if (!desc_of(g, r, g->reading)->segment) return OK;
+        if (!desc_of(g, r, g->reading)->segment) {
+            if (j->d.bytes < PULL || !a->pull || !pull_agreed(g)) return OK;
+            *done = 1;
+            return a->pull(g, j);
+        }
     for (int r = 0; r < g->size; r++) {
         j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), desc_of(g, r, g->reading));
-        if (!j->peers[r]) { /* the others go on with memory that we cannot see: nothing can be saved */
-            g->broken = 1, g->fail_status = E_MEMORY, j->culprit = g->fail_culprit = r;
-            atomic_store(&g->ctl[g->rank].failed, 1);
-            return E_MEMORY;
-        }
+        if (!j->peers[r]) return round_unreadable(g, r); /* the others go on without us: nothing can be saved */
     }
     a->direct(g, j);
     announce(g, j);

@@ -65,7 +65,7 @@ int round_arrived(const group_t *g, uint32_t round) {
     return 1;
 }
 
-static int give_up(group_t *g, int rank, int status) {
+int round_fail(group_t *g, int rank, int status) {
     if (g->job) {
         g->job->culprit = rank;
         uint32_t at = atomic_load(&g->ctl[rank].round);
@@ -80,10 +80,27 @@ static int give_up(group_t *g, int rank, int status) {
     return status;
 }
 
+/* A rank's memory cannot be read: is it dying? Its memory goes a moment before its lock. */
+int round_unreadable(group_t *g, int rank) {
+    struct timespec pause = {0, 10 * 1000 * 1000};
+    for (int turn = 0; turn < 30; turn++) {
+        if (!rank_alive(g, rank)) return round_fail(g, rank, E_DIED);
+        nanosleep(&pause, NULL);
+    }
+    return round_fail(g, rank, E_MEMORY);
+}
+
 /* What a call on a broken group gets: what broke it. */
 int round_broken(const group_t *g, job_t *job) {
     job->culprit = g->fail_culprit, job->theirs = g->fail_theirs;
     return g->fail_status ? g->fail_status : E_ABORTED;
+}
+
+/* A rank will not come. Names the rank that died at its work before one that left, and perhaps ended, because of it. */
+static int blame(group_t *g, int rank) {
+    for (int r = 0; r < g->size; r++)
+        if (r != g->rank && !atomic_load(&g->ctl[r].failed) && !rank_alive(g, r)) return round_fail(g, r, E_DIED);
+    return round_fail(g, rank, rank_alive(g, rank) ? E_ABORTED : E_DIED);
 }
 
 static int sleep_until(group_t *g, int rank, uint32_t round) {
@@ -94,16 +111,12 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
         if ((int32_t)(seen - round) < 0) futex_wait_for(&other->round, seen, LOOK);
         atomic_fetch_sub(&other->sleepers, 1);
         if (reached(g, rank, round)) break;
-        for (int r = 0; r < g->size; r++) { /* a death elsewhere holds us up just as well: name the dead, not the waiting */
-            if (reached(g, r, round) || r == g->rank) continue;
-            if (!rank_alive(g, r) && !reached(g, r, round)) return give_up(g, r, E_DIED);
+        for (int r = 0; r < g->size; r++) { /* a death elsewhere holds us up just as well */
+            if (r == g->rank || reached(g, r, round)) continue;
+            int gone = !rank_alive(g, r) || atomic_load(&g->ctl[r].failed);
+            if (gone && !reached(g, r, round)) return blame(g, r);
         }
-        if (atomic_load(&other->failed) && !reached(g, rank, round)) {
-            for (int r = 0; r < g->size; r++)
-                if (r != g->rank && !rank_alive(g, r)) return give_up(g, r, E_DIED);
-            return give_up(g, rank, E_ABORTED);
-        }
-        if (now() > g->deadline) return give_up(g, rank, E_TIMEOUT);
+        if (now() > g->deadline) return round_fail(g, rank, E_TIMEOUT);
     }
     return OK;
 }

@@ -10,7 +10,8 @@
  * round.c    flags, waiting, dead ranks        reduce.c    vector kernels
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
  * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
- * segment.c  memory                            module.c    the Python names
+ * segment.c  memory                            pull.c      large private tensors
+ * module.c   the Python names
  */
 #ifndef WHOLESTEP_SHM_H
 #define WHOLESTEP_SHM_H
@@ -22,9 +23,10 @@
 #include <sys/types.h>
 
 #define MAX_RANKS 256
+#define PULL (256 * 1024) /* from here on ranks read each other's private memory: pull.c */
 #define CHUNK (32 * 1024) /* bytes a rank publishes a round. AHEAD x CHUNK, all-reduce of 1 MB, 2 ranks, in one run: */
 #define AHEAD 4           /* 4 x 32 KB 7.0 GB/s, 4 x 16 KB 6.4, 2 x 32 KB 6.5, 1 x 64 KB 6.4 */
-#define SLOT (2 * CHUNK + 4096) /* room for a chunk, the reduced part of an earlier one, and tables */
+#define SLOT (2 * CHUNK + 8192) /* room for a chunk, the reduced part of an earlier one, and tables */
 #define DEPTH (2 * AHEAD)
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
 
@@ -40,8 +42,7 @@ typedef struct {
     uint32_t root;
     uint64_t bytes, shape, seq;
     uint32_t segment, fd; /* of the input when it lies in shared memory; segment 0: private */
-    uint64_t offset, length;
-    uint8_t pad[8];
+    uint64_t offset, length, address; /* address: where the input is in its own process; 0: in several places */
 } desc_t;
 #define DESC_COMPARED 32
 
@@ -49,6 +50,8 @@ typedef struct {
     _Alignas(LINE) _Atomic uint32_t round;   /* published: the futex that others wait on */
     _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks in futex_wait on `round` */
     _Atomic uint32_t pid, failed, cpu;        /* failed: this rank left the group; cpu: where it last had to wait */
+    _Atomic uint32_t can_pull; /* may read the others' memory */
+    uint64_t address;          /* of the segment in this process: for trying that */
     _Alignas(LINE) desc_t desc[DEPTH];        /* by round */
     _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
     _Atomic uint32_t bell_sleepers;
@@ -64,6 +67,7 @@ typedef struct job {
     double timeout;                                       /* seconds */
     const char *peers[MAX_RANKS];                         /* direct: every rank's input, mapped here */
     size_t rounds;
+    int pulled; /* all_to_all: what was to come has been read from the others' memory */
     int status, culprit;
     desc_t theirs;                                        /* on a mismatch or time-out: where the other stands */
     _Atomic uint32_t done;
@@ -106,6 +110,7 @@ typedef struct {
     void (*write)(group_t *, job_t *, size_t k, char *slot);
     int (*read)(group_t *, job_t *, size_t k);
     void (*direct)(group_t *, job_t *);
+    int (*pull)(group_t *, job_t *); /* the same for large private inputs */
 } algorithm_t;
 
 extern const algorithm_t barrier_rounds, allreduce_exchange, allreduce_split, broadcast_rounds, reduce_rounds,
@@ -126,6 +131,8 @@ int futex_wait_for(_Atomic uint32_t *word, uint32_t seen, double seconds);
 void round_publish(group_t *g);
 int round_wait(group_t *g, uint32_t round);
 int round_arrived(const group_t *g, uint32_t round);
+int round_fail(group_t *g, int rank, int status);
+int round_unreadable(group_t *g, int rank);
 int round_broken(const group_t *g, job_t *job);
 int round_compare(group_t *g, job_t *job);
 char *slot_of(const group_t *g, int rank, uint32_t round);
@@ -141,6 +148,16 @@ void group_stop(group_t *g);
 
 /* reduce.c: dst[0..count) of each of `ndst` = fold over `nsrc` sources, in their order; AVG divides by nsrc */
 void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *const *src, int nsrc, size_t count);
+
+/* pull.c */
+void pull_probe(group_t *g);
+int pull_agreed(const group_t *g);
+int pull_possible(const group_t *g);
+int pull_fetch(group_t *g, int rank, char *to, uint64_t from, size_t n);
+int pull_allreduce(group_t *g, job_t *j);
+int pull_broadcast(group_t *g, job_t *j);
+int pull_allgather(group_t *g, job_t *j);
+int pull_reduce_scatter(group_t *g, job_t *j);
 
 /* p2p.c */
 typedef struct message message_t;

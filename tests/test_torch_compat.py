@@ -1,0 +1,252 @@
+"""What we know of torch's private names: each test fails when torch moves the name or changes what it does."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wholestep import torch_compat
+from wholestep.torch_compat import (
+    FAKE_ERRORS,
+    FOREACH_TYPES,
+    HOOK_TABLES,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    below_autograd,
+    compile_with_inductor,
+    current_autograd_node,
+    direct_call,
+    dispatch_modes_active,
+    has_native_kernel,
+    no_modes,
+    sequence_number,
+    set_versions,
+    storage_uses,
+)
+
+aten = torch.ops.aten
+
+
+def public_names(path: str) -> set[str]:
+    """Names that a file defines, or imports as themselves to hand them on."""
+    names: set[str] = set()
+    for node in ast.parse(Path(path).read_text(encoding="utf8")).body:
+        if isinstance(node, ast.ImportFrom):
+            names |= {a.name for a in node.names if a.asname == a.name}
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def names_used_in_tests(path: str) -> set[str]:
+    """Names that the bodies of a file's tests read."""
+    tests = [n for n in ast.parse(Path(path).read_text(encoding="utf8")).body if isinstance(n, ast.FunctionDef)]
+    return {n.id for test in tests if test.name.startswith("test_") for n in ast.walk(test) if isinstance(n, ast.Name)}
+
+
+class Seen(TorchDispatchMode):
+    """Collects the operators that reach the dispatcher's last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpOverload] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Heard(TorchFunctionMode):
+    """Counts the calls of torch's functions."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_every_name_has_a_test_here():
+    assert public_names(torch_compat.__file__) - names_used_in_tests(__file__) == set()
+
+
+def test_operators_are_overloads():
+    assert isinstance(aten.add.Tensor, OpOverload) and not isinstance(aten.add, OpOverload)
+    assert aten.add.Tensor.name() == "aten::add.Tensor"
+
+
+def test_fake_tensors_have_a_shape_and_no_values():
+    with FakeTensorMode() as mode:
+        x = torch.empty(2, 3) @ torch.empty(3, 4)
+    assert isinstance(x, FakeTensor) and x.shape == (2, 4) and x.fake_mode is mode
+    assert not isinstance(torch.empty(2), FakeTensor)
+    assert isinstance(mode.from_tensor(torch.ones(5)), FakeTensor)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: bool(torch.ones(()) > 0), "DataDependentOutputException"),
+        (lambda: torch.ones(3).nonzero(), "DynamicOutputShapeException"),
+        (lambda: torch.ones(3, device="meta") + torch.ones(3), "FakeTensorDeviceMismatchError"),
+        (lambda: torch.ops.wholestep_test_compat.without_a_rule(torch.ones(1)), "UnsupportedOperatorException"),
+    ],
+)
+def test_each_refusal_of_fake_tensors_is_one_of_the_known_errors(call, error: str):
+    library = torch.library.Library("wholestep_test_compat", "FRAGMENT")
+    library.define("without_a_rule(Tensor x) -> Tensor")
+    try:
+        with FakeTensorMode(), pytest.raises(FAKE_ERRORS) as raised:
+            call()
+    finally:
+        library._destroy()
+    assert type(raised.value).__name__ == error
+
+
+def test_below_autograd_no_graph_is_made_and_no_version_counted():
+    x = torch.ones(2, requires_grad=True)
+    y = torch.ones(2)
+    with below_autograd():
+        assert not (x * 2).requires_grad
+        x.add_(1)  # a leaf that requires gradients: autograd would refuse
+        y.add_(1)
+        assert y[0:1]._base is None
+    assert x._version == 0 and y._version == 0
+    assert x.tolist() == [2.0, 2.0] and (x * 2).requires_grad
+
+
+def test_a_native_kernel_is_one_of_the_devices_own():
+    assert has_native_kernel(aten.mm.default, "CPU")
+    assert not has_native_kernel(aten.linear.default, "CPU"), "made of other operators"
+
+
+def test_versions_are_set():
+    tensors = (torch.ones(1), torch.ones(1))
+    set_versions(tensors, (3, 7))
+    assert [t._version for t in tensors] == [3, 7]
+    tensors[0].add_(1)
+    assert tensors[0]._version == 4
+
+
+def test_the_current_node_is_the_one_that_the_engine_runs():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda g: seen.append(current_autograd_node()))
+    y.sum().backward()
+    assert current_autograd_node() is None
+    assert [node.name() for node in seen] == ["ExpBackward0"]
+
+
+def test_sequence_numbers_count_the_nodes_that_autograd_makes():
+    x = torch.ones(2, requires_grad=True)
+    number = sequence_number()
+    first, second = x.exp(), x.sin()
+    assert first.grad_fn._sequence_nr() == number and second.grad_fn._sequence_nr() == number + 1
+    assert sequence_number() == number + 2
+
+
+def test_without_modes_calls_are_real_and_unseen():
+    with Heard() as heard, Seen() as seen, FakeTensorMode():
+        calls, ops = heard.calls, len(seen.ops)
+        with no_modes():
+            x = torch.ones(2, requires_grad=True) * 2
+        assert heard.calls == calls and len(seen.ops) == ops
+        assert isinstance(torch.ones(2), FakeTensor), "the modes are back"
+    assert not isinstance(x, FakeTensor) and not x.requires_grad and x.tolist() == [2.0, 2.0]
+
+
+def test_a_tensors_hooks_lie_in_the_known_tables():
+    backward, accumulated = HOOK_TABLES
+    x = torch.ones(1, requires_grad=True)
+    assert [getattr(x, name) for name in HOOK_TABLES] == [None, None]
+    hooks = [lambda g: None, lambda t: None]
+    x.register_hook(hooks[0])
+    x.register_post_accumulate_grad_hook(hooks[1])
+    assert list(getattr(x, backward).values()) == hooks[:1]
+    assert list(getattr(x, accumulated).values()) == hooks[1:]
+    for name in HOOK_TABLES:
+        setattr(x, name, None)
+    x.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_type_among_the_foreach_types_takes_the_foreach_form():
+    """`clip_grad_norm_` chooses as optimizers do: plain tensors at once, an unknown subclass one by one."""
+
+    class Other(torch.Tensor):
+        pass
+
+    def one_operator_for_all() -> bool:
+        parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        for p in parameters:
+            p.grad = torch.ones(2).as_subclass(Other)
+        with Seen() as seen:
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+        return any("_foreach_norm" in op.name() for op in seen.ops)
+
+    assert torch.Tensor in FOREACH_TYPES and not one_operator_for_all()
+    FOREACH_TYPES.append(Other)
+    try:
+        assert one_operator_for_all()
+    finally:
+        FOREACH_TYPES.remove(Other)
+
+
+def test_a_direct_call_gives_what_the_operator_gives():
+    x = torch.arange(6.0).view(2, 3)
+    assert torch.equal(direct_call(aten.sum.dim_IntList)(x, [1], True), x.sum(1, keepdim=True))
+    assert not isinstance(direct_call(aten.sum.dim_IntList), OpOverload)
+
+
+def test_the_owners_of_a_storage_are_counted():
+    x = torch.ones(4)
+    storage = x.untyped_storage()
+    alone = storage_uses(storage)
+    view = x[1:]
+    assert storage_uses(storage) == alone + 1
+    del view
+    assert storage_uses(storage) == alone
+    assert alone == 2, "the tensor, and the storage's Python object"
+
+
+def test_inductor_compiles_a_graph_of_aten_calls():
+    def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return aten.add.Tensor(aten.mul.Tensor(x, y), 1.0), aten.addmm.default(y, x, y)
+
+    mode = FakeTensorMode()
+    real = [torch.randn(3, 3), torch.randn(3, 3)]
+    fake = [mode.from_tensor(t) for t in real]
+    compiled = compile_with_inductor(make_fx(program)(*real), fake, mode)
+    given = list(real)
+    made = compiled(given)
+    assert given == [], "the list is emptied, so that inputs can be freed"
+    torch.testing.assert_close(list(made), list(program(*real)))
+
+
+def test_dispatch_modes_are_seen_on_their_own_thread():
+    def elsewhere() -> None:
+        found.append(dispatch_modes_active())
+
+    found: list[bool] = []
+    assert not dispatch_modes_active()
+    with Seen():
+        assert dispatch_modes_active()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert found == [False] and not dispatch_modes_active()
+    with FakeTensorMode():
+        assert dispatch_modes_active()
