@@ -1,4 +1,4 @@
-"""Graph -> graph: takes a `StepGraph`, gives a `StepGraph`.
+"""Rewriting: graph -> graph, a `StepGraph` in, a `StepGraph` out.
 
 A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit,
 except those that say otherwise (`fuse_optimizer`), which the user asks for by name.
