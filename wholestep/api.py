@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.capture import Snapshot, compile_binder, new_values, snapshot
+from wholestep.capture import Snapshot, compile_binder, new_values, no_collection, snapshot
 from wholestep.errors import CaptureError, WholestepError
 from wholestep.ir import StepGraph, check
 from wholestep.lower import Backend, lower
@@ -121,7 +121,8 @@ class Compiled:
                 remedy="keep the number that changes in a tensor, or compile a smaller part of the step",
             )
         known = len(self._programs)
-        entry = build(self._fn, args, kwargs, self._launch, self._passes, self._backend, self._programs)
+        with no_collection():  # hundreds of thousands of small objects, few of them garbage
+            entry = build(self._fn, args, kwargs, self._launch, self._passes, self._backend, self._programs)
         if known and len(self._programs) > known:
             self.recompiles.append(reason)
         self._entries.insert(0, entry)

@@ -56,6 +56,16 @@ FAKE_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
+def empty_fake(mode: FakeTensorMode, like: torch.Tensor) -> FakeTensor:
+    """A fake tensor of a strided tensor's size, stride, dtype and device, in memory of its own.
+
+    Made directly; through the dispatcher it takes four times as long.
+    """
+    with no_modes():
+        meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
+        return FakeTensor(mode, meta, like.device)
+
+
 @contextmanager
 def no_modes() -> Iterator[None]:
     """Real execution inside of a trace: no dispatch mode, no function mode, no gradient."""

@@ -24,7 +24,7 @@ from wholestep.capture.effects import (
 )
 from wholestep.capture.guards import Guard, GuardFailure
 from wholestep.capture.replay import replay
-from wholestep.capture.snapshot import Snapshot, snapshot
+from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.walk import Found, Number
 
@@ -51,6 +51,7 @@ __all__ = [
     "Tree",
     "compile_binder",
     "new_values",
+    "no_collection",
     "replay",
     "snapshot",
 ]

@@ -176,8 +176,8 @@ def _finish(
     for item in recorder.lifted:
         primary.setdefault(item.node, item)
     lifted = [primary[node] for node in used]
-    lifted += [item for item in recorder.lifted if item not in lifted]
-    lifted += [item for item in versions if item not in lifted]
+    known = {id(item) for item in lifted}
+    lifted += [item for item in dict.fromkeys([*recorder.lifted, *versions]) if id(item) not in known]
     new_index = {id(item): index for index, item in enumerate(lifted)}
     moved = [new_index[id(item)] for item in recorder.lifted]
     by_name = {i.name: i for i in recorder.inputs}

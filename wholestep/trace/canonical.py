@@ -31,11 +31,12 @@ def order_inputs(graph: fx.Graph, needed: list[fx.Node]) -> list[fx.Node]:
     Moves them into that order in the graph and erases all others.
     """
     ordered = list(dict.fromkeys([*first_uses(graph), *needed]))
+    kept = set(ordered)
     body = next(n for n in graph.nodes if n.op != "placeholder")
     for node in ordered:
         body.prepend(node)
     for node in list(graph.nodes):
-        if node.op == "placeholder" and node not in ordered:
+        if node.op == "placeholder" and node not in kept:
             graph.erase_node(node)
     return ordered
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
-from wholestep.torch_compat import FakeTensor, FakeTensorMode, below_autograd, no_modes, sequence_number
+from wholestep.torch_compat import FakeTensor, FakeTensorMode, below_autograd, empty_fake, no_modes, sequence_number
 from wholestep.trace.alias import Geometry, Ref, Storage
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.predicates import Predicate, decide
@@ -77,6 +77,7 @@ class Tape:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.lifted: list[Lifted] = []
         self.inputs: list[Input] = []
+        self.taken: set[str] = set()
         self.by_id: dict[int, Lifted] = {}
         self.constants: dict[str, torch.Tensor] = {}
         self.tokens: dict[float, HostNode] = {}
@@ -134,10 +135,10 @@ class Tape:
         name = re.sub(r"\W+", "_", re.sub(r"^[LGC]\['(\w+)'\]", r"\1", source)).strip("_") or "value"
         if name[0].isdigit() or keyword.iskeyword(name):
             name = f"v_{name}"
-        taken = {i.name for i in self.inputs}
         unique, count = name, 1
-        while unique in taken:
+        while unique in self.taken:
             unique, count = f"{name}_{count}", count + 1
+        self.taken.add(unique)
         return unique
 
     # -- tensors ---------------------------------------------------------------------------------------
@@ -238,8 +239,7 @@ class Tape:
         if fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
             with self.fake_mode, torch.no_grad(), below_autograd():
                 return fake.detach()
-        with self.fake_mode:
-            return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device)
+        return empty_fake(self.fake_mode, fake)
 
     def _fakes(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
