@@ -76,12 +76,14 @@ class Outlet:
         assert root is not None
         here, whole = ref.geometry, root.geometry
         if here.dtype != whole.dtype or here.lazy:
-            return self._add(tensor, Slot(self._output(ref.read(self.recorder.emit)), None, None, *self.facts[id(tensor)]))
+            output = self._output(ref.read(self.recorder.emit))
+            return self._add(tensor, Slot(output, None, None, *self.facts[id(tensor)]))
         place = (tuple(here.shape), here.stride, here.offset - whole.offset)
         if storage.input is not None:
             item = self.recorder.lifted[storage.input]
             whole_state = item.source is None and here == whole  # state that the step makes is the input itself
-            own = all(_counts_alone(tensor, real) for real in item.members or [item.value])
+            reals: list[Any] = [*item.members] or [item.value]
+            own = all(_counts_alone(tensor, real) for real in reals)
             slot = Slot(None, storage.input, None if whole_state else place, *self.facts[id(tensor)], own)
         else:
             if id(storage) not in self.by_storage:

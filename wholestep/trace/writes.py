@@ -14,7 +14,15 @@ from wholestep.errors import UnsupportedError
 from wholestep.ir import Functionalized
 from wholestep.torch_compat import FakeTensor, OpOverload
 from wholestep.trace.alias import Geometry, Ref, fit
-from wholestep.trace.ops import CONSTANT_WRITES, EAGER_REPEATS, HIDDEN_WRITES, Twin, pure_twin, view_twin, written_arguments
+from wholestep.trace.ops import (
+    CONSTANT_WRITES,
+    EAGER_REPEATS,
+    HIDDEN_WRITES,
+    Twin,
+    pure_twin,
+    view_twin,
+    written_arguments,
+)
 from wholestep.trace.tape import Tape, map_leaves
 from wholestep.trace.where import user_line
 
