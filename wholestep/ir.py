@@ -233,7 +233,6 @@ def is_effectful(node: fx.Node) -> bool:
     return target in (get_rng_state, set_rng_state)
 
 
-
 def is_host(node: fx.Node) -> bool:
     """True when the node gives a Python number."""
     return isinstance(info(node).value, (int, float, bool)) if "info" in node.meta else False
@@ -270,14 +269,15 @@ def check(step: StepGraph, stage: str) -> StepGraph:
             _fail(stage, nodes, position, f"{target} writes to an argument")
         if node.op in ("call_module", "call_method"):
             _fail(stage, nodes, position, f"{node.op} is not part of the IR")
-    names = [str(node.target) for node in step.placeholders]
+    placeholders = step.placeholders
+    names = [str(node.target) for node in placeholders]
     if names != [i.name for i in step.signature.inputs]:
         raise GraphError(f"after {stage}: placeholders {names[:5]}… do not match the signature's inputs")
     outputs = step.outputs
     if len(outputs) != step.signature.n_outputs:
         raise GraphError(f"after {stage}: {len(outputs)} outputs, signature says {step.signature.n_outputs}")
     for out_index, in_index in step.signature.mutations.items():
-        new, old = info(outputs[out_index]).value, info(step.placeholders[in_index]).value
+        new, old = info(outputs[out_index]).value, info(placeholders[in_index]).value
         if new.shape != old.shape or new.dtype != old.dtype:
             raise GraphError(f"after {stage}: {step.signature.inputs[in_index].source} changes from {old} to {new}")
     return step

@@ -1,6 +1,7 @@
 """Lowering to generated Python over ATen kernels: a straight line over a planned arena.
 
-copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> arrange -> make_plan -> emit -> Program
+copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> plain_views -> arrange -> make_plan -> emit
+-> Program
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import torch
 from wholestep.errors import LoweringError
 from wholestep.ir import StepGraph, dead_code
 from wholestep.lower.emit import Source, emit
+from wholestep.lower.lives import Plan
 from wholestep.lower.memory import arena_memory, tile_size
 from wholestep.lower.naive import interpret
 from wholestep.lower.order import arrange
-from wholestep.lower.plan import Plan, make_plan
-from wholestep.passes.normal import copy_step, expand_foreach, shared_host, spell_lists
+from wholestep.lower.plan import make_plan
+from wholestep.passes.normal import copy_step, expand_foreach, plain_views, shared_host, spell_lists
 from wholestep.torch_compat import below_autograd
 
 _same = operator.is_
@@ -46,7 +48,8 @@ def lower_aten(
         LoweringError: the generated program does not compile: a mistake of ours.
     """
     with torch.no_grad():
-        graph = dead_code(shared_host(expand_foreach(spell_lists(copy_step(step)))))
+        graph = shared_host(expand_foreach(spell_lists(copy_step(step))))
+        graph = dead_code(plain_views(dead_code(graph)))
         plan = make_plan(graph, arrange(graph, tiling, batching))
         return Program(plan, emit(plan))
 

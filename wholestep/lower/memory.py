@@ -37,8 +37,13 @@ def filled(number: Any, shape: Any, stride: Any, dtype: torch.dtype, device: str
 
 
 def tile_size() -> int:
-    """Elements of one tile: `TILE` for each thread, so that every thread's part stays in its own cache."""
-    return TILE * torch.get_num_threads()
+    """Elements of one tile: `TILE` on one thread, four for each of several.
+
+    Two threads meet at the end of each call; a step of 6 M parameters, as a part of eager's time, took 0.93 with half
+    a `TILE` for each, 0.69 with one, 0.46 with four, 0.53 with eight, and 0.52 without tiles.
+    """
+    threads = torch.get_num_threads()
+    return TILE if threads == 1 else 4 * threads * TILE
 
 
 def tiles(value: torch.Tensor, tile: int) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -41,8 +42,9 @@ def find_parts(
         start = 0
         operands: list[fx.Node] = list(whole.args[0])  # type: ignore[arg-type]
         roots = [root[operand] for operand in operands]
+        times = Counter(roots)
         for operand, owner in zip(operands, roots, strict=True):
-            once = roots.count(owner) == 1 and owner not in parts
+            once = times[owner] == 1 and owner not in parts
             if once and _fills(operand, owner, whole) and writer(owner) is not None and free(owner, whole):
                 parts[owner] = Part(whole, start)
             start += info(operand).value.numel()

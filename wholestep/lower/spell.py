@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from keyword import iskeyword
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.lower.lives import Plan, variable
 from wholestep.lower.ops import aten, base_name, reaches
-from wholestep.lower.plan import Plan, variable
 from wholestep.torch_compat import OpOverload, direct_call
 
 # Operators whose number may be given as a tensor of one element and their operand's dtype: same bits, 1.5 µs less.
@@ -26,6 +27,7 @@ class Speller:
         head: lines at module level that say where its entries come from.
         bound: lines of ``bind``; body: lines of ``run``.
         stable: variables that ``bind`` makes.
+        after: lines that follow the one that begins with the key.
         cells: by dtype, numbers that kernels read as tensors and the program writes.
         in_tile: what a variable is called inside the loop over tiles being written.
     """
@@ -38,6 +40,7 @@ class Speller:
         self.body: list[str] = []
         self.stable: set[str] = set()
         self.numbers: dict[Any, tuple[str, str]] = {}
+        self.after: dict[str, list[str]] = {}
         self.cells: dict[torch.dtype, list[float]] = {}
         self.in_tile: dict[str, str] = {}
 
@@ -95,11 +98,14 @@ class Speller:
 
     def _write_cell(self, host: fx.Node, cell: str) -> None:
         """Stores a host number in its cell right where it is computed."""
-        for index in range(len(self.body) - 1, -1, -1):
-            if self.body[index].startswith(f"{variable(host)} = "):
-                self.body.insert(index + 1, f"{cell}{variable(host)}")
-                return
-        raise AssertionError(variable(host))
+        self.after.setdefault(f"{variable(host)} = ", []).append(f"{cell}{variable(host)}")
+
+    def _with_cells(self) -> Iterator[str]:
+        """The body's lines, each host number followed by its cells."""
+        for line in self.body:
+            yield line
+            name, equals, _ = line.partition(" = ")
+            yield from self.after.get(name + equals, ())
 
     def _call(self, node: fx.Node) -> str:
         args, keywords = self._arguments(node)
@@ -109,6 +115,9 @@ class Speller:
             values, named = self._values(node)
             if entry is not None and reaches(op, entry, base_name(op), values, named):
                 return f"torch.{base_name(op)}({', '.join(args + keywords)})"
+            method = getattr(torch.Tensor, base_name(op), None)
+            if method is not None and reaches(op, method, base_name(op), values, named):
+                return f"{args[0]}.{base_name(op)}({', '.join(args[1:] + keywords)})"
         return f"{self._function(op)}({', '.join(args + keywords)})"
 
     def _function(self, target: Any) -> str:

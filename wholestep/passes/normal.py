@@ -5,6 +5,7 @@ A plain and a foreach optimizer, a list and its items, `add.Scalar` and `add.Ten
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,6 +86,37 @@ def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> Step
                 step.graph.erase_node(user)
         step.graph.erase_node(node)
     return step
+
+
+def plain_views(step: StepGraph) -> StepGraph:
+    """Drops views that undo each other, as autograd leaves behind a linear layer's gradients.
+
+    ``t(t(x))`` is ``x``; a sum that keeps its dimensions for a view to drop them need not keep them.
+    """
+    for node in list(step.graph.nodes):
+        source = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(source, fx.Node) or source.op != "call_function":
+            continue
+        if node.target is aten.t.default and source.target is aten.t.default:
+            node.replace_all_uses_with(source.args[0])  # type: ignore[arg-type]
+            step.graph.erase_node(node)
+        elif node.target is aten.view.default and _drops_kept(source, info(node).value):
+            source.args = (*source.args[:2], False)
+            set_info(source, replace(info(source), value=info(node).value))
+            node.replace_all_uses_with(source)
+            step.graph.erase_node(node)
+    return step
+
+
+def _drops_kept(source: fx.Node, viewed: torch.Tensor) -> bool:
+    """True for a sum of kept dimensions that only a view without them reads."""
+    if source.target is not aten.sum.dim_IntList or source.args[2:] != (True,) or len(source.users) != 1:
+        return False
+    summed, dims = info(source).value, source.args[1]
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return False
+    gone = {int(d) % summed.dim() for d in dims}  # type: ignore[arg-type]
+    return tuple(viewed.shape) == tuple(size for dim, size in enumerate(summed.shape) if dim not in gone)
 
 
 # foreach name -> overload by the kind of its second argument: list of tensors, number(s), one tensor.

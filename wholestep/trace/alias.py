@@ -45,6 +45,12 @@ class Geometry:
         return any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride, strict=True))
 
     @property
+    def overlaps(self) -> bool:
+        """Whether there are more elements than places, as after `unfold` with a small step."""
+        pairs = list(zip(self.shape, self.stride, strict=True))
+        return self.shape.numel() > 1 + sum((size - 1) * stride for size, stride in pairs)
+
+    @property
     def is_dense(self) -> bool:
         """Whether the elements fill one stretch of memory, each place once."""
         expected = 1

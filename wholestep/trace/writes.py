@@ -41,8 +41,8 @@ class Writes(Tape):
             return None
         twin = pure_twin(func)
         written = self._written(func, args, kwargs, written_arguments(func))
-        if func not in CONSTANT_WRITES and any(self.ref(t).geometry.repeats for t in written):
-            self._refuse_repeats(func)
+        if func not in CONSTANT_WRITES:
+            self._refuse_repeats(func, [self.ref(t).geometry for t in written])
         if not _is_list_op(func):
             self._refuse_partial_overlap(written, args, kwargs)
         if not _is_list_op(func):
@@ -56,9 +56,12 @@ class Writes(Tape):
         node = self._write(func, twin, written, args, kwargs)
         return self._given_back(func, node, out, args, kwargs)
 
-    def _refuse_repeats(self, func: OpOverload) -> None:
-        """Writes where several elements lie in one place: eager's error, or ours where eager only warns."""
-        if func._schema.name in EAGER_REPEATS:
+    def _refuse_repeats(self, func: OpOverload, places: list[Geometry]) -> None:
+        """Writes where several elements lie in one place: eager's error, or ours where it lets chance decide."""
+        repeats = any(place.repeats for place in places)
+        if not repeats and not any(place.overlaps for place in places):
+            return
+        if func._schema.name in EAGER_REPEATS or not repeats:
             raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
