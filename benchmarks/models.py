@@ -87,8 +87,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 
 def train_step(model: nn.Module, opt: torch.optim.Optimizer, batch: Batch) -> Any:
     """The step that every variant runs."""
-    opt.zero_grad()
     loss = model(batch["x"], batch["y"])
     loss.backward()
     opt.step()
+    opt.zero_grad()
     return loss.detach()

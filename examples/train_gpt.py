@@ -36,11 +36,11 @@ Step = Callable[[nn.Module, Optimizer, Tensor, Tensor], Tensor]
 
 def train_step(model: nn.Module, opt: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     """An ordinary training step: nothing in it knows of compilers or ranks."""
-    opt.zero_grad()
     loss = model(x, y)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     opt.step()
+    opt.zero_grad()
     return loss.detach()
 
 

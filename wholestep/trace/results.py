@@ -82,8 +82,8 @@ class Outlet:
         if storage.input is not None:
             item = self.recorder.lifted[storage.input]
             whole_state = item.source is None and here == whole  # state that the step makes is the input itself
-            reals: list[Any] = [*item.members] or [item.value]
-            own = all(_counts_alone(tensor, real) for real in reals)
+            inside: list[Any] = [*item.members] or [item.value]
+            own = all(_counts_alone(tensor, real) for real in inside)
             slot = Slot(None, storage.input, None if whole_state else place, *self.facts[id(tensor)], own)
         else:
             if id(storage) not in self.by_storage:
