@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(__file__))
 collect_ignore_glob = ["test_bad_input*.py"] if os.environ.get("WHOLESTEP_TEST_COMPILE") == "identity" else []
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "report_multiple_bugs": False}
-QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
+QUICK = (Phase.explicit, Phase.generate)
 settings.register_profile("quick", derandomize=True, max_examples=60, phases=QUICK, **COMMON)
 settings.register_profile("long", max_examples=20_000, **COMMON)
 settings.load_profile("long" if os.environ.get("WHOLESTEP_TEST_LONG") else "quick")

@@ -38,7 +38,6 @@ def test_steps_are_ddps_bit_for_bit(name, found):
     assert [each["ddp"][name] for each in found] == [[], []]
 
 
-@pytest.mark.skipif(not comm.is_shm_available(), reason="the shared-memory engine is not built")
 def test_steps_over_shared_memory_are_ddps_bit_for_bit(tmp_path):
     for each in run_ranks(programs.differences_from_ddp, 2, "shm", (str(tmp_path / "means"), ["mlp", "gpt"])):
         assert each == {"mlp": [], "gpt": []}

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import torch_compat
 from wholestep.torch_compat import (
-    FAKE_ERRORS,
     FOREACH_TYPES,
     HOOK_TABLES,
     FakeTensor,
@@ -26,6 +25,7 @@ from wholestep.torch_compat import (
     current_autograd_node,
     direct_call,
     dispatch_modes_active,
+    fake_refusal,
     has_native_kernel,
     no_modes,
     sequence_number,
@@ -96,23 +96,24 @@ def test_fake_tensors_have_a_shape_and_no_values():
 
 
 @pytest.mark.parametrize(
-    ("call", "error"),
+    ("call", "kind"),
     [
-        (lambda: bool(torch.ones(()) > 0), "DataDependentOutputException"),
-        (lambda: torch.ones(3).nonzero(), "DynamicOutputShapeException"),
-        (lambda: torch.ones(3, device="meta") + torch.ones(3), "FakeTensorDeviceMismatchError"),
-        (lambda: torch.ops.wholestep_test_compat.without_a_rule(torch.ones(1)), "UnsupportedOperatorException"),
+        (lambda: bool(torch.ones(()) > 0), "data"),
+        (lambda: torch.ones(3).nonzero(), "data"),
+        (lambda: torch.ones(3, device="meta") + torch.ones(3), "device"),
+        (lambda: torch.ops.wholestep_test_compat.without_a_rule(torch.ones(1)), "operator"),
+        (lambda: torch.ones(3) @ torch.ones(4), None),
     ],
 )
-def test_each_refusal_of_fake_tensors_is_one_of_the_known_errors(call, error: str):
+def test_the_refusals_of_fake_tensors_are_told_from_operators_errors(call, kind: str | None):
     library = torch.library.Library("wholestep_test_compat", "FRAGMENT")
     library.define("without_a_rule(Tensor x) -> Tensor")
     try:
-        with FakeTensorMode(), pytest.raises(FAKE_ERRORS) as raised:
+        with FakeTensorMode(), pytest.raises(RuntimeError) as raised:
             call()
     finally:
         library._destroy()
-    assert type(raised.value).__name__ == error
+    assert fake_refusal(raised.value) == kind
 
 
 def test_below_autograd_no_graph_is_made_and_no_version_counted():

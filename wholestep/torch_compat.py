@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload as OpOverload
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -46,14 +45,26 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-# What fake tensors raise when a result's shape or value depends on data, an operator has no fake rule, or devices
-# are mixed.
-FAKE_ERRORS: tuple[type[Exception], ...] = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-    fake_tensor.UnsupportedOperatorException,
-    fake_tensor.FakeTensorDeviceMismatchError,
-)
+# The kinds of what fake tensors refuse, by the names and, in torch 2.11, by the words of their errors.
+_REFUSALS = {
+    "DataDependentOutputException": "data",
+    "DynamicOutputShapeException": "data",
+    "UnsupportedOperatorException": "operator",
+    "FakeTensorDeviceMismatchError": "device",
+    "Unhandled FakeTensor Device Propagation": "device",
+    "no fake impl registered": "operator",
+}
+
+
+def fake_refusal(error: RuntimeError) -> str | None:
+    """Why fake tensors refuse a call; None when the error is the operator's own.
+
+    Returns:
+        "data": the result's shape or value depends on data; "operator": it has no rule for fake tensors;
+        "device": tensors of two devices.
+    """
+    found = f"{type(error).__name__}: {error}"
+    return next((kind for words, kind in _REFUSALS.items() if words in found), None)
 
 
 def empty_fake(mode: FakeTensorMode, like: torch.Tensor) -> FakeTensor:

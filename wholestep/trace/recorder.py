@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import UnderGrad
-from wholestep.torch_compat import FAKE_ERRORS, FakeTensor
+from wholestep.torch_compat import FakeTensor, fake_refusal
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.tape import Found, Tape, map_leaves
@@ -57,16 +57,15 @@ class Recorder(Writes, TorchDispatchMode):
             if func._schema.is_mutable:
                 return self._mutable(func, args, kwargs)
             return self._view(func, args, kwargs) if is_view(func) else self._pure(func, args, kwargs)
-        except FAKE_ERRORS as error:
-            raise _translated(func, error) from error
         except ValueError as error:
             if str(error).startswith("Cannot view a tensor"):  # fake tensors say it in other words than kernels
                 raise RuntimeError(VIEW_ERROR) from error
             raise
         except RuntimeError as error:
-            if "no fake impl registered" in str(error):
-                raise _translated(func, error) from error
-            raise
+            kind = fake_refusal(error)
+            if kind is None:
+                raise
+            raise _translated(func, error, kind) from error
 
     def _exchange(self, leaf: Any) -> Any:
         """Symbolic numbers and tokens -> host numbers' nodes; everything else as it is."""
@@ -133,11 +132,10 @@ class Recorder(Writes, TorchDispatchMode):
         out.wholestep_ref = ref  # type: ignore[attr-defined]
 
 
-def _translated(func: Any, error: Exception) -> CaptureError:
-    name = type(error).__name__
-    if "Device" in name:
+def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
+    if kind == "device":
         return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
-    if "Data" in name or "Dynamic" in name:
+    if kind == "data":
         return DataDependentError(
             f"the shape or value of the result of {func} depends on data",
             user_line(),
