@@ -75,11 +75,20 @@ def lower_inductor(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Calla
 
     def run(*inputs: Any) -> list[Any]:
         with torch.no_grad():
-            values = write_back(list(tensor_part([inputs[i] for i in used])), inputs, {})
+            made = [_laid_out(v, node) for v, node in zip(tensor_part([inputs[i] for i in used]), kept, strict=True)]
+            values = write_back(made, inputs, {})
             results = iter(rest(*inputs, *values))
             return [values[direct[i]] if i in direct else next(results) for i in range(step.signature.n_outputs)]
 
     return run
+
+
+def _laid_out(value: Any, node: fx.Node) -> Any:
+    """A value with the strides that the graph says it has; Inductor lays its results out as it likes."""
+    wanted = info(node).value
+    if not isinstance(value, torch.Tensor) or value.stride() == wanted.stride():
+        return value
+    return torch.empty_strided(wanted.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 class _Half:
