@@ -16,6 +16,7 @@ from wholestep.errors import LoweringError
 from wholestep.ir import GETITEM, Input, Signature, StepGraph, info, is_effectful
 from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import write_back
+from wholestep.lower.ops import OFFSETS
 from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor
 
 UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -105,7 +106,8 @@ def _tensor_part(step: StepGraph) -> set[fx.Node]:
             inside.add(node)
         if node.op != "call_function":
             continue
-        plain = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+        # Inductor would count an offset from the start of its operand's memory
+        plain = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and node.target not in OFFSETS
         fits = (plain or node.target is GETITEM) and info(node).phase != "optimizer"
         tensors = all(
             o in inside or (o.op == "placeholder" and isinstance(info(o).value, torch.Tensor))
