@@ -16,7 +16,8 @@ from wholestep.errors import LoweringError
 from wholestep.ir import GETITEM, Input, Signature, StepGraph, info, is_effectful
 from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import write_back
-from wholestep.lower.ops import OFFSETS
+from wholestep.lower.ops import OFFSETS, offset_of
+from wholestep.passes.normal import copy_step
 from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor
 
 UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -30,7 +31,7 @@ def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]],
     """
 
     def lower(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        compiled = backend(step.gm, example_inputs)
+        compiled = backend(_with_own_offsets(step).gm, example_inputs)
         if not callable(compiled):
             raise LoweringError(f"backend {backend!r} returned {type(compiled).__name__}, required a callable")
 
@@ -47,6 +48,21 @@ def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]],
         return run
 
     return lower
+
+
+def _with_own_offsets(step: StepGraph) -> StepGraph:
+    """The graph with offsets counted from the start of each operand's memory, as the operators themselves do."""
+    if not any(node.target in OFFSETS for node in step.graph.nodes):
+        return step
+    copied = copy_step(step)
+    for node in copied.graph.nodes:
+        place = OFFSETS.get(node.target, len(node.args))
+        if place < len(node.args):
+            offset = offset_of(node.target, node.args)
+            begin = info(node.args[0]).value.storage_offset()
+            node.args = (*node.args[:place], begin + offset) if offset else node.args[:place]
+    copied.gm.recompile()
+    return copied
 
 
 def lower_inductor(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Callable[..., list[Any]]:
