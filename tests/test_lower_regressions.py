@@ -155,3 +155,36 @@ def test_collectives_run_beside_other_work(kind: str) -> None:
     for (code,) in run_ranks(bucket, 2, "thread", (kind,)):
         assert "wholestep_wait" in code
         assert ("wholestep_all_reduce_(cat_default" in code) == (kind == "all_reduce")
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("start", [0, 2])
+def test_an_offset_counts_from_the_operands_first_element(offset: int, start: int) -> None:
+    """Wherever the memory plan, or the user, has put the operand."""
+    b = Builder()
+    x = b.input("x", torch.arange(12.0), "tensor")
+    for_long = b.call(aten.sin.default, x)
+    part = b.call(aten.slice.Tensor, b.call(aten.cos.default, x), 0, start)
+    even = b.call(aten.as_strided.default, part, [3], [2], offset)
+    new = b.call(aten.as_strided_scatter.default, part, b.call(aten.neg.default, even), [3], [2], offset)
+    outputs = [b.call(aten.add.Tensor, even, 1), b.call(aten.mul.Tensor, new, 2), b.call(aten.mul.Tensor, for_long, 2)]
+    step, real = b.finish(outputs, {})
+    compare(step, real)
+    whole = torch.arange(20.0)
+    got = lower_aten(step)(whole[5:17])
+    expected = whole[5:17].cos()[start:]
+    assert torch.equal(got[0], expected[offset : offset + 5 : 2] + 1)
+    expected[offset : offset + 5 : 2] *= -1
+    assert torch.equal(got[1], expected * 2)
+
+
+@pytest.mark.parametrize("backend", ["aten", "naive"])
+def test_a_strided_view_of_an_input_that_begins_late_in_its_memory(backend: Any) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x.as_strided((2,), (2,), x.storage_offset() + 1).mul_(10)
+        return x.as_strided((2,), (1,), x.storage_offset()).clone()
+
+    eager, ours = torch.arange(8.0), torch.arange(8.0)
+    expected = step(eager[3:])
+    assert torch.equal(ws.compile(step, backend=backend)(ours[3:]), expected)
+    assert torch.equal(ours, eager)

@@ -13,6 +13,7 @@ from wholestep.lower.lives import Plan, variable
 from wholestep.lower.memory import Recycler, at
 from wholestep.lower.ops import (
     FILLS,
+    OFFSETS,
     SCATTERS,
     UNSET,
     aten,
@@ -144,14 +145,13 @@ class CallWriter(Speller):
             self._say(lines, f"{part}.copy_({self._arg(operand)})", node)
 
     def _scatter(self, node: fx.Node, lines: list[str]) -> None:
-        base, source, *rest = node.args
+        base, source = node.args[:2]
         target = self._destination(node, lines)
         if self._arg(base) != target:
             lines.append(f"{target}.copy_({self._arg(base)})")
         view = SCATTERS[node.target]
-        args = ", ".join(
-            [target, *(self._arg(a) for a in rest), *(keyword(k, self._arg(v)) for k, v in node.kwargs.items())]
-        )
+        rest = [self._arg(a) for a in node.args[2 : OFFSETS.get(node.target)]] + self._offset(node, target)
+        args = ", ".join([target, *rest, *(keyword(k, self._arg(v)) for k, v in node.kwargs.items())])
         self._say(lines, f"{self._function(view)}({args}).copy_({self._arg(source)})", node)
 
     def _out(self, node: fx.Node, lines: list[str]) -> None:

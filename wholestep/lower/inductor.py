@@ -16,6 +16,7 @@ from wholestep.errors import LoweringError
 from wholestep.ir import GETITEM, Input, Signature, StepGraph, info, is_effectful
 from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import write_back
+from wholestep.lower.ops import OFFSETS
 from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor
 
 UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -75,11 +76,20 @@ def lower_inductor(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Calla
 
     def run(*inputs: Any) -> list[Any]:
         with torch.no_grad():
-            values = write_back(list(tensor_part([inputs[i] for i in used])), inputs, {})
+            made = [_laid_out(v, node) for v, node in zip(tensor_part([inputs[i] for i in used]), kept, strict=True)]
+            values = write_back(made, inputs, {})
             results = iter(rest(*inputs, *values))
             return [values[direct[i]] if i in direct else next(results) for i in range(step.signature.n_outputs)]
 
     return run
+
+
+def _laid_out(value: Any, node: fx.Node) -> Any:
+    """A value with the strides that the graph says it has; Inductor lays its results out as it likes."""
+    wanted = info(node).value
+    if not isinstance(value, torch.Tensor) or value.stride() == wanted.stride():
+        return value
+    return torch.empty_strided(wanted.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 class _Half:
@@ -96,7 +106,8 @@ def _tensor_part(step: StepGraph) -> set[fx.Node]:
             inside.add(node)
         if node.op != "call_function":
             continue
-        plain = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+        # Inductor would count an offset from the start of its operand's memory
+        plain = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and node.target not in OFFSETS
         fits = (plain or node.target is GETITEM) and info(node).phase != "optimizer"
         tensors = all(
             o in inside or (o.op == "placeholder" and isinstance(info(o).value, torch.Tensor))

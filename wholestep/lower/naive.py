@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import StepGraph
+from wholestep.lower.ops import OFFSETS, offset_of
 from wholestep.torch_compat import below_autograd
 
 
@@ -26,8 +27,18 @@ def interpret(step: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         The flat outputs. A mutation's entry is the input tensor itself; all others are memory of their own.
     """
     with torch.no_grad(), below_autograd():
-        values = list(fx.Interpreter(step.gm, garbage_collect_values=True).run(*inputs))
+        values = list(_Interpreter(step.gm, garbage_collect_values=True).run(*inputs))
         return write_back(values, inputs, step.signature.mutations)
+
+
+class _Interpreter(fx.Interpreter):
+    """Counts offsets from each operand's first element, as a graph means them."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in OFFSETS and len(args) > OFFSETS[target]:
+            place = OFFSETS[target]
+            args = (*args[:place], args[0].storage_offset() + offset_of(target, args), *args[place + 1 :])
+        return super().call_function(target, args, kwargs)
 
 
 def write_back(values: list[Any], inputs: Sequence[Any], mutations: dict[int, int]) -> list[Any]:

@@ -69,6 +69,10 @@ SCATTERS: dict[Any, Any] = {
     aten.as_strided_scatter.default: aten.as_strided.default,
 }
 
+# Where an offset stands among the arguments. Operators count it from the start of the memory, a graph from the
+# operand's first element, since only the lowering knows where in its memory that one lies.
+OFFSETS: dict[Any, int] = {aten.as_strided.default: 3, aten.as_strided_scatter.default: 4}
+
 # In-place twins that read other elements than they write, yet give the functional result bit by bit.
 SELF_ONLY_INPLACE = {
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
@@ -118,6 +122,12 @@ def is_in_place_collective(op: Any) -> bool:
 def is_wait(op: Any) -> bool:
     """True for the end of a collective, which gives its operand itself."""
     return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) == "wait"
+
+
+def offset_of(op: Any, args: tuple[Any, ...]) -> int:
+    """Elements from the operand's first to the result's first, for operators of `OFFSETS`; 0 for all others."""
+    place = OFFSETS.get(op, len(args))
+    return (args[place] or 0) if place < len(args) else 0
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.lower.lives import Plan, variable
-from wholestep.lower.ops import aten, base_name, reaches
+from wholestep.lower.ops import OFFSETS, aten, base_name, offset_of, reaches
 from wholestep.torch_compat import OpOverload, direct_call
 
 # Operators whose number may be given as a tensor of one element and their operand's dtype: same bits, 1.5 µs less.
@@ -63,8 +63,14 @@ class Speller:
         if node.target in NUMBER_AS_TENSOR and len(node.args) == 2 and not node.kwargs:
             args = [self._arg(node.args[0]), self._number(node, node.args[1])]
         else:
-            args = [self._arg(a) for a in node.args]
+            args = [self._arg(a) for a in node.args[: OFFSETS.get(node.target)]]
+            args += self._offset(node, args[0]) if args else []
         return args, [keyword(k, self._arg(v)) for k, v in node.kwargs.items()]
+
+    def _offset(self, node: fx.Node, whole: str) -> list[str]:
+        """A view's own offset, counted from the first element of the variable ``whole``; nothing where it is 0."""
+        offset = offset_of(node.target, node.args)
+        return [f"{whole}.storage_offset() + {literal(offset)}"] if offset else []
 
     def _values(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
         def value(n: fx.Node) -> Any:
