@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lower_programs import Builder, clone_inputs, program
@@ -213,7 +213,6 @@ def graphs(draw: Any) -> tuple[Any, list[Any]]:
     return b.finish(outs, dict(enumerate(targets)))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(graphs())
 def test_random_programs(made: tuple[Any, list[Any]]) -> None:
     step, real = made
@@ -221,7 +220,6 @@ def test_random_programs(made: tuple[Any, list[Any]]) -> None:
         compare(step, real, calls=2)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 10)), max_size=40))
 def test_arena_never_overlaps(lives: list[tuple[int, int, int]]) -> None:
     slots = [Slot(size, start, start + length) for size, start, length in lives]

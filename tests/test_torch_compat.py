@@ -25,6 +25,7 @@ from wholestep.torch_compat import (
     current_autograd_node,
     direct_call,
     dispatch_modes_active,
+    empty_fake,
     fake_refusal,
     has_native_kernel,
     no_modes,
@@ -93,6 +94,16 @@ def test_fake_tensors_have_a_shape_and_no_values():
     assert isinstance(x, FakeTensor) and x.shape == (2, 4) and x.fake_mode is mode
     assert not isinstance(torch.empty(2), FakeTensor)
     assert isinstance(mode.from_tensor(torch.ones(5)), FakeTensor)
+
+
+def test_an_empty_fake_is_laid_out_like_its_model():
+    mode, like = FakeTensorMode(), torch.empty(4, 3, dtype=torch.bfloat16).t()[1:]
+    with mode:
+        fake = empty_fake(mode, like)
+    assert isinstance(fake, FakeTensor) and fake.fake_mode is mode
+    assert (fake.shape, fake.stride(), fake.storage_offset()) == ((2, 4), like.stride(), 0)
+    assert (fake.dtype, fake.device) == (like.dtype, like.device)
+    assert isinstance(fake + 1, FakeTensor), "the mode works on it"
 
 
 @pytest.mark.parametrize(
