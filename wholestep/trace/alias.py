@@ -42,7 +42,8 @@ class Geometry:
     @property
     def repeats(self) -> bool:
         """Whether several elements lie in one place, as after `expand`."""
-        return any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.stride, strict=True))
+        pairs = zip(self.shape, self.stride, strict=True)
+        return self.shape.numel() > 0 and any(stride == 0 and size > 1 for size, stride in pairs)
 
     @property
     def overlaps(self) -> bool:

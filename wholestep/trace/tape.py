@@ -174,6 +174,9 @@ class Tape:
                 user_line(),
                 "pass the tensor to the step as an argument",
             )
+        if tensor.layout != torch.strided:
+            what = f"{found.source} holds a sparse tensor between calls"
+            raise UnsupportedError(what, user_line(), "use dense tensors")
         if tensor.requires_grad and not tensor.is_leaf:
             raise UnsupportedError(
                 f"{found.source} is the result of an earlier differentiable computation",
@@ -316,10 +319,8 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a tensor lies in, as one flat tensor of its dtype."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
+    """All of the memory that a tensor lies in, as one flat view of its dtype that shares its version counter."""
+    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
