@@ -193,3 +193,26 @@ def test_a_strided_view_of_an_input_that_begins_late_in_its_memory(backend: Any)
     expected = step(eager[3:])
     assert torch.equal(ws.compile(step, backend=backend)(ours[3:]), expected)
     assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("backend", ["aten", "naive", as_given])
+@pytest.mark.parametrize("start", [0, 3])
+def test_strided_copies_that_the_user_calls(start: int, backend: Any) -> None:
+    """Eager counts their offsets from the start of the memory, and lets them reach outside of the operand."""
+
+    def step(x: torch.Tensor) -> Any:
+        y = x * 2
+        begin, zeros = x.storage_offset(), torch.zeros(2)
+        return (
+            torch.as_strided_copy(y[1:], (2,), (2,), 1) * 3,
+            torch.as_strided_copy(x[1:], (2,), (1,), begin),
+            torch.as_strided_scatter(x[1:], zeros, (2,), (1,), begin + 2),
+            torch.as_strided_scatter(x[1:], zeros, (2,), (1,), begin) + 1,
+            torch.as_strided_scatter(y[1:], zeros, (2,), (1,), 2) + 1,
+            torch.as_strided_scatter(y[1:], zeros, (2,), (2,), 0),
+        )
+
+    x = torch.arange(1.0, 11.0)[start : start + 6]
+    expected = step(x)
+    for got, want in zip(ws.compile(step, backend=backend)(x), expected, strict=True):
+        assert torch.equal(got, want)

@@ -8,6 +8,7 @@ Inside the graph
 - a *call_function* is a pure ATen overload, a `wholestep::` operator, a `Functionalized` operator,
   `operator.getitem` for operators of several results, a Python function on host numbers
   (`operator.mul`, `math.sqrt`, `max`) or `get_rng_state` / `set_rng_state`;
+  an offset of `as_strided` and its kin counts from the operand's first element, not from the start of its memory;
 - the *output* is one flat tuple: results, new values of mutated inputs, tensors the step created.
 
 Only this file and `torch_compat.py` stand below every room.

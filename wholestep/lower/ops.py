@@ -71,7 +71,11 @@ SCATTERS: dict[Any, Any] = {
 
 # Where an offset stands among the arguments. Operators count it from the start of the memory, a graph from the
 # operand's first element, since only the lowering knows where in its memory that one lies.
-OFFSETS: dict[Any, int] = {aten.as_strided.default: 3, aten.as_strided_scatter.default: 4}
+OFFSETS: dict[Any, int] = {
+    aten.as_strided.default: 3,
+    aten.as_strided_copy.default: 3,
+    aten.as_strided_scatter.default: 4,
+}
 
 # In-place twins that read other elements than they write, yet give the functional result bit by bit.
 SELF_ONLY_INPLACE = {

@@ -20,6 +20,7 @@ from wholestep.lower.ops import (
     is_view,
     is_wait,
     mutable_twin,
+    offset_of,
     out_variant,
     read_only,
 )
@@ -92,13 +93,21 @@ def writer(node: fx.Node) -> How | None:
     if op in COPIES or op is aten.copy.default:
         return "copy"
     if op in SCATTERS:
-        return "scatter"
+        return "scatter" if op is not aten.as_strided_scatter.default or _inside(node) else None
     if is_in_place_collective(op):
         return "collective"
     if not isinstance(op, OpOverload) or len(op._schema.returns) != 1 or is_view(op):
         return None
     found = out_variant(op, device_key(value))
     return "out" if found is not None and len(found[2]) == 1 else None
+
+
+def _inside(node: fx.Node) -> bool:
+    """True for an `as_strided_scatter` that writes to nothing but the elements of its dense base."""
+    size, stride = node.args[2:4]
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))  # type: ignore[arg-type, misc, operator]
+    begin = offset_of(node.target, node.args)
+    return begin >= 0 and begin + last < info(node).value.numel()  # type: ignore[no-any-return]
 
 
 def fill_numbers(node: fx.Node) -> list[Any]:

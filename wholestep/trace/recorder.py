@@ -87,6 +87,9 @@ class Recorder(Writes, TorchDispatchMode):
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref"):  # gave its argument back
             return out
+        place = STRIDED_COPIES.get(func, len(args))
+        if place < len(args) and args[place] is not None:
+            args = (*args[:place], args[place] - args[0].storage_offset(), *args[place + 1 :])
         reads = map_leaves(self._reads, args), map_leaves(self._reads, kwargs)
         if isinstance(out, torch.Tensor):
             self.root(out, self.emit(func, *reads, value=self.value(out)))
@@ -155,6 +158,9 @@ VIEW_ERROR = (
 
 # Ranges that torch.optim marks for a profiler, and questions about a tensor's device: no part of the step.
 UNRECORDED = ("profiler", "prim")
+
+# Where an offset stands that eager counts from the start of the memory, and a graph from the operand's first element.
+STRIDED_COPIES = {aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
 
 # Views of the whole tensor, of the same shape: the result is the same way into memory.
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
