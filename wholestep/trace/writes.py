@@ -43,7 +43,7 @@ class Writes(Tape):
         written = self._written(func, args, kwargs, written_arguments(func))
         if func not in CONSTANT_WRITES:
             self._refuse_repeats(func, [self.ref(t).geometry for t in written])
-        if not _is_list_op(func):
+        if not _is_list_op(func) and func not in CONSTANT_WRITES:
             self._refuse_partial_overlap(written, args, kwargs)
         if not _is_list_op(func):
             out = self._execute(func, args, kwargs)
