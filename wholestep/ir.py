@@ -17,7 +17,7 @@ Only this file and `torch_compat.py` stand below every room.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -290,12 +290,6 @@ def _fail(stage: str, nodes: list[fx.Node], position: int, why: str) -> None:
         for i in range(max(0, position - 5), min(len(nodes), position + 5))
     )
     raise GraphError(f"after {stage}: {why}\n{around}")
-
-
-def users_outside(node: fx.Node, inside: Iterable[fx.Node]) -> list[fx.Node]:
-    """Users of a node that are not in a set."""
-    known = set(inside)
-    return [user for user in node.users if user not in known]
 
 
 def dead_code(step: StepGraph) -> StepGraph:
