@@ -181,7 +181,6 @@ ASIDES = (
     ": version: ",
     "is_leaf: eager RuntimeError",
     "is_leaf: eager True, compiled RuntimeError",
-    "is_leaf: eager True, compiled False",
     ".grad: in eager None, missing in compiled",
     ".grad: in compiled None, missing in eager",
 )
