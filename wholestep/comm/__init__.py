@@ -15,22 +15,6 @@ from wholestep.comm.backend import (
     is_shm_available,
     is_ucc_available,
 )
-from wholestep.comm.collectives import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    gather,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    scatter,
-)
 from wholestep.comm.debug import (
     DebugLevel,
     get_debug_level,
@@ -56,6 +40,17 @@ from wholestep.comm.messages import (
     recv,
     send,
 )
+from wholestep.comm.moves import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    scatter,
+)
 from wholestep.comm.objects import (
     all_gather_object,
     broadcast_object_list,
@@ -77,6 +72,13 @@ from wholestep.comm.reduce_op import (
     RedOpType,
     ReduceOp,
     premul_sum,
+)
+from wholestep.comm.reductions import (
+    all_reduce,
+    all_reduce_coalesced,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
 )
 from wholestep.comm.rendezvous import (
     default_store,

@@ -11,8 +11,8 @@ import torch
 
 from wholestep.comm import checks
 from wholestep.comm.backend import DeviceGroup
-from wholestep.comm.collectives import Group, _launch, _root, _staged
 from wholestep.comm.errors import DistError, DistTimeoutError
+from wholestep.comm.launching import Group, group_root, launch, staged
 from wholestep.comm.work import Work
 from wholestep.comm.world import get_global_rank, get_group
 
@@ -31,13 +31,13 @@ def isend(
     pg = get_group(group)
     if checks.outside(pg, "isend"):
         return None
-    peer = _root(group, dst, group_dst, "dst")
+    peer = group_root(group, dst, group_dst, "dst")
     if peer == pg.rank():
         raise ValueError(
             "Invalid destination rank: destination rank should not be the same as the rank of the current process."
         )
     ready = checks.tensor(tensor, "tensor").contiguous()
-    return _launch(pg, "send", tensor, True, lambda pg: pg.send([ready], peer, tag))
+    return launch(pg, "send", tensor, True, lambda pg: pg.send([ready], peer, tag))
 
 
 def irecv(
@@ -51,11 +51,11 @@ def irecv(
     pg = get_group(group)
     if checks.outside(pg, "irecv"):
         return None
-    peer = ANY if src is None and group_src is None else _root(group, src, group_src, "src")
+    peer = ANY if src is None and group_src is None else group_root(group, src, group_src, "src")
     if peer == pg.rank():
         raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
     checks.tensor(tensor, "tensor")
-    return _launch(pg, "recv", tensor, True, lambda pg: _staged([tensor], lambda outs: pg.recv(outs, peer, tag)))
+    return launch(pg, "recv", tensor, True, lambda pg: staged([tensor], lambda outs: pg.recv(outs, peer, tag)))
 
 
 def send(

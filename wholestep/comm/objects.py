@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from wholestep.comm import checks, collectives, messages
-from wholestep.comm.collectives import Group, _root
+from wholestep.comm import checks, messages, moves
+from wholestep.comm.launching import Group, group_root
 from wholestep.comm.world import get_group
 
 
@@ -22,7 +22,7 @@ def _unpack(data: torch.Tensor) -> Any:
 
 def _sizes(own: int, group: Group) -> list[int]:
     sizes = torch.zeros(get_group(group).size(), dtype=torch.int64)
-    collectives.all_gather_into_tensor(sizes, torch.tensor([own]), group)
+    moves.all_gather_into_tensor(sizes, torch.tensor([own]), group)
     return [int(size) for size in sizes]
 
 
@@ -38,7 +38,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     padded = torch.zeros(widest, dtype=torch.uint8)
     padded[: data.numel()] = data
     rows = torch.zeros(pg.size(), widest, dtype=torch.uint8)
-    collectives.all_gather_into_tensor(rows, padded, group)
+    moves.all_gather_into_tensor(rows, padded, group)
     object_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -53,7 +53,7 @@ def gather_object(
     pg = get_group(group)
     if checks.outside(pg, "gather_object"):
         return
-    root = _root(group, dst, 0 if dst is None and group_dst is None else group_dst, "dst")
+    root = group_root(group, dst, 0 if dst is None and group_dst is None else group_dst, "dst")
     if (pg.rank() == root) != (object_gather_list is not None):
         raise ValueError("gather_object: `object_gather_list` is required on the destination rank, and on no other")
     found: list[Any] = [None] * pg.size()
@@ -73,12 +73,12 @@ def broadcast_object_list(
     pg = get_group(group)
     if checks.outside(pg, "broadcast_object_list"):
         return
-    root = _root(group, src, 0 if src is None and group_src is None else group_src, "src")
+    root = group_root(group, src, 0 if src is None and group_src is None else group_src, "src")
     data = _pack(list(object_list)) if pg.rank() == root else torch.zeros(0, dtype=torch.uint8)
     size = _sizes(data.numel(), group)[root]
     if pg.rank() != root:
         data = torch.zeros(size, dtype=torch.uint8)
-    collectives.broadcast(data, group=group, group_src=root)
+    moves.broadcast(data, group=group, group_src=root)
     if pg.rank() != root:
         found = _unpack(data)
         checks.elements(
@@ -98,7 +98,7 @@ def scatter_object_list(
     pg = get_group(group)
     if checks.outside(pg, "scatter_object_list"):
         return
-    root = _root(group, src, 0 if src is None and group_src is None else group_src, "src")
+    root = group_root(group, src, 0 if src is None and group_src is None else group_src, "src")
     if not scatter_object_output_list:
         raise ValueError("scatter_object_list: `scatter_object_output_list` is empty: one entry is required")
     parts: list[torch.Tensor] = []
@@ -107,11 +107,11 @@ def scatter_object_list(
         checks.length("scatter_object_list", "scatter_object_input_list", given, pg.size())
         parts = [_pack(value) for value in given]
     table = torch.tensor([part.numel() for part in parts] or [0] * pg.size())
-    collectives.broadcast(table, group=group, group_src=root)
+    moves.broadcast(table, group=group, group_src=root)
     out = torch.zeros(int(table[pg.rank()]), dtype=torch.uint8)
     sent = [part.numel() for part in parts] or [0] * pg.size()
     wanted = [out.numel() if rank == root else 0 for rank in range(pg.size())]
-    collectives.all_to_all_single(out, torch.cat(parts) if parts else out[:0], wanted, sent, group)
+    moves.all_to_all_single(out, torch.cat(parts) if parts else out[:0], wanted, sent, group)
     scatter_object_output_list[0] = _unpack(out)
 
 

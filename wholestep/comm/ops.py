@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from wholestep.comm import collectives
+from wholestep.comm import moves, reductions
 from wholestep.comm.work import Work
 from wholestep.comm.world import get_group
 
@@ -68,7 +68,7 @@ def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def _all_reduce_in_place(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    return _started(x, collectives.all_reduce(x, op, group, async_op=True))
+    return _started(x, reductions.all_reduce(x, op, group, async_op=True))
 
 
 def _broadcast(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
@@ -76,39 +76,39 @@ def _broadcast(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
 
 
 def _broadcast_in_place(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
-    return _started(x, collectives.broadcast(x, group=group, group_src=src, async_op=True))
+    return _started(x, moves.broadcast(x, group=group, group_src=src, async_op=True))
 
 
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     out = _fake_all_gather(x, group)
-    return _started(out, collectives.all_gather_into_tensor(out, x, group, async_op=True))
+    return _started(out, moves.all_gather_into_tensor(out, x, group, async_op=True))
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     out = _fake_reduce_scatter(x, op, group)
-    return _started(out, collectives.reduce_scatter_tensor(out, x, op, group, async_op=True))
+    return _started(out, reductions.reduce_scatter_tensor(out, x, op, group, async_op=True))
 
 
 def _all_to_all(x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: str) -> torch.Tensor:
     out = _fake_all_to_all(x, out_splits, in_splits, group)
-    return _started(out, collectives.all_to_all_single(out, x, out_splits, in_splits, group, async_op=True))
+    return _started(out, moves.all_to_all_single(out, x, out_splits, in_splits, group, async_op=True))
 
 
 def _reduce(x: torch.Tensor, dst: int, op: str, group: str) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    return _started(out, collectives.reduce(out, None, op, group, async_op=True, group_dst=dst))
+    return _started(out, reductions.reduce(out, None, op, group, async_op=True, group_dst=dst))
 
 
 def _gather(x: torch.Tensor, dst: int, group: str) -> torch.Tensor:
     out = _fake_gather(x, dst, group)
     parts = list(out.view(-1, *x.shape)) if get_group(group).rank() == dst else None
-    work = collectives.gather(x, parts, None, group, async_op=True, group_dst=dst)
+    work = moves.gather(x, parts, None, group, async_op=True, group_dst=dst)
     return _started(out, work)
 
 
 def _scatter(x: torch.Tensor, parts: list[torch.Tensor], src: int, group: str) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _started(out, collectives.scatter(out, parts or None, None, group, async_op=True, group_src=src))
+    return _started(out, moves.scatter(out, parts or None, None, group, async_op=True, group_src=src))
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""What every public collective does: bring tensors into the form that backends take, start, record, wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from wholestep.comm import recorder
+from wholestep.comm.backend import DeviceGroup
+from wholestep.comm.errors import DistError
+from wholestep.comm.process_group import ProcessGroup
+from wholestep.comm.reduce_op import RedOpType, ReduceOp
+from wholestep.comm.work import Then, Work
+from wholestep.comm.world import get_group, get_group_rank
+
+Group = ProcessGroup | str | None
+Op = ReduceOp | RedOpType | str
+_BOOL_OPS = {
+    RedOpType.SUM: RedOpType.BOR,
+    RedOpType.PRODUCT: RedOpType.BAND,
+    RedOpType.MIN: RedOpType.BAND,
+    RedOpType.MAX: RedOpType.BOR,
+}
+
+
+def launch(
+    group: ProcessGroup, what: str, like: torch.Tensor | None, async_op: bool, start: Callable[[ProcessGroup], Work]
+) -> Work | None:
+    """Starts a collective on the group's backend for the tensor's device, records it and, unless async, waits."""
+    if isinstance(group, DeviceGroup) and like is not None:
+        group.for_device(like.device.type).group_name = group.group_name
+        group = group.for_device(like.device.type)
+    entry = recorder.begin(group, what, like)
+    try:
+        work = start(group)
+        if async_op:
+            entry.work = recorder.weakref.ref(work)
+            return work
+        work.wait()
+    except DistError as failure:
+        recorder.fail(entry, failure, group.rank())
+        raise
+    entry.state = "completed"
+    return None
+
+
+def staged(
+    outputs: list[torch.Tensor], start: Callable[[list[torch.Tensor]], Work], result: list[torch.Tensor] | None = None
+) -> Work:
+    """Runs ``start`` on contiguous twins of ``outputs`` and copies results back when it ends."""
+    if all(out.is_contiguous() for out in outputs):
+        return start(outputs)
+    twins = [out.contiguous() for out in outputs]
+    work = start(twins)
+
+    def copy_back() -> None:
+        for out, twin in zip(outputs, twins, strict=True):
+            if twin is not out:
+                out.copy_(twin)
+
+    return Then(work, copy_back, outputs if result is None else result)
+
+
+def reducible(tensor: torch.Tensor, kind: RedOpType, what: str) -> tuple[torch.Tensor, RedOpType]:
+    """The tensor and kind as numbers that every backend reduces: bool as bytes, complex as pairs.
+
+    Raises:
+        TypeError: the reduction means nothing for this dtype.
+    """
+    if tensor.dtype is torch.bool:
+        if kind in (RedOpType.AVG, RedOpType.PREMUL_SUM):
+            raise TypeError(f"{what}: {kind.name} of bool tensors is not defined: convert to a number first")
+        return tensor.view(torch.uint8), _BOOL_OPS.get(kind, kind)
+    if tensor.is_complex():
+        if kind not in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):
+            raise TypeError(
+                f"{what}: {kind.name} of complex tensors is not defined: SUM, AVG or PREMUL_SUM is required"
+            )
+        return torch.view_as_real(tensor), kind
+    if tensor.is_floating_point() and kind in (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR):
+        raise TypeError(f"{what}: {kind.name} of {tensor.dtype} is not defined: an integer tensor is required")
+    return tensor, kind
+
+
+def pairs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Complex tensors as pairs of reals, so that they can be moved into real ones and back."""
+    return [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+
+
+def group_root(group: Group, rank: int | None, group_rank: int | None, name: str) -> int:
+    """Rank in the group, given as a global rank or as ``group_…``.
+
+    Raises:
+        ValueError: neither or both are given, or the rank is not in the group.
+    """
+    if (rank is None) == (group_rank is None):
+        raise ValueError(f"exactly one of {name} (a global rank) and group_{name} (a rank of the group) is required")
+    if group_rank is not None:
+        size = get_group(group).size()
+        if not 0 <= group_rank < size:
+            raise ValueError(f"group_{name} {group_rank} is not in a group of {size}")
+        return group_rank
+    return get_group_rank(group, rank)  # type: ignore[arg-type]
+
+
+def traced_name(kind: RedOpType, what: str) -> str:
+    """The reduction's name in an operator.
+
+    Raises:
+        ValueError: PREMUL_SUM, whose factor an operator does not carry.
+    """
+    if kind is RedOpType.PREMUL_SUM:
+        raise ValueError(f"{what}: PREMUL_SUM cannot be traced: multiply the tensor, then SUM")
+    return kind.value
