@@ -1,0 +1,12 @@
+"""autograd/: a traced function -> a joint graph of forward and backward -> one graph for each.
+
+Takes what trace recorded of a function, with the gradients that PyTorch's own autograd engine made of it in the same
+trace. Gives a `Joint` graph and, by a partition, a forward graph, a backward graph and the names of the values that
+the first saves for the second.
+May import: errors, ir, torch_compat, capture, trace. Must not import spmd, passes, lower, runtime, api.
+"""
+
+from wholestep.autograd.joint import Joint, Partition, Partitioned
+from wholestep.autograd.partition import default_partition, split
+
+__all__ = ["Joint", "Partition", "Partitioned", "default_partition", "split"]
