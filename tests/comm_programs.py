@@ -8,12 +8,13 @@ import random
 import torch
 
 from wholestep import comm
+from wholestep.comm.fold import naive_reduce
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import as_op
-from wholestep.comm.threads import naive_reduce
 
 REDUCED = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
-MOVED = [*REDUCED, torch.bool, torch.complex64]
+REDUCED += [torch.int16, torch.uint16, torch.uint32, torch.uint64]
+MOVED = [*REDUCED, torch.bool, torch.complex64, torch.float8_e5m2]
 SIZES = [0, 1, 2, 7, 64, 1000, 16384, 40000, 70001]
 
 

@@ -7,8 +7,9 @@ import torch
 from comm_programs import run_program
 
 from wholestep import comm
+from wholestep.comm.fold import naive_reduce
 from wholestep.comm.process_group import Options
-from wholestep.comm.threads import naive_reduce
+from wholestep.comm.reduce_op import as_op
 from wholestep.testing import run_ranks
 
 LONG = bool(os.environ.get("WHOLESTEP_LONG"))  # `make test-long`: 10,000 collectives
@@ -146,6 +147,23 @@ def rounding():
     assert kept[~usual].isnan().all()
 
 
+def unsigned():
+    """Order and wrap-around of the unsigned integers, at both ends of each."""
+    rank, n = comm.get_rank(), comm.get_world_size()
+    for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        top = 2 ** (8 * dtype.itemsize) - 1
+        ends = torch.tensor([0, top, top // 2, top // 2 + 1], dtype=dtype)
+        parts = [ends[torch.arange(4) - i] for i in range(n)]
+        for op in ("min", "max", "sum", "avg", "product", "band", "bor", "bxor"):
+            mine = parts[rank].clone()
+            comm.all_reduce(mine, op)
+            wanted = naive_reduce(parts, Options(as_op(op)[0]))
+            assert torch.equal(mine, wanted), f"{op} {dtype}: {mine} is not {wanted}"
+    mirrored = ends[torch.tensor([3, 2, 1, 0])]
+    largest = naive_reduce([ends, mirrored], Options(as_op("max")[0])).tolist()
+    assert largest == [top // 2 + 1, top, top, top // 2 + 1]
+
+
 def messages():
     rank, n = comm.get_rank(), comm.get_world_size()
     right, left = (rank + 1) % n, (rank - 1) % n
@@ -198,7 +216,7 @@ def futures():
 
 
 def everything():
-    for part in (wrong_dtypes, wrong_sizes, odd_tensors, rounding, messages, objects, futures):
+    for part in (wrong_dtypes, wrong_sizes, odd_tensors, rounding, unsigned, messages, objects, futures):
         part()
 
 
@@ -208,7 +226,7 @@ def test_arguments_odd_tensors_messages_and_objects(transport):
 
 
 def what_gloo_can():
-    for part in (wrong_dtypes, messages, objects, futures):
+    for part in (wrong_dtypes, wrong_sizes, odd_tensors, unsigned, messages, objects, futures):
         part()
 
 

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
 
+from wholestep.comm.carry import movable, reducible_as
 from wholestep.comm.debug import DebugLevel, get_debug_level
 from wholestep.comm.errors import DistBackendError, DistMismatchError, DistNetworkError, DistTimeoutError
+from wholestep.comm.fold import average
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.store import Store
@@ -188,52 +190,53 @@ class C10dGroup(ProcessGroup):
         made.timeout = (opts and opts.timeout) or self.timeout
         return made
 
-    def _reducing(self, kind: type, opts: Options, tensors: list[torch.Tensor]) -> Any:
-        """Engine options for a reduction; Gloo knows neither AVG nor PREMUL_SUM, so they scale before or after."""
+    def _reduce(
+        self,
+        what: str,
+        kind: type,
+        tensor: torch.Tensor,
+        opts: Options,
+        start: Callable[[list[torch.Tensor], Any], Any],
+    ) -> Work:
+        """Reduces a tensor in place by ``start(tensors, options)``. Gloo knows neither AVG nor PREMUL_SUM, so they
+        scale after or before, and not every dtype."""
         made = self._opts(kind, opts)
-        op = opts.op
-        if op is RedOpType.PREMUL_SUM and opts.factor is not None:
-            for tensor in tensors:
-                tensor.mul_(opts.factor)
-        scaled = op in (RedOpType.AVG, RedOpType.PREMUL_SUM)
-        made.reduceOp = dist.ReduceOp.SUM if scaled else _OPS[op]
-        return made
+        if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
+            tensor.copy_(tensor * opts.factor)
+        made.reduceOp = dist.ReduceOp.SUM if opts.op in (RedOpType.AVG, RedOpType.PREMUL_SUM) else _OPS[opts.op]
+        if kind is options.ReduceOptions:
+            made.rootRank = opts.root
+        carrier, restore = reducible_as(tensor, opts.op)
+        work = self._run(what, [tensor], lambda: start([carrier], made))
 
-    def _average(self, work: Work, opts: Options, tensors: list[torch.Tensor]) -> Work:
-        if opts.op is not RedOpType.AVG:
-            return work
+        def finish() -> None:
+            if restore is not None:
+                restore()
+            if opts.op is RedOpType.AVG:
+                tensor.copy_(average(tensor, self._size))
 
-        def divide() -> None:
-            for tensor in tensors:
-                exact = tensor.is_floating_point() or tensor.is_complex()
-                tensor.div_(self._size, rounding_mode=None if exact else "trunc")
-
-        return Then(work, divide, tensors)
+        return work if restore is None and opts.op is not RedOpType.AVG else Then(work, finish, [tensor])
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or Options()
-        made = self._reducing(options.AllreduceOptions, opts, tensors)
-        works = [self._run("all_reduce", [t], lambda t=t: self._engine.allreduce([t], made)) for t in tensors]  # type: ignore[misc]
-        return self._average(works[0] if len(works) == 1 else All(works, tensors), opts, tensors)
+        start, kind = self._engine.allreduce, options.AllreduceOptions
+        works = [self._reduce("all_reduce", kind, tensor, opts or Options(), start) for tensor in tensors]
+        return works[0] if len(works) == 1 else All(works, tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         made = self._opts(options.BroadcastOptions, opts)
         made.rootRank, made.rootTensor = (opts.root if opts else 0), 0
-        return self._run("broadcast", tensors, lambda: self._engine.broadcast(tensors, made))
+        return self._run("broadcast", tensors, lambda: self._engine.broadcast(movable(tensors), made))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         made = self._opts(options.AllgatherOptions, opts)
-        return self._run("all_gather", inputs, lambda: self._engine.allgather(outputs, inputs, made))
+        to = [movable(outs) for outs in outputs]
+        return self._run("all_gather", inputs, lambda: self._engine.allgather(to, movable(inputs), made))
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         opts = opts or Options()
         (tensor,) = tensors
         scratch = tensor.clone()  # an engine may use the tensors of the other ranks for sums on the way
-        made = self._reducing(options.ReduceOptions, opts, [scratch])
-        made.rootRank = opts.root
-        work = self._average(
-            self._run("reduce", [scratch], lambda: self._engine.reduce([scratch], made)), opts, [scratch]
-        )
+        work = self._reduce("reduce", options.ReduceOptions, scratch, opts, self._engine.reduce)
 
         def keep() -> None:
             if opts.root == self._rank:
@@ -243,25 +246,26 @@ class C10dGroup(ProcessGroup):
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         """As an all-reduce that keeps one part: Gloo has no reduce-scatter of its own."""
-        opts = opts or Options()
         flat = torch.stack([piece.reshape(-1) for piece in inputs[0]])
-        made = self._reducing(options.AllreduceOptions, opts, [flat])
-        work = self._run("reduce_scatter", [flat], lambda: self._engine.allreduce([flat], made))
+        start, kind = self._engine.allreduce, options.AllreduceOptions
+        work = self._reduce("reduce_scatter", kind, flat, opts or Options(), start)
 
         def keep_mine() -> None:
             outputs[0].copy_(flat[self._rank].view_as(outputs[0]))
 
-        return self._average(Then(work, keep_mine, outputs), opts, outputs)
+        return Then(work, keep_mine, outputs)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         made = self._opts(options.GatherOptions, opts)
         made.rootRank = opts.root if opts else 0
-        return self._run("gather", inputs, lambda: self._engine.gather(outputs, inputs, made))
+        to = [movable(outs) for outs in outputs]
+        return self._run("gather", inputs, lambda: self._engine.gather(to, movable(inputs), made))
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         made = self._opts(options.ScatterOptions, opts)
         made.rootRank = opts.root if opts else 0
-        return self._run("scatter", outputs, lambda: self._engine.scatter(outputs, inputs, made))
+        sources = [movable(parts) for parts in inputs]
+        return self._run("scatter", outputs, lambda: self._engine.scatter(movable(outputs), sources, made))
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """Over `alltoall_base`, which every engine has."""
@@ -277,20 +281,21 @@ class C10dGroup(ProcessGroup):
         return Then(self.alltoall_base(came, sent, plain), spread, outputs)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return self._run("send", tensors, lambda: self._engine.send(tensors, dst, tag), checked=False)
+        return self._run("send", tensors, lambda: self._engine.send(movable(tensors), dst, tag), checked=False)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         if src < 0:
-            work = self._run("recv", tensors, lambda: self._engine.recv_anysource(tensors, tag), checked=False)
+            work = self._run("recv", tensors, lambda: self._engine.recv_anysource(movable(tensors), tag), checked=False)
         else:
-            work = self._run("recv", tensors, lambda: self._engine.recv(tensors, src, tag), checked=False)
+            work = self._run("recv", tensors, lambda: self._engine.recv(movable(tensors), src, tag), checked=False)
         return work
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         made = self._opts(options.AllToAllOptions, opts)
         outs, ins = (opts.out_splits, opts.in_splits) if opts else ([], [])
+        to, source = movable([output, input])
         return self._run(
-            "all_to_all_single", [input[:0]], lambda: self._engine.alltoall_base(output, input, outs, ins, made)
+            "all_to_all_single", [input[:0]], lambda: self._engine.alltoall_base(to, source, outs, ins, made)
         )
 
     def barrier(self, opts: Any = None) -> Work:

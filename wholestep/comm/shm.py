@@ -50,11 +50,10 @@ REDUCTIONS = {
     RedOpType.PREMUL_SUM: 0,
 }
 _NUMBERS = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
-_OTHERS = ["bool", "complex64", "complex128", "complex32", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"]
+_NUMBERS += ["uint16", "uint32", "uint64"]
+_OTHERS = ["bool", "complex64", "complex128", "complex32", "float8_e4m3fn", "float8_e5m2"]
 DTYPES = {getattr(torch, name): code for code, name in enumerate(_NUMBERS + _OTHERS)}
 _NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
-# Two's complement: the same bits as of the signed type, but not the same order.
-_UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 TIMEOUT, DIED, MISMATCH, ABORTED, MEMORY = 1, 2, 3, 4, 5
 UNKNOWN = 255
 MANY = 256  # works under way, from which on those that have ended are let go
@@ -283,10 +282,6 @@ class ShmGroup(ProcessGroup):
     def _reducing(self, tensor: torch.Tensor, opts: Options | None, what: str) -> tuple[torch.Tensor, int]:
         """The tensor as a dtype that the engine reduces, multiplied for PREMUL_SUM, and the code of the reduction."""
         kind = opts.op if opts else RedOpType.SUM
-        if tensor.dtype in _UNSIGNED:
-            if kind in (RedOpType.MIN, RedOpType.MAX, RedOpType.AVG):
-                raise TypeError(f"{what}: {kind.name} of {tensor.dtype} is not available: use a signed type")
-            tensor = tensor.view(_UNSIGNED[tensor.dtype])
         if DTYPES.get(tensor.dtype, UNKNOWN) >= len(_NUMBERS):
             raise TypeError(f"{what}: {tensor.dtype} cannot be reduced: one of {', '.join(_NUMBERS)} is required")
         if kind is RedOpType.PREMUL_SUM and opts is not None and opts.factor is not None:

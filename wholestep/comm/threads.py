@@ -8,44 +8,16 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from wholestep.comm.errors import DistBackendError, DistError, DistMismatchError, DistRankError, DistTimeoutError
+from wholestep.comm.fold import naive_reduce
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
-from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.store import Store
 from wholestep.comm.work import Finished, Work
-
-_FOLD: dict[RedOpType, Callable[..., torch.Tensor]] = {
-    RedOpType.SUM: torch.add,
-    RedOpType.AVG: torch.add,
-    RedOpType.PREMUL_SUM: torch.add,
-    RedOpType.PRODUCT: torch.mul,
-    RedOpType.MIN: torch.minimum,
-    RedOpType.MAX: torch.maximum,
-    RedOpType.BAND: torch.bitwise_and,
-    RedOpType.BOR: torch.bitwise_or,
-    RedOpType.BXOR: torch.bitwise_xor,
-}
-
-
-def naive_reduce(parts: list[torch.Tensor], opts: Options) -> torch.Tensor:
-    """The parts folded in rank order; bf16 and fp16 in float32, rounded once."""
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
-        parts = [(part * opts.factor).to(dtype) for part in parts]
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = _FOLD[opts.op](total, part.to(wide))
-    if opts.op is RedOpType.AVG:
-        exact = total.is_floating_point() or total.is_complex()
-        total = torch.div(total, len(parts), rounding_mode=None if exact else "trunc")
-    return total.to(dtype)
 
 
 class MeetingGroup(ProcessGroup):

@@ -103,6 +103,9 @@ KERNEL(fold_i8, int8_t, int8_t, SAME, SAME, WITH_BITS)
 KERNEL(fold_i16, int16_t, int16_t, SAME, SAME, WITH_BITS)
 KERNEL(fold_i32, int32_t, int32_t, SAME, SAME, WITH_BITS)
 KERNEL(fold_i64, int64_t, int64_t, SAME, SAME, WITH_BITS)
+KERNEL(fold_u16, uint16_t, uint16_t, SAME, SAME, WITH_BITS)
+KERNEL(fold_u32, uint32_t, uint32_t, SAME, SAME, WITH_BITS)
+KERNEL(fold_u64, uint64_t, uint64_t, SAME, SAME, WITH_BITS)
 
 void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *const *src, int nsrc, size_t count) {
     switch (dtype) {
@@ -115,5 +118,8 @@ void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *con
     case T_I16: fold_i16(red, dst, ndst, src, nsrc, count); break;
     case T_I32: fold_i32(red, dst, ndst, src, nsrc, count); break;
     case T_I64: fold_i64(red, dst, ndst, src, nsrc, count); break;
+    case T_U16: fold_u16(red, dst, ndst, src, nsrc, count); break;
+    case T_U32: fold_u32(red, dst, ndst, src, nsrc, count); break;
+    case T_U64: fold_u64(red, dst, ndst, src, nsrc, count); break;
     }
 }

@@ -33,7 +33,7 @@
 enum { OP_BARRIER, OP_ALL_REDUCE, OP_REDUCE, OP_BROADCAST, OP_ALL_GATHER, OP_REDUCE_SCATTER, OP_GATHER, OP_SCATTER,
        OP_ALL_TO_ALL, OP_COUNT };
 enum { RED_SUM, RED_PRODUCT, RED_MIN, RED_MAX, RED_BAND, RED_BOR, RED_BXOR, RED_AVG };
-enum { T_F32, T_F64, T_F16, T_BF16, T_U8, T_I8, T_I16, T_I32, T_I64, T_COUNT };
+enum { T_F32, T_F64, T_F16, T_BF16, T_U8, T_I8, T_I16, T_I32, T_I64, T_U16, T_U32, T_U64, T_COUNT };
 enum { OK = 0, E_TIMEOUT = 1, E_DIED = 2, E_MISMATCH = 3, E_ABORTED = 4, E_MEMORY = 5 };
 
 /* What a rank says of the collective it enters. The first 32 bytes must be alike on all ranks. */
