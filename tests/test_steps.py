@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from equal import assert_same_run
 from zoo.arguments import ARGUMENTS
 from zoo.gradients import GRADIENTS
 from zoo.hooks import HOOKS
+from zoo.numbers import NUMBERS
 from zoo.steps import STEPS
+
+import wholestep as ws
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -28,3 +32,22 @@ def test_arguments_and_results(name: str) -> None:
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(name: str) -> None:
     assert_same_run(GRADIENTS[name])
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers(name: str) -> None:
+    assert_same_run(NUMBERS[name])
+
+
+def test_numbers_that_vary_are_inputs() -> None:
+    """Different at each of 40 calls, which is more than there may be captures: one reason, then none."""
+    model = torch.nn.Linear(2, 2)
+
+    @ws.compile
+    def step(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return model(x).sum() * scale
+
+    for i in range(40):
+        x = torch.randn(3, 2)
+        assert torch.equal(step(x, i / 7), model(x).sum() * (i / 7))
+    assert step.recompiles == ["L['scale']: expected 0.0, found 0.14285714285714285"]

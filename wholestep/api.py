@@ -33,14 +33,16 @@ def build(
     passes: Sequence[Pass],
     backend: Backend,
     programs: dict[str, Program],
+    varying: frozenset[str] = frozenset(),
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.
 
     Args:
         launch: mesh and plans, whose passes come first.
         programs: those lowered before, by fingerprint; a capture that computes the same shares one.
+        varying: paths of numbers that are inputs of the step rather than guards.
     """
-    world, traced = capture(fn, args, kwargs)
+    world, traced = capture(fn, args, kwargs, varying)
     program = programs.get(traced.fingerprint)
     if program is None:
         step = check(traced.step, "trace")
@@ -61,9 +63,11 @@ def _name(transform: Pass) -> str:
     return getattr(function, "__name__", str(function))
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Snapshot, Traced]:
+def capture(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str] = frozenset()
+) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises."""
-    world = snapshot(fn, args, kwargs)
+    world = snapshot(fn, args, kwargs, varying=varying)
     shared: frozenset[int] = frozenset()
     while True:
         try:
@@ -93,13 +97,15 @@ class Compiled:
         """Forgets all captures."""
         self._entries: list[Entry] = []
         self._programs: dict[str, Program] = {}
+        self._varying: frozenset[str] = frozenset()
+        self._fixed: frozenset[str] = frozenset()
         self.recompiles: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(_tracing, "active", False):  # inside of another step's capture: part of that step
             return self._fn(*args, **kwargs)
         with self._lock:
-            reason = ""
+            missed = Missed("")
             for entry in self._entries:
                 outcome = entry(args, kwargs)
                 if type(outcome) is not Missed:
@@ -107,26 +113,54 @@ class Compiled:
                         self._entries.remove(entry)
                         self._entries.insert(0, entry)
                     return outcome
-                reason = reason or outcome.reason
-            entry = self._capture(args, kwargs, reason)
+                missed = missed if missed.reason else outcome
+            entry = self._capture(args, kwargs, missed)
             outcome = entry(args, kwargs)
             if type(outcome) is Missed:
                 raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")
             return outcome
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Entry:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Missed) -> Entry:
         if len(self._entries) >= MAX_ENTRIES:
             raise CaptureError(
-                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {reason}",
+                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {missed.reason}",
                 remedy="keep the number that changes in a tensor, or compile a smaller part of the step",
             )
         known = len(self._programs)
         with no_collection():  # hundreds of thousands of small objects, few of them garbage
-            entry = build(self._fn, args, kwargs, self._launch, self._passes, self._backend, self._programs)
+            entry = self._build(args, kwargs, missed.varying - self._fixed)
         if known and len(self._programs) > known:
-            self.recompiles.append(reason)
+            self.recompiles.append(missed.reason)
         self._entries.insert(0, entry)
         return entry
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
+        """Captures with a number that was another before as an input, or as it is where that cannot be."""
+        make = functools.partial(
+            build, self._fn, args, kwargs, self._launch, self._passes, self._backend, self._programs
+        )
+        if varying <= self._varying:
+            return make(self._varying)
+        try:
+            entry = make(self._varying | varying)
+        except Exception:  # a size, an index, a text: or the step's own error, which comes again
+            inputs = self._varying
+            for path in sorted(varying) if len(varying) > 1 else ():
+                inputs |= self._can_vary(args, kwargs, inputs, path)
+            self._fixed |= varying - inputs
+            entry, varying = make(inputs), inputs
+        self._varying |= varying
+        return entry
+
+    def _can_vary(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
+    ) -> frozenset[str]:
+        """The path, if the number there can be an input."""
+        try:
+            capture(self._fn, args, kwargs, others | {path})
+        except Exception:
+            return frozenset()
+        return frozenset([path])
 
     def _latest(self) -> Program:
         if not self._entries:

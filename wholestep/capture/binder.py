@@ -33,7 +33,7 @@ class Binder:
         self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]
     ) -> None:
         self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
-        self.names = snap.names
+        self.names, self.varying = snap.names, snap.varying
         self.mutated = frozenset(source.path for source in mutated)
         self.slow_calls = 0
         self._sharing = _sharing(snap, self.mutated)
@@ -56,7 +56,7 @@ class Binder:
             return self._anew(args, kwargs)
 
     def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
-        later = snapshot(self.fn, args, kwargs, self.names)
+        later = snapshot(self.fn, args, kwargs, self.names, self.varying)
         failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure

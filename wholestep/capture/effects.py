@@ -279,7 +279,7 @@ def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: 
 def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
     before = place.before
     for key in before:
-        lifted = snap._lifted.get((id(place.holder), key)) if isinstance(key, str) else None
+        lifted = snap._lifted.get((id(place.holder), key)) if type(key) in (str, int) else None
         if lifted is not None:
             before = before | {key: lifted}
     if len(now) == len(before) and all(map(_same_entry, now.items(), before.items())):

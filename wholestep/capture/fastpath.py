@@ -22,7 +22,7 @@ from wholestep.capture import boxes
 from wholestep.capture.anchored import Anchored, identical, memory, same_plain, sharing_pattern
 from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.source import REGISTRIES, Grad, Source
-from wholestep.capture.walk import Place, global_state, is_plain
+from wholestep.capture.walk import Number, Place, global_state, is_plain
 from wholestep.torch_compat import HOOK_TABLES
 
 Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
@@ -213,8 +213,10 @@ class FastPath:
         self._require(f"len(args) == {len(call.args)} and " +
                       (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs"))
         self._require("global_state() == STATE")
+        numbers = {number.source.path for number in self.snap.numbers}
         for source, value in self.snap.walk.roots[:-1]:
-            self._value(source.path, value)
+            if source.path not in numbers:
+                self._value(source.path, value)
 
     def _value(self, expression: str, value: Any) -> None:
         """Requires that an expression gives an equal of ``value``."""
@@ -249,7 +251,7 @@ class FastPath:
             if place.box in (boxes.SET, boxes.FROZENSET):
                 self._require(f"{holder} == {self._fresh(type(value)(value))}")
                 continue
-            if len(place.before) > 8 and all(is_plain(v) for v in place.before.values()):
+            if len(place.before) > 8 and not place.ignored and all(is_plain(v) for v in place.before.values()):
                 values = f"{holder}.values()" if isinstance(place.holder, dict) else holder
                 self._require(f"all(map(same, {values}, {self._fresh(list(place.before.values()))}))")
                 continue
@@ -309,7 +311,7 @@ class FastPath:
                     parts.append((itemgetter(*plain, plain[0]), place.holder))
                 if id(place.holder) not in self.whole:
                     self._one_by_one(place, special)
-            elif place.box is boxes.LIST and not special:
+            elif place.box is boxes.LIST and not special and not place.ignored:
                 lists.append(place.holder)
             else:
                 self._odd(place, special)
@@ -395,22 +397,34 @@ class FastPath:
         numbers = {n.source.path: n for n in self.snap.numbers}
         volatile = {id(t): name for name, t in self.volatile_tensors}
         for number in self.snap.numbers:
-            at = f"{self._name(number.group)}[{number.key!r}]"
-            self._require(f"type({at}) is tuple and len({at}) == {len(number.group[number.key])} and type({at}["
-                          f"{number.index}]) is float" if number.index is not None else
-                          f"type({at}) is float" + " or type({at}) is int".replace("{at}", at) * (number.key == "lr"))
+            self._require(self._is_number(number))
         parts = []
         for source in inputs:
             if source.path in numbers:
                 n = numbers[source.path]
-                at = f"{self._name(n.group)}[{n.key!r}]"
-                parts.append(f"float({at})" if n.index is None else f"{at}[{n.index}]")
+                at = self._number(n)
+                parts.append(at if n.group is None else f"float({at})" if n.index is None else f"{at}[{n.index}]")
             elif source.path in tensors:
                 tensor = tensors[source.path]
                 parts.append(self.anchored_tensors.get(id(tensor)) or volatile[id(tensor)])
             else:
                 raise ValueError(f"{source} is not a tensor or number that the snapshot found")
         self.lines.append(f"return [{', '.join(parts)}]")
+
+    def _number(self, number: Number) -> str:
+        """An expression for a number that is an input, or for the tuple that it is in."""
+        if number.place is not None:
+            return self._at(number.place, number.key)
+        return number.source.path if number.group is None else f"{self._name(number.group)}[{number.key!r}]"
+
+    def _is_number(self, number: Number) -> str:
+        at = self._number(number)
+        if number.group is None:
+            return f"type({at}) is {type(number.value).__name__}"
+        if number.index is not None:
+            length = len(number.group[number.key])
+            return f"type({at}) is tuple and len({at}) == {length} and type({at}[{number.index}]) is float"
+        return f"type({at}) is float" + f" or type({at}) is int" * (number.key == "lr")
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ that guard in words: ``L['x'] requires_grad: expected True, found False``.
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,9 +44,14 @@ class Guard:
 
 @dataclass(frozen=True)
 class GuardFailure:
-    """The first guard that a call does not meet, in words."""
+    """The first guard that a call does not meet, in words.
+
+    Attributes:
+        varying: paths of all plain numbers that are others now, when the first that failed is one of them.
+    """
 
     reason: str
+    varying: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 STATE_NAMES = (
@@ -71,8 +76,12 @@ def guards(walk: Walk) -> list[Guard]:
     found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, walk.state, strict=True)]
     call = walk.call
     found.append(Guard(None, "arguments", (len(call.args), tuple(call.kwargs))))
+    arguments = {number.source.path for number in walk.numbers if number.group is None and number.place is None}
     for source, value in walk.roots:
-        _value_guard(walk, source, value, found)
+        if source.path in arguments:
+            found.append(Guard(source, "number", type(value)))
+        else:
+            _value_guard(walk, source, value, found)
     for place in walk.places:
         if place.box is boxes.TENSOR:
             found.append(Guard(place.source, "tensor", walk.metadata[id(place.holder)]))
@@ -82,10 +91,16 @@ def guards(walk: Walk) -> list[Guard]:
         for key, value in place.before.items():
             source = names.get(key) or walk.child(place, key)
             if key in place.lifted:
-                found.append(Guard(source, "number", [type(v) for v in value] if type(value) is tuple else float))
+                found.append(Guard(source, "number", _number_type(key, value)))
             elif key not in place.ignored and not (place.box is boxes.TENSOR and key == "requires_grad"):
                 _value_guard(walk, source, value, found)
     return found
+
+
+def _number_type(key: Any, value: Any) -> Any:
+    if type(value) is tuple:
+        return [type(v) for v in value]
+    return float if key == "lr" else type(value)  # a learning rate of 1 is one of 1.0
 
 
 def _value_guard(walk: Walk, source: Source, value: Any, found: list[Guard]) -> None:
@@ -118,8 +133,20 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
             continue
         if guard.kind == "is":
             return GuardFailure(f"{_pair(guard)}: expected the same object, found two")
-        return GuardFailure(_reason(guard, match, later))
+        varying = _varying(old, later) if match is not None and _is_number(guard, match) else frozenset()
+        return GuardFailure(_reason(guard, match, later), varying)
     return None
+
+
+def _is_number(guard: Guard, match: Guard) -> bool:
+    return guard.kind == "value" and type(guard.expected) is type(match.expected) in (int, float)
+
+
+def _varying(old: list[Guard], later: dict[tuple[str, str], Guard]) -> frozenset[str]:
+    """The plain numbers that differ between two calls."""
+    pairs = ((g, later.get((g.source.path, g.kind))) for g in old if g.source is not None)
+    return frozenset(g.source.path for g, m in pairs  # type: ignore[union-attr]
+                     if m is not None and _is_number(g, m) and not g.holds(m.expected))
 
 
 def _pair(guard: Guard) -> str:

@@ -17,7 +17,7 @@ from wholestep.capture import guards as guarding
 from wholestep.capture.effects import CallStep, Effect, Value, differences
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
-from wholestep.capture.source import Call, Source
+from wholestep.capture.source import Call, Local, Source
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
 from wholestep.torch_compat import set_versions
 
@@ -29,17 +29,18 @@ class Snapshot:
         call: the function and its arguments.
         places: every holder that the walk met, with a copy of its contents.
         tensors: id of a tensor -> where it was found and what it is for.
-        numbers: floats among optimizers' settings, which are inputs of the step.
+        numbers: floats among optimizers' settings and numbers that vary, which are inputs of the step.
     """
 
-    def __init__(self, call: Call, names: frozenset[str] = frozenset()) -> None:
-        self.call, self.names = call, names
-        self.walk = Walk(call, names)
+    def __init__(self, call: Call, names: frozenset[str] = frozenset(),
+                 varying: frozenset[str] = frozenset()) -> None:
+        self.call, self.names, self.varying = call, names, varying
+        self.walk = Walk(call, names, varying)
         self.places: list[Place] = self.walk.places
         self.tensors: dict[int, Found] = self.walk.tensors
         self.numbers: list[Number] = self.walk.numbers
         self.stand_ins: list[object] = []
-        self._lifted: dict[tuple[int, str], Any] = {}
+        self._lifted: dict[tuple[int, Any], Any] = {}
         self.noted: list[Noted] = []
         self._grad_mode = torch.is_grad_enabled()
         self._guards: list[Guard] | None = None
@@ -80,8 +81,11 @@ class Snapshot:
         new = [f.tensor for f in self.tensors.values() if not f.tensor.is_inference()][known:]
         self._versions += [(tensor, tensor._version, tensor.grad_fn) for tensor in new]
 
-    def lift(self, stand_ins: Sequence[object]) -> None:
+    def lift(self, stand_ins: Sequence[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Puts stand-ins in place of `numbers`, in their order; tuples are rebuilt around theirs.
+
+        Returns:
+            the call's arguments, with stand-ins for those that are numbers.
 
         Raises:
             ValueError: not one stand-in for each number.
@@ -89,22 +93,31 @@ class Snapshot:
         if len(stand_ins) != len(self.numbers):
             raise ValueError(f"{len(stand_ins)} stand-ins for {len(self.numbers)} numbers; give one for each")
         self.stand_ins = list(stand_ins)
+        args, kwargs = list(self.call.args), dict(self.call.kwargs)
         for number, stand_in in zip(self.numbers, stand_ins, strict=True):
-            value: Any = stand_in
-            if number.index is not None:
-                old = number.group[number.key]
-                value = (*old[:number.index], stand_in, *old[number.index + 1:])
-            number.group[number.key] = value
-            self._lifted[id(number.group), number.key] = value
-
+            if number.group is not None:
+                value: Any = stand_in
+                if number.index is not None:
+                    old = number.group[number.key]
+                    value = (*old[:number.index], stand_in, *old[number.index + 1:])
+                number.group[number.key] = value
+                self._lifted[id(number.group), number.key] = value
+            elif number.place is not None:
+                place = number.place
+                place.box.write(place.holder, {**place.box.read(place.holder), number.key: stand_in})
+                self._lifted[id(place.holder), number.key] = stand_in
+            elif isinstance(number.source, Local):
+                at: Any = number.source.at
+                (args if isinstance(at, int) else kwargs)[at] = stand_in
         for scheduler, source in self.walk.schedulers:
             vars(scheduler)["step"] = Deferred(scheduler, source, self._note)
+        return tuple(args), kwargs
 
     def _note(self, noted: Noted) -> None:
         """A scheduler's step was called: until it really is, nobody may read what it sets."""
         self.noted.append(noted)
         for number in self.numbers:
-            if any(number.group is group for group in noted.scheduler.optimizer.param_groups):
+            if number.group is not None and any(number.group is g for g in noted.scheduler.optimizer.param_groups):
                 self._lifted[id(number.group), number.key] = pending = Pending(number.source.text)
                 number.group[number.key] = pending
 
@@ -205,17 +218,18 @@ def no_collection() -> Iterator[None]:
 
 
 def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
-             names: frozenset[str] = frozenset()) -> Snapshot:
+             names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset()) -> Snapshot:
     """Walks what a call of ``fn`` could see and records it.
 
     Args:
         names: attributes that count as named by the step's code, besides those that are.
+        varying: paths of numbers that are inputs rather than guards.
 
     Raises:
         CaptureError: something is in reach that cannot be captured.
     """
     with no_collection():
-        return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names)
+        return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names, varying)
 
 
 __all__ = ["Snapshot", "boxes", "same", "snapshot"]

@@ -79,13 +79,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Number:
-    """A float among an optimizer's settings, an input of the step: ``group[key]`` or ``group[key][index]``."""
+    """A number that is an input of the step, not a guard.
+
+    Either a float among an optimizer's settings, ``group[key]`` or ``group[key][index]``; or one that was another in
+    an earlier call: at ``key`` of ``place``, or an argument when there is neither group nor place.
+    """
 
     source: Source
     value: float
-    group: dict[str, Any]
-    key: str
+    group: dict[str, Any] | None = None
+    key: Any = None
     index: int | None = None
+    place: Place | None = None
 
 
 META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape", "stride")
@@ -141,8 +146,8 @@ class Walk:
     after its module.
     """
 
-    def __init__(self, call: Call, names: Iterable[str] = ()) -> None:
-        self.call = call
+    def __init__(self, call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset()) -> None:
+        self.call, self.varying = call, varying
         self.places: list[Place] = []
         self.first: dict[int, Source] = {}
         self.tensors: dict[int, Found] = {}
@@ -164,6 +169,22 @@ class Walk:
                 self.reach.add(entry, False)
         self._todo.extend((value, source) for source, value in reversed(self.roots))
         self.run()
+        if varying:
+            self._vary()
+
+    def _vary(self) -> None:
+        """Makes inputs of the plain numbers whose sources are known to vary."""
+        for source, value in self.roots:
+            if type(value) in (int, float) and source.path in self.varying:
+                self.numbers.append(Number(source, value))
+        for place in self.places:
+            for key, value in place.before.items():
+                if type(value) in (int, float) and place.box in _VARYING and key not in place.ignored:
+                    source = self.child(place, key)
+                    if source.path in self.varying:
+                        self.numbers.append(Number(source, value, key=key, place=place))
+                        place.lifted |= {key}
+                        place.ignored |= {key}
 
     def run(self) -> None:
         """Walks until nothing is left that the step's code can name."""
@@ -377,6 +398,7 @@ HANDLERS: dict[type, Handler] = {
     UserList: _object,
     type: _class,
 }
+_VARYING = (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SLOTS, boxes.LIST, boxes.CELL, boxes.NAMES, boxes.MODULE)
 _NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.MODULE)
 _LATER = (_optimizer, _scheduler, _class)
 OPAQUE: tuple[type, ...] = (types.BuiltinFunctionType, torch.Generator, weakref.ref)

@@ -39,9 +39,14 @@ class Program:
 
 @dataclass(frozen=True)
 class Missed:
-    """A call that a captured program does not serve, with the first guard that failed."""
+    """A call that a captured program does not serve, with the first guard that failed.
+
+    Attributes:
+        varying: paths of the numbers that are others now, when one of them is what failed.
+    """
 
     reason: str
+    varying: frozenset[str] = frozenset()
 
 
 class Spent(torch.autograd.Function):
@@ -92,7 +97,7 @@ class Entry:
         """Runs the step, or says why this program does not serve the call (`Missed`)."""
         values = self.binder(args, kwargs)
         if type(values) is not list:
-            return Missed(str(values.reason))
+            return Missed(str(values.reason), values.varying)
         if self.hoisted:
             self._begin(values)
         if self.flat:

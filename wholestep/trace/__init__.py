@@ -38,7 +38,7 @@ class World(Protocol):
     @property
     def numbers(self) -> list[Any]: ...
     def find(self, tensor: torch.Tensor) -> Found | None: ...
-    def lift(self, stand_ins: list[Any]) -> None: ...
+    def lift(self, stand_ins: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
 
 
@@ -106,7 +106,7 @@ def trace_step(
     before = {key: found.tensor._version for key, found in world.tensors.items()}
     torch.clear_autocast_cache()
     with recorder.whereabouts.following(), exchanged(recorder, parameters), CallWindow(recorder), recorder:
-        world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
+        args, kwargs = world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
         with same_python_randomness():
             result = fn(*args, **kwargs)
     torch.clear_autocast_cache()

@@ -93,7 +93,7 @@ class _Builder:
     def from_nothing(self, node: fx.Node) -> bool:
         """True when a value follows from factories, constants and lifted numbers alone."""
         if node.op == "placeholder":
-            return isinstance(node.meta["info"].value, float)
+            return isinstance(node.meta["info"].value, (int, float))
         if node.op == "get_attr":
             return True
         if is_effectful(node) or node.target in (aten.empty.memory_format, aten.empty_like.default):

@@ -144,7 +144,7 @@ class Tape:
     # -- tensors ---------------------------------------------------------------------------------------
 
     def lift_number(self, source: Any, value: float) -> Any:
-        """A placeholder for a Python float; gives the host number that stands for it."""
+        """A placeholder for a Python float or int; gives the host number that stands for it."""
         node = self.placeholder(source, "number", value)
         self.lifted.append(Lifted(node, source, value))
         return make_host(HostNode(self, node, value, known=True))
