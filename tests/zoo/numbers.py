@@ -154,3 +154,19 @@ def number_in_a_text(seed: int) -> World:
 
     return World(step, [(torch.randn(5, 6), n) for n in (2, 3, 1, 4, 2)], {"model": model, "notes": notes},
                  changing=True)
+
+
+@register(NUMBERS)
+def type_of_a_number(seed: int) -> World:
+    """User code that asks for a number's type takes the way that it takes in eager."""
+    model, opt = _mlp()
+
+    def step(x: Tensor, y: Tensor, ratio: Any, shift: Any) -> Tensor:
+        scale = ratio if isinstance(ratio, float) else sum(ratio)
+        loss = model(x, y) * scale + (shift if isinstance(shift, int) else 100.0)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return World(step, [(*b, 0.1 * i, i) for i, b in enumerate(labelled(5))], {"model": model, "opt": opt})

@@ -163,6 +163,7 @@ def _methods() -> dict[str, Any]:
     table |= {name: _unary(function) for name, function in UNARY.items()}
     table |= {name: _escape(how) for name, how in ESCAPES.items()}
     table["__bool__"] = lambda self: self != 0
+    table["__class__"] = property(lambda self: float if isinstance(self.node.hint, float) else int)
     return table
 
 
