@@ -7,6 +7,7 @@ May import: errors, ir, torch_compat, capture, trace. Must not import spmd, pass
 """
 
 from wholestep.autograd.joint import Joint, Partition, Partitioned
+from wholestep.autograd.min_cut import min_cut_partition
 from wholestep.autograd.partition import default_partition, split
 
-__all__ = ["Joint", "Partition", "Partitioned", "default_partition", "split"]
+__all__ = ["Joint", "Partition", "Partitioned", "default_partition", "min_cut_partition", "split"]

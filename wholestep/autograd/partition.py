@@ -67,7 +67,30 @@ def backward_nodes(joint: Joint, saved: set[fx.Node]) -> list[fx.Node]:
             raise GraphError(f"the backward needs {node.name}, {why}, and it is not saved")
         needed.add(node)
         queue += node.all_input_nodes
-    return [n for n in joint.step.graph.nodes if n in needed]
+    return _just_in_time([n for n in joint.step.graph.nodes if n in needed])
+
+
+def _just_in_time(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Moves what the forward ran to just before its first reader: made again sooner, it would only take memory."""
+    waiting = {n for n in nodes if info(n).phase == "forward"}
+    ordered: dict[fx.Node, None] = {}
+    for node in nodes:
+        if node not in waiting:
+            _place(node, waiting, ordered)
+    for node in nodes:  # gradients that only the forward's values make
+        _place(node, waiting, ordered)
+    return list(ordered)
+
+
+def _place(node: fx.Node, waiting: set[fx.Node], ordered: dict[fx.Node, None]) -> None:
+    """Adds a node after those of its operands that wait."""
+    stack = [node]
+    while stack:
+        missing = [o for o in stack[-1].all_input_nodes if o in waiting and o not in ordered]
+        if missing:
+            stack += reversed(missing)
+        else:
+            ordered.setdefault(stack.pop())
 
 
 def _phase(node: fx.Node) -> str:
