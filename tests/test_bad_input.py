@@ -258,3 +258,37 @@ def test_mistakes_in_calling_compile() -> None:
         ws.compile(lambda x: x, backend="nonsense")(torch.ones(1))
     with pytest.raises(TypeError, match="argument"):
         ws.compile(lambda x: x)(torch.ones(1), torch.ones(1))
+
+
+def test_data_assigned_to_a_parameter() -> None:
+    """The content arrives; a value that shares memory with others, or has another form, is refused."""
+
+    @ws.compile
+    def decay(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
+        for p in model.parameters():
+            p.data = new(p.data)
+
+    model = nn.Linear(3, 2)
+    weight, expected, version = model.weight, model.weight.detach() * 0.5, model.weight._version
+    decay(model, lambda p: p * 0.5)
+    assert model.weight is weight and weight._version == version
+    torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=0)
+    before = weight.detach().clone()
+    for new, text in ((lambda p: p * torch.ones(2, *p.shape), "shape"), (lambda p: torch.stack([p, p])[0], "shares")):
+        with pytest.raises(UnsupportedError, match=text):
+            decay(model, new)
+    assert torch.equal(weight, before)
+
+
+def test_write_to_memory_given_away_through_data() -> None:
+    @ws.compile
+    def step(weight: Tensor) -> None:
+        new = weight * 0.5
+        row = new[0]
+        weight.data = new
+        row.add_(1)
+
+    weight = torch.ones(2, 3)
+    with pytest.raises(UnsupportedError, match="given away"):
+        step(weight)
+    assert torch.equal(weight, torch.ones(2, 3))

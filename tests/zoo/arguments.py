@@ -71,6 +71,18 @@ def nested_results(seed: int) -> World:
     return World(step, labelled(), watch)
 
 
+@register(ARGUMENTS)
+def one_memory_in_several_results(seed: int) -> World:
+    """A tensor beside its detached form, its data and a view of all of it: four objects, one memory."""
+    model, _, watch = trained()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        logits = model.logits(x)
+        return logits.detach(), logits, logits.data, logits.view_as(logits), x.detach(), x
+
+    return World(step, labelled(), watch)
+
+
 @dataclasses.dataclass
 class Batch:
     """A batch as a dataclass holding a dict and a list."""

@@ -7,6 +7,7 @@ from equal import Make, World
 from torch import Tensor, nn
 from zoo import register
 from zoo.models import labelled
+from zoo.nets import MLP
 from zoo.steps import trained
 
 GRADIENTS: dict[str, Make] = {}
@@ -211,3 +212,30 @@ def data_written(seed: int) -> World:
         return loss
 
     return World(step, labelled(), watch)
+
+
+@register(GRADIENTS)
+def data_assigned(seed: int) -> World:
+    """Projected gradient ascent: the perturbation's ``.data`` is another tensor after each round."""
+    model = MLP()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shift = torch.zeros_like(x).uniform_(-0.1, 0.1).requires_grad_()
+        for _ in range(2):
+            (grad,) = torch.autograd.grad(model(x + shift, y), shift)
+            shift.data = (shift + 0.02 * grad.sign()).clamp(-0.1, 0.1).detach()
+        opt.zero_grad()
+        loss = model(x + shift.detach(), y)
+        loss.backward()
+        opt.step()
+        narrow = x * 2
+        narrow.data = narrow[:, :3]
+        other = torch.zeros_like(x)
+        fresh = x * 3
+        other.data = fresh
+        other.add_(1)
+        fresh.mul_(2)
+        return loss, narrow, other
+
+    return World(step, labelled(), {"model": model, "opt": opt})

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.errors import UnsupportedError
+from wholestep.trace.where import user_line
+
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
 
@@ -84,6 +87,7 @@ class Storage:
         generation: number of writes so far.
         input: index of the lifted input whose memory this is, None for memory made in the step.
         first: the node that gave the root its first content.
+        moved: whether it became the memory of a tensor from outside, by ``p.data = t``.
     """
 
     value: fx.Node
@@ -91,6 +95,7 @@ class Storage:
     generation: int = 0
     input: int | None = None
     first: fx.Node = field(init=False)
+    moved: bool = False
 
     def __post_init__(self) -> None:
         self.first = self.value
@@ -125,6 +130,9 @@ class Ref:
     def write(self, new: fx.Node, emit: Emit) -> None:
         """Makes ``new`` (of this tensor's shape and dtype) the content, visible to every alias."""
         if self.parent is None:
+            if self.storage.moved:
+                what = "a write through a view of memory that was given away by an assignment to .data"
+                raise UnsupportedError(what, user_line(), "write to the tensor that was given it")
             self.storage.value = new
             self.storage.generation += 1
             self.node, self.generation = new, self.storage.generation

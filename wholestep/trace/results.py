@@ -81,14 +81,17 @@ class Outlet:
         place = (tuple(here.shape), here.stride, here.offset - whole.offset)
         if storage.input is not None:
             item = self.recorder.lifted[storage.input]
-            whole_state = item.source is None and here == whole  # state that the step makes is the input itself
+            first = self.by_storage.setdefault(id(storage), len(self.slots)) == len(self.slots)
+            whole_state = item.source is None and here == whole and first  # state that the step makes is the input
             inside: list[Any] = [*item.members] or [item.value]
             own = all(_counts_alone(tensor, real) for real in inside)
             slot = Slot(None, storage.input, None if whole_state else place, *self.facts[id(tensor)], own)
         else:
-            if id(storage) not in self.by_storage:
+            first = id(storage) not in self.by_storage  # a second tensor of the whole memory is another object
+            if first:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
-            slot = Slot(self.by_storage[id(storage)], None, None if here == whole else place, *self.facts[id(tensor)])
+            itself = first and here == whole
+            slot = Slot(self.by_storage[id(storage)], None, None if itself else place, *self.facts[id(tensor)])
         return self._add(tensor, slot)
 
     def _add(self, tensor: torch.Tensor, slot: Slot) -> int:

@@ -20,11 +20,14 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.ir import Gradient, get_rng_state, set_rng_state
-from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes
+from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes, set_versions
 from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.where import user_line
+
+
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class CallWindow(TorchFunctionMode):
@@ -42,7 +45,7 @@ class CallWindow(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             number: Any = args[0]
             return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
-        if func is torch.Tensor.data.__set__ and not isinstance(args[0], FakeTensor):  # type: ignore[attr-defined]
+        if func == SET_DATA:  # equal, never the same object
             return self._set_data(*args)
         if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
             return self._set_where(*args)
@@ -70,13 +73,31 @@ class CallWindow(TorchFunctionMode):
         tensor.copy_(torch.where(mask, new, tensor))
 
     def _set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
-        """`p.data = new` on a tensor from outside: its content becomes the new one's."""
-        if tensor.shape != new.shape or tensor.dtype != new.dtype:
+        """`t.data = new`: the tensor leaves its memory for the new one's."""
+        ref = self.recorder.ref(new)
+        if isinstance(tensor, FakeTensor):
+            with no_modes(), self.recorder.fake_mode:
+                tensor.data = new if isinstance(new, FakeTensor) else self.recorder.by_id[id(new)].fake
+            tensor.wholestep_ref = ref
+            return
+        if tensor.shape != new.shape or tensor.dtype != new.dtype or tensor.stride() != new.stride():
             raise UnsupportedError(
-                f"assigning .data of shape {list(new.shape)} to a tensor of shape {list(tensor.shape)}", user_line()
+                f"assigning .data of shape {list(new.shape)} and strides {list(new.stride())} to a tensor of shape "
+                f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step", user_line()
             )
+        if ref.storage.input is not None or ref.storage.root is not ref:
+            raise UnsupportedError(
+                "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",
+                user_line(),
+                "copy it in: tensor.data.copy_(new), or tensor.data = new.clone()",
+            )
+        version = tensor._version
         with torch.no_grad():
             torch.Tensor.copy_(tensor.detach(), new)
+        with no_modes():
+            set_versions((tensor,), (version,))
+        ref.storage.moved = True
+        new.wholestep_ref = self.recorder.ref(tensor)  # type: ignore[attr-defined]
 
 
 def _is_scalar_mask(index: Any) -> bool:
