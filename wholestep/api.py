@@ -34,6 +34,7 @@ def build(
     backend: Backend,
     programs: dict[str, Program],
     varying: frozenset[str] = frozenset(),
+    guard_data: bool = False,
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.
 
@@ -41,8 +42,9 @@ def build(
         launch: mesh and plans, whose passes come first.
         programs: those lowered before, by fingerprint; a capture that computes the same shares one.
         varying: paths of numbers that are inputs of the step rather than guards.
+        guard_data: numbers and shapes that depend on data become guards, not errors.
     """
-    world, traced = capture(fn, args, kwargs, varying)
+    world, traced = capture(fn, args, kwargs, varying, guard_data)
     program = programs.get(traced.fingerprint)
     if program is None:
         step = check(traced.step, "trace")
@@ -64,15 +66,23 @@ def _name(transform: Pass) -> str:
 
 
 def capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str] = frozenset()
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    varying: frozenset[str] = frozenset(),
+    guard_data: bool = False,
 ) -> tuple[Snapshot, Traced]:
-    """Runs the step once on fake tensors; everything real is as before when it returns or raises."""
+    """Runs the step once on fake tensors; everything real is as before when it returns or raises.
+
+    Args:
+        guard_data: numbers and shapes that depend on data become guards, not errors.
+    """
     world = snapshot(fn, args, kwargs, varying=varying)
     shared: frozenset[int] = frozenset()
     while True:
         try:
             _tracing.active = True
-            return world, trace_step(fn, args, kwargs, world, world.module_names(), new_values, shared)
+            return world, trace_step(fn, args, kwargs, world, world.module_names(), new_values, shared, guard_data)
         except SharedMemory as request:
             shared = request.memories
         finally:
@@ -87,9 +97,17 @@ class Compiled:
         recompiles: why calls needed a new program, one reason each; empty while the first still serves.
     """
 
-    def __init__(self, fn: Callable[..., Any], launch: Launch, passes: Sequence[Pass], backend: Backend) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        launch: Launch,
+        passes: Sequence[Pass],
+        backend: Backend,
+        guard_data: bool = False,
+    ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._launch, self._passes, self._backend = fn, launch, tuple(passes), backend
+        self._guard_data = guard_data
         self._lock = threading.RLock()
         self.reset()
 
@@ -137,7 +155,15 @@ class Compiled:
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
         """Captures with a number that was another before as an input, or as it is where that cannot be."""
         make = functools.partial(
-            build, self._fn, args, kwargs, self._launch, self._passes, self._backend, self._programs
+            build,
+            self._fn,
+            args,
+            kwargs,
+            self._launch,
+            self._passes,
+            self._backend,
+            self._programs,
+            guard_data=self._guard_data,
         )
         if varying <= self._varying:
             return make(self._varying)
@@ -157,7 +183,7 @@ class Compiled:
     ) -> frozenset[str]:
         """The path, if the number there can be an input."""
         try:
-            capture(self._fn, args, kwargs, others | {path})
+            capture(self._fn, args, kwargs, others | {path}, self._guard_data)
         except Exception:
             return frozenset()
         return frozenset([path])
@@ -186,6 +212,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     backend: Backend = "aten",
     passes: Sequence[Pass] = (),
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    guard_data: bool = False,
 ) -> Any:
     """Makes a training step run as one captured program.
 
@@ -197,6 +224,9 @@ def compile(  # noqa: A001 - the ecosystem's name
             ``(gm, example_inputs) -> callable``.
         passes: functions ``StepGraph -> StepGraph``, applied in order; those that change rounding are here.
         gm_transformation: a function ``GraphModule -> GraphModule``, called once per program, last.
+        guard_data: what Python or a shape needs of the data (``if loss > 0``, ``x[mask]``, ``int(t)``) becomes a guard
+            instead of an error. Whatever it follows from is then computed once more before each call, and another
+            value means another capture.
 
     Returns:
         A `Compiled`, or a decorator when ``fn`` is None.
@@ -206,11 +236,11 @@ def compile(  # noqa: A001 - the ecosystem's name
     """
     if fn is None:
         options: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": passes}
-        return functools.partial(compile, **options, gm_transformation=gm_transformation)
+        return functools.partial(compile, **options, gm_transformation=gm_transformation, guard_data=guard_data)
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
-    return Compiled(fn, Launch(mesh, plan), chain, backend)
+    return Compiled(fn, Launch(mesh, plan), chain, backend, guard_data)
 
 
 def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -282,6 +283,8 @@ def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs
         name: of the call, part of the cache's key.
         args, kwargs: tensors (fake ones too) and numbers as they will be passed.
     """
+    if isinstance(call, FunctionType):  # written in Python: it may do more with what the overload gives
+        return False
     key = (op, name, tuple(_pattern(a) for a in args), tuple((k, _pattern(v)) for k, v in kwargs.items()))
     if key not in _ENTRIES:
         mode = _FirstCall()

@@ -87,6 +87,7 @@ def trace_step(
     names: dict[int, str],
     new_values: Callable[[list[Any], Any], list[Any]],
     shared: frozenset[int] = frozenset(),
+    guard_data: bool = False,
 ) -> Traced:
     """Runs a step once on fake tensors and records it.
 
@@ -96,12 +97,13 @@ def trace_step(
         names: id of a module -> its path.
         new_values: gives the values made in the step that effects and result hold.
         shared: memories that an earlier attempt found to be shared.
+        guard_data: numbers and shapes that depend on data are read from the real inputs and become guards.
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory: restore the world and try again.
     """
-    recorder = Recorder(world.find, Whereabouts(names), shared)
+    recorder = Recorder(world.find, Whereabouts(names), shared, guard_data)
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     before = {key: found.tensor._version for key, found in world.tensors.items()}
     torch.clear_autocast_cache()

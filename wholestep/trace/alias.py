@@ -52,7 +52,8 @@ class Geometry:
     def overlaps(self) -> bool:
         """Whether there are more elements than places, as after `unfold` with a small step."""
         pairs = list(zip(self.shape, self.stride, strict=True))
-        return self.shape.numel() > 1 + sum((size - 1) * stride for size, stride in pairs)
+        count = self.shape.numel()
+        return count > 0 and count > 1 + sum((size - 1) * stride for size, stride in pairs)
 
     @property
     def is_dense(self) -> bool:

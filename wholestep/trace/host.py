@@ -127,8 +127,8 @@ def _compare(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return method
 
 
-def _escape(how: str) -> Callable[..., Any]:
-    return lambda self, *_: self.node.recorder.escaped(self.node, how)
+def _escape(how: str, convert: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *rest: convert(self.node.recorder.escaped(self.node, how), *rest)
 
 
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
@@ -139,17 +139,17 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "__abs__": abs,
     "__round__": round,
 }
-ESCAPES = {
-    "__float__": "float(…) needs its value",
-    "__int__": "int(…) needs its value",
-    "__index__": "an index or size needs its value",
-    "__repr__": "printing it needs its value",
-    "__str__": "printing it needs its value",
-    "__format__": "formatting it needs its value",
-    "__hash__": "hashing it needs its value",
-    "__trunc__": "truncating it needs its value",
-    "__floor__": "math.floor needs its value",
-    "__ceil__": "math.ceil needs its value",
+ESCAPES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "__float__": ("float(…) needs its value", float),
+    "__int__": ("int(…) needs its value", int),
+    "__index__": ("an index or size needs its value", operator.index),
+    "__repr__": ("printing it needs its value", repr),
+    "__str__": ("printing it needs its value", str),
+    "__format__": ("formatting it needs its value", format),
+    "__hash__": ("hashing it needs its value", hash),
+    "__trunc__": ("truncating it needs its value", math.trunc),
+    "__floor__": ("math.floor needs its value", math.floor),
+    "__ceil__": ("math.ceil needs its value", math.ceil),
 }
 
 
@@ -161,7 +161,7 @@ def _methods() -> dict[str, Any]:
         table[f"__r{name}__"] = _binary(function, swapped=True)
     table |= {f"__{name}__": _compare(getattr(operator, name)) for name in COMPARISONS}
     table |= {name: _unary(function) for name, function in UNARY.items()}
-    table |= {name: _escape(how) for name, how in ESCAPES.items()}
+    table |= {name: _escape(*way) for name, way in ESCAPES.items()}
     table["__bool__"] = lambda self: self != 0
     table["__class__"] = property(lambda self: float if isinstance(self.node.hint, float) else int)
     return table

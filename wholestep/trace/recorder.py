@@ -22,6 +22,7 @@ from wholestep.ir import UnderGrad
 from wholestep.torch_compat import FakeTensor, fake_refusal
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
+from wholestep.trace.predicates import geometry
 from wholestep.trace.tape import Found, Tape, map_leaves
 from wholestep.trace.where import Whereabouts, user_line
 from wholestep.trace.writes import Writes, all_args
@@ -37,9 +38,10 @@ class Recorder(Writes, TorchDispatchMode):
         find: Callable[[torch.Tensor], Found | None],
         whereabouts: Whereabouts,
         shared: frozenset[int] = frozenset(),
+        guard_data: bool = False,
     ) -> None:
         TorchDispatchMode.__init__(self)
-        Tape.__init__(self, find, whereabouts, shared)
+        Tape.__init__(self, find, whereabouts, shared, guard_data)
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -65,6 +67,8 @@ class Recorder(Writes, TorchDispatchMode):
             kind = fake_refusal(error)
             if kind is None:
                 raise
+            if kind == "data" and self.guard_data and not func._schema.is_mutable:
+                return self._observed(func, args, kwargs)
             raise _translated(func, error, kind) from error
 
     def _exchange(self, leaf: Any) -> Any:
@@ -97,6 +101,21 @@ class Recorder(Writes, TorchDispatchMode):
         target = UnderGrad(func) if func in GRAD_SENSITIVE and torch.is_grad_enabled() else func
         node = self.emit(target, *reads, value=map_leaves(self._kept, out))
         return self._results(node, out)
+
+    def _observed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator whose result's shape, or the bool it gives, depends on data: as it is on the real inputs."""
+        node = self.emit(func, map_leaves(self._reads, args), map_leaves(self._reads, kwargs), value=())
+        if str(func._schema.returns[0].type) == "bool":
+            return self.decide(node, None, user_line())
+        found = self.decide(self.emit(geometry, (node,), value=()), None, user_line())
+        with self.fake_mode:
+            fakes = [torch.empty_strided(*place, dtype=dtype, device=device) for *place, dtype, device in found]
+        if len(func._schema.returns) > 1:
+            node.meta["info"].value = node.meta["val"] = tuple(map(self.value, fakes))
+            return self._results(node, tuple(fakes))
+        node.meta["info"].value = node.meta["val"] = self.value(fakes[0])
+        self.root(fakes[0], node)
+        return fakes[0]
 
     def _kept(self, leaf: Any) -> Any:
         return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf

@@ -63,6 +63,7 @@ class Tape:
         find: gives the source of a real tensor, or None when it is reachable from nowhere known.
         whereabouts: follows modules and optimizers.
         shared: memories in which several inputs lie of which one is written; each becomes one input.
+        guard_data: numbers and shapes that depend on data become guards, not errors.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class Tape:
         find: Callable[[torch.Tensor], Found | None],
         whereabouts: Whereabouts,
         shared: frozenset[int] = frozenset(),
+        guard_data: bool = False,
     ) -> None:
-        self.find, self.whereabouts, self.shared = find, whereabouts, shared
+        self.find, self.whereabouts, self.shared, self.guard_data = find, whereabouts, shared, guard_data
         self.flat: dict[int, Lifted] = {}
         self.graph = fx.Graph()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
@@ -83,6 +85,7 @@ class Tape:
         self.tokens: dict[float, HostNode] = {}
         self.spent: set[float] = set()
         self.in_call = 0
+        self.callee: Any = None  # the function of torch's Python API that the step is calling
         self.host: dict[tuple[Any, ...], fx.Node] = {}
         self.predicates: dict[fx.Node, Predicate] = {}
         self.gradients: list[Gradient] = []
@@ -286,6 +289,8 @@ class Tape:
         node = self.emit(aten._local_scalar_dense.default, (self.ref(tensor).read(self.emit),), value=_stand_in(tensor))
         if tensor.dtype == torch.bool:
             return self.decide(node, False, user_line())
+        if self.guard_data and (tensor.dtype.is_complex or self.callee is not torch.Tensor.item):
+            return self.decide(node, None, user_line())  # C++ asked
         if tensor.dtype.is_complex:
             raise DataDependentError("Python needs the value of a complex tensor", user_line())
         return make_host(HostNode(self, node, node.meta["info"].value, known=False))
@@ -294,7 +299,7 @@ class Tape:
         """Python branches on a host number: its value now becomes a guard, if it is cheap to know."""
         predicate = self.predicates.get(node)
         if predicate is None:
-            predicate = self.predicates[node] = decide(node, self.lifted, self.constants, line)
+            predicate = self.predicates[node] = decide(node, self.lifted, self.constants, line, self.guard_data)
         return predicate.expected
 
     def token(self, number: HostNode) -> float:
@@ -306,6 +311,8 @@ class Tape:
         return token
 
     def escaped(self, number: HostNode, how: str) -> Any:
+        if self.guard_data:
+            return self.decide(number.fx_node, number.hint, user_line())
         raise DataDependentError(
             f"Python needs a number that is only known when the step runs: {how}",
             user_line(),

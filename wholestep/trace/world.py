@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import operator
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ class CallWindow(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         remedy = ESCAPES.get(name)
         if remedy is not None and args and isinstance(args[0], torch.Tensor):
+            if self.recorder.guard_data and name in READABLE:
+                return self._read(name, func, args)
             raise DataDependentError(f"Python needs the value of a tensor: Tensor.{name}", user_line(), remedy)
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             number: Any = args[0]
@@ -55,6 +58,8 @@ class CallWindow(TorchFunctionMode):
         recorder = self.recorder
         before = len(recorder.tokens)
         recorder.in_call += 1
+        if recorder.in_call == 1:
+            recorder.callee = func
         try:
             out = func(*args, **kwargs)
         finally:
@@ -66,6 +71,15 @@ class CallWindow(TorchFunctionMode):
         if type(out) in (torch.SymFloat, torch.SymInt) and isinstance(out.node, HostNode):
             return make_host(out.node)  # `.item()` came back through C++
         return out
+
+    def _read(self, name: str, func: Any, args: Any) -> Any:
+        """A tensor's value for Python, which becomes a guard."""
+        if name == "__contains__":
+            return self._window(func, args, {})
+        if name == "tolist":
+            node = self.recorder.emit(func, (self.recorder.ref(args[0]).read(self.recorder.emit),), value=[])
+            return self.recorder.decide(node, None, user_line())
+        return READABLE[name](self._window(torch.Tensor.item, args, {}))
 
     def _set_where(self, tensor: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
         """`t[mask] = value` with a single boolean, which C++ would read: a choice between two values."""
@@ -98,6 +112,17 @@ class CallWindow(TorchFunctionMode):
             set_versions((tensor,), (version,))
         ref.storage.moved = True
         new.wholestep_ref = self.recorder.ref(tensor)  # type: ignore[attr-defined]
+
+
+# Tensor methods that give a value to Python, and what makes it of a number.
+READABLE: dict[str, Any] = {
+    "__float__": float,
+    "__int__": int,
+    "__index__": operator.index,
+    "__complex__": complex,
+    "tolist": None,
+    "__contains__": None,
+}
 
 
 def _is_scalar_mask(index: Any) -> bool:
