@@ -52,11 +52,37 @@ def test_each_rank_learns_its_place(run):
     assert sorted(out.stdout.splitlines()) == [f"[rank {r}] {r} {r} 3 3 0 127.0.0.1 True" for r in range(3)]
 
 
-def test_ranks_count_on_over_several_hosts(run):
+def test_ranks_count_on_over_several_hosts(run, monkeypatch):
+    monkeypatch.setenv("WHOLESTEP_SECRET", "told beforehand")
     options = ("-n", "2", "--nodes", "2", "--node-rank", "1", "--master-port", "29400", "--master-addr", "10.0.0.7")
-    keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "WHOLESTEP_SECRET"]
     out = run(f"import os\nprint(*(os.environ[k] for k in {keys}))", *options)
-    assert sorted(out.stdout.splitlines()) == [f"[rank {r}] {r} {r - 2} 4 1 10.0.0.7 29400" for r in (2, 3)]
+    shared = "4 1 10.0.0.7 29400 told beforehand"
+    assert sorted(out.stdout.splitlines()) == [f"[rank {r}] {r} {r - 2} {shared}" for r in (2, 3)]
+
+
+MEETING = """
+import os, pathlib
+from wholestep import comm
+comm.init_process_group()
+peers = [None] * 2
+comm.all_gather_object(peers, os.environ["WHOLESTEP_SECRET"])
+command = pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode()
+print(peers[0] == peers[1], len(peers[0]), peers[0] in command)
+try:
+    os.environ["WHOLESTEP_SECRET"] = "guessed"
+    comm.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+except comm.DistNetworkError as refusal:
+    print("refused this rank" in str(refusal))
+comm.barrier()
+"""
+
+
+def test_the_ranks_share_a_secret_of_this_run(run, monkeypatch):
+    monkeypatch.delenv("WHOLESTEP_SECRET", raising=False)
+    out = run(MEETING, "-n", "2")
+    said = ("True", "True 64 False")
+    assert sorted(out.stdout.splitlines()) == [f"[rank {r}] {line}" for r in (0, 1) for line in said]
 
 
 def test_arguments_reach_the_script_as_they_are(run):
@@ -112,10 +138,12 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals):
         (["-n", "0"], "at least one rank"),
         (["--nodes", "2", "--node-rank", "2", "--master-port", "1"], "host 2 is not one of 0..1"),
         (["--nodes", "2"], "give the port"),
+        (["--nodes", "2", "--master-port", "1"], "set WHOLESTEP_SECRET alike on each"),
         (["-n", "two"], "not a valid integer"),
     ],
 )
-def test_wrong_numbers_are_explained(options: list[str], message: str):
+def test_wrong_numbers_are_explained(options: list[str], message: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WHOLESTEP_SECRET", raising=False)
     result = CliRunner().invoke(main, ["run", *options, "script.py"])
     assert result.exit_code == 2
     assert message in result.output

@@ -37,7 +37,8 @@ def run(
 
     Each rank finds its place in the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT, …). Lines are printed with their rank. When one rank fails the others are stopped, and its exit code
-    is the command's.
+    is the command's. Ranks on several hosts need the same WHOLESTEP_SECRET on each; those of one host get one made
+    for the run.
     """
     try:
         world = World(ranks, nodes, node_rank, master_addr, master_port)

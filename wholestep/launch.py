@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from typing import IO
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when the one that started it dies
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STREAMS = ("stdout", "stderr")
+SECRET_VARIABLE = "WHOLESTEP_SECRET"  # read by the store that the ranks meet over, comm/tcp_store.py
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class World:
         port: a TCP port of that host; 0 picks a free one, which only one host can do.
 
     Raises:
-        ValueError: numbers that make no world.
+        ValueError: numbers that make no world, or several hosts without a secret.
     """
 
     ranks: int
@@ -52,10 +54,16 @@ class World:
             raise ValueError(f"host {self.node} is not one of 0..{self.nodes - 1}")
         if self.nodes > 1 and self.port == 0:
             raise ValueError("with several hosts give the port that all of them know")
+        if self.nodes > 1 and not os.environ.get(SECRET_VARIABLE):
+            raise ValueError(
+                f"with several hosts the ranks need a secret that all know: set {SECRET_VARIABLE} alike on each host, "
+                "to the output of `openssl rand -hex 32`, say"
+            )
 
-    def environment(self, local_rank: int, port: int) -> dict[str, str]:
-        """The variables of one rank, under torchrun's names."""
+    def environment(self, local_rank: int, port: int, secret: str) -> dict[str, str]:
+        """The variables of one rank, under torchrun's names, and the secret that its store asks for."""
         return {
+            SECRET_VARIABLE: secret,
             "RANK": str(self.node * self.ranks + local_rank),
             "LOCAL_RANK": str(local_rank),
             "GROUP_RANK": str(self.node),
@@ -113,7 +121,7 @@ def launch(command: Sequence[str], world: World, grace: float = 5.0) -> int:
 
 
 def _start(command: Sequence[str], world: World) -> list[_Rank]:
-    port = world.port or free_port()
+    port, secret = world.port or free_port(), os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
     # all cores shared out; a script that prints should be seen when it does
     usual = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // world.ranks)), "PYTHONUNBUFFERED": "1"}
     ranks: list[_Rank] = []
@@ -121,7 +129,7 @@ def _start(command: Sequence[str], world: World) -> list[_Rank]:
         for local_rank in range(world.ranks):
             process = subprocess.Popen(
                 command,
-                env=usual | os.environ | world.environment(local_rank, port),
+                env=usual | os.environ | world.environment(local_rank, port, secret),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

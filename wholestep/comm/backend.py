@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Self
 
 from wholestep.comm import c10d
+from wholestep.comm.hierarchy import create_shared
 from wholestep.comm.memory import native
 from wholestep.comm.process_group import ProcessGroup
-from wholestep.comm.shm import ShmGroup
 from wholestep.comm.store import Store
 from wholestep.comm.threads import NullGroup, ThreadGroup
 
@@ -39,7 +39,7 @@ class Backend(str):
     SHM, THREAD, NULL, GLOO, NCCL, MPI, UCC = "shm", "thread", "null", "gloo", "nccl", "mpi", "ucc"
     backend_list: ClassVar[list[str]] = [UNDEFINED, SHM, THREAD, NULL, GLOO, NCCL, MPI, UCC]
     _plugins: ClassVar[dict[str, _Plugin]] = {
-        "SHM": _Plugin(ShmGroup, ["cpu"]),
+        "SHM": _Plugin(create_shared, ["cpu"]),
         "THREAD": _Plugin(ThreadGroup, ["cpu", "cuda"]),
         "NULL": _Plugin(NullGroup, ["cpu", "cuda"]),
         "GLOO": _Plugin(_engine("gloo"), ["cpu", "cuda"]),
@@ -160,6 +160,11 @@ class DeviceGroup(ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         return next(iter(self.parts.values())).barrier(opts)
+
+    def name_parts(self, name: str, labels: Sequence[int]) -> None:
+        super().name_parts(name, labels)
+        for part in set(self.parts.values()):
+            part.name_parts(name, labels)
 
     def shutdown(self) -> None:
         for part in set(self.parts.values()):

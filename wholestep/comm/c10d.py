@@ -110,9 +110,9 @@ class EngineWork(Work):
                 self._work.wait(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
         except RuntimeError as failure:
             kind = DistTimeoutError if "imed out" in str(failure) or "imeout" in str(failure) else DistBackendError
-            self._failure = kind(
-                f"rank {self._group.rank()} of group {self._group.group_name!r}: {self._what} failed: {failure}"
-            )
+            group = self._group
+            rank = group.labels[group.rank()]
+            self._failure = kind(f"rank {rank} of group {group.group_name!r}: {self._what} failed: {failure}")
             raise self._failure from failure
         return True
 
@@ -171,9 +171,16 @@ class C10dGroup(ProcessGroup):
             raise DistBackendError(f"{self.backend_name} cannot run {what}: {failure}") from failure
 
     def _compare(self, what: str, tensors: list[torch.Tensor]) -> None:
-        """Shows what this rank is about to call to all others, and raises when one calls something else."""
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors[:4])
-        words = f"#{self.sequence} {what} {shapes}".encode()[:_WORDS].ljust(_WORDS)
+        self.compare(f"#{self.sequence} {what} {shapes}")
+
+    def compare(self, text: str) -> None:
+        """Shows what this rank is about to call to all others, and raises when one calls something else.
+
+        Raises:
+            DistMismatchError: a rank shows another text.
+        """
+        words = text.encode()[:_WORDS].ljust(_WORDS)
         mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
         shown = [torch.empty_like(mine) for _ in range(self._size)]
         made = self._opts(options.AllgatherOptions, None)
@@ -181,8 +188,9 @@ class C10dGroup(ProcessGroup):
         for rank, theirs in enumerate(shown):
             if not torch.equal(theirs, mine):
                 raise DistMismatchError(
-                    f"group {self.group_name!r}: the ranks disagree: rank {self._rank} calls {words.decode().strip()}; "
-                    f"rank {rank} calls {theirs.numpy().tobytes().decode(errors='replace').strip()}"
+                    f"group {self.group_name!r}: the ranks disagree: rank {self.labels[self._rank]} calls "
+                    f"{words.decode().strip()}; rank {self.labels[rank]} calls "
+                    f"{theirs.numpy().tobytes().decode(errors='replace').strip()}"
                 )
 
     def _opts(self, kind: type, opts: Options | None) -> Any:

@@ -29,7 +29,6 @@ def launch(
 ) -> Work | None:
     """Starts a collective on the group's backend for the tensor's device, records it and, unless async, waits."""
     if isinstance(group, DeviceGroup) and like is not None:
-        group.for_device(like.device.type).group_name = group.group_name
         group = group.for_device(like.device.type)
     entry = recorder.begin(group, what, like)
     try:

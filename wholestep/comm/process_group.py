@@ -6,6 +6,7 @@ tensors and an `Options`, starts the collective and returns a `Work`. Tensors th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -42,7 +43,14 @@ class Options:
 
 
 class ProcessGroup:
-    """Ranks that communicate. ``rank`` and ``size`` are within the group."""
+    """Ranks that communicate. ``rank`` and ``size`` are within the group.
+
+    Attributes:
+        group_name: by which programs and errors know it.
+        labels: what errors call each rank: its number in the world.
+        timeout: for each collective.
+        sequence: collectives started.
+    """
 
     group_name: str = ""
     backend_name: str = ""
@@ -51,6 +59,11 @@ class ProcessGroup:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
+        self.labels: Sequence[int] = range(size)
+
+    def name_parts(self, name: str, labels: Sequence[int]) -> None:
+        """Gives the group, and groups that it is made of, the name and the ranks' numbers in the world."""
+        self.group_name, self.labels = name, labels
 
     def rank(self) -> int:
         return self._rank

@@ -31,12 +31,6 @@ def _from_environment(names: Sequence[str], what: str) -> str:
     )
 
 
-def _default_backend(size: int) -> str:
-    """shm when the engine is built and the launcher does not say that the job spans hosts."""
-    one_host = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
-    return "shm" if is_shm_available() and one_host else "gloo"
-
-
 def rendezvous(init_method: str | None, rank: int, size: int, timeout: timedelta) -> Store:
     """The store that an address names.
 
@@ -75,8 +69,8 @@ def init_process_group(
     """Makes the default group of all ranks.
 
     Args:
-        backend: "shm", "gloo", "nccl", …, one for each device as in ``"cpu:shm,cuda:nccl"``, or None for shm on
-            one host and gloo otherwise.
+        backend: "shm", "gloo", "nccl", …, one for each device as in ``"cpu:shm,cuda:nccl"``; None for shm where it
+            is built. A shm group whose ranks are on several hosts uses Gloo between them.
         init_method: ``env://`` (torchrun's MASTER_ADDR and MASTER_PORT), ``tcp://host:port``, ``file:///path``.
         timeout: for meeting, and for each collective.
         world_size, rank: taken from the launcher's environment when negative.
@@ -96,7 +90,7 @@ def init_process_group(
     size = world_size if world_size > 0 else int(_from_environment(_SIZES, "world_size"))
     if not 0 <= rank < size:
         raise ValueError(f"init_process_group: rank {rank} is outside a world of {size}")
-    config = BackendConfig(backend or _default_backend(size))
+    config = BackendConfig(backend or ("shm" if is_shm_available() else "gloo"))
     made_here = store is None
     store = store or rendezvous(init_method, rank, size, timeout)
     try:
@@ -107,7 +101,7 @@ def init_process_group(
         known.store, known.config, known.timeout = store, config, timeout
         epoch = known.unique("epoch")  # a store may serve one world after another
         group = create_group(config, PrefixStore(epoch, store), rank, size, timeout)
-        if group.backend_name not in ("shm", "thread", "null"):
+        if group.backend_name not in ("shm", "shm+gloo", "thread", "null"):
             store_based_barrier(rank, PrefixStore(epoch, store), DEFAULT_GROUP, size, timeout)
     except BaseException:
         known.store = None

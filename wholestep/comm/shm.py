@@ -19,6 +19,7 @@ from wholestep.comm.errors import (
     DistRankError,
     DistTimeoutError,
 )
+from wholestep.comm.hosts import host_identity
 from wholestep.comm.memory import native, need_native, no_room, unnamed_file
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
@@ -115,11 +116,11 @@ class MessageWork(Work):
             ticket, self._ticket = self._ticket, 0
             status, self.source, got = native.p2p_finish(group._live(self._what), ticket, float(limit))
             group._under_way.pop(ticket, None)
-            here = f"rank {group.rank()} of group {group.group_name!r}: {self._what}"
+            here = f"rank {group.labels[group.rank()]} of group {group.group_name!r}: {self._what}"
             if status == TIMEOUT:
                 self._failure = DistTimeoutError(f"{here} did not end within {limit:g} s")
             elif status == DIED:
-                self._failure = DistRankError(f"{here}: rank {self.source} has exited or was killed")
+                self._failure = DistRankError(f"{here}: rank {group.labels[self.source]} has exited or was killed")
             elif status == MISMATCH:
                 self._failure = DistMismatchError(f"{here}: {tensor.nbytes} bytes are required, {got} were sent")
             elif status:
@@ -155,21 +156,20 @@ class ShmGroup(ProcessGroup):
         self.timeout, self._store = timeout, store
         self._seconds = timeout.total_seconds()
         self._under_way: dict[int, Work] = {}
+        self.culprit = -1  # the rank that the last failure named
         self._handle = 0
         self._handle = self._attach(store, timeout)
 
     def _attach(self, store: Store, timeout: timedelta) -> int:
         length = native.group_bytes(self._size)
-        # One kernel, one process namespace: else /proc would show us somebody else's process.
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            host = f"{boot.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+        host = host_identity()  # else /proc could show us somebody else's process
         if self._rank == 0:
             fd = unnamed_file(length, "shm group")
             store.set("segment", f"{os.getpid()} {fd} {host}")
         else:
             pid, there, its_host = store.get("segment").decode().split(" ", 2)
             if its_host != host:
-                raise DistBackendError(f"shm: rank {self._rank} and rank 0 are on different hosts: use backend='gloo'")
+                raise DistBackendError(f"shm: ranks {self._rank} and 0 of the group are on different hosts")
             fd = os.open(f"/proc/{pid}/fd/{there}", os.O_RDWR | os.O_CLOEXEC)
         try:
             handle = native.attach(fd, self._rank, self._size)
@@ -197,7 +197,8 @@ class ShmGroup(ProcessGroup):
 
     def _error(self, outcome: tuple[int, int, bytes, bytes]) -> DistError:
         status, culprit, mine, theirs = outcome
-        me, other = f"rank {self._rank}", f"rank {culprit}"
+        self.culprit = culprit
+        me, other = f"rank {self.labels[self._rank]}", f"rank {self.labels[culprit]}"
         here, there = self._describe(mine), self._describe(theirs)
         group = f"group {self.group_name!r}"
         if status == MISMATCH:
@@ -383,11 +384,11 @@ class ShmGroup(ProcessGroup):
         return [split * row for split in splits or [rows // self._size] * self._size]
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return self._message(1, tensors[0], dst, tag, f"send to rank {dst}")
+        return self._message(1, tensors[0], dst, tag, f"send to rank {self.labels[dst]}")
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         """``src`` -1 takes a message from any rank; the work's ``source`` tells which."""
-        return self._message(0, tensors[0], src, tag, "recv" if src < 0 else f"recv from rank {src}")
+        return self._message(0, tensors[0], src, tag, "recv" if src < 0 else f"recv from rank {self.labels[src]}")
 
     def _message(self, sending: int, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Work:
         ticket = native.p2p_start(self._live(what), sending, peer, tag, tensor.data_ptr(), tensor.nbytes)

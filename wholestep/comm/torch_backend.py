@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from wholestep.comm.c10d import TorchStore
+from wholestep.comm.hierarchy import create_shared
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.shm import ShmGroup
 from wholestep.comm.work import All, Work
 
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
@@ -100,11 +100,11 @@ def _options(opts: Any, root: int = 0) -> Options:
 
 
 class ShmProcessGroup(_TorchGroup):
-    """`ShmGroup` in torch's clothes."""
+    """A group over shared memory in torch's clothes."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._group = ShmGroup(TorchStore(store, timeout), rank, size, timeout)
+        self._group = create_shared(TorchStore(store, timeout), rank, size, timeout)
         self._waiter = Waiter()
 
         self._name = ""

@@ -33,7 +33,7 @@ class World:
     owns_store: bool = False
 
     def add(self, name: str, group: ProcessGroup, ranks: list[int]) -> ProcessGroup:
-        group.group_name = name
+        group.name_parts(name, ranks)
         self.groups[name], self.members[name] = group, ranks
         return group
 
