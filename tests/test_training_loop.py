@@ -95,10 +95,16 @@ def test_the_fused_optimizer_is_asked_for_by_name() -> None:
     assert "_fused_adamw" in compiled.code
 
 
-def test_a_forward_without_backward_says_where_backward_belongs() -> None:
+def test_the_loss_of_a_step_that_ran_its_backward_says_where_backward_belongs() -> None:
     model = nn.Linear(3, 3)
-    result = ws.compile(model)(torch.ones(2, 3))
-    assert torch.equal(result, model(torch.ones(2, 3))) and result.requires_grad
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    result = ws.compile(whole)(torch.ones(2, 3))
+    assert result.requires_grad and not result.is_leaf
     with pytest.raises(RuntimeError, match="inside of the step"):
         result.sum().backward()
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
+from wholestep.autograd import Joint, Partition, default_partition
+from wholestep.autograd.differentiate import differentiate
 from wholestep.capture import Snapshot, compile_binder, new_values, no_collection, snapshot
 from wholestep.errors import CaptureError, WholestepError
-from wholestep.ir import StepGraph, check
+from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
-from wholestep.runtime import Entry, Missed, Program
+from wholestep.runtime import Backward, Entry, Missed, Program, saved_places
 from wholestep.spmd import DeviceMesh, Launch, Plan
 from wholestep.trace import SharedMemory, Traced, trace_step
 
@@ -35,6 +38,7 @@ def build(
     programs: dict[str, Program],
     varying: frozenset[str] = frozenset(),
     guard_data: bool = False,
+    halving: Halving | None = None,
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.
 
@@ -43,21 +47,48 @@ def build(
         programs: those lowered before, by fingerprint; a capture that computes the same shares one.
         varying: paths of numbers that are inputs of the step rather than guards.
         guard_data: numbers and shapes that depend on data become guards, not errors.
+        halving: how a joint graph of forward and backward becomes two programs.
     """
-    world, traced = capture(fn, args, kwargs, varying, guard_data)
+    world, traced = capture(fn, args, kwargs, varying, guard_data, not launch.passes)
     program = programs.get(traced.fingerprint)
     if program is None:
         step = check(traced.step, "trace")
         for transform in (*launch.passes, *passes):
             step = check(transform(step), _name(transform))
-        examples = [item.value for item in traced.lifted[: len(step.signature.inputs)]]
-        program = programs[traced.fingerprint] = Program(step, lower(step, examples, backend), traced.fingerprint)
-    inputs = traced.step.signature.inputs
+        examples = [info(node).value for node in step.placeholders]
+        if traced.derivative is None:
+            program = Program(step, lower(step, examples, backend), traced.fingerprint)
+        else:
+            program = in_halves(step, traced, backend, halving or Halving())
+        programs[traced.fingerprint] = program
+    inputs = traced.step.signature.inputs[: traced.n_inputs]
     launch.start(program.step, inputs, [item.value for item in traced.lifted[: len(inputs)]])
     bound = [item.source for item in traced.lifted if item.source is not None]
     mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])
     return Entry(traced, binder, program)
+
+
+@dataclass(frozen=True)
+class Halving:
+    """How a joint graph is cut, and the backend of its backward (None: that of the forward)."""
+
+    partition: Partition = default_partition
+    backend: Backend | None = None
+
+
+def in_halves(step: StepGraph, traced: Traced, backend: Backend, halving: Halving) -> Program:
+    """Partitions a joint graph and lowers forward and backward."""
+    assert traced.derivative is not None
+    derivative, count = traced.derivative, traced.n_inputs
+    rewritten = tuple(index for index, _, _ in derivative.rewritten if index < count)
+    joint = Joint(step, count, derivative.n_forward, rewritten)
+    halves = halving.partition(joint)
+    forward, backward = (
+        lower(half, [info(node).value for node in half.placeholders], target)
+        for half, target in ((halves.forward, backend), (halves.backward, halving.backend or backend))
+    )
+    return Program(step, forward, traced.fingerprint, Backward(halves, backward, saved_places(joint, halves)))
 
 
 def _name(transform: Pass) -> str:
@@ -71,18 +102,23 @@ def capture(
     kwargs: dict[str, Any],
     varying: frozenset[str] = frozenset(),
     guard_data: bool = False,
+    differentiable: bool = True,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
 
     Args:
         guard_data: numbers and shapes that depend on data become guards, not errors.
+        differentiable: whether results that require grad shall be differentiable outside of the step.
     """
     world = snapshot(fn, args, kwargs, varying=varying)
     shared: frozenset[int] = frozenset()
+    backward = differentiate if differentiable else None
     while True:
         try:
             _tracing.active = True
-            return world, trace_step(fn, args, kwargs, world, world.module_names(), new_values, shared, guard_data)
+            world.put_twins()
+            names = world.module_names()
+            return world, trace_step(fn, args, kwargs, world, names, new_values, shared, guard_data, backward)
         except SharedMemory as request:
             shared = request.memories
         finally:
@@ -254,6 +290,6 @@ def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:
 
 def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.GraphModule:
     """The graph of one call of ``fn``, as captured; nothing is run and nothing changes."""
-    return capture(fn, args, kwargs)[1].step.gm
+    return capture(fn, args, kwargs, differentiable=False)[1].step.gm
 
 

@@ -53,10 +53,10 @@ def backward_nodes(joint: Joint, saved: set[fx.Node]) -> list[fx.Node]:
         GraphError: a value is neither saved nor can be computed in the backward: an effect of the forward, or an
             input that it overwrites.
     """
-    overwritten = {joint.primals[i] for i in joint.step.signature.mutations.values()}
+    overwritten = joint.overwritten
     needed: set[fx.Node] = set()
     tangents = set(joint.tangents)
-    queue: list[fx.Node] = [g for g in joint.gradients if g is not None]
+    queue: list[fx.Node] = list(joint.gradients)
     queue += [n for n in joint.step.graph.nodes if is_effectful(n) and _phase(n) == "backward"]
     while queue:
         node = queue.pop()
@@ -103,7 +103,7 @@ def read_by_backward(joint: Joint) -> list[fx.Node]:
     wanted: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     tangents = set(joint.tangents)
-    queue: list[fx.Node] = [g for g in joint.gradients if g is not None]
+    queue: list[fx.Node] = list(joint.gradients)
     queue += [n for n in joint.step.graph.nodes if is_effectful(n) and _phase(n) == "backward"]
     while queue:
         node = queue.pop()
@@ -120,7 +120,7 @@ def read_by_backward(joint: Joint) -> list[fx.Node]:
 def free_views(joint: Joint, wanted: Iterable[fx.Node]) -> list[fx.Node]:
     """Replaces views by what they are views of, where nothing more is then held than before."""
     wanted = list(wanted)
-    overwritten = {joint.primals[i] for i in joint.step.signature.mutations.values()}
+    overwritten = joint.overwritten
     at_hand = (set(joint.primals) - overwritten) | set(joint.forward_outputs)
     kept = set(wanted)
     for node in reversed(wanted):  # a view of a view comes down to the first
@@ -161,7 +161,7 @@ def split(joint: Joint, saved: Iterable[fx.Node]) -> Partitioned:
         GraphError: the backward needs a value of the forward that is neither saved nor can be computed again.
     """
     saved = list(dict.fromkeys(saved))
-    overwritten = {joint.primals[i] for i in joint.step.signature.mutations.values()}
+    overwritten = joint.overwritten
     outputs = joint.forward_outputs
     own = [n for n in saved if n in overwritten or (n not in joint.primals and n not in outputs)]
     forward = _forward_graph(joint, own, overwritten)
@@ -206,7 +206,7 @@ def _backward_graph(joint: Joint, saved: list[fx.Node], overwritten: set[fx.Node
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     nodes = backward_nodes(joint, set(saved))
-    gradients = [g for g in joint.gradients if g is not None]
+    gradients = joint.gradients
     read = {used for node in nodes for used in node.all_input_nodes} | set(gradients)
     tangents = [i for i, t in enumerate(joint.tangents) if t in read]
     inputs: list[Input] = []

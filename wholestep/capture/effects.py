@@ -265,11 +265,6 @@ def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: 
     """Compares every place of a snapshot with what it holds now; see `Snapshot.outcome`."""
     values = _Values(snap, is_new)
     found: list[Effect] = []
-    for tensor, _, grad_fn in snap._versions:
-        if tensor.grad_fn is not grad_fn and tensor.grad_fn is not None:
-            raise LeakError(f"{snap.tensors[id(tensor)].source} was changed in place by a value that requires grad, "
-                            "and would stay in the autograd graph after the step",
-                            remedy="detach what you add, as in total += loss.detach()")
     for place in snap.places:
         now = place.box.read(place.holder)
         found.extend(_place_effects(snap, place, now, values))
@@ -278,7 +273,7 @@ def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: 
 
 def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
     before = place.before
-    for key in before:
+    for key in before if snap._lifted else ():
         lifted = snap._lifted.get((id(place.holder), key)) if type(key) in (str, int) else None
         if lifted is not None:
             before = before | {key: lifted}
@@ -324,8 +319,8 @@ def _reordered(now: Contents, before: Contents) -> bool:
 
 def _tensor_effects(place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
     for name, value in now.items():
-        if _unchanged(value, place.before[name]):
-            continue
+        if _unchanged(value, place.before[name]) or (name == "requires_grad" and place.holder.grad_fn is not None):
+            continue  # with a history comes the flag
         if name == "grad":
             yield SetGrad(place.source, values.value(value, f"{place.source}.grad"))
         elif name == "requires_grad":

@@ -18,6 +18,7 @@ from wholestep.capture.effects import CallStep, Effect, Value, differences
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
 from wholestep.capture.source import Call, Local, Source
+from wholestep.capture.twins import Twins
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
 from wholestep.torch_compat import set_versions
 
@@ -46,6 +47,7 @@ class Snapshot:
         self._guards: list[Guard] | None = None
         self._hidden: dict[int, str] | None = None
         self._versions: list[tuple[torch.Tensor, int, Any]] = []
+        self.twins = Twins(())
         self._count_versions()
 
     def find(self, tensor: torch.Tensor) -> Found | None:
@@ -54,7 +56,7 @@ class Snapshot:
         A tensor in an attribute that only a library reads is looked for when it is met, and its attribute then
         counts as named by the step.
         """
-        found = self.tensors.get(id(tensor))
+        found = self.tensors.get(id(tensor)) or self.twins.found.get(id(tensor))
         if found is None and self.walk.hidden:
             name = self._out_of_sight().get(id(tensor))
             if name is not None:
@@ -65,6 +67,11 @@ class Snapshot:
                 self._hidden = None
                 found = self.tensors.get(id(tensor))
         return found if found is not None and found.tensor is tensor else None
+
+    def versions(self) -> dict[int, int]:
+        """id of each tensor that the step may be given, twins included -> its version counter."""
+        known = [*self.tensors.items(), *self.twins.found.items()]
+        return {key: f.tensor._version for key, f in known if not f.tensor.is_inference()}
 
     def _out_of_sight(self) -> dict[int, str]:
         """id of each tensor below an attribute that no code names -> that attribute."""
@@ -93,7 +100,8 @@ class Snapshot:
         if len(stand_ins) != len(self.numbers):
             raise ValueError(f"{len(stand_ins)} stand-ins for {len(self.numbers)} numbers; give one for each")
         self.stand_ins = list(stand_ins)
-        args, kwargs = list(self.call.args), dict(self.call.kwargs)
+        args = [self.twins.exchange(value) for value in self.call.args]
+        kwargs = {name: self.twins.exchange(value) for name, value in self.call.kwargs.items()}
         for number, stand_in in zip(self.numbers, stand_ins, strict=True):
             if number.group is not None:
                 value: Any = stand_in
@@ -112,6 +120,21 @@ class Snapshot:
         for scheduler, source in self.walk.schedulers:
             vars(scheduler)["step"] = Deferred(scheduler, source, self._note)
         return tuple(args), kwargs
+
+    def put_twins(self) -> None:
+        """Puts twins in the place of tensors with a history, until `restore`; `lift` gives those among arguments."""
+        self.twins = twins = Twins(self.tensors.values())
+        if twins.of:
+            for place in self.places:
+                if place.box not in (boxes.TENSOR, boxes.TUPLE):
+                    self._exchange(place)
+
+    def _exchange(self, place: Place) -> None:
+        contents = {key: self.twins.exchange(value) for key, value in place.before.items()}
+        changed = {key: new for key, new in contents.items() if new is not place.before[key]}
+        if changed:
+            place.box.write(place.holder, contents)
+            self._lifted.update({(id(place.holder), key): new for key, new in changed.items()})
 
     def _note(self, noted: Noted) -> None:
         """A scheduler's step was called: until it really is, nobody may read what it sets."""
@@ -159,6 +182,7 @@ class Snapshot:
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         self._lifted.clear()
         self.noted.clear()
+        self.twins = Twins(())
         if failures:
             raise failures[0]
 

@@ -70,11 +70,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """A tensor that the walk met: the first source that leads to it and what it is for."""
+    """A tensor that the walk met: the first source that leads to it and what it is for.
+
+    Attributes:
+        beginning: for the twin of a tensor with a history, the autograd node where the twin's begins.
+        entangled: whether it is a view of a tensor out of reach, of which another input is a view too.
+    """
 
     tensor: torch.Tensor
     source: Source
     kind: InputKind
+    beginning: Any = None
+    entangled: bool = False
 
 
 @dataclass(frozen=True)

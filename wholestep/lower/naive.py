@@ -27,12 +27,20 @@ def interpret(step: StepGraph, inputs: Sequence[Any]) -> list[Any]:
         The flat outputs. A mutation's entry is the input tensor itself; all others are memory of their own.
     """
     with torch.no_grad(), below_autograd():
-        values = list(_Interpreter(step.gm, garbage_collect_values=True).run(*inputs))
+        values = run_nodes(step, inputs)
         return write_back(values, inputs, step.signature.mutations)
 
 
+def run_nodes(step: StepGraph, inputs: Sequence[Any]) -> list[Any]:
+    """Calls the graph's operators one by one: what a trace in progress sees when it meets a compiled program."""
+    return list(_Interpreter(step.gm, garbage_collect_values=True).run(*inputs))
+
+
 class _Interpreter(fx.Interpreter):
-    """Counts offsets from each operand's first element, as a graph means them."""
+    """Counts offsets from each operand's first element, as a graph means them; constants are marked as fresh."""
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return torch.ops.aten.lift_fresh.default(super().get_attr(target, args, kwargs))
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in OFFSETS and len(args) > OFFSETS[target]:

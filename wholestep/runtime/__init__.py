@@ -3,9 +3,11 @@
 Takes a `Traced` step, the binder that capture made for it and a callable on flat inputs. Gives an `Entry`:
 called, it checks guards, fetches inputs, runs, and leaves results, gradients, state and version counters
 as eager execution would.
-May import: errors, ir, torch_compat, trace's records. Must not import spmd, passes, lower, api.
+May import: errors, ir, torch_compat, trace's and autograd's records, lower's interpreter. Must not import spmd,
+passes, api.
 """
 
-from wholestep.runtime.entry import Entry, Missed, Program
+from wholestep.runtime.entry import Entry, Missed
+from wholestep.runtime.program import Backward, Program, saved_places
 
-__all__ = ["Entry", "Missed", "Program"]
+__all__ = ["Backward", "Entry", "Missed", "Program", "saved_places"]

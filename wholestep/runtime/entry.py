@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
 
-from wholestep.ir import StepGraph
+from wholestep.ir import info
+from wholestep.runtime.function import CompiledFunction, Plan, Spent
+from wholestep.runtime.program import Program
 from wholestep.torch_compat import set_versions
 from wholestep.trace import Traced
 from wholestep.trace.results import Slot
@@ -21,20 +23,6 @@ class Binder(Protocol):
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def apply(self, effects: Sequence[Any], result: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> Any: ...
-
-
-@dataclass
-class Program:
-    """A graph after all passes and the callable that a backend made of it."""
-
-    step: StepGraph
-    run: Callable[..., Sequence[Any]]
-    fingerprint: str
-
-    @property
-    def code(self) -> str:
-        """The program as text: what the backend generated, or the graph's own code."""
-        return str(getattr(self.run, "code", "") or self.step.gm.code)
 
 
 @dataclass(frozen=True)
@@ -49,21 +37,6 @@ class Missed:
     varying: frozenset[str] = frozenset()
 
 
-class Spent(torch.autograd.Function):
-    """Gives a result the `requires_grad` that it has in eager; its backward ran, or belongs, in the step."""
-
-    @staticmethod
-    def forward(ctx: Any, handle: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time: this tensor is the result of a compiled step, "
-            "whose graph is not kept. Call backward() inside of the step."
-        )
-
-
 class Entry:
     """A program, the guards under which it serves, and how it reaches into the user's objects.
 
@@ -75,7 +48,8 @@ class Entry:
 
     def __init__(self, traced: Traced, binder: Binder, program: Program) -> None:
         self.traced, self.binder, self.program = traced, binder, program
-        self.count = len(traced.step.signature.inputs)
+        derivative = traced.derivative
+        self.count = traced.n_inputs
         state = {id(item): index for index, item in enumerate(traced.hoisted.state)}
         self.hoisted = {i: state[id(item)] for i, item in enumerate(traced.lifted) if id(item) in state}
         self.flat = {i: [m.storage_offset() for m in x.members] for i, x in enumerate(traced.lifted) if x.members}
@@ -85,13 +59,18 @@ class Entry:
         self.writes: dict[int, list[int]] = {}  # how often eager counts a write -> the inputs it counts them for
         # views of one memory have one counter, so each is set rather than counted up
         memories = [memory_of(traced.lifted[i].value) for i in traced.versions]  # type: ignore[arg-type]
-        shared = len(set(memories)) < len(memories)
+        shared = len(set(memories)) < len(memories) or bool(derivative and derivative.rewritten)
         for index, times in traced.versions.items() if not shared else ():
             self.writes.setdefault(times, []).append(index)
         self.shared_writes = list(traced.versions.items()) if shared else []
         self.fresh = [i for i, slot in enumerate(traced.slots) if slot.own_counter]
         self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
+        self.plan = _plan(traced, program)
+        if self.plan is not None:
+            whole = {o for _, o in self.plan.backward.saved}
+            versions = {s.output: s.version for s in traced.slots if s.geometry is None and s.output in whole}
+            self.saved_versions = {o: v for o, v in versions.items() if v and o is not None}
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step, or says why this program does not serve the call (`Missed`)."""
@@ -111,18 +90,52 @@ class Entry:
             return self._run(values, args, kwargs)
 
     def _run(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        versions = tuple([values[i]._version + times for i, times in self.shared_writes])
-        outputs = self.program.run(*values[: self.count])
         traced = self.traced
-        slots = [self._slot(slot, outputs, values) for slot in traced.slots]
-        for times, indices in self.writes.items():
-            tensors = [values[i] for i in indices]
-            for _ in range(times):
-                increment_version(tensors)
+        versions = tuple([values[i]._version + times for i, times in self.shared_writes])
+        slots: dict[int, torch.Tensor] = {}
+        if self.plan is None:
+            outputs = self.program.run(*values[: self.count])
+            self._count(values)
+        else:
+            outputs, slots = self._differentiable(self.plan, values)
+        for index, slot in enumerate(traced.slots):
+            if index not in slots:
+                slots[index] = self._slot(slot, outputs, values, slots)
         set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
         set_versions(tuple([slots[i] for i in self.fresh]), self.slot_versions)
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
+
+    def _count(self, values: list[Any]) -> None:
+        """Counts writes to inputs as eager execution counts them."""
+        for times, indices in self.writes.items():
+            tensors = [values[i] for i in indices]
+            for _ in range(times):
+                increment_version(tensors)
+
+    def _differentiable(self, plan: Plan, values: list[Any]) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
+        """Runs the forward as one node of autograd's graph; gives all outputs, and the slots with a history."""
+        outputs: list[Any] = []
+        traced, derivative = self.traced, plan.derivative
+        new_value = {k: out for _, out, k in derivative.rewritten}
+
+        def forward() -> tuple[tuple[torch.Tensor, ...], list[Any]]:
+            outputs.extend(self.program.run(*values[: self.count]))
+            self._count(values)
+            set_versions(tuple([outputs[o] for o in self.saved_versions]), tuple(self.saved_versions.values()))
+            saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
+            del outputs[derivative.n_forward :]
+            results = tuple([
+                outputs[new_value[k]] if slot is None else self._slot(traced.slots[slot], outputs, values, {}, False)
+                for k, slot in enumerate(derivative.outputs)
+            ])
+            return results, saved
+
+        with torch.enable_grad():
+            results = CompiledFunction.apply(plan, forward, *[values[i] for i in derivative.inputs])  # type: ignore[no-untyped-call]
+            for index, _, k in derivative.rewritten:
+                values[index].copy_(results[k])
+        return outputs, {s: t for s, t in zip(derivative.outputs, results, strict=True) if s is not None}
 
     def _begin(self, values: list[Any]) -> None:
         """Puts the beginnings of the state that this step makes in their places among the inputs."""
@@ -142,18 +155,41 @@ class Entry:
             values[index] = flat
         return None
 
-    def _slot(self, slot: Slot, outputs: Sequence[Any], values: list[Any]) -> torch.Tensor:
+    def _slot(
+        self,
+        slot: Slot,
+        outputs: Sequence[Any],
+        values: list[Any],
+        made: dict[int, torch.Tensor],
+        with_history: bool = True,
+    ) -> torch.Tensor:
         base: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
         tensor = base
         if slot.geometry is not None:
             size, stride, offset = slot.geometry
+            start = base.storage_offset() + offset
+            if slot.base is not None:
+                base = made[slot.base]
             # a view made without gradients could not be written later where eager's can
-            with torch.set_grad_enabled(not slot.leaf or not base.requires_grad):
-                tensor = base.as_strided(size, stride, base.storage_offset() + offset)
+            with torch.set_grad_enabled(with_history and (not slot.leaf or not base.requires_grad)):
+                tensor = base.as_strided(size, stride, start)
             tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
-        if slot.requires_grad and not tensor.requires_grad:
+        elif slot.base is not None:
+            with torch.set_grad_enabled(not slot.leaf):
+                base = made[slot.base]
+                tensor = base.as_strided(base.size(), base.stride(), base.storage_offset())
+        if with_history and slot.requires_grad and not tensor.requires_grad:
             if slot.leaf:
                 return tensor.requires_grad_()
             with torch.enable_grad():
-                return Spent.apply(self.handle, tensor)  # type: ignore[no-any-return, no-untyped-call]
+                return Spent.apply(slot.refusal, self.handle, tensor)  # type: ignore[no-any-return, no-untyped-call]
         return tensor
+
+
+def _plan(traced: Traced, program: Program) -> Plan | None:
+    if traced.derivative is None or program.backward is None:
+        return None
+    tangents = traced.step.placeholders[-len(traced.derivative.outputs) :]
+    values = [info(node).value for node in tangents]
+    layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+    return Plan(traced.derivative, program.backward, layouts)

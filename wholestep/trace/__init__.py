@@ -8,7 +8,8 @@ May import: errors, ir, torch_compat. Must not import capture, autograd, spmd, p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,13 +17,13 @@ import torch
 from torch import fx
 
 from wholestep.errors import LeakError
-from wholestep.ir import Signature, StepGraph, dead_code
+from wholestep.ir import Phase, Signature, StepGraph, dead_code, info, set_info
 from wholestep.torch_compat import FakeTensor
 from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
 from wholestep.trace.hoist import Hoisted, hoist
 from wholestep.trace.predicates import Predicate
 from wholestep.trace.recorder import Recorder
-from wholestep.trace.results import Made, Outlet, Slot
+from wholestep.trace.results import Derivative, Differentiated, Made, Outlet, Slot
 from wholestep.trace.tape import Found, Lifted, memory_of
 from wholestep.trace.where import Whereabouts
 from wholestep.trace.world import CallWindow, exchanged, same_python_randomness
@@ -37,9 +38,16 @@ class World(Protocol):
     def tensors(self) -> dict[int, Any]: ...
     @property
     def numbers(self) -> list[Any]: ...
+    def versions(self) -> dict[int, int]: ...
     def find(self, tensor: torch.Tensor) -> Found | None: ...
     def lift(self, stand_ins: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
     def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
+
+
+# Traces the backward of a step, given what its forward left behind; see `autograd.differentiate`.
+Differentiate = Callable[
+    [Recorder, Outlet, list[Any], Callable[[], AbstractContextManager[Any]]], Differentiated | None
+]
 
 
 class SharedMemory(Exception):  # noqa: N818 - a request, not an error
@@ -65,6 +73,8 @@ class Traced:
         hoisted: beginnings of the state that the step makes.
         versions: input index -> how many in-place writes eager execution counts.
         fingerprint: equal for programs that compute the same.
+        derivative: what makes results differentiable; the graph is then a joint one, and its last placeholders, the
+            tangents, are not in `lifted`.
     """
 
     step: StepGraph
@@ -77,6 +87,12 @@ class Traced:
     hoisted: Hoisted
     versions: dict[int, int]
     fingerprint: str
+    derivative: Derivative | None = None
+
+    @property
+    def n_inputs(self) -> int:
+        """How many placeholders are inputs; those after them are tangents."""
+        return len(self.step.signature.inputs) - (len(self.derivative.outputs) if self.derivative else 0)
 
 
 def trace_step(
@@ -88,6 +104,7 @@ def trace_step(
     new_values: Callable[[list[Any], Any], list[Any]],
     shared: frozenset[int] = frozenset(),
     guard_data: bool = False,
+    differentiate: Differentiate | None = None,
 ) -> Traced:
     """Runs a step once on fake tensors and records it.
 
@@ -98,6 +115,7 @@ def trace_step(
         new_values: gives the values made in the step that effects and result hold.
         shared: memories that an earlier attempt found to be shared.
         guard_data: numbers and shapes that depend on data are read from the real inputs and become guards.
+        differentiate: traces the backward of what the step leaves behind.
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
@@ -105,9 +123,15 @@ def trace_step(
     """
     recorder = Recorder(world.find, Whereabouts(names), shared, guard_data)
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
-    before = {key: found.tensor._version for key, found in world.tensors.items()}
+    before = world.versions()
     torch.clear_autocast_cache()
-    with recorder.whereabouts.following(), exchanged(recorder, parameters), CallWindow(recorder), recorder:
+
+    @contextmanager
+    def recording() -> Iterator[None]:
+        with recorder.whereabouts.following(), exchanged(recorder, parameters), CallWindow(recorder), recorder:
+            yield
+
+    with recording():
         args, kwargs = world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
         with same_python_randomness():
             result = fn(*args, **kwargs)
@@ -122,7 +146,9 @@ def trace_step(
     outlet.observe(made)
     versions = _versions(recorder, before)
     hoisted = hoist(recorder, made)
-    return _finish(recorder, outlet, value, effects, [outlet.place(v) for v in made], hoisted, versions)
+    places = [outlet.place(v) for v in made]
+    differentiated = differentiate(recorder, outlet, made, recording) if differentiate else None
+    return _finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated)
 
 
 def _refuse_shared_writes(recorder: Recorder) -> None:
@@ -160,26 +186,36 @@ def _finish(
     made: list[Made],
     hoisted: Hoisted,
     versions: dict[Any, int],
+    backward: Differentiated | None,
 ) -> Traced:
-    written = [item for item in recorder.lifted if _is_written(item) and item.ref.parent is None]  # type: ignore[union-attr]
+    rewritten = {id(item) for item, _, _ in backward.rewritten} if backward else set()
+    written = [i for i in recorder.lifted if _is_written(i) and i.ref.parent is None and id(i) not in rewritten]  # type: ignore[union-attr]
+    copied = [outlet.add_output(node) for _, node, _ in backward.rewritten] if backward else []
     results = len(outlet.outputs)
-    output = recorder.graph.output((*outlet.outputs, *(item.ref.storage.value for item in written)))  # type: ignore[union-attr]
+    gradients = backward.gradients if backward else []
+    output = recorder.graph.output((*outlet.outputs, *(i.ref.storage.value for i in written), *gradients))  # type: ignore[union-attr]
     gm = fx.GraphModule(recorder.constants, recorder.graph)
+    if backward:
+        _set_phases(gm.graph, backward.last)
     dead_code(StepGraph(gm, Signature()))
     ranks = first_uses(gm.graph)
     written.sort(key=lambda item: ranks.get(item.node, len(ranks)))
     outlet.outputs.extend(item.ref.storage.value for item in written)  # type: ignore[union-attr]
-    output.args = (tuple(outlet.outputs),)
     mutated = dict(enumerate(written, start=results))
+    output.args = ((*outlet.outputs, *gradients),)
     in_slots = [recorder.lifted[s.input].node for s in outlet.slots if s.input is not None]
-    used = order_inputs(gm.graph, [*(i.node for i in mutated.values()), *in_slots])
+    needed = [*(i.node for i in mutated.values()), *in_slots, *(i.node for i in (backward.inputs if backward else []))]
+    used = order_inputs(gm.graph, needed, backward.tangents if backward else [])
     gm.recompile()
     primary: dict[fx.Node, Lifted] = {}
     for item in recorder.lifted:
         primary.setdefault(item.node, item)
-    lifted = [primary[node] for node in used]
+    primals = used[: len(used) - len(backward.tangents)] if backward else used
+    lifted = [primary[node] for node in primals]
     known = {id(item) for item in lifted}
-    lifted += [item for item in dict.fromkeys([*recorder.lifted, *versions]) if id(item) not in known]
+    served = [*recorder.lifted, *versions]
+    served += [*backward.inputs, *(item for item, _, _ in backward.rewritten)] if backward else []
+    lifted += [item for item in dict.fromkeys(served) if id(item) not in known]
     new_index = {id(item): index for index, item in enumerate(lifted)}
     moved = [new_index[id(item)] for item in recorder.lifted]
     by_name = {i.name: i for i in recorder.inputs}
@@ -187,11 +223,20 @@ def _finish(
         gm,
         Signature(
             [by_name[str(node.target)] for node in used],
-            len(outlet.outputs),
+            len(outlet.outputs) + len(gradients),
             {output: new_index[id(item)] for output, item in mutated.items()},
             recorder.gradients,
         ),
     )
+    derivative = None
+    if backward:
+        derivative = Derivative(
+            len(outlet.outputs),
+            tuple(backward.slots),
+            tuple((new_index[id(i)], out, k) for (i, _, k), out in zip(backward.rewritten, copied, strict=True)),
+            tuple(new_index[id(item)] for item in backward.inputs),
+            tuple(backward.reaches),
+        )
     return Traced(
         step,
         lifted,
@@ -202,5 +247,16 @@ def _finish(
         [replace(p, inputs=tuple(moved[i] for i in p.inputs)) for p in recorder.predicates.values()],
         hoisted,
         {new_index[id(item)]: times for item, times in versions.items()},
-        fingerprint(step, recorder.constants),
+        fingerprint(step, recorder.constants, derivative),
+        derivative,
     )
+
+
+def _set_phases(graph: fx.Graph, last: fx.Node) -> None:
+    """Forward is what ran before the backward of the whole began, a backward inside of the step included."""
+    phase: Phase = "forward"
+    for node in graph.nodes:
+        if "info" in node.meta and node.op != "placeholder":
+            set_info(node, replace(info(node), phase=phase))
+        if node is last:
+            phase = "backward"

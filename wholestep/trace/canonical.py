@@ -7,6 +7,7 @@ agree in what is computed. Equal fingerprints mean that one lowered program serv
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ def first_uses(graph: fx.Graph) -> dict[fx.Node, int]:
     return seen
 
 
-def order_inputs(graph: fx.Graph, needed: list[fx.Node]) -> list[fx.Node]:
-    """Placeholders in the order of their first use, then those of `needed` that nothing uses.
+def order_inputs(graph: fx.Graph, needed: list[fx.Node], last: Sequence[fx.Node] = ()) -> list[fx.Node]:
+    """Placeholders in the order of their first use, then those of `needed` that nothing uses, then `last`.
 
     Moves them into that order in the graph and erases all others.
     """
-    ordered = list(dict.fromkeys([*first_uses(graph), *needed]))
+    ordered = [n for n in dict.fromkeys([*first_uses(graph), *needed]) if n not in last] + [*last]
     kept = set(ordered)
     body = next(n for n in graph.nodes if n.op != "placeholder")
     for node in ordered:
@@ -41,7 +42,7 @@ def order_inputs(graph: fx.Graph, needed: list[fx.Node]) -> list[fx.Node]:
     return ordered
 
 
-def fingerprint(step: StepGraph, constants: dict[str, torch.Tensor]) -> str:
+def fingerprint(step: StepGraph, constants: dict[str, torch.Tensor], derivative: object = None) -> str:
     """A hash of everything that a lowered program depends on."""
     numbers: dict[fx.Node, int] = {}
     digest = hashlib.sha256()
@@ -58,7 +59,7 @@ def fingerprint(step: StepGraph, constants: dict[str, torch.Tensor]) -> str:
         digest.update(text.encode())
     signature = step.signature
     kinds = [i.kind for i in signature.inputs]
-    digest.update(f"{kinds} {sorted(signature.mutations.items())} {signature.n_outputs}".encode())
+    digest.update(f"{kinds} {sorted(signature.mutations.items())} {signature.n_outputs} {derivative}".encode())
     return digest.hexdigest()
 
 

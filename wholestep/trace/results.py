@@ -7,7 +7,7 @@ gradient is one object again after a replay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import fx
 
 from wholestep.torch_compat import FakeTensor
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.tape import Lifted
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Slot:
         version: in-place writes that its version counter counts.
         is_view: whether autograd knows it as a view of another tensor.
         own_counter: whether its version counter is its own, not that of the input it lies in.
+        base: index of the differentiable slot that autograd knows it as a view of.
+        refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
     """
 
     output: int | None = None
@@ -40,6 +43,52 @@ class Slot:
     version: int = 0
     is_view: bool = False
     own_counter: bool = True
+    base: int | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """What makes a step's results differentiable outside of it.
+
+    The graph's outputs are then the forward's, followed by one gradient for each entry of `inputs`; its last
+    placeholders are tangents, one for each entry of `outputs`.
+
+    Attributes:
+        n_forward: how many outputs belong to the forward.
+        outputs: what autograd is to see as results: a slot's index, or None for the new value of an input.
+        rewritten: (input index, output index, position in `outputs`) of each input to which autograd gives a new
+            history: its new value is copied into it.
+        inputs: those that gradients flow to.
+        reaches: for each entry of `outputs`, the positions in `inputs` of those that it depends on.
+    """
+
+    n_forward: int
+    outputs: tuple[int | None, ...]
+    rewritten: tuple[tuple[int, int, int], ...]
+    inputs: tuple[int, ...]
+    reaches: tuple[frozenset[int], ...]
+
+
+@dataclass
+class Differentiated:
+    """What differentiating a step adds to its trace, in terms of nodes and inputs; see `Derivative`.
+
+    Attributes:
+        slots: for each thing that autograd is to see as a result, its slot, None for the new value of an input.
+        rewritten: input, node of its new value, and position in `slots`.
+        inputs, gradients: those that gradients flow to, and the nodes that give them.
+        tangents: placeholders, one for each of `slots`.
+        last: the last node of the forward.
+    """
+
+    slots: list[int | None]
+    rewritten: list[tuple[Lifted, fx.Node, int]]
+    inputs: list[Lifted]
+    gradients: list[fx.Node]
+    reaches: list[frozenset[int]]
+    tangents: list[fx.Node]
+    last: fx.Node
 
 
 @dataclass(frozen=True)
@@ -64,7 +113,10 @@ class Outlet:
 
     def observe(self, values: list[Any]) -> None:
         """Notes what autograd says of the tensors to come, before anything is done to find out more."""
-        self.facts = {id(v): _autograd(v) for v in values if isinstance(v, FakeTensor)}
+        for value in values:
+            if isinstance(value, FakeTensor):
+                bases = [value._base] if value._is_view() and isinstance(value._base, FakeTensor) else []
+                self.facts |= {id(v): _autograd(v) for v in (value, *bases)}
 
     def slot(self, tensor: torch.Tensor) -> int:
         """The index of the slot for a tensor made in the step."""
@@ -99,6 +151,32 @@ class Outlet:
         self.by_tensor[id(tensor)] = len(self.slots) - 1
         self.keep.append(tensor)
         return len(self.slots) - 1
+
+    def set(self, tensor: torch.Tensor, **changes: Any) -> None:
+        """Changes what is known of a tensor's slot."""
+        index = self.slot(tensor)
+        self.slots[index] = replace(self.slots[index], **changes)
+
+    def refuse(self, index: int, why: str) -> None:
+        """Notes that a slot's tensor has a history that cannot be differentiated, nor can its views."""
+        for i, slot in enumerate(self.slots):
+            if i == index or slot.base == index:
+                self.slots[i] = replace(slot, base=None, refusal=why)
+
+    def move(self, tensor: torch.Tensor, item: Lifted) -> None:
+        """Makes a tensor's slot a view of one input, as autograd knows it, where several lie in one memory."""
+        assert item.ref is not None
+        if item.ref.parent is None:
+            return
+        if item not in self.recorder.lifted:
+            self.recorder.lifted.append(item)
+        here, base = self.recorder.ref(tensor).geometry, item.ref.geometry
+        place = (tuple(here.shape), here.stride, here.offset - base.offset)
+        self.set(tensor, input=self.recorder.lifted.index(item), geometry=place)
+
+    def add_output(self, node: fx.Node) -> int:
+        """Makes a node an output of the graph; gives its index."""
+        return self._output(node)
 
     def _output(self, node: fx.Node) -> int:
         if node.op == "get_attr":  # each call gives memory of its own

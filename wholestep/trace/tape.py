@@ -36,6 +36,10 @@ class Found(Protocol):
     def source(self) -> Any: ...
     @property
     def kind(self) -> InputKind: ...
+    @property
+    def beginning(self) -> Any: ...
+    @property
+    def entangled(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -159,9 +163,13 @@ class Tape:
             if found is None:
                 raise UnsupportedError("an operator's result was made outside of the recorder", user_line())
             return found
-        lifted = self.by_id.get(id(tensor)) or self.lift(tensor)
+        lifted = self.lift_once(tensor)
         assert lifted.ref is not None
         return lifted.ref
+
+    def lift_once(self, tensor: torch.Tensor) -> Lifted:
+        """The input that a real tensor is, or becomes."""
+        return self.by_id.get(id(tensor)) or self.lift(tensor)
 
     def lift(self, tensor: torch.Tensor) -> Lifted:
         """Makes a real tensor an input of the graph.
@@ -180,7 +188,7 @@ class Tape:
         if tensor.layout != torch.strided:
             what = f"{found.source} holds a sparse tensor between calls"
             raise UnsupportedError(what, user_line(), "use dense tensors")
-        if tensor.requires_grad and not tensor.is_leaf:
+        if tensor.requires_grad and not tensor.is_leaf and found.beginning is None and tensor._base is None:
             raise UnsupportedError(
                 f"{found.source} is the result of an earlier differentiable computation",
                 user_line(),

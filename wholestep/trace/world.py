@@ -27,7 +27,6 @@ from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.where import user_line
 
-
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -92,7 +91,7 @@ class CallWindow(TorchFunctionMode):
         if isinstance(tensor, FakeTensor):
             with no_modes(), self.recorder.fake_mode:
                 tensor.data = new if isinstance(new, FakeTensor) else self.recorder.by_id[id(new)].fake
-            tensor.wholestep_ref = ref
+            tensor.wholestep_ref = ref  # type: ignore[attr-defined]
             return
         if tensor.shape != new.shape or tensor.dtype != new.dtype or tensor.stride() != new.stride():
             raise UnsupportedError(

@@ -1,0 +1,255 @@
+"""The backward of a step that is being traced: PyTorch's own engine runs it, on fake tensors, in the same trace.
+
+`differentiate` finds what autograd sees as results of the step (tensors that outlive it with a history, and inputs to
+which it gave a new one), makes a tangent for each, and lets the engine compute the gradients of all inputs that
+require them. Its operators land in the graph after those of the forward: the joint graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import GradientEdge
+
+from wholestep.errors import CaptureError, LeakError, UnsupportedError
+from wholestep.torch_compat import FakeTensor, empty_fake
+from wholestep.trace.recorder import Recorder
+from wholestep.trace.results import Differentiated, Outlet
+from wholestep.trace.tape import Lifted
+
+IN_PLACE = (
+    "was changed in place by a value that requires grad, and would stay in the autograd graph after the step, "
+    "which ran its backward already"
+)
+
+
+@dataclass(eq=False)
+class _Output:
+    """One thing that autograd sees as a result: a tensor at a slot, or an input with a new history."""
+
+    tensor: torch.Tensor
+    slot: int | None = None
+    input: Lifted | None = None
+
+
+@dataclass(eq=False)
+class _Root:
+    """An input that gradients flow to, and where in the autograd graph it stands."""
+
+    item: Lifted
+    edge: torch.Tensor | GradientEdge
+    node: Any
+
+
+def differentiate(
+    recorder: Recorder, outlet: Outlet, values: list[Any], recording: Callable[[], AbstractContextManager[Any]]
+) -> Differentiated | None:
+    """Traces the backward of a step whose forward has just been traced.
+
+    Args:
+        outlet: has a slot for each of `values`; learns which of them are differentiable, and which refuse to be.
+        values: what the step made and leaves behind.
+        recording: the context in which the recorder sees what runs.
+
+    Returns:
+        None when nothing can be differentiated.
+
+    Raises:
+        LeakError: an input was given a history that cannot be differentiated any more.
+        CaptureError: the backward cannot be traced.
+    """
+    if not torch.is_grad_enabled() and not any(_has_history(v) for v in values):
+        return None
+    roots = _roots(recorder)
+    outputs = [*_results(recorder, outlet, values), *_rewritten(recorder)]
+    if not outputs:
+        return None
+    if not roots:
+        _refuse_all(outlet, outputs)
+        return None
+    new = {id(o): recorder.ref(o.tensor).read(recorder.emit) for o in outputs if o.input is not None}
+    last = next(iter(reversed(recorder.graph.nodes)))
+    with _hooks_set_aside(roots), recording():
+        outputs, tangents, gradients = _gradients(recorder, outlet, outputs, roots)
+    if not outputs:
+        return None
+    pairs = [(r, recorder.ref(g).read(recorder.emit)) for r, g in zip(roots, gradients, strict=True) if g is not None]
+    edges = [r.node for r, _ in pairs]
+    return Differentiated(
+        slots=[o.slot for o in outputs],
+        rewritten=[(o.input, new[id(o)], k) for k, o in enumerate(outputs) if o.input is not None],
+        inputs=[r.item for r, _ in pairs],
+        gradients=[node for _, node in pairs],
+        reaches=[_reach(o.tensor.grad_fn, edges) for o in outputs],
+        tangents=tangents,
+        last=last,
+    )
+
+
+def _has_history(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.requires_grad and not value.is_leaf
+
+
+def _own_tensors(recorder: Recorder) -> list[torch.Tensor]:
+    """The tensors that the step was given, those first that others are views of."""
+    tensors: dict[int, torch.Tensor] = {}
+    for item in list(recorder.by_id.values()):
+        tensor = item.value
+        assert isinstance(tensor, torch.Tensor)
+        if tensor._base is not None and recorder.find(tensor._base) is not None:
+            tensors.setdefault(id(tensor._base), tensor._base)
+        tensors.setdefault(id(tensor), tensor)
+    return [*{id(recorder.lift_once(t)): t for t in tensors.values()}.values()]
+
+
+def _roots(recorder: Recorder) -> list[_Root]:
+    roots = []
+    for tensor in _own_tensors(recorder):
+        found = recorder.find(tensor)
+        if found is not None and found.beginning is not None:
+            roots.append(_Root(recorder.by_id[id(tensor)], GradientEdge(found.beginning, 0), found.beginning))
+        elif tensor.is_leaf and tensor.requires_grad:
+            roots.append(_Root(recorder.by_id[id(tensor)], tensor, tensor))
+    return roots
+
+
+def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Output]:
+    """The tensors that the step made and leaves behind with a history; views are left to their bases."""
+    found: dict[int, _Output] = {}
+    for value in values:
+        if not isinstance(value, FakeTensor):
+            continue
+        base = value._base if value._is_view() else None
+        if base is not None and not isinstance(base, FakeTensor):
+            if base.requires_grad:
+                outlet.move(value, recorder.lift_once(base))
+            continue
+        whole = value if base is None else base
+        if not whole.requires_grad or whole.is_leaf:
+            continue
+        slot = outlet.slot(whole)
+        found.setdefault(slot, _Output(whole, slot))
+        if base is not None:
+            outlet.set(value, base=slot)
+    return list(found.values())
+
+
+def _rewritten(recorder: Recorder) -> list[_Output]:
+    """The inputs to which in-place writes gave a new history."""
+    found = []
+    for item in list(recorder.by_id.values()):
+        tensor = item.value
+        assert isinstance(tensor, torch.Tensor)
+        source = recorder.find(tensor)
+        before = source.beginning if source is not None else None
+        if tensor._base is not None and recorder.find(tensor._base) is not None:
+            continue  # its base has the new history, and gives it to all its views
+        if tensor.grad_fn is None or tensor.grad_fn is before:
+            continue
+        if source is not None and source.entangled:
+            raise UnsupportedError(
+                f"{source.source} is changed in place by a value that requires grad, and is a view of a tensor that "
+                "the step is not given, as another of its inputs is",
+                remedy="pass the tensor that both are views of, and take the views inside",
+            )
+        found.append(_Output(tensor, None, item))
+    return found
+
+
+def _refuse_all(outlet: Outlet, outputs: list[_Output]) -> None:
+    """Results with a history that leads to no input (to a leaf made inside, say)."""
+    for output in outputs:
+        if output.slot is not None:
+            outlet.refuse(output.slot, "")
+
+
+def _gradients(
+    recorder: Recorder, outlet: Outlet, outputs: list[_Output], roots: list[_Root]
+) -> tuple[list[_Output], list[fx.Node], list[Any]]:
+    """Lets the engine differentiate all outputs, or those of them that it can."""
+    tangents = [_tangent(recorder, output.tensor) for output in outputs]
+    try:
+        return outputs, [node for _, node in tangents], _run(outputs, [t for t, _ in tangents], roots)
+    except CaptureError:
+        raise
+    except (RuntimeError, NotImplementedError):
+        kept = [i for i in range(len(outputs)) if _can(recorder, outlet, outputs[i], tangents[i][0], roots)]
+    if not kept:
+        return [], [], []
+    outputs, tangents = [outputs[i] for i in kept], [tangents[i] for i in kept]
+    return outputs, [node for _, node in tangents], _run(outputs, [t for t, _ in tangents], roots)
+
+
+def _run(outputs: list[_Output], tangents: list[torch.Tensor], roots: list[_Root]) -> list[Any]:
+    tensors: list[Any] = [o.tensor for o in outputs]
+    edges: list[Any] = [r.edge for r in roots]
+    return list(torch.autograd.grad(tensors, edges, tangents, retain_graph=True, allow_unused=True))
+
+
+def _can(recorder: Recorder, outlet: Outlet, output: _Output, tangent: torch.Tensor, roots: list[_Root]) -> bool:
+    """Whether one output can be differentiated; what autograd says if not is kept for when it is tried."""
+    try:
+        _run([output], [tangent], roots)
+    except CaptureError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        if output.input is not None:
+            raise LeakError(f"{output.input.source} {IN_PLACE}", recorder.made_at(output.tensor),
+                            "detach what you add, as in total += loss.detach()") from error
+        assert output.slot is not None
+        outlet.refuse(output.slot, str(error))
+        return False
+    return True
+
+
+def _tangent(recorder: Recorder, like: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
+    """A placeholder for the gradient of one output."""
+    fake = tangent_like(recorder, like)
+    node = recorder.placeholder(f"tangent {len(recorder.inputs)}", "tensor", fake)
+    recorder.root(fake, node)
+    return fake, node
+
+
+def tangent_like(recorder: Recorder, like: torch.Tensor) -> torch.Tensor:
+    """As dense a layout as the output's own, contiguous where that leaves out or repeats elements."""
+    with recorder.fake_mode, torch.no_grad():
+        plain = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return empty_fake(recorder.fake_mode, torch.empty_like(plain, memory_format=torch.preserve_format))
+
+
+def _reach(start: Any, ends: list[Any]) -> frozenset[int]:
+    """Which of the ends (nodes, or leaves) an autograd graph leads to."""
+    places = {id(end): i for i, end in enumerate(ends)}
+    seen: dict[int, Any] = {}
+    found: set[int] = set()
+    queue = [start]
+    while queue:
+        node = queue.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        end = getattr(node, "variable", node)
+        if id(end) in places:
+            found.add(places[id(end)])
+        else:
+            queue += [above for above, _ in node.next_functions]
+    return frozenset(found)
+
+
+@contextmanager
+def _hooks_set_aside(roots: list[_Root]) -> Iterator[None]:
+    """Keeps the user's hooks on the step's inputs out of the graph: they run when gradients really arrive."""
+    tables = [r.item.value._backward_hooks for r in roots if r.item.value._backward_hooks]  # type: ignore[union-attr]
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update(hooks)

@@ -1,0 +1,93 @@
+"""Twins: what takes the place of tensors with an autograd history while a step is traced.
+
+A result of an earlier differentiable computation would lead autograd out of the step, into the graph behind it; an
+in-place write would change that graph for good. So the step is given a twin: a tensor of the same memory whose history
+begins at the step. A view of another tensor in reach is given a view of that one's twin.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from wholestep.capture.walk import Found
+
+
+class Beginning(torch.autograd.Function):
+    """Where the history of a twin begins; only traced, never run backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("tracing stops at the beginning of a step")
+
+
+class Twins:
+    """The twins of one snapshot's tensors.
+
+    Attributes:
+        of: id of an original -> its twin.
+        found: id of a twin -> where its original was found.
+    """
+
+    def __init__(self, tensors: Iterable[Found]) -> None:
+        self.of: dict[int, torch.Tensor] = {}
+        self.found: dict[int, Found] = {}
+        if not torch.is_grad_enabled():
+            return
+        self._known = {id(f.tensor): f for f in tensors}
+        self._hidden = Counter(id(f.tensor._base) for f in self._known.values() if f.tensor._base is not None)
+        for found in self._known.values():
+            if self._needs(found.tensor):
+                self._twin(found)
+
+    def _needs(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_inference():
+            return False
+        return (tensor.requires_grad and not tensor.is_leaf) or self._is_view(tensor)
+
+    @staticmethod
+    def _is_view(tensor: torch.Tensor) -> bool:
+        return tensor._base is not None and (tensor.is_floating_point() or tensor.is_complex())
+
+    def _twin(self, found: Found) -> torch.Tensor:
+        tensor = found.tensor
+        if id(tensor) in self.of:
+            return self.of[id(tensor)]
+        base = self._known.get(id(tensor._base)) if tensor._base is not None else None
+        if base is not None and type(base.tensor) is torch.Tensor and not (base.tensor.requires_grad
+                                                                           and base.tensor.is_leaf):
+            whole = self._twin(base)
+        else:
+            whole = base.tensor if base is not None else tensor
+        if base is not None and tensor.dtype == whole.dtype:
+            with torch.set_grad_enabled(tensor.requires_grad or not whole.requires_grad):
+                twin = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        elif tensor.requires_grad:
+            twin = Beginning.apply(torch.zeros((), requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+        else:
+            twin = tensor.detach()
+        vars(twin).update(vars(tensor))
+        self.of[id(tensor)] = twin
+        beginning = twin.grad_fn if base is None else None
+        entangled = base is None and tensor._base is not None and self._hidden[id(tensor._base)] > 1
+        self.found[id(twin)] = Found(twin, found.source, found.kind, beginning, entangled)
+        return twin
+
+    def exchange(self, value: Any) -> Any:
+        """A value with each tensor replaced by its twin; tuples are made anew around theirs, others stay."""
+        if isinstance(value, torch.Tensor):
+            return self.of.get(id(value), value)
+        if isinstance(value, tuple) and not isinstance(value, torch.Size):
+            parts = [self.exchange(item) for item in value]
+            if all(new is old for new, old in zip(parts, value, strict=True)):
+                return value
+            kind: Any = type(value)
+            return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+        return value

@@ -1,0 +1,132 @@
+"""A compiled forward and backward as one node of PyTorch's autograd graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholestep.lower.naive import run_nodes
+from wholestep.runtime.program import Backward
+from wholestep.torch_compat import dispatch_modes_active
+from wholestep.trace.results import Derivative
+
+NO_DOUBLE_BACKWARD = (
+    "torch.compile with aot_autograd does not currently support double backward: neither does wholestep outside of a "
+    "compiled function. Call torch.autograd.grad(…, create_graph=True) and the second backward inside of it."
+)
+
+# How a tangent must lie in memory: shape and strides of the value that the backward was traced with.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+
+# The forward of one call: what autograd sees as results, and the values to save.
+Forward = Callable[[], tuple[tuple[torch.Tensor, ...], list[Any]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What all calls of one differentiable program have in common.
+
+    Attributes:
+        layouts: how each tangent must lie in memory.
+    """
+
+    derivative: Derivative
+    backward: Backward
+    layouts: tuple[Layout, ...]
+
+
+class CompiledFunction(torch.autograd.Function):
+    """Runs a program's forward, saves exactly what its partition says, and runs its backward.
+
+    Each node has, as attributes of its ``ctx``: ``plan`` (whose ``backward.halves`` are the graphs), ``numbers`` (the
+    host numbers among the saved values, by position) and ``saved_tensors`` (the others, in order).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, run: Forward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, saved = run()
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        ctx.numbers = {i: v for i, v in enumerate(saved) if not isinstance(v, torch.Tensor)}
+        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        backward = plan.backward
+        saved = all_saved(ctx)
+        present = [i for i, t in enumerate(tangents) if t is not None]
+        given = [_laid_out(tangents[i], plan.layouts[i]) for i in backward.halves.tangents]
+        if dispatch_modes_active():  # part of another trace, which sees each operator
+            gradients: Sequence[Any] = run_nodes(backward.halves.backward, [*saved, *given])
+        else:
+            gradients = backward.run(*saved, *given)
+        if torch.is_grad_enabled():
+            gradients = _refusing(gradients, [*saved, *given])
+        if len(present) == len(tangents):
+            return (None, None, *gradients)
+        reached = frozenset().union(*(plan.derivative.reaches[i] for i in present))
+        return (None, None, *(g if i in reached else None for i, g in enumerate(gradients)))
+
+
+def all_saved(ctx: Any) -> list[Any]:
+    """The saved values of one node, tensors and host numbers, in the order in which its backward takes them.
+
+    Raises:
+        RuntimeError: they are freed: autograd's own error on a second backward.
+    """
+    tensors = iter(ctx.saved_tensors)
+    numbers = ctx.numbers
+    return [numbers[i] if i in numbers else next(tensors) for i in range(len(ctx.plan.backward.saved))]
+
+
+def _laid_out(tangent: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    size, stride, dtype, device = layout
+    if tangent is None:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+    if tangent.stride() == stride and not tangent.is_conj() and not tangent.is_neg():
+        return tangent
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(tangent)
+
+
+class _DoubleBackward(torch.autograd.Function):
+    """Gradients that require grad, as those of `create_graph=True` do, and refuse to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+
+
+def _refusing(gradients: Sequence[Any], behind: list[Any]) -> list[Any]:
+    sources = [t for t in behind if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not sources:
+        return list(gradients)
+    kept = [g.detach() for g in gradients]
+    return list(_DoubleBackward.apply(len(kept), *kept, *sources))  # type: ignore[no-untyped-call]
+
+
+class Spent(torch.autograd.Function):
+    """Gives a result the `requires_grad` that it has in eager; it cannot be differentiated, as it says when tried."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, handle: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.why = why
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.why.startswith("Trying to backward"):
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: this tensor is the result of a compiled step, "
+                "whose graph is not kept. Call backward() inside of the step."
+            )
+        raise RuntimeError(ctx.why)

@@ -1,0 +1,73 @@
+"""Lowered programs: of a whole step, or of a forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wholestep.autograd import Joint, Partitioned
+from wholestep.ir import StepGraph
+
+Run = Callable[..., Sequence[Any]]
+
+
+@dataclass
+class Backward:
+    """The backward of a program, and what it needs of the forward.
+
+    Attributes:
+        halves: both graphs.
+        run: saved values, then tangents -> gradients.
+        saved: where each saved value is found once the forward has run: ("input" | "output", index).
+    """
+
+    halves: Partitioned
+    run: Run
+    saved: list[tuple[str, int]]
+
+
+@dataclass
+class Program:
+    """A graph after all passes and the callable that a backend made of it.
+
+    Attributes:
+        step: the whole graph; the joint graph of a program with a backward.
+        run: inputs -> outputs; then, with a backward, the values that only the forward has to save.
+    """
+
+    step: StepGraph
+    run: Run
+    fingerprint: str
+    backward: Backward | None = None
+
+    @property
+    def code(self) -> str:
+        """The program as text: what the backend generated, or the graph's own code; forward, then backward."""
+        if self.backward is None:
+            return _text(self.run, self.step)
+        forward = _text(self.run, self.backward.halves.forward)
+        return f"{forward}\n\n{_text(self.backward.run, self.backward.halves.backward)}"
+
+
+def _text(run: Run, step: StepGraph) -> str:
+    return str(getattr(run, "code", "") or step.gm.code)
+
+
+def saved_places(joint: Joint, halves: Partitioned) -> list[tuple[str, int]]:
+    """Where each saved value is found once the forward has run; see `Backward.saved`."""
+    inputs = {node.name: i for i, node in enumerate(joint.primals)}
+    outputs: dict[str, int] = {}
+    for index, node in enumerate(joint.forward_outputs):
+        outputs.setdefault(node.name, index)
+    places: list[tuple[str, int]] = []
+    extra = joint.n_forward
+    for name in halves.saved:
+        if name in inputs:
+            places.append(("input", inputs[name]))
+        elif name in outputs:
+            places.append(("output", outputs[name]))
+        else:
+            places.append(("output", extra))
+            extra += 1
+    return places
