@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # files whose tests draw programs with hypothesis
 PROPERTIES := $(shell grep -l '^@given' tests/test_*.py)
-NATIVE := $(wildcard setup.py wholestep/comm/native/*.c wholestep/comm/native/*.h)
+NATIVE := $(wildcard setup.py wholestep/*/native/*.c wholestep/*/native/*.h)
 # torch goes first and by its range alone, so that pip prefers a CPU build where one is at hand
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 # one thread a worker: the workers and the ranks they start are what fills the cores

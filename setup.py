@@ -1,4 +1,7 @@
-"""The one part of the package that is compiled: the shared-memory engine. All else is in pyproject.toml."""
+"""The two parts of the package that are compiled: the shared-memory engine and elementwise chains.
+
+All else is in pyproject.toml.
+"""
 
 from setuptools import Extension, setup
 
@@ -25,7 +28,17 @@ setup(
             extra_link_args=["-pthread"],
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        Extension(
+            "wholestep.lower._chain",
+            ["wholestep/lower/native/chain.c"],
+            # no product is fused with a sum unless the code says so: the bits are torch's
+            extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off",
+                                "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
+            extra_link_args=["-pthread", "-lm"],
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -259,12 +259,3 @@ def test_big_results_take_memory_that_nobody_holds() -> None:
     assert address not in {fast(*real)[0].data_ptr() for _ in range(4)} and window.sum() == expected[:1].numpy().sum()
     storage = fast(*real)[0].untyped_storage()
     assert storage.data_ptr() not in {fast(*real)[0].data_ptr() for _ in range(4)}
-
-
-def test_results_of_a_batch_lie_side_by_side() -> None:
-    """One square root and one sum for all parameters, whatever their shapes."""
-    step, real = program("mlp", "adamw")
-    fast = compare(step, real)
-    assert fast.code.count(".sqrt_()") == 1 and "torch.sqrt(" not in fast.code
-    assert "flat_" in fast.code and "_foreach_sqrt_" not in fast.code
-    compare(step, real, batching=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import threading
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from wholestep.torch_compat import (
     empty_fake,
     fake_refusal,
     has_native_kernel,
+    mkl_square_root,
     no_modes,
     sequence_number,
     set_versions,
@@ -246,6 +248,16 @@ def test_inductor_compiles_a_graph_of_aten_calls():
     made = compiled(given)
     assert given == [], "the list is emptied, so that inputs can be freed"
     torch.testing.assert_close(list(made), list(program(*real)))
+
+
+def test_mkls_square_root_is_that_of_torch():
+    address = mkl_square_root()
+    assert bool(address) == ("MKL" in torch.__config__.show() and "BLAS_INFO=mkl" in torch.__config__.show())
+    if address:
+        kernel = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(address)
+        x, made = torch.rand(1000), torch.empty(1000)
+        kernel(1000, x.data_ptr(), made.data_ptr(), 0x2 | 0x100 | 0x140000)
+        assert torch.equal(made, torch.sqrt(x))
 
 
 def test_dispatch_modes_are_seen_on_their_own_thread():

@@ -1,4 +1,4 @@
-"""Lowering to generated Python over ATen kernels: a straight line over a planned arena.
+"""Lowering to generated Python over ATen kernels and compiled chains: a straight line over a planned arena.
 
 copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> plain_views -> arrange -> make_plan -> emit
 -> Program

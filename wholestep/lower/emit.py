@@ -95,7 +95,9 @@ class _Writer(GroupWriter):
         if phase != self.phase and not all(self.plan.how[n] == "view" for n in nodes):
             self.body += ["", f"# {phase}"]
             self.phase = phase
-        if item.kind == "tile":
+        if item.kind == "chain":
+            self._chain(index, nodes)
+        elif item.kind == "tile":
             self._tile(index, nodes)
         elif item.kind == "batch":
             self._batch(nodes)

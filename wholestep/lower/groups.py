@@ -1,18 +1,18 @@
-"""Writes the lines of a group: the loop over tiles, and one call for many small tensors."""
+"""Writes the lines of a group: a chain, the loop over tiles, and one call for many small tensors."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.ir import info, is_host
+from wholestep.ir import info
 from wholestep.lower.calls import CallWriter
+from wholestep.lower.chains import chain, chain_step, kernel_of
 from wholestep.lower.lives import Plan
-from wholestep.lower.memory import at, pieces, tiles
-from wholestep.lower.ops import aten, base_name, inplace_variant
+from wholestep.lower.memory import pieces, tiles
+from wholestep.lower.ops import aten, base_name
 from wholestep.lower.order import BATCH_OPS
 from wholestep.lower.spell import NUMBER_AS_TENSOR
 
@@ -61,59 +61,53 @@ class GroupWriter(CallWriter):
         self.body += ["    " + line for line in inner]
         self.in_tile = {}
 
+    def _chain(self, index: int, nodes: list[fx.Node]) -> None:
+        """One call of a compiled kernel; the operators that it runs follow as comments."""
+        memory: dict[str, str] = {}
+        given: list[str] = []
+        rows, words = [], []
+        for node in nodes:
+            step = chain_step(node)
+            assert step is not None
+            operands = [self._name(o) for o in step.operands]
+            number = None if step.number is None else self._number(node, step.number)
+            for one in [*step.operands, node]:
+                if one is node and self.plan.store[one].kind != "scratch":
+                    self._destination(node, self.body)
+                if self.plan.store[one].kind != "scratch":
+                    self._operand(self._name(one), memory, given)
+            if number is not None:
+                self._operand(number, memory, given)
+            name = self._name(node)
+            rows.append((kernel_of(node, step), name, tuple(operands), number))
+            called = ", ".join([*operands, *([number] if number else [])])
+            words.append(f"#   {name} = {base_name(node.target)}({called})")  # type: ignore[arg-type]
+        self.namespace["chain"] = chain
+        count = math.prod(info(nodes[0]).value.shape)
+        lasting = f"{{{', '.join(f'{name!r}: {name}' for name in memory)}}}"
+        self.bound.append(f"chain_{index} = chain({count}, {rows}, {lasting}, {given})")
+        addresses = ", ".join(f"{name}.data_ptr()" for name in given)
+        self._say(self.body, f"chain_{index}({addresses})", nodes[-1])
+        self.body += words
+
+    def _operand(self, name: str, memory: dict[str, str], given: list[str]) -> None:
+        if name in self.stable:
+            memory[name] = name
+        elif name not in given:
+            given.append(name)
+
     def _scratch_buffers(self, index: int) -> None:
         for number, dtype in enumerate(self.plan.scratch.get(index, [])):
             self.scratch[dtype] = max(self.scratch.get(dtype, 0), number + 1)
 
     def _batch(self, nodes: list[fx.Node]) -> None:
         over = [n for n in nodes if isinstance(n.args[0], fx.Node) and self._name(n.args[0]) == self._name(n)]
-        if not over and self._flat_unary(nodes):
-            return
-        text = (self._flat_inplace(over) or self._foreach(over)) if len(over) > 2 else None
+        text = self._foreach(over) if len(over) > 2 else None
         for node in nodes:
             if text is None or node not in over:
                 self._single(node, self.body)
         if text is not None:
             self._say(self.body, text, over[0])
-
-    def _flat_of(self, nodes: list[fx.Node]) -> str | None:
-        """The variable of one tensor over all the places of some values, where they lie side by side."""
-        store = self.plan.store[nodes[0]]
-        mates = self.plan.flat.get(store.index) if store.kind == "slot" else None
-        if mates is None or {self._name(n) for n in nodes} != {self._name(n) for n in mates}:
-            return None
-        name = f"flat_{store.index}"
-        if name not in self.stable:
-            slot, dtype = self.plan.slots[store.index], info(nodes[0]).value.dtype
-            self.namespace["at"] = at
-            shape = f"({slot.nbytes // dtype.itemsize},), (1,)"
-            self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset}, {shape}, {dtype})")
-            self.stable.add(name)
-        return name
-
-    def _flat_unary(self, nodes: list[fx.Node]) -> bool:
-        """Copies the operands side by side, then runs the operator once."""
-        sources = [self._name(n.args[0]) for n in nodes]  # type: ignore[arg-type]
-        flat = self._flat_of(nodes)
-        twin = inplace_variant(nodes[0].target)  # type: ignore[arg-type]
-        if flat is None or twin is None or not all(name in self.stable for name in sources):
-            return False
-        for node in nodes:
-            self._destination(node, self.body)
-        parts = f"[{', '.join(f'{name}.view(-1)' for name in sources)}]"
-        self._say(self.body, f"torch.cat({self._list_of(parts)}, out={flat})", nodes[0])
-        self._say(self.body, f"{flat}.{base_name(twin)}()", nodes[0])
-        return True
-
-    def _flat_inplace(self, nodes: list[fx.Node]) -> str | None:
-        """One call for values side by side that all meet the same number."""
-        op: Any = nodes[0].target
-        if op not in NUMBER_AS_TENSOR or (flat := self._flat_of(nodes)) is None:
-            return None
-        numbers = {self._number(n, n.args[1]) for n in nodes}
-        if len(numbers) != 1 or any(isinstance(a, fx.Node) and not is_host(a) for a in (n.args[1] for n in nodes)):
-            return None
-        return f"{flat}.{base_name(op)}_({numbers.pop()})"
 
     def _foreach(self, nodes: list[fx.Node]) -> str | None:
         op = nodes[0].target

@@ -63,8 +63,7 @@ class Plan:
         written: for each argument-writing call: (argument, index in list or None, old, leaf, in place).
         unpacked: `cat` -> (operand, first element, elements) of what must be copied; the rest is computed in place.
         slots, arena: the arena's buffers, and bytes per device.
-        flat: slot index -> the values that lie in it side by side, in order.
-        scratch: for each tiled item, dtypes of its scratch buffers.
+        scratch: for each item that runs by pieces, dtypes of its scratch buffers.
     """
 
     step: StepGraph
@@ -79,7 +78,6 @@ class Plan:
     unpacked: dict[fx.Node, list[tuple[fx.Node, int, int]]] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     arena: dict[str, int] = field(default_factory=dict)
-    flat: dict[int, list[fx.Node]] = field(default_factory=dict)
     peak: int = 0
     scratch: dict[int, list[torch.dtype]] = field(default_factory=dict)
     last_item: dict[fx.Node, int] = field(default_factory=dict)
@@ -88,7 +86,7 @@ class Plan:
 
 # Names that the generated program uses itself.
 _TAKEN = re.compile(
-    r"inputs|arena|scratch|tile|fresh|run|bind|torch|math|at|filled|tiles|pieces|cells|(list|tiles|result|new|object|flat)_\d+"
+    r"inputs|arena|scratch|tile|fresh|run|bind|torch|math|at|chain|filled|tiles|pieces|cells|(list|tiles|chain|result|new|object)_\d+"
     r"|(number|tensors|aten|host)_.*|.*_(cells|float32|float64|t)"
 )
 
@@ -223,10 +221,9 @@ class Lives:
         if reader is self.output:
             return self.end
         item = self.item_of[reader]
-        kind = self.items[item].kind
-        if kind == "single":
+        if self.items[item].kind == "single":
             return self.position[reader]
-        if kind == "tile":
+        if self.items[item].by_pieces:
             shape = info(reader).value.shape
             if all(info(o).value.shape == shape for o in reader.all_input_nodes if self.root[o] is root):
                 return self.position[reader]

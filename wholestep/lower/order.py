@@ -2,8 +2,9 @@
 
 Two groupings change the order of elementwise nodes, never their bits:
 
-- a `tile` group is a chain over big tensors of one shape. It runs on 64 K elements after another, so that
-  memory is passed over once instead of once for each operator (an unfused AdamW has twelve);
+- a `chain` is the optimizer's arithmetic on one parameter, run by one compiled kernel (see `chains`);
+- a `tile` group is a chain of other operators over big tensors of one shape. It runs on 64 K elements after another,
+  so that memory is passed over once instead of once for each operator;
 - a `batch` group is one operator on many small tensors, run by a single ``_foreach`` call.
 
 Random and other effectful nodes keep their order.
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import StepGraph, info, is_effectful
+from wholestep.lower.chains import chain_step
 from wholestep.lower.ops import aten, base_name, inplace_variant, is_collective, is_pointwise, out_variant
 
 TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
@@ -45,8 +47,13 @@ BATCH_OPS: dict[Any, str] = {
 class Item:
     """One unit of execution: a single node, or a group that runs together."""
 
-    kind: Literal["single", "tile", "batch"]
+    kind: Literal["single", "chain", "tile", "batch"]
     nodes: list[fx.Node]
+
+    @property
+    def by_pieces(self) -> bool:
+        """True when all nodes work on one piece of their operands after another."""
+        return self.kind in ("chain", "tile")
 
 
 def arrange(step: StepGraph, tiling: bool = True, batching: bool = True) -> list[Item]:
@@ -83,17 +90,21 @@ class _Grouping:
 
     def visit(self, node: fx.Node, tiling: bool, batching: bool) -> None:
         """Puts a node into a group of its own, an old one, or none."""
-        if tiling and tileable(node):
-            value = info(node).value
-            key: Any = ("tile", value.shape, value.dtype)
+        value = info(node).value
+        if tiling and info(node).phase == "optimizer" and chain_step(node) is not None:
+            key: Any = ("chain", value.shape, value.dtype)
+        elif tiling and tileable(node):
+            key = ("tile", value.shape, value.dtype)
         elif not batching or (key := batch_key(node)) is None:
             self.taint[node] = self._reached(node.all_input_nodes)
             return
         mine = self._open(node, key)
-        if key[0] == "tile":
+        if key[0] != "batch":
             phase = info(node).phase
             near = {self.group_of[o]: None for o in node.all_input_nodes if o in self.group_of}
             for operand in node.all_input_nodes:
+                if key[0] == "chain" and getattr(info(operand).value, "shape", None) != value.shape:
+                    continue  # parameters that meet the same number have nothing else in common
                 near |= {self.group_of[u]: None for u in operand.users if u in self.group_of and info(u).phase == phase}
             for group in near:
                 if group != mine and self.keys[group] == key and self.members[group]:
@@ -160,7 +171,7 @@ class _Grouping:
         item_of: dict[fx.Node, int] = {}
         for node in self.nodes:
             group = self.group_of.get(node, -1)
-            if group < 0 or len(self.members[group]) < 2:
+            if group < 0 or (len(self.members[group]) < 2 and self.keys[group][0] != "chain"):
                 item_of[node] = len(items)
                 items.append(Item("single", [node]))
             elif self.members[group][0] is node:

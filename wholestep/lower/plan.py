@@ -48,8 +48,6 @@ from wholestep.lower.values import (
 )
 from wholestep.torch_compat import OpOverload
 
-FLAT_OPS = {"sqrt"}  # elementwise, correctly rounded: the same bits wherever an element lies
-
 
 def works_on_shared_memory(node: fx.Node) -> bool:
     """True for a collective over a transport that copies nothing when its operand is in shared memory."""
@@ -83,8 +81,6 @@ class _Planner(Lives):
             self._place_mutation(self._peel(self.outputs[out]), into)
         self.parts = find_parts(self.position, self.root, self._is_free)
         for item in self.items:
-            if item.kind == "batch":
-                self._decide_flat(item.nodes)
             for node in item.nodes:
                 self._decide(node)
         self._finish()
@@ -104,7 +100,7 @@ class _Planner(Lives):
         if how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
             return len(mine) == 1 and mine[0] is node.args[0]
         item = self.items[self.item_of[node]]
-        if item.kind == "tile" and self._read_time(node, root, None) != self.position[node]:
+        if item.by_pieces and self._read_time(node, root, None) != self.position[node]:
             return False
         return how == "copy" or is_pointwise(node.target)
 
@@ -299,7 +295,7 @@ class _Planner(Lives):
             return self._decide_pack(node)
         if node in self.parts and how is not None:
             return self._pack(node, self.parts[node], how)
-        tiled = self.items[self.item_of[node]].kind == "tile"
+        tiled = self.items[self.item_of[node]].by_pieces
         copied = node.target is aten.copy.default  # whose first operand need not exist any more
         into = tiled or copied or (how == "out" and recyclable(info(node).value))
         if how is None or (node in self.escaping and not into):
@@ -323,25 +319,6 @@ class _Planner(Lives):
             self._slot(node)
         if works_on_shared_memory(node) and plan.store[node].kind == "slot":
             plan.slots[plan.store[node].index].device = SHARED
-
-    def _decide_flat(self, nodes: list[fx.Node]) -> None:
-        """Lays the results of a batch side by side, where they are new, so that one call serves all of them."""
-        values = [info(n).value for n in nodes]
-        placed = any(n in self.plan.how or n in self.escaping or n in self.parts for n in nodes)
-        if placed or base_name(nodes[0].target) not in FLAT_OPS:  # type: ignore[arg-type]
-            return
-        operands = [o for n in nodes for o in tensor_operands(n)]
-        if not all(v.is_contiguous() for v in [*values, *(info(o).value for o in operands)]):
-            return
-        if any(self._ways(n) != "out" or self._reusable(n.args[0], n, "out") for n in nodes):  # type: ignore[arg-type]
-            return
-        index, offset = len(self.plan.slots), 0
-        for node, value in zip(nodes, values, strict=True):
-            self.plan.store[node], self.plan.how[node] = Store("slot", index, offset), "out"
-            self.plan.name[node] = variable(node)
-            offset += value.numel() * value.itemsize
-        self.plan.slots.append(Slot(offset, 0, 0, str(values[0].device)))
-        self.members[index], self.plan.flat[index] = list(nodes), list(nodes)
 
     def _within_item(self, node: fx.Node) -> bool:
         """True when only the node's own group reads it."""

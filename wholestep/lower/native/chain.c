@@ -1,0 +1,282 @@
+/* A chain of elementwise operators on float32, run block by block: each block passes through all of them in the cache.
+ *
+ * Stable ABI, no header of torch: memory comes as addresses. Each kernel rounds after every operation, or fuses a product
+ * with a sum where its name says so; which of the two torch does is found out by trial (`chains.py`). */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK 512         /* elements: operands and what is asked for ahead stay in the first cache; 1024 took 1.2 times as long */
+#define THREAD_FROM 65536 /* elements a thread must have to be worth its start, some 20 us */
+#define MOST_THREADS 64
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+
+/* Operands may be the very same memory as the result, never shifted against it. */
+#define EACH _Pragma("GCC ivdep") for (Py_ssize_t i = 0; i < n; i++)
+
+typedef void kernel_t(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s);
+
+#define KERNEL(NAME, EXPRESSION)                                                                                       \
+    CLONES static void NAME(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s) {         \
+        (void)a, (void)b, (void)c, (void)s;                                                                            \
+        EACH r[i] = EXPRESSION;                                                                                        \
+    }
+
+KERNEL(add, a[i] + b[i])
+KERNEL(add_number, a[i] + s)
+KERNEL(sub, a[i] - b[i])
+KERNEL(sub_number, a[i] - s)
+KERNEL(mul, a[i] * b[i])
+KERNEL(mul_number, a[i] * s)
+KERNEL(div_, a[i] / b[i])
+KERNEL(div_number, a[i] / s)
+KERNEL(axpy, a[i] + s * b[i])
+KERNEL(axpy_fused, fmaf(s, b[i], a[i]))
+KERNEL(negate, -a[i])
+KERNEL(absolute, fabsf(a[i]))
+KERNEL(root, sqrtf(a[i]))
+KERNEL(largest, a[i] != a[i] || a[i] > b[i] ? a[i] : b[i])
+KERNEL(least, a[i] != a[i] || a[i] < b[i] ? a[i] : b[i])
+KERNEL(addcmul, a[i] + s * b[i] * c[i])
+KERNEL(addcmul_fused, fmaf(s * b[i], c[i], a[i]))
+KERNEL(addcdiv, a[i] + s * b[i] / c[i])
+KERNEL(lerp_low, a[i] + s * (b[i] - a[i]))
+KERNEL(lerp_high, b[i] - (b[i] - a[i]) * (1.0f - s))
+KERNEL(lerp_low_fused, fmaf(s, b[i] - a[i], a[i]))
+KERNEL(lerp_high_fused, fmaf(s - 1.0f, b[i] - a[i], b[i]))
+
+CLONES static void lerp(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s) {
+    (fabsf(s) < 0.5f ? lerp_low : lerp_high)(n, r, a, b, c, s);
+}
+CLONES static void lerp_fused(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s) {
+    (fabsf(s) < 0.5f ? lerp_low_fused : lerp_high_fused)(n, r, a, b, c, s);
+}
+
+/* MKL's square root, which is torch's where torch was built with MKL: it does not round correctly, so its bits are had by
+ * calling it alone. A zero takes it five times as long as a number, and is its own root. */
+typedef void mkl_t(int n, const float *a, float *r, int64_t mode);
+static mkl_t *mkl_sqrt;
+static int64_t mkl_mode;
+
+CLONES static int zeros(Py_ssize_t n, const float *a) {
+    int found = 0;
+    EACH found += a[i] == 0;
+    return found;
+}
+
+CLONES static void shield(Py_ssize_t n, float *r, const float *a) { EACH r[i] = a[i] == 0 ? 1.0f : a[i]; }
+
+CLONES static void keep_zeros(Py_ssize_t n, float *r, const float *a, const float *root) {
+    EACH r[i] = a[i] == 0 ? a[i] : root[i];
+}
+
+static void root_mkl(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s) {
+    (void)b, (void)c, (void)s;
+    int found = zeros(n, a);
+    if (!found) {
+        mkl_sqrt((int)n, a, r, mkl_mode);
+    } else if (found == n) {
+        memmove(r, a, (size_t)n * sizeof *r);
+    } else {
+        float shielded[BLOCK];
+        shield(n, shielded, a);
+        mkl_sqrt((int)n, shielded, shielded, mkl_mode);
+        keep_zeros(n, r, a, shielded);
+    }
+}
+
+static const struct {
+    const char *name;
+    kernel_t *run;
+} KERNELS[] = {
+    {"add", add}, {"add_number", add_number}, {"sub", sub}, {"sub_number", sub_number}, {"mul", mul},
+    {"mul_number", mul_number}, {"div", div_}, {"div_number", div_number}, {"axpy", axpy}, {"axpy_fused", axpy_fused},
+    {"neg", negate}, {"abs", absolute}, {"sqrt", root}, {"sqrt_mkl", root_mkl}, {"maximum", largest}, {"minimum", least},
+    {"addcmul", addcmul}, {"addcmul_fused", addcmul_fused}, {"addcdiv", addcdiv}, {"lerp", lerp},
+    {"lerp_fused", lerp_fused},
+};
+#define KERNEL_COUNT (Py_ssize_t)(sizeof KERNELS / sizeof *KERNELS)
+
+enum { MEMORY, SCRATCH, GIVEN }; /* an address; a block of the chain's own; an address that each call gives */
+
+typedef struct {
+    int64_t kind, value;
+} place_t;
+typedef struct {
+    int64_t kernel, result, a, b, c, number; /* places, -1 for none */
+    int64_t touches;                         /* which of result, a, b, c is memory that no earlier step touched, as bits */
+} step_t;
+typedef struct {
+    Py_ssize_t count, places, steps, scratch, given;
+    int threads;
+    place_t *place;
+    step_t *step;
+} chain_t;
+typedef struct {
+    const chain_t *chain;
+    const int64_t *given;
+    Py_ssize_t begin, end;
+} share_t;
+
+static float *at(const share_t *job, float *scratch, int64_t index, Py_ssize_t from) {
+    if (index < 0) return NULL;
+    const place_t *p = &job->chain->place[index];
+    if (p->kind == SCRATCH) return scratch + p->value * BLOCK;
+    return (float *)(uintptr_t)(p->kind == GIVEN ? job->given[p->value] : p->value) + from;
+}
+
+/* Asks for the next block of what a step is the first to touch: without it, the chain waits for memory at each block. */
+static void look_ahead(const share_t *job, const step_t *s, float *scratch, Py_ssize_t from) {
+    Py_ssize_t next = from + BLOCK, n = job->end - next < BLOCK ? job->end - next : BLOCK;
+    for (int i = 0; i < 4; i++) {
+        if (!(s->touches >> i & 1)) continue;
+        const float *there = at(job, scratch, (&s->result)[i], next);
+        for (Py_ssize_t j = 0; j < n; j += 16) __builtin_prefetch(there + j, 1, 3);
+    }
+}
+
+static void *work(void *argument) {
+    const share_t *job = argument;
+    const chain_t *c = job->chain;
+    float scratch[(c->scratch + 1) * BLOCK] __attribute__((aligned(64)));
+    for (Py_ssize_t from = job->begin; from < job->end; from += BLOCK) {
+        Py_ssize_t n = job->end - from < BLOCK ? job->end - from : BLOCK;
+        for (const step_t *s = c->step; s < c->step + c->steps; s++) {
+            if (s->touches) look_ahead(job, s, scratch, from);
+            const float *number = at(job, scratch, s->number, 0);
+            KERNELS[s->kernel].run(n, at(job, scratch, s->result, from), at(job, scratch, s->a, from),
+                                   at(job, scratch, s->b, from), at(job, scratch, s->c, from), number ? *number : 0);
+        }
+    }
+    return NULL;
+}
+
+static void work_together(const chain_t *c, const int64_t *given) {
+    pthread_t helpers[MOST_THREADS];
+    share_t share[MOST_THREADS];
+    Py_ssize_t parts = c->count / THREAD_FROM;
+    parts = parts > c->threads ? c->threads : parts < 1 ? 1 : parts;
+    Py_ssize_t blocks = (c->count + BLOCK - 1) / BLOCK, started = 0;
+    for (Py_ssize_t i = 0; i < parts; i++) {
+        Py_ssize_t end = blocks * (i + 1) / parts * BLOCK;
+        share[i] = (share_t){c, given, blocks * i / parts * BLOCK, end < c->count ? end : c->count};
+    }
+    for (Py_ssize_t i = 1; i < parts && !pthread_create(&helpers[i], NULL, work, &share[i]); i++) started = i;
+    work(&share[0]);
+    for (Py_ssize_t i = started + 1; i < parts; i++) work(&share[i]); /* no thread could be had for these */
+    for (Py_ssize_t i = 1; i <= started; i++) pthread_join(helpers[i], NULL);
+}
+
+static void forget(PyObject *capsule) {
+    chain_t *c = PyCapsule_GetPointer(capsule, "chain");
+    if (c) free(c->place), free(c->step), free(c);
+}
+
+static int read_rows(PyObject *rows, int64_t **into, Py_ssize_t *count, Py_ssize_t width) {
+    PyObject *list = PySequence_List(rows);
+    *count = list ? PyList_Size(list) : -1;
+    *into = *count < 0 ? NULL : calloc((size_t)*count * (size_t)width + 1, sizeof **into);
+    for (Py_ssize_t i = 0; *into && i < *count; i++) {
+        PyObject *row = PySequence_Tuple(PyList_GetItem(list, i));
+        if (row && PyTuple_Size(row) != width) PyErr_Format(PyExc_ValueError, "a row of %zd numbers is required", width);
+        for (Py_ssize_t j = 0; row && j < width && !PyErr_Occurred(); j++)
+            (*into)[i * width + j] = (int64_t)PyLong_AsLongLong(PyTuple_GetItem(row, j));
+        Py_XDECREF(row);
+        if (PyErr_Occurred()) break;
+    }
+    Py_XDECREF(list);
+    if (!*into && !PyErr_Occurred()) PyErr_NoMemory();
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* chain(count, threads, places, steps) -> chain. A place is (kind, value), a step (kernel, result, a, b, c, number, touches). */
+static PyObject *py_chain(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *places, *steps;
+    chain_t *c = calloc(1, sizeof *c);
+    if (!c) return PyErr_NoMemory();
+    if (!PyArg_ParseTuple(args, "niOO", &c->count, &c->threads, &places, &steps) ||
+        read_rows(places, (int64_t **)&c->place, &c->places, 2) || read_rows(steps, (int64_t **)&c->step, &c->steps, 7))
+        goto wrong;
+    c->threads = c->threads > MOST_THREADS ? MOST_THREADS : c->threads;
+    for (place_t *p = c->place; p < c->place + c->places; p++) {
+        if (p->kind == SCRATCH && p->value >= c->scratch) c->scratch = p->value + 1;
+        if (p->kind == GIVEN && p->value >= c->given) c->given = p->value + 1;
+        if (p->kind < MEMORY || p->kind > GIVEN || p->value < 0) PyErr_SetString(PyExc_ValueError, "no such place");
+    }
+    if (c->scratch > 256) PyErr_SetString(PyExc_ValueError, "more than 256 blocks of scratch");
+    for (step_t *s = c->step; s < c->step + c->steps; s++) {
+        if (s->kernel < 0 || s->kernel >= KERNEL_COUNT || (KERNELS[s->kernel].run == root_mkl && !mkl_sqrt))
+            PyErr_SetString(PyExc_ValueError, "no such kernel");
+        for (int64_t *p = &s->result; p <= &s->number; p++)
+            if (*p < (p <= &s->a ? 0 : -1) || *p >= c->places) PyErr_SetString(PyExc_ValueError, "no such operand");
+    }
+    if (!PyErr_Occurred()) return PyCapsule_New(c, "chain", forget);
+wrong:
+    free(c->place), free(c->step), free(c);
+    return NULL;
+}
+
+/* run(chain, *addresses) */
+static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    chain_t *c = n < 1 ? NULL : PyCapsule_GetPointer(args[0], "chain");
+    if (!c || n - 1 != c->given) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a chain and the addresses it asks for are required");
+        return NULL;
+    }
+    int64_t given[n];
+    for (Py_ssize_t i = 0; i < n - 1; i++) given[i] = (int64_t)PyLong_AsUnsignedLongLongMask(args[i + 1]);
+    if (PyErr_Occurred()) return NULL;
+    if (c->count < THREAD_FROM) {
+        share_t all = {c, given, 0, c->count};
+        work(&all);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        work_together(c, given);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
+}
+
+/* use_mkl(address of vmsSqrt, mode) */
+static PyObject *py_use_mkl(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long address;
+    long long mode;
+    if (!PyArg_ParseTuple(args, "KL", &address, &mode)) return NULL;
+    mkl_sqrt = (mkl_t *)(uintptr_t)address, mkl_mode = mode;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef METHODS[] = {
+    {"use_mkl", py_use_mkl, METH_VARARGS, NULL},
+    {"chain", py_chain, METH_VARARGS, NULL},
+    {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_chain", NULL, -1, METHODS, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__chain(void) {
+    PyObject *module = PyModule_Create(&MODULE), *names = module ? PyDict_New() : NULL;
+    for (Py_ssize_t i = 0; names && i < KERNEL_COUNT; i++) {
+        PyObject *index = PyLong_FromSsize_t(i);
+        if (!index || PyDict_SetItemString(names, KERNELS[i].name, index)) Py_CLEAR(names);
+        Py_XDECREF(index);
+    }
+    if (!names || PyModule_AddObjectRef(module, "KERNELS", names)) Py_CLEAR(module);
+    Py_XDECREF(names);
+    return module;
+}
