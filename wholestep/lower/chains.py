@@ -94,7 +94,7 @@ def _spelled(node: fx.Node, value: torch.Tensor) -> Step | None:
         if keywords or (scaled and op is not aten.add.Tensor):
             return None
         if isinstance(second, fx.Node) and isinstance(info(second).value, torch.Tensor) and info(second).value.dim():
-            kernels = ("axpy_fused", "axpy") if scaled else (_ARITHMETIC[op],)
+            kernels: tuple[str, ...] = ("axpy_fused", "axpy") if scaled else (_ARITHMETIC[op],)
             return Step(kernels, args, alpha if scaled else None)  # type: ignore[arg-type]
         return None if scaled else Step((f"{_ARITHMETIC[op]}_number",), args[:1], second)  # type: ignore[arg-type]
     if op not in _KERNELS:
