@@ -11,7 +11,7 @@ static size_t whole(const group_t *g) { return one(g) * (size_t)g->size; }
 
 static size_t lead(const group_t *g, const job_t *j) {
     size_t all = chunks(j->d.bytes, whole(g));
-    return all < AHEAD ? all : AHEAD;
+    return all < g->ahead ? all : g->ahead;
 }
 
 static size_t rounds(const group_t *g, const job_t *j) { return chunks(j->d.bytes, whole(g)) + lead(g, j); }

@@ -56,16 +56,17 @@ static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     g->rank = rank, g->size = size, g->fd = fd, g->base = base, g->length = length;
     g->ctl = (ctl_t *)(base + LINE);
     g->slots = (char *)(g->ctl + size);
-    g->rings = (ring_t *)(g->slots + DEPTH * (size_t)size * SLOT);
+    g->depth = ring_depth(size), g->ahead = g->depth / 2;
+    g->rings = (ring_t *)(g->slots + g->depth * (size_t)size * SLOT);
     cpu_set_t cpus;
     CPU_ZERO(&cpus);
     int cores = sched_getaffinity(0, sizeof cpus, &cpus) ? 1 : CPU_COUNT(&cpus);
-    g->spins = size <= cores ? 4000 : 0; /* about 50 us; with more ranks than cores a spin keeps the other from running */
+    g->spins = size <= cores ? spins_of_a_wait() : 0; /* with more ranks than cores a spin keeps the other from running */
     g->budget = g->spins;
     pthread_mutex_init(&g->lock, NULL);
     pthread_mutex_init(&g->p2p_lock, NULL);
     pthread_cond_init(&g->wake, NULL);
-    for (size_t at = 0; at < DEPTH * SLOT; at += 4096) g->slots[DEPTH * (size_t)rank * SLOT + at] = 0;
+    for (size_t at = 0; at < g->depth * SLOT; at += 4096) g->slots[g->depth * (size_t)rank * SLOT + at] = 0;
     g->ctl[rank].address = (uint64_t)(uintptr_t)base;
     atomic_store(&g->ctl[rank].pid, (uint32_t)getpid());
     return PyLong_FromVoidPtr(g);
@@ -217,6 +218,7 @@ static PyObject *py_probe(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (wrong(n, 1)) return NULL;
     pull_probe(address(a[0]));
+    if (getenv("WSPULL")) pull_from = (size_t)atol(getenv("WSPULL"));
     Py_RETURN_NONE;
 }
 

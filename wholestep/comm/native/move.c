@@ -4,7 +4,9 @@
 #include "shm.h"
 
 static size_t by_chunk(const group_t *g, const job_t *j) { (void)g; return j->d.bytes ? chunks(j->d.bytes, CHUNK) : 1; }
-static size_t piece(const group_t *g) { return (size_t)(CHUNK / g->size) & ~(size_t)63; }
+/* A slot holds a piece for each rank but the writer. */
+static size_t piece(const group_t *g) { return (size_t)(CHUNK / (g->size > 1 ? g->size - 1 : 1)) & ~(size_t)63; }
+static size_t piece_at(const group_t *g, int writer, int reader) { return piece(g) * (size_t)(reader - (reader > writer)); }
 static size_t by_piece(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, piece(g)) : 1; }
 static int is_root(const group_t *g, const job_t *j) { return g->rank == (int)j->d.root; }
 
@@ -22,7 +24,7 @@ static void write_chunk(group_t *g, job_t *j, size_t k, char *slot) {
 static void write_pieces(group_t *g, job_t *j, size_t k, char *slot) {
     size_t p = piece(g), n = part(j->d.bytes, p, k);
     for (int r = 0; r < g->size; r++)
-        if (r != g->rank) copy(slot + (size_t)r * p, in_at(j, r) + k * p, n);
+        if (r != g->rank) copy(slot + piece_at(g, g->rank, r), in_at(j, r) + k * p, n);
 }
 
 /* barrier */
@@ -81,7 +83,7 @@ static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
     size_t p = piece(g);
     const char *src[MAX_RANKS];
     for (int r = 0; r < g->size; r++)
-        src[r] = r == g->rank ? in_at(j, r) + k * p : slot_of(g, r, g->reading) + (size_t)g->rank * p;
+        src[r] = r == g->rank ? in_at(j, r) + k * p : slot_of(g, r, g->reading) + piece_at(g, r, g->rank);
     char *dst = j->out + k * p;
     reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, part(j->d.bytes, p, k) / j->elem);
     return OK;
@@ -107,8 +109,9 @@ static void scatter_write(group_t *g, job_t *j, size_t k, char *slot) {
 }
 static int scatter_read(group_t *g, job_t *j, size_t k) {
     size_t p = piece(g);
-    const char *from = is_root(g, j) ? in_at(j, g->rank) + k * p
-                                     : slot_of(g, (int)j->d.root, g->reading) + (size_t)g->rank * p;
+    int root = (int)j->d.root;
+    const char *from = is_root(g, j) ? in_at(j, root) + k * p
+                                     : slot_of(g, root, g->reading) + piece_at(g, root, g->rank);
     copy(j->out + k * p, from, part(j->d.bytes, p, k));
     return OK;
 }
@@ -116,14 +119,14 @@ const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, sc
 
 /* all_to_all: sizes differ by pair, so the first round shows everyone's tables, and all derive the same number of
  * rounds and find the same disagreement. */
-static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->reading) + 2 * CHUNK); }
+static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->reading) + CHUNK); }
 
 static size_t alltoall_count(const group_t *g, const job_t *j) { (void)g; return j->rounds ? j->rounds : 1; }
 
 static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
     size_t n = (size_t)g->size, p = piece(g);
     if (k == 0) {
-        uint64_t *mine = (uint64_t *)(slot + 2 * CHUNK);
+        uint64_t *mine = (uint64_t *)(slot + CHUNK);
         memcpy(mine, j->in_sizes, n * sizeof *mine);
         memcpy(mine + n, j->out_sizes, n * sizeof *mine);
         memcpy(mine + 2 * n, j->ins, n * sizeof *mine);
@@ -131,7 +134,7 @@ static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
     }
     for (int r = 0; r < g->size && !j->pulled; r++)
         if (r != g->rank)
-            copy(slot + (size_t)r * p, in_at(j, r) + (k - 1) * p, part(j->in_sizes[r], p, k - 1));
+            copy(slot + piece_at(g, g->rank, r), in_at(j, r) + (k - 1) * p, part(j->in_sizes[r], p, k - 1));
 }
 static int alltoall_read(group_t *g, job_t *j, size_t k) {
     size_t p = piece(g), n = (size_t)g->size;
@@ -149,7 +152,7 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
             }
         j->rounds = 1 + chunks(most, p);
         copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
-        if (most < PULL || !pull_possible(g)) return OK;
+        if (most < pull_from || !pull_possible(g)) return OK;
         j->pulled = 1, j->rounds = 2; /* the second: all have read */
         for (int r = 0, status; r < g->size; r++)
             if (r != g->rank && (status = pull_fetch(g, r, out_at(j, r), table(g, r)[2 * n + (size_t)g->rank], j->out_sizes[r])))
@@ -158,7 +161,7 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
     }
     for (int step = 1; step < g->size && !j->pulled; step++) {
         int r = (g->rank + step) % g->size;
-        copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->reading) + (size_t)g->rank * p,
+        copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank),
              part(j->out_sizes[r], p, k - 1));
     }
     return OK;

@@ -9,6 +9,7 @@
 #include "shm.h"
 
 #define SMALL (16 * 1024) /* all-reduce of 3+ ranks: `exchange` up to here, `split` above (docs/comm.md) */
+size_t pull_from = PULL;
 #define BEHIND 64 /* spins of the progress thread: it shares a core with the computation, which a spin holds up */
 #define DIRECT (32 * 1024) /* below this a copy through the slot costs less than the extra round of `direct` */
 
@@ -24,6 +25,9 @@ const algorithm_t *choose(const group_t *g, const job_t *j) {
 }
 
 /* The algorithm that works on shared buffers themselves, if there is one for this collective and size. */
+static int may_pull(const group_t *g, const job_t *j, const algorithm_t *a) {
+    return a->pull && j->d.bytes >= pull_from && atomic_load(&g->ctl[g->rank].can_pull);
+}
 static const algorithm_t *direct_form(const group_t *g, const job_t *j) {
     const algorithm_t *a = by_op[j->d.op];
     return g->size > 1 && a->direct && j->d.bytes > DIRECT ? a : NULL;
@@ -39,6 +43,7 @@ static void patience(group_t *g, int behind) {
 static void enter(group_t *g, job_t *j) {
     g->job = j;
     g->deadline = now() + j->timeout;
+    g->reading = g->round; /* all rounds before this job have been read */
 }
 
 static void announce(group_t *g, const job_t *j) {
@@ -46,21 +51,31 @@ static void announce(group_t *g, const job_t *j) {
     round_publish(g);
 }
 
-/* Asks whether every rank's input lies in shared memory; if so works on it there. done: 1 when it did. */
-static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
+/* Ranks that disagree, which all see alike, are ready for the next collective. */
+static int disagree(group_t *g, int status) {
+    int second = status == E_MISMATCH ? round_realign(g) : OK;
+    return second ? second : status;
+}
+
+/* The first round of a collective that has a direct form: where everybody's input lies. */
+static void ask(group_t *g, job_t *j) {
     size_t length = j->d.op == OP_REDUCE_SCATTER ? j->d.bytes * (size_t)g->size : j->d.bytes;
     if (!j->ins) {
         segment_describe(j->in, length, &j->d);
         j->d.address = (uint64_t)(uintptr_t)j->in;
     }
     announce(g, j);
-    g->reading = g->round;
-    int status = round_wait(g, g->reading);
-    if (!status) status = round_compare(g, j);
+}
+
+/* Works on shared memory itself if every rank's input lies there. done: 1 when it did. */
+static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
+    g->reading++;
+    int status = round_wait(g, g->reading, g->reading);
+    if (!status) status = disagree(g, round_compare(g, j));
     if (status) return status;
     for (int r = 0; r < g->size; r++)
         if (!desc_of(g, r, g->reading)->segment) {
-            if (j->d.bytes < PULL || !a->pull || !pull_agreed(g)) return OK;
+            if (!may_pull(g, j, a) || !pull_agreed(g)) return OK;
             *done = 1;
             return a->pull(g, j);
         }
@@ -71,7 +86,7 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     a->direct(g, j);
     announce(g, j);
     *done = 1;
-    return round_wait(g, g->round);
+    return round_wait(g, g->round, g->round);
 }
 
 static void start_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
@@ -79,27 +94,38 @@ static void start_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
     announce(g, j);
 }
 
-static int end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, uint32_t round, int checked) {
-    g->reading = round;
-    int status = round_wait(g, round);
-    if (!status && k == 0 && !checked) status = round_compare(g, j);
-    return status ? status : a->read(g, j, k);
+static int end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, int checked) {
+    g->reading++;
+    int status = round_wait(g, g->reading, g->reading + (g->round - g->reading) / 2);
+    if (!status && k == 0 && !checked) status = disagree(g, round_compare(g, j));
+    return status ? status : disagree(g, a->read(g, j, k));
+}
+
+/* Fills slots until we are as far ahead of the round that we read last as may be. */
+static void fill(group_t *g, job_t *j, const algorithm_t *a, size_t *filled, size_t limit) {
+    size_t all = a->rounds(g, j);
+    while (*filled < limit && *filled < all && g->round - g->reading < g->ahead) start_round(g, j, a, (*filled)++);
 }
 
 int job_run(group_t *g, job_t *j) {
     if (g->broken) return round_broken(g, j);
     enter(g, j);
-    const algorithm_t *a = direct_form(g, j);
-    int checked = a != NULL, done = 0, status = a ? try_direct(g, j, a, &done) : OK;
-    if (status || done) return status;
-    a = choose(g, j);
-    size_t lead = a->lead ? a->lead(g, j) : AHEAD, filled = 0;
-    uint32_t first = g->round + 1;
-    for (size_t k = 0; k < a->rounds(g, j) && !status; k++) {
-        for (; filled < k + lead && filled < a->rounds(g, j); filled++) start_round(g, j, a, filled);
-        status = end_round(g, j, a, k, first + (uint32_t)k, checked);
+    const algorithm_t *a = choose(g, j), *direct = direct_form(g, j);
+    size_t lead = a->lead ? a->lead(g, j) : g->ahead, filled = 0;
+    if (direct) {
+        ask(g, j);
+        /* One private input decides it: no need to wait for the others' word before the slots are filled. */
+        int private = !j->d.segment && !may_pull(g, j, direct), done = 0;
+        if (private) fill(g, j, a, &filled, lead);
+        int status = try_direct(g, j, direct, &done);
+        if (status || done) return status;
     }
-    return status;
+    for (size_t k = 0; k < a->rounds(g, j); k++) {
+        fill(g, j, a, &filled, k + lead);
+        int status = end_round(g, j, a, k, direct != NULL);
+        if (status) return status;
+    }
+    return OK;
 }
 
 static void complete(job_t *j, int status) {
@@ -115,7 +141,8 @@ static void finish_lazy(group_t *g) {
     g->lazy = NULL;
     if (g->broken) { complete(j, round_broken(g, j)); return; }
     enter(g, j);
-    complete(j, end_round(g, j, choose(g, j), 0, g->round, 0));
+    g->reading--; /* published, not yet read */
+    complete(j, end_round(g, j, choose(g, j), 0, 0));
 }
 
 static void *serve(void *arg) {

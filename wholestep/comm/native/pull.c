@@ -48,12 +48,12 @@ static int meet(group_t *g, job_t *j) {
     *desc_of(g, g->rank, g->round + 1) = j->d;
     round_publish(g);
     g->reading = g->round;
-    return round_wait(g, g->reading);
+    return round_wait(g, g->reading, g->reading);
 }
 
 /* out[0..n) = fold over all ranks of `n` bytes at `offset` of their inputs; chunks stay in our slots, in the cache. */
 static int fold(group_t *g, job_t *j, char *out, const char *own, size_t offset, size_t n) {
-    size_t room = DEPTH * SLOT / (size_t)g->size & ~(size_t)63, step = room < CHUNK ? room : CHUNK;
+    size_t room = g->depth * SLOT / (size_t)g->size & ~(size_t)63, step = room < CHUNK ? room : CHUNK;
     char *bounce = slot_of(g, g->rank, 0);
     for (size_t at = 0; at < n; at += step) {
         size_t now_n = n - at < step ? n - at : step;

@@ -11,6 +11,7 @@
 
 #include "shm.h"
 
+#define SPIN 150e-6 /* seconds at most: to halt a core of a virtual machine and to wake it again takes 50 us and more */
 #define LOOK 0.05 /* seconds between looks at whether the others live: a death is seen within this */
 
 static inline void pause_cpu(void) {
@@ -19,6 +20,12 @@ static inline void pause_cpu(void) {
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+int spins_of_a_wait(void) {
+    double began = now();
+    for (int i = 0; i < 1000; i++) pause_cpu();
+    return (int)(SPIN / (now() - began) * 1000) + 1;
 }
 
 double now(void) {
@@ -43,21 +50,33 @@ int rank_alive(const group_t *g, int rank) {
 }
 
 char *slot_of(const group_t *g, int rank, uint32_t round) {
-    return g->slots + (DEPTH * (size_t)rank + round % DEPTH) * SLOT;
+    return g->slots + (g->depth * (size_t)rank + round % g->depth) * SLOT;
 }
 
-desc_t *desc_of(const group_t *g, int rank, uint32_t round) { return &g->ctl[rank].desc[round % DEPTH]; }
+desc_t *desc_of(const group_t *g, int rank, uint32_t round) { return &g->ctl[rank].desc[round % g->depth]; }
 
 static int reached(const group_t *g, int rank, uint32_t round) {
     return (int32_t)(atomic_load_explicit(&g->ctl[rank].round, memory_order_acquire) - round) >= 0;
 }
 
-/* Announces the round that our slot and descriptor are filled for. */
-void round_publish(group_t *g) {
-    ctl_t *me = &g->ctl[g->rank];
-    atomic_exchange(&me->round, ++g->round); /* a full barrier: the sleepers' count is read after it */
-    if (atomic_load(&me->sleepers)) futex_wake_all(&me->round);
+/* Whether a rank that sleeps on our rounds has what it sleeps for: waking it for each would cost a switch a round. */
+static int wanted(const group_t *g) {
+    for (int r = 0; r < g->size; r++) {
+        const ctl_t *other = &g->ctl[r];
+        if (atomic_load(&other->awaited) == (uint32_t)g->rank + 1 && (int32_t)(g->round - atomic_load(&other->target)) >= 0)
+            return 1;
+    }
+    return 0;
 }
+
+static void publish_until(group_t *g, uint32_t round) {
+    ctl_t *me = &g->ctl[g->rank];
+    atomic_exchange(&me->round, g->round = round); /* a full barrier: the sleepers' count is read after it */
+    if (atomic_load(&me->sleepers) && wanted(g)) futex_wake_all(&me->round);
+}
+
+/* Announces the round that our slot and descriptor are filled for. */
+void round_publish(group_t *g) { publish_until(g, g->round + 1); }
 
 int round_arrived(const group_t *g, uint32_t round) {
     for (int r = 0; r < g->size; r++)
@@ -104,56 +123,87 @@ static int blame(group_t *g, int rank) {
 }
 
 static int sleep_until(group_t *g, int rank, uint32_t round) {
-    ctl_t *other = &g->ctl[rank];
+    ctl_t *other = &g->ctl[rank], *me = &g->ctl[g->rank];
+    int status = OK;
+    atomic_store(&me->target, round);
+    atomic_store(&me->awaited, (uint32_t)rank + 1);
+    atomic_fetch_add(&other->sleepers, 1);
     while (!reached(g, rank, round)) {
-        atomic_fetch_add(&other->sleepers, 1);
         uint32_t seen = atomic_load(&other->round);
         if ((int32_t)(seen - round) < 0) futex_wait_for(&other->round, seen, LOOK);
-        atomic_fetch_sub(&other->sleepers, 1);
         if (reached(g, rank, round)) break;
-        for (int r = 0; r < g->size; r++) { /* a death elsewhere holds us up just as well */
+        for (int r = 0; r < g->size && !status; r++) { /* a death elsewhere holds us up just as well */
             if (r == g->rank || reached(g, r, round)) continue;
             int gone = !rank_alive(g, r) || atomic_load(&g->ctl[r].failed);
-            if (gone && !reached(g, r, round)) return blame(g, r);
+            if (gone && !reached(g, r, round)) status = blame(g, r);
         }
-        if (now() > g->deadline) return round_fail(g, rank, E_TIMEOUT);
+        if (!status && now() > g->deadline) status = round_fail(g, rank, E_TIMEOUT);
+        if (status) break;
     }
-    return OK;
+    atomic_fetch_sub(&other->sleepers, 1);
+    atomic_store(&me->awaited, 0);
+    return status;
 }
 
 /* Two ranks on one core take turns at 100 us a round, and the scheduler may leave them there while another core is
- * free. The higher rank then steps aside: off this core for a moment, with its affinity as before afterwards. */
-static void part_from(group_t *g, int rank) {
+ * free. The higher rank then steps aside: off this core for a moment, with its affinity as before afterwards. Says
+ * whether the two are apart. */
+#define PARTED 2
+static int part_from(group_t *g, int rank) {
     uint32_t here = (uint32_t)sched_getcpu() + 1;
     atomic_store(&g->ctl[g->rank].cpu, here);
-    if (g->limit < g->spins || !g->spins || g->rank < rank || atomic_load(&g->ctl[rank].cpu) != here || now() - g->moved < 0.01) return;
+    int apart = atomic_load(&g->ctl[rank].cpu) != here;
+    if (apart || g->limit < g->spins || !g->spins || g->rank < rank || now() - g->moved < 0.002) return apart;
     cpu_set_t allowed, others;
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return 0;
     others = allowed;
     CPU_CLR((int)here - 1, &others);
-    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others)) return;
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others)) return 0;
     sched_setaffinity(0, sizeof allowed, &allowed);
     g->moved = now();
+    return PARTED;
 }
 
-/* Waits until every rank has published `round`: spins, then sleeps. */
-int round_wait(group_t *g, uint32_t round) {
-    for (int step = 1; step < g->size; step++) {
-        int rank = (g->rank + step) % g->size;
-        if (reached(g, rank, round)) continue;
-        int left = g->budget < g->limit ? g->budget : g->limit;
-        while (!reached(g, rank, round) && left-- > 0) pause_cpu();
-        if (reached(g, rank, round)) { /* spinning pays: try as long as allowed again */
-            if (g->budget < g->limit) g->budget = 2 * g->budget < g->limit ? 2 * g->budget : g->limit;
-            continue;
-        }
-        if (g->budget > 64) g->budget /= 2; /* the other is not running: our spin may be what keeps it from it */
-        part_from(g, rank);
-        for (left = g->yields; left > 0 && !reached(g, rank, round); left--) sched_yield();
-        int status = sleep_until(g, rank, round);
+static void spin(const group_t *g, int rank, uint32_t round, int left) {
+    while (!reached(g, rank, round) && left-- > 0) pause_cpu();
+}
+
+/* Spins; then sleeps, until `last`. If the other came soon after we gave up, on a core of its own, we spin longer the
+ * next time; if not, less: it is not running, and our spin may be what keeps it from it. */
+static int wait_for(group_t *g, int rank, uint32_t round, uint32_t last) {
+    int limit = g->limit;
+    spin(g, rank, round, g->budget < limit ? g->budget : limit);
+    if (!reached(g, rank, round)) {
+        double began = now();
+        int apart = part_from(g, rank);
+        if (apart == PARTED) spin(g, rank, round, limit); /* asleep we would be woken on the other's core again */
+        for (int left = g->yields; left > 0 && !reached(g, rank, round); left--) sched_yield();
+        int status = reached(g, rank, round) ? OK : sleep_until(g, rank, last);
         if (status) return status;
+        if (!apart || now() - began > 2 * SPIN) {
+            if (g->budget > 64) g->budget /= 2;
+            return OK;
+        }
     }
+    if (g->budget < limit) g->budget = 2 * g->budget < limit ? 2 * g->budget : limit;
     return OK;
+}
+
+/* Waits until every rank has published `round`. If it must sleep, it sleeps until `last`, a later round that the others
+ * reach without us, so as to take several at once. */
+int round_wait(group_t *g, uint32_t round, uint32_t last) {
+    int status = OK;
+    for (int step = 1; step < g->size && !status; step++) {
+        int rank = (g->rank + step) % g->size;
+        if (!reached(g, rank, round)) status = wait_for(g, rank, round, last);
+    }
+    return status;
+}
+
+/* After a mismatch ranks may have run ahead by different numbers of rounds: all go on from the furthest possible. */
+int round_realign(group_t *g) {
+    publish_until(g, g->reading + g->ahead);
+    return round_wait(g, g->reading = g->round, g->round);
 }
 
 /* Compares what all ranks say they do, after the first round of a collective; all see the same, so all agree. */
