@@ -15,7 +15,7 @@ SOURCES = [
     "allreduce_split",
     "progress",
     "p2p",
-    "pull",
+    "slots",
 ]
 
 setup(

@@ -181,7 +181,6 @@ class ShmGroup(ProcessGroup):
         except DistError:
             native.stop(handle)
             raise
-        native.probe(handle)
         return int(handle)
 
     def shutdown(self) -> None:

@@ -9,8 +9,7 @@
 static size_t rounds(const group_t *g, const job_t *j) { (void)g; return j->d.bytes ? chunks(j->d.bytes, CHUNK) : 1; }
 
 static void write(group_t *g, job_t *j, size_t k, char *slot) {
-    (void)g;
-    memcpy(slot, j->in + k * CHUNK, part(j->d.bytes, CHUNK, k));
+    slot_put(g, slot, j->in + k * CHUNK, part(j->d.bytes, CHUNK, k));
 }
 
 static int read(group_t *g, job_t *j, size_t k) {
@@ -32,4 +31,4 @@ static void direct(group_t *g, job_t *j) {
     if (n) reduce_into(j->d.dtype, j->d.red, dst, g->size, src, g->size, n / j->elem);
 }
 
-const algorithm_t allreduce_exchange = {"exchange", rounds, NULL, write, read, direct, pull_allreduce};
+const algorithm_t allreduce_exchange = {"exchange", rounds, NULL, write, read, direct};

@@ -19,8 +19,8 @@ static size_t rounds(const group_t *g, const job_t *j) { return chunks(j->d.byte
 static void write(group_t *g, job_t *j, size_t k, char *slot) {
     const char *from = j->in + k * whole(g);
     size_t n = part(j->d.bytes, whole(g), k), p = one(g), before = p * (size_t)g->rank;
-    memcpy(slot, from, n < before ? n : before); /* all but our own part; the reduced part is there: see read */
-    if (n > before + p) memcpy(slot + before + p, from + before + p, n - before - p);
+    slot_put(g, slot, from, n < before ? n : before); /* all but our own part; the reduced part is there: see read */
+    if (n > before + p) slot_put(g, slot + before + p, from + before + p, n - before - p);
 }
 
 static int read(group_t *g, job_t *j, size_t k) {
@@ -42,4 +42,4 @@ static int read(group_t *g, job_t *j, size_t k) {
     return OK;
 }
 
-const algorithm_t allreduce_split = {"split", rounds, lead, write, read, NULL, NULL};
+const algorithm_t allreduce_split = {"split", rounds, lead, write, read, NULL};

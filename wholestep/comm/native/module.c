@@ -67,7 +67,6 @@ static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     pthread_mutex_init(&g->p2p_lock, NULL);
     pthread_cond_init(&g->wake, NULL);
     for (size_t at = 0; at < g->depth * SLOT; at += 4096) g->slots[g->depth * (size_t)rank * SLOT + at] = 0;
-    g->ctl[rank].address = (uint64_t)(uintptr_t)base;
     atomic_store(&g->ctl[rank].pid, (uint32_t)getpid());
     return PyLong_FromVoidPtr(g);
 }
@@ -213,15 +212,6 @@ static PyObject *py_p2p_test(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return wrong(n, 2) ? NULL : PyBool_FromLong(p2p_test(address(a[0]), address(a[1])));
 }
 
-/* probe(handle): call when all ranks are attached, before the first collective */
-static PyObject *py_probe(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    (void)self;
-    if (wrong(n, 1)) return NULL;
-    pull_probe(address(a[0]));
-    if (getenv("WSPULL")) pull_from = (size_t)atol(getenv("WSPULL"));
-    Py_RETURN_NONE;
-}
-
 /* alive(handle, rank) -> bool */
 static PyObject *py_alive(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
@@ -253,7 +243,7 @@ static PyObject *py_repeat(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(stop),       METHOD(allocate),
                                 METHOD(release),     METHOD(run),       METHOD(finish),     METHOD(test),
                                 METHOD(p2p_start),   METHOD(p2p_finish), METHOD(p2p_test),  METHOD(alive),
-                                METHOD(probe),       METHOD(repeat),      {NULL, NULL, 0, NULL}};
+                                METHOD(repeat),      {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
                                         NULL, NULL, NULL, NULL};
 

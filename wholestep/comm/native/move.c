@@ -8,6 +8,7 @@ static size_t by_chunk(const group_t *g, const job_t *j) { (void)g; return j->d.
 static size_t piece(const group_t *g) { return (size_t)(CHUNK / (g->size > 1 ? g->size - 1 : 1)) & ~(size_t)63; }
 static size_t piece_at(const group_t *g, int writer, int reader) { return piece(g) * (size_t)(reader - (reader > writer)); }
 static size_t by_piece(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, piece(g)) : 1; }
+#define LARGE (16 << 20) /* bytes of output that leave no room for anything else in the caches */
 static int is_root(const group_t *g, const job_t *j) { return g->rank == (int)j->d.root; }
 
 /* memcpy, unless there is nothing to do: an empty part may come with no address. */
@@ -16,22 +17,21 @@ static void copy(char *to, const char *from, size_t n) {
 }
 
 static void write_chunk(group_t *g, job_t *j, size_t k, char *slot) {
-    (void)g;
-    copy(slot, j->in + k * CHUNK, part(j->d.bytes, CHUNK, k));
+    slot_put(g, slot, j->in + k * CHUNK, part(j->d.bytes, CHUNK, k));
 }
 
 /* One piece for each rank; our own stays where it is. */
 static void write_pieces(group_t *g, job_t *j, size_t k, char *slot) {
     size_t p = piece(g), n = part(j->d.bytes, p, k);
     for (int r = 0; r < g->size; r++)
-        if (r != g->rank) copy(slot + piece_at(g, g->rank, r), in_at(j, r) + k * p, n);
+        if (r != g->rank) slot_put(g, slot + piece_at(g, g->rank, r), in_at(j, r) + k * p, n);
 }
 
 /* barrier */
 static size_t once(const group_t *g, const job_t *j) { (void)g, (void)j; return 1; }
 static void write_nothing(group_t *g, job_t *j, size_t k, char *slot) { (void)g, (void)j, (void)k, (void)slot; }
 static int read_nothing(group_t *g, job_t *j, size_t k) { (void)g, (void)j, (void)k; return OK; }
-const algorithm_t barrier_rounds = {"barrier", once, NULL, write_nothing, read_nothing, NULL, NULL};
+const algorithm_t barrier_rounds = {"barrier", once, NULL, write_nothing, read_nothing, NULL};
 
 /* broadcast */
 static void broadcast_write(group_t *g, job_t *j, size_t k, char *slot) {
@@ -45,7 +45,7 @@ static int broadcast_read(group_t *g, job_t *j, size_t k) {
 static void broadcast_direct(group_t *g, job_t *j) {
     if (!is_root(g, j)) copy(j->out, j->peers[j->d.root], j->d.bytes);
 }
-const algorithm_t broadcast_rounds = {"broadcast", by_chunk, NULL, broadcast_write, broadcast_read, broadcast_direct, pull_broadcast};
+const algorithm_t broadcast_rounds = {"broadcast", by_chunk, NULL, broadcast_write, broadcast_read, broadcast_direct};
 
 /* reduce */
 static int reduce_read(group_t *g, job_t *j, size_t k) {
@@ -59,14 +59,14 @@ static int reduce_read(group_t *g, job_t *j, size_t k) {
 static void reduce_write(group_t *g, job_t *j, size_t k, char *slot) {
     if (!is_root(g, j)) write_chunk(g, j, k, slot);
 }
-const algorithm_t reduce_rounds = {"reduce", by_chunk, NULL, reduce_write, reduce_read, NULL, NULL};
+const algorithm_t reduce_rounds = {"reduce", by_chunk, NULL, reduce_write, reduce_read, NULL};
 
 /* all_gather */
 static int allgather_read(group_t *g, job_t *j, size_t k) {
     for (int step = 0; step < g->size; step++) { /* each rank starts at another slot */
         int r = (g->rank + step) % g->size;
         const char *from = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->reading);
-        copy(out_at(j, r) + k * CHUNK, from, part(j->d.bytes, CHUNK, k));
+        slot_take(out_at(j, r) + k * CHUNK, from, part(j->d.bytes, CHUNK, k), j->d.bytes * (size_t)g->size >= LARGE);
     }
     return OK;
 }
@@ -76,7 +76,7 @@ static void allgather_direct(group_t *g, job_t *j) {
         copy(out_at(j, r), j->peers[r], j->d.bytes);
     }
 }
-const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, write_chunk, allgather_read, allgather_direct, pull_allgather};
+const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, write_chunk, allgather_read, allgather_direct};
 
 /* reduce_scatter */
 static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
@@ -94,14 +94,14 @@ static void reduce_scatter_direct(group_t *g, job_t *j) {
     reduce_into(j->d.dtype, j->d.red, &j->out, 1, src, g->size, j->d.bytes / j->elem);
 }
 const algorithm_t reduce_scatter_rounds = {"reduce_scatter", by_piece, NULL, write_pieces, reduce_scatter_read,
-                                           reduce_scatter_direct, pull_reduce_scatter};
+                                           reduce_scatter_direct};
 
 /* gather */
 static int gather_read(group_t *g, job_t *j, size_t k) { return is_root(g, j) ? allgather_read(g, j, k) : OK; }
 static void gather_write(group_t *g, job_t *j, size_t k, char *slot) {
     if (!is_root(g, j)) write_chunk(g, j, k, slot);
 }
-const algorithm_t gather_rounds = {"gather", by_chunk, NULL, gather_write, gather_read, NULL, NULL};
+const algorithm_t gather_rounds = {"gather", by_chunk, NULL, gather_write, gather_read, NULL};
 
 /* scatter */
 static void scatter_write(group_t *g, job_t *j, size_t k, char *slot) {
@@ -115,7 +115,7 @@ static int scatter_read(group_t *g, job_t *j, size_t k) {
     copy(j->out + k * p, from, part(j->d.bytes, p, k));
     return OK;
 }
-const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, scatter_read, NULL, NULL};
+const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, scatter_read, NULL};
 
 /* all_to_all: sizes differ by pair, so the first round shows everyone's tables, and all derive the same number of
  * rounds and find the same disagreement. */
@@ -129,12 +129,11 @@ static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
         uint64_t *mine = (uint64_t *)(slot + CHUNK);
         memcpy(mine, j->in_sizes, n * sizeof *mine);
         memcpy(mine + n, j->out_sizes, n * sizeof *mine);
-        memcpy(mine + 2 * n, j->ins, n * sizeof *mine);
         return;
     }
-    for (int r = 0; r < g->size && !j->pulled; r++)
+    for (int r = 0; r < g->size; r++)
         if (r != g->rank)
-            copy(slot + piece_at(g, g->rank, r), in_at(j, r) + (k - 1) * p, part(j->in_sizes[r], p, k - 1));
+            slot_put(g, slot + piece_at(g, g->rank, r), in_at(j, r) + (k - 1) * p, part(j->in_sizes[r], p, k - 1));
 }
 static int alltoall_read(group_t *g, job_t *j, size_t k) {
     size_t p = piece(g), n = (size_t)g->size;
@@ -152,18 +151,13 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
             }
         j->rounds = 1 + chunks(most, p);
         copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
-        if (most < pull_from || !pull_possible(g)) return OK;
-        j->pulled = 1, j->rounds = 2; /* the second: all have read */
-        for (int r = 0, status; r < g->size; r++)
-            if (r != g->rank && (status = pull_fetch(g, r, out_at(j, r), table(g, r)[2 * n + (size_t)g->rank], j->out_sizes[r])))
-                return status;
         return OK;
     }
-    for (int step = 1; step < g->size && !j->pulled; step++) {
+    for (int step = 1; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
         copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank),
              part(j->out_sizes[r], p, k - 1));
     }
     return OK;
 }
-const algorithm_t alltoall_rounds = {"all_to_all", alltoall_count, NULL, alltoall_write, alltoall_read, NULL, NULL};
+const algorithm_t alltoall_rounds = {"all_to_all", alltoall_count, NULL, alltoall_write, alltoall_read, NULL};

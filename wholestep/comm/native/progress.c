@@ -9,7 +9,6 @@
 #include "shm.h"
 
 #define SMALL (16 * 1024) /* all-reduce of 3+ ranks: `exchange` up to here, `split` above (docs/comm.md) */
-size_t pull_from = PULL;
 #define BEHIND 64 /* spins of the progress thread: it shares a core with the computation, which a spin holds up */
 #define DIRECT (32 * 1024) /* below this a copy through the slot costs less than the extra round of `direct` */
 
@@ -25,9 +24,6 @@ const algorithm_t *choose(const group_t *g, const job_t *j) {
 }
 
 /* The algorithm that works on shared buffers themselves, if there is one for this collective and size. */
-static int may_pull(const group_t *g, const job_t *j, const algorithm_t *a) {
-    return a->pull && j->d.bytes >= pull_from && atomic_load(&g->ctl[g->rank].can_pull);
-}
 static const algorithm_t *direct_form(const group_t *g, const job_t *j) {
     const algorithm_t *a = by_op[j->d.op];
     return g->size > 1 && a->direct && j->d.bytes > DIRECT ? a : NULL;
@@ -47,7 +43,10 @@ static void enter(group_t *g, job_t *j) {
 }
 
 static void announce(group_t *g, const job_t *j) {
-    *desc_of(g, g->rank, g->round + 1) = j->d;
+    desc_t *d = desc_of(g, g->rank, g->round + 1);
+    *d = j->d;
+    d->put = (uint32_t)g->put, d->streamed = (uint32_t)g->streaming;
+    g->put = 0;
     round_publish(g);
 }
 
@@ -60,10 +59,7 @@ static int disagree(group_t *g, int status) {
 /* The first round of a collective that has a direct form: where everybody's input lies. */
 static void ask(group_t *g, job_t *j) {
     size_t length = j->d.op == OP_REDUCE_SCATTER ? j->d.bytes * (size_t)g->size : j->d.bytes;
-    if (!j->ins) {
-        segment_describe(j->in, length, &j->d);
-        j->d.address = (uint64_t)(uintptr_t)j->in;
-    }
+    if (!j->ins) segment_describe(j->in, length, &j->d);
     announce(g, j);
 }
 
@@ -74,11 +70,7 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     if (!status) status = disagree(g, round_compare(g, j));
     if (status) return status;
     for (int r = 0; r < g->size; r++)
-        if (!desc_of(g, r, g->reading)->segment) {
-            if (!may_pull(g, j, a) || !pull_agreed(g)) return OK;
-            *done = 1;
-            return a->pull(g, j);
-        }
+        if (!desc_of(g, r, g->reading)->segment) return OK;
     for (int r = 0; r < g->size; r++) {
         j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), desc_of(g, r, g->reading));
         if (!j->peers[r]) return round_unreadable(g, r); /* the others go on without us: nothing can be saved */
@@ -90,6 +82,7 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
 }
 
 static void start_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
+    g->streaming = slots_streamed(g);
     a->write(g, j, k, slot_of(g, g->rank, g->round + 1));
     announce(g, j);
 }
@@ -98,7 +91,12 @@ static int end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, int c
     g->reading++;
     int status = round_wait(g, g->reading, g->reading + (g->round - g->reading) / 2);
     if (!status && k == 0 && !checked) status = disagree(g, round_compare(g, j));
-    return status ? status : disagree(g, a->read(g, j, k));
+    if (status) return status;
+    size_t bytes = slots_measured(g);
+    double began = bytes ? now() : 0;
+    status = disagree(g, a->read(g, j, k));
+    if (bytes) slots_note_speed(g, bytes, now() - began);
+    return status;
 }
 
 /* Fills slots until we are as far ahead of the round that we read last as may be. */
@@ -115,8 +113,8 @@ int job_run(group_t *g, job_t *j) {
     if (direct) {
         ask(g, j);
         /* One private input decides it: no need to wait for the others' word before the slots are filled. */
-        int private = !j->d.segment && !may_pull(g, j, direct), done = 0;
-        if (private) fill(g, j, a, &filled, lead);
+        int done = 0;
+        if (!j->d.segment) fill(g, j, a, &filled, lead);
         int status = try_direct(g, j, direct, &done);
         if (status || done) return status;
     }

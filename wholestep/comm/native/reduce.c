@@ -54,9 +54,15 @@ static inline uint16_t save_f16(float f) {
 #define OR(a, b) ((a) | (b))
 #define XOR(a, b) ((a) ^ (b))
 
-/* T stored, A accumulated; two sources go straight through, more fold in a block of accumulators. */
+/* T stored, A accumulated; two sources go straight into one destination, more fold in a block of accumulators. */
 #define FOLD(T, A, LOAD, SAVE, OP)                                                            \
-    if (nsrc == 2) {                                                                          \
+    if (nsrc == 2 && ndst == 1 && red != RED_AVG) {                                           \
+        const T *a = (const T *)src[0], *b = (const T *)src[1];                               \
+        T *out = (T *)dst[0];                                                                 \
+        n = count;                                                                            \
+        LOOP { A x = LOAD(a[i]), y = LOAD(b[i]); out[i] = (T)SAVE((A)OP(x, y)); }             \
+        return;                                                                               \
+    } else if (nsrc == 2) {                                                                   \
         const T *a = (const T *)src[0] + at, *b = (const T *)src[1] + at;                     \
         LOOP { A x = LOAD(a[i]), y = LOAD(b[i]); acc[i] = (A)OP(x, y); }                      \
     } else {                                                                                  \

@@ -10,7 +10,7 @@
  * round.c    flags, waiting, dead ranks        reduce.c    vector kernels
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
  * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
- * segment.c  memory                            pull.c      large private tensors
+ * segment.c  memory                            slots.c     copies in and out of slots
  * module.c   the Python names
  */
 #ifndef WHOLESTEP_SHM_H
@@ -23,8 +23,6 @@
 #include <sys/types.h>
 
 #define MAX_RANKS 256
-#define PULL (256 * 1024) /* from here on ranks read each other's private memory: pull.c */
-extern size_t pull_from;
 #define CHUNK (32 * 1024) /* bytes a rank publishes a round */
 #define SLOT (CHUNK + CHUNK / 2) /* room for a chunk, and behind it the reduced part of an earlier one, or tables */
 /* Rounds ahead, of a ring twice as long. The ring of a rank (1 MB) is as large as a core's second-level cache, so that
@@ -47,7 +45,8 @@ typedef struct {
     uint32_t root;
     uint64_t bytes, shape, seq;
     uint32_t segment, fd; /* of the input when it lies in shared memory; segment 0: private */
-    uint64_t offset, length, address; /* address: where the input is in its own process; 0: in several places */
+    uint64_t offset, length;
+    uint32_t put, streamed; /* bytes in the slot, and whether they went past the caches */
 } desc_t;
 #define DESC_COMPARED 32
 
@@ -56,8 +55,7 @@ typedef struct {
     _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks in futex_wait on `round` */
     _Atomic uint32_t pid, failed, cpu;        /* failed: this rank left the group; cpu: where it last had to wait */
     _Atomic uint32_t awaited, target;         /* a sleeper's: the rank and the round of it that it sleeps for */
-    _Atomic uint32_t can_pull; /* may read the others' memory */
-    uint64_t address;          /* of the segment in this process: for trying that */
+    _Atomic uint64_t streams_until; /* slots.c: until then it wants slots written past the caches; monotonic, ns */
     _Alignas(LINE) desc_t desc[DEPTH];        /* by round */
     _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
     _Atomic uint32_t bell_sleepers;
@@ -73,7 +71,6 @@ typedef struct job {
     double timeout;                                       /* seconds */
     const char *peers[MAX_RANKS];                         /* direct: every rank's input, mapped here */
     size_t rounds;
-    int pulled; /* all_to_all: what was to come has been read from the others' memory */
     int status, culprit;
     desc_t theirs;                                        /* on a mismatch or time-out: where the other stands */
     _Atomic uint32_t done;
@@ -92,6 +89,8 @@ typedef struct {
     uint32_t round, reading; /* published last; being read, or read last */
     uint32_t ahead, depth;
     int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
+    size_t put;          /* bytes put into the slot of the round that is being filled */
+    int streaming, slow; /* slots.c: writing past the caches; slow reads in a row */
     int broken;
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;
@@ -117,7 +116,6 @@ typedef struct {
     void (*write)(group_t *, job_t *, size_t k, char *slot);
     int (*read)(group_t *, job_t *, size_t k);
     void (*direct)(group_t *, job_t *);
-    int (*pull)(group_t *, job_t *); /* the same for large private inputs */
 } algorithm_t;
 
 extern const algorithm_t barrier_rounds, allreduce_exchange, allreduce_split, broadcast_rounds, reduce_rounds,
@@ -159,15 +157,12 @@ void group_stop(group_t *g);
 /* reduce.c: dst[0..count) of each of `ndst` = fold over `nsrc` sources, in their order; AVG divides by nsrc */
 void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *const *src, int nsrc, size_t count);
 
-/* pull.c */
-void pull_probe(group_t *g);
-int pull_agreed(const group_t *g);
-int pull_possible(const group_t *g);
-int pull_fetch(group_t *g, int rank, char *to, uint64_t from, size_t n);
-int pull_allreduce(group_t *g, job_t *j);
-int pull_broadcast(group_t *g, job_t *j);
-int pull_allgather(group_t *g, job_t *j);
-int pull_reduce_scatter(group_t *g, job_t *j);
+/* slots.c */
+void slot_put(group_t *g, char *slot, const char *from, size_t n);
+void slot_take(char *to, const char *from, size_t n, int large);
+int slots_streamed(const group_t *g);
+size_t slots_measured(const group_t *g);
+void slots_note_speed(group_t *g, size_t bytes, double seconds);
 
 /* p2p.c */
 typedef struct message message_t;
