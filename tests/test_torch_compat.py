@@ -15,18 +15,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import torch_compat
+from wholestep.autograd.structure import Shape
 from wholestep.torch_compat import (
     FOREACH_TYPES,
     HOOK_TABLES,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    backward_engine,
     below_autograd,
     compile_with_inductor,
     current_autograd_node,
     direct_call,
     dispatch_modes_active,
     empty_fake,
+    engine_compiler,
     fake_refusal,
     has_native_kernel,
     mkl_square_root,
@@ -274,3 +277,36 @@ def test_dispatch_modes_are_seen_on_their_own_thread():
     assert found == [False] and not dispatch_modes_active()
     with FakeTensorMode():
         assert dispatch_modes_active()
+
+
+def test_the_engine_describes_a_backward_instead_of_running_it():
+    made = []
+
+    class Describe(Shape):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    x = torch.ones(3, requires_grad=True, dtype=torch.float64)
+    y = x.sin()
+    y.register_hook(lambda grad: grad * 2)
+    with engine_compiler(Describe):
+        y.sum().backward()
+    assert len(made) == 1 and x.grad is None
+    y = x.sin()
+    with backward_engine(lambda run, *args, **kwargs: run(*args, **kwargs)):
+        y.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+def test_the_call_of_the_engine_can_be_exchanged():
+    calls = []
+    x = torch.ones(3, requires_grad=True)
+    with backward_engine(lambda run, *args, **kwargs: calls.append((args, kwargs))):
+        x.sum().backward()
+        torch.autograd.grad((x * 2).sum(), x, materialize_grads=False)
+    (first, flags), (second, more) = calls
+    assert len(first[0]) == len(first[1]) == 1 and first[2:5] == (False, False, ())
+    assert flags == {"allow_unreachable": True, "accumulate_grad": True}
+    assert second[4][0] is x and second[5] is False and more == {"accumulate_grad": False}
+    assert x.grad is None

@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from wholestep.autograd import Joint, Partition, default_partition
+from wholestep.autograd.compiled_backward import CompiledBackward
 from wholestep.autograd.differentiate import differentiate
 from wholestep.capture import Snapshot, compile_binder, new_values, no_collection, snapshot
 from wholestep.errors import CaptureError, WholestepError
@@ -21,6 +22,7 @@ from wholestep.spmd import DeviceMesh, Launch, Plan
 from wholestep.trace import SharedMemory, Traced, trace_step
 
 Pass = Callable[[StepGraph], StepGraph]
+Look = Callable[..., Snapshot]  # called as `snapshot` is
 
 _tracing = threading.local()
 
@@ -39,6 +41,7 @@ def build(
     varying: frozenset[str] = frozenset(),
     guard_data: bool = False,
     halving: Halving | None = None,
+    look: Look = snapshot,
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.
 
@@ -48,8 +51,9 @@ def build(
         varying: paths of numbers that are inputs of the step rather than guards.
         guard_data: numbers and shapes that depend on data become guards, not errors.
         halving: how a joint graph of forward and backward becomes two programs.
+        look: takes the snapshot.
     """
-    world, traced = capture(fn, args, kwargs, varying, guard_data, not launch.passes)
+    world, traced = capture(fn, args, kwargs, varying, guard_data, not launch.passes, look)
     program = programs.get(traced.fingerprint)
     if program is None:
         step = check(traced.step, "trace")
@@ -103,6 +107,7 @@ def capture(
     varying: frozenset[str] = frozenset(),
     guard_data: bool = False,
     differentiable: bool = True,
+    look: Look = snapshot,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
 
@@ -110,9 +115,9 @@ def capture(
         guard_data: numbers and shapes that depend on data become guards, not errors.
         differentiable: whether results that require grad shall be differentiable outside of the step.
     """
-    world = snapshot(fn, args, kwargs, varying=varying)
+    world = look(fn, args, kwargs, varying=varying)
     shared: frozenset[int] = frozenset()
-    backward = differentiate if differentiable else None
+    backward = differentiate if differentiable and world.differentiable else None
     while True:
         try:
             _tracing.active = True
@@ -140,8 +145,10 @@ class Compiled:
         passes: Sequence[Pass],
         backend: Backend,
         guard_data: bool = False,
+        look: Look = snapshot,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
+        self._look = look
         self._fn, self._launch, self._passes, self._backend = fn, launch, tuple(passes), backend
         self._guard_data = guard_data
         self._lock = threading.RLock()
@@ -158,10 +165,18 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(_tracing, "active", False):  # inside of another step's capture: part of that step
             return self._fn(*args, **kwargs)
+        return self.serve(args, kwargs)
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None) -> Any:
+        """One call of the step.
+
+        Args:
+            ready: called once it is clear which program serves, before it runs.
+        """
         with self._lock:
             missed = Missed("")
             for entry in self._entries:
-                outcome = entry(args, kwargs)
+                outcome = entry(args, kwargs, ready)
                 if type(outcome) is not Missed:
                     if entry is not self._entries[0]:
                         self._entries.remove(entry)
@@ -169,7 +184,7 @@ class Compiled:
                     return outcome
                 missed = missed if missed.reason else outcome
             entry = self._capture(args, kwargs, missed)
-            outcome = entry(args, kwargs)
+            outcome = entry(args, kwargs, ready)
             if type(outcome) is Missed:
                 raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")
             return outcome
@@ -200,6 +215,7 @@ class Compiled:
             self._backend,
             self._programs,
             guard_data=self._guard_data,
+            look=self._look,
         )
         if varying <= self._varying:
             return make(self._varying)
@@ -219,7 +235,7 @@ class Compiled:
     ) -> frozenset[str]:
         """The path, if the number there can be an input."""
         try:
-            capture(self._fn, args, kwargs, others | {path}, self._guard_data)
+            capture(self._fn, args, kwargs, others | {path}, self._guard_data, look=self._look)
         except Exception:
             return frozenset()
         return frozenset([path])
@@ -228,6 +244,11 @@ class Compiled:
         if not self._entries:
             raise ValueError("nothing is captured yet: call the step once first")
         return self._entries[0].program
+
+    @property
+    def captures(self) -> int:
+        """How many captures serve calls now."""
+        return len(self._entries)
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
@@ -293,3 +314,9 @@ def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.GraphModule:
     return capture(fn, args, kwargs, differentiable=False)[1].step.gm
 
 
+def _compile_backward(fn: Callable[..., Any], backend: Backend, look: Look) -> Compiled:
+    """The pipeline for a backward: as for a step of one process, from a snapshot of its own."""
+    return Compiled(fn, Launch(None, None), (), backend, look=look)
+
+
+CompiledBackward.pipeline = staticmethod(_compile_backward)

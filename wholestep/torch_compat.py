@@ -152,3 +152,42 @@ def compile_with_inductor(
 def dispatch_modes_active() -> bool:
     """True inside a `TorchDispatchMode`: a recorder, or a fake-tensor mode, sees every call."""
     return bool(torch._C._len_torch_dispatch_stack() > 0)
+
+
+# --- autograd --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:
+    """The autograd engine describes each backward to an object that ``make`` gives, instead of running it.
+
+    The engine calls the object's methods for a structure that it has not met (see `autograd/structure.py`), then
+    what its `end_capture` returned, with the structure's tensors, sizes, scalars, hooks and packed values.
+    """
+    engine = torch._C._dynamo.compiled_autograd
+    prior = engine.set_autograd_compiler(make, False)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        engine.set_autograd_compiler(*prior)
+
+
+@contextmanager
+def backward_engine(replace: Callable[..., Any]) -> Iterator[None]:
+    """Exchanges the call of the engine by which `torch.autograd.backward` and `torch.autograd.grad` end.
+
+    Args:
+        replace: called as ``replace(run, roots, grads, keep_graph, create_graph, inputs, **flags)``; ``run`` is the
+            engine, which takes the rest. Returns what the engine would.
+    """
+    run = torch.autograd._engine_run_backward
+
+    def exchanged(*args: Any, **kwargs: Any) -> Any:
+        return replace(run, *args, **kwargs)
+
+    torch.autograd._engine_run_backward = exchanged
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run

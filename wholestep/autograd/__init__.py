@@ -6,8 +6,18 @@ the first saves for the second.
 May import: errors, ir, torch_compat, capture, trace. Must not import spmd, passes, lower, runtime, api.
 """
 
+from wholestep.autograd.compiled_backward import CompiledBackward, compiled_backward
 from wholestep.autograd.joint import Joint, Partition, Partitioned
 from wholestep.autograd.min_cut import min_cut_partition
 from wholestep.autograd.partition import default_partition, split
 
-__all__ = ["Joint", "Partition", "Partitioned", "default_partition", "min_cut_partition", "split"]
+__all__ = [
+    "CompiledBackward",
+    "Joint",
+    "Partition",
+    "Partitioned",
+    "compiled_backward",
+    "default_partition",
+    "min_cut_partition",
+    "split",
+]

@@ -278,7 +278,7 @@ class FastPath:
             self._require(f"{name}.stride() == {tensor.stride()}")
         if tensor.requires_grad:
             for key in ("grad", *HOOK_TABLES):
-                if key == "grad" and not (tensor.is_leaf or tensor.retains_grad):
+                if not (tensor.is_leaf or (key == "grad" and tensor.retains_grad)):
                     continue
                 self._value(f"{name}.{key}", getattr(tensor, key))
 

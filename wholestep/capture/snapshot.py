@@ -31,7 +31,10 @@ class Snapshot:
         places: every holder that the walk met, with a copy of its contents.
         tensors: id of a tensor -> where it was found and what it is for.
         numbers: floats among optimizers' settings and numbers that vary, which are inputs of the step.
+        differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
     """
+
+    differentiable = True
 
     def __init__(self, call: Call, names: frozenset[str] = frozenset(),
                  varying: frozenset[str] = frozenset()) -> None:
@@ -123,7 +126,7 @@ class Snapshot:
 
     def put_twins(self) -> None:
         """Puts twins in the place of tensors with a history, until `restore`; `lift` gives those among arguments."""
-        self.twins = twins = Twins(self.tensors.values())
+        self.twins = twins = Twins(self.tensors.values() if self.differentiable else ())
         if twins.of:
             for place in self.places:
                 if place.box not in (boxes.TENSOR, boxes.TUPLE):

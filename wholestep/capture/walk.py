@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Box, Contents, Names
@@ -35,6 +37,7 @@ from wholestep.capture.code import (
 )
 from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Method, Source, Vars
 from wholestep.ir import InputKind
+from wholestep.torch_compat import HOOK_TABLES
 
 PLAIN: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
@@ -75,6 +78,7 @@ class Found:
     Attributes:
         beginning: for the twin of a tensor with a history, the autograd node where the twin's begins.
         entangled: whether it is a view of a tensor out of reach, of which another input is a view too.
+        detached: whether a step may read it as mere data although an earlier computation made it.
     """
 
     tensor: torch.Tensor
@@ -82,6 +86,7 @@ class Found:
     kind: InputKind
     beginning: Any = None
     entangled: bool = False
+    detached: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,7 +267,8 @@ Handler = Callable[[Walk, Any, Source], None]
 def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
     walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(tensor, source))
     walk.metadata[id(tensor)] = metadata(tensor)
-    walk.add(tensor, source, boxes.TENSOR)
+    # hooks of a tensor that an earlier computation made belong to that computation, not to the step
+    walk.add(tensor, source, boxes.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
     attributes = vars(tensor)
     if attributes:
         walk.add(attributes, Vars(source), boxes.ATTRIBUTES, tensor)
@@ -376,6 +382,15 @@ def _module(walk: Walk, module: types.ModuleType, source: Source) -> None:
         walk.add(vars(module), Vars(source), boxes.MODULE, module)
 
 
+def _context(walk: Walk, context: Any, source: Source) -> None:
+    """What an `autograd.Function` keeps for its backward, which is code that may run."""
+    _plain_attributes(walk, context, source)
+    forward = Attr(Attr(source, "__class__"), "_forward_cls")
+    walk._todo.append((context._forward_cls, forward))
+    for name in ("backward", "vjp"):
+        walk._todo.append((getattr(context._forward_cls, name), Attr(forward, name)))
+
+
 def _method(walk: Walk, method: types.MethodType, source: Source) -> None:
     walk._todo += [(method.__self__, Attr(source, "__self__")), (method.__func__, Attr(source, "__func__"))]
 
@@ -399,6 +414,8 @@ HANDLERS: dict[type, Handler] = {
     types.MethodType: _method,
     types.ModuleType: _module,
     functools.partial: _partial,
+    BackwardCFunction: _context,
+    BackwardHook: _object,
     types.SimpleNamespace: _object,
     argparse.Namespace: _object,
     UserDict: _object,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,8 +72,14 @@ class Entry:
             versions = {s.output: s.version for s in traced.slots if s.geometry is None and s.output in whole}
             self.saved_versions = {o: v for o, v in versions.items() if v and o is not None}
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the step, or says why this program does not serve the call (`Missed`)."""
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
+    ) -> Any:
+        """Runs the step, or says why this program does not serve the call (`Missed`).
+
+        Args:
+            ready: called once it is clear that the program serves, before it runs.
+        """
         values = self.binder(args, kwargs)
         if type(values) is not list:
             return Missed(str(values.reason), values.varying)
@@ -86,6 +92,8 @@ class Entry:
         for predicate in self.traced.predicates:
             if not predicate.holds(values):
                 return Missed(predicate.reason)
+        if ready is not None:
+            ready()
         with torch.no_grad():
             return self._run(values, args, kwargs)
 

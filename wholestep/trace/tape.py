@@ -40,6 +40,8 @@ class Found(Protocol):
     def beginning(self) -> Any: ...
     @property
     def entangled(self) -> bool: ...
+    @property
+    def detached(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -188,7 +190,8 @@ class Tape:
         if tensor.layout != torch.strided:
             what = f"{found.source} holds a sparse tensor between calls"
             raise UnsupportedError(what, user_line(), "use dense tensors")
-        if tensor.requires_grad and not tensor.is_leaf and found.beginning is None and tensor._base is None:
+        begins_inside = found.beginning is not None or found.detached or tensor._base is not None
+        if tensor.requires_grad and not tensor.is_leaf and not begins_inside:
             raise UnsupportedError(
                 f"{found.source} is the result of an earlier differentiable computation",
                 user_line(),

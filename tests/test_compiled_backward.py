@@ -1,0 +1,229 @@
+"""Compiled backward against eager: the same values, bit for bit, from programs that were captured once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from wholestep.autograd import CompiledBackward, compiled_backward
+from wholestep.errors import UnsupportedError
+from wholestep.testing import CompileCounter
+
+
+def compare(make: Callable[[], Any], run: Callable[[Any, int], Any], times: int = 4) -> CompiledBackward:
+    """Runs a function several times on equal beginnings, eagerly and with compiled backwards."""
+    results = []
+    compiled = compiled_backward(CompileCounter())
+    for function in (run, compiled(run)):
+        torch.manual_seed(0)
+        made = make()
+        results.append([pytree.tree_map_only(torch.Tensor, _copy, function(made, i)) for i in range(times)])
+    for eager, ours in zip(*map(pytree.tree_leaves, results), strict=True):
+        if isinstance(eager, torch.Tensor):
+            assert torch.equal(eager, ours) and eager.stride() == ours.stride()
+        else:
+            assert eager == ours
+    return compiled
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def test_two_programs_serve_gradients_that_are_unset_and_set():
+    def run(model, i):
+        model(torch.randn(3, 4)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    make = lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))  # noqa: E731
+    compiled = compare(make, run)
+    assert compiled.captures == 2 and compiled.eager == []
+
+
+def test_a_program_is_kept_between_contexts_of_one_backend():
+    backend = CompileCounter()
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(4):
+        with compiled_backward(backend):
+            x.sin().sum().backward()
+    assert backend.frame_count == 2
+
+
+def test_numbers_saved_by_a_node_are_constants_of_the_program():
+    def run(x, i):
+        (x * (0.5 + i % 2)).sum().backward()
+        return x.grad
+
+    compiled = compare(lambda: torch.randn(3, requires_grad=True), run)
+    assert compiled.captures == 3
+
+
+def test_leaf_hooks_and_hooks_after_accumulation():
+    def make():
+        model = nn.Linear(3, 3)
+        model.weight.register_hook(lambda g: g * 3)
+
+        def after(parameter):
+            parameter.grad.mul_(2)
+            model.seen = parameter.grad.sum()
+
+        model.bias.register_post_accumulate_grad_hook(after)
+        return model
+
+    def run(model, i):
+        model(torch.randn(2, 3)).pow(2).sum().backward()
+        if i == 2:
+            model.zero_grad()
+        return [p.grad for p in model.parameters()], model.seen, model.weight.grad is not None
+
+    assert compare(make, run).eager == []
+
+
+def test_a_graph_is_freed_unless_it_is_retained():
+    def run(model, i):
+        loss = model(torch.randn(2, 3)).pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            loss.backward()
+        return model.weight.grad, model.weight.grad._version, model.bias.grad._version
+
+    compare(lambda: nn.Linear(3, 2), run)
+
+
+def test_functions_keep_tensors_and_numbers_for_their_backward():
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            y = x * factor
+            ctx.save_for_backward(x, y)
+            ctx.factor, ctx.exponential = factor, x.exp()
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, y = ctx.saved_tensors
+            return grad * ctx.factor + x * y + ctx.exponential, None
+
+    def run(x, i):
+        Scale.apply(Scale.apply(x, 2.0 if i < 3 else 3.0).sin(), 4.0).sum().backward()
+        return x.grad
+
+    compiled = compare(lambda: torch.randn(3, requires_grad=True), run)
+    assert compiled.recompiles == ["L['hooks'][1].factor: expected 2.0, found 3.0"]
+
+
+def test_gradients_of_chosen_inputs():
+    def run(x, i):
+        y = x.sin()
+        z = (y * y).sum()
+        found = torch.autograd.grad(z, [x, y], retain_graph=True)
+        unused = torch.autograd.grad(z, [torch.zeros(2, requires_grad=True)], retain_graph=True, allow_unused=True)
+        z.backward(inputs=[x])
+        return found, unused, [g.requires_grad for g in found], x.grad
+
+    assert compare(lambda: torch.randn(3, requires_grad=True), run).eager == []
+
+
+def test_in_place_writes_of_the_forward():
+    def run(x, i):
+        y = x * 2
+        y[1:3].mul_(3)
+        y[0] = 5
+        y.view(-1)[2:4].add_(1)
+        y.relu_().sum().backward()
+        return x.grad
+
+    assert compare(lambda: torch.randn(4, 3, requires_grad=True), run).eager == []
+
+
+def test_hooks_that_pack_saved_tensors():
+    def run(x, i):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
+            y = x.sin().exp()
+        y.sum().backward()
+        return x.grad
+
+    compiled = compare(lambda: torch.randn(3, requires_grad=True), run)
+    assert compiled.captures == 2 and compiled.eager == []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_draw_the_same_dropout(reentrant):
+    def run(made, i):
+        model, x = made
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        return x.grad, model[0].weight.grad
+
+    def make():
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3))
+        return model, torch.randn(2, 3, requires_grad=True)
+
+    assert compare(make, run).eager == []
+
+
+def test_each_shape_has_a_program():
+    def run(model, i):
+        model(torch.randn(2 + i % 2, 3)).log_softmax(-1).sum().backward()
+        return model.weight.grad
+
+    assert compare(lambda: nn.Linear(3, 2), run, 6).eager == []
+
+
+def test_what_cannot_be_captured_is_left_to_eager_with_a_reason():
+    def run(x, i):
+        y = x.sin()
+        y.retain_grad()
+        z = x.clone()
+        z.register_hook(lambda g: g * 2 if g.sum() > 0 else g)
+        (y * 3).sum().backward()
+        z.sum().backward()
+        return x.grad, y.grad
+
+    compiled = compare(lambda: torch.randn(3, requires_grad=True), run)
+    assert compiled.captures == 0
+    assert "retain_grad()" in compiled.eager[0] and "test_compiled_backward.py" in compiled.eager[1]
+
+
+def test_an_error_in_a_hook_is_the_users():
+    x = torch.randn(3, requires_grad=True)
+    y = x * 2
+
+    def refuse(grad):
+        raise KeyError("mine")
+
+    y.register_hook(refuse)
+    with pytest.raises(KeyError, match="mine"), compiled_backward():
+        y.sum().backward()
+    assert x.grad is None
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(3, requires_grad=True)
+    with compiled_backward(), pytest.raises(UnsupportedError, match=r"create_graph=True[^$]*test_compiled_backward.py"):
+        torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+
+
+def test_nested_backward_inside_of_a_hook():
+    def run(made, i):
+        x, w = made
+        y = x * 2
+
+        def hook(grad):
+            with torch.enable_grad():
+                v = w.detach().requires_grad_()
+                (extra,) = torch.autograd.grad((v * v).sum(), v)
+            return grad + extra
+
+        y.register_hook(hook)
+        y.sum().backward()
+        return x.grad
+
+    make = lambda: (torch.randn(3, requires_grad=True), torch.randn(3))  # noqa: E731
+    assert compare(make, run).eager == []

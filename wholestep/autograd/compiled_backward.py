@@ -1,0 +1,236 @@
+"""Compiled backward: `backward()` over any mixture of compiled and eager pieces, as one captured program.
+
+The autograd engine runs once over its own graph while the recorder looks on: nodes, hooks and accumulation into
+``.grad`` run as they always do, on fake tensors, and everything that they compute is one graph. What the engine reads
+(saved tensors, hooks, contexts) are the arguments of that step, taken from the graph before it runs
+(`structure.py`), so that the next backward of the same structure binds its own. Hooks are Python like any other that
+capture sees: what they read is an input or a guard, what they change is replayed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from wholestep.autograd.structure import Engine, Structure, structure
+from wholestep.capture import Call, Found, Snapshot
+from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
+from wholestep.torch_compat import FakeTensor, backward_engine, dispatch_modes_active
+from wholestep.trace.tape import memory_of
+from wholestep.trace.where import user_line
+
+
+class Served(Protocol):
+    """A compiled step, as `api.py` makes them."""
+
+    recompiles: list[str]
+
+    @property
+    def captures(self) -> int: ...
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any]) -> Any: ...
+
+
+@dataclass
+class Captures:
+    """What was captured for one backend.
+
+    Attributes:
+        steps: key of a structure -> its compiled step.
+        refused: key of a structure that cannot be captured -> why.
+        eager: why backwards were left to the engine, one reason each.
+    """
+
+    steps: dict[Any, Served] = field(default_factory=dict)
+    refused: dict[Any, str] = field(default_factory=dict)
+    eager: list[str] = field(default_factory=list)
+
+
+class SavedSnapshot(Snapshot):
+    """A snapshot of a backward: tensors with a history are data here, and the engine unpacks some of them anew."""
+
+    differentiable = False
+
+    def __init__(self, call: Call, varying: frozenset[str]) -> None:
+        super().__init__(call, varying=varying)
+        tensors, *_ = call.args
+        self.by_place = {_place(t): self.tensors[id(t)] for t in reversed(tensors)}
+
+    def find(self, tensor: torch.Tensor) -> Found | None:
+        found = super().find(tensor)
+        if found is None and not isinstance(tensor, FakeTensor):
+            found = self.by_place.get(_place(tensor))
+        return replace(found, detached=True) if found is not None else None
+
+
+def _look(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str] = frozenset()
+) -> Snapshot:
+    return SavedSnapshot(Call(fn, args, kwargs), varying=varying)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout != torch.strided:
+        return (id(tensor),)
+    return memory_of(tensor), tensor.storage_offset(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+_running = threading.local()
+
+
+def backward(saved: Sequence[torch.Tensor], hooks: Sequence[Any], packed: Sequence[Any]) -> Any:
+    """The step that is captured: what the engine does now, on tensors and hooks that are its arguments."""
+    return _running.engine()
+
+
+class CompiledBackward:
+    """The context in which backwards are captured; see `compiled_backward`.
+
+    Attributes:
+        captures: how many backwards were captured so far for this backend.
+        recompiles: why a backward of known structure needed another program, one reason each.
+        eager: why backwards were left to the engine, one reason each.
+    """
+
+    # (function, backend, look) -> a compiled step; given by api.py, which knows the later stages
+    pipeline: Callable[[Callable[..., Any], Any, Callable[..., Snapshot]], Served]
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self._found = _captures(backend)
+        self._open: list[ExitStack] = []
+        self._thread = 0
+
+    @property
+    def captures(self) -> int:
+        return sum(step.captures for step in self._found.steps.values())
+
+    @property
+    def recompiles(self) -> list[str]:
+        return [reason for step in self._found.steps.values() for reason in step.recompiles]
+
+    @property
+    def eager(self) -> list[str]:
+        return self._found.eager
+
+    def __enter__(self) -> CompiledBackward:
+        self._thread = threading.get_ident()
+        stack = ExitStack()
+        stack.enter_context(backward_engine(self._backward))
+        self._open.append(stack)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.pop().close()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates a function: backwards inside of it are captured."""
+
+        @functools.wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
+    def _backward(
+        self, run: Engine, roots: Any, grads: Any, keep: bool, create: bool, inputs: Any, *allow: bool, **flags: bool
+    ) -> Any:
+        """What `torch.autograd.backward` and `torch.autograd.grad` call in place of the engine."""
+        eager, retaining = (
+            functools.partial(run, roots, grads, k, create, inputs, *allow, **flags) for k in (keep, True)
+        )
+        if dispatch_modes_active() or threading.get_ident() != self._thread:
+            return eager()  # inside of a capture, and part of it
+        if create:
+            raise UnsupportedError(
+                "a backward with create_graph=True inside of compiled_backward: its result would have no history",
+                user_line(),
+                "call it outside of the context",
+            )
+        look = functools.partial(structure, run, roots, grads, inputs, flags["accumulate_grad"])
+        try:
+            found = look(True)
+        except Exception as error:  # eager's own errors come again from eager
+            return self._left_to(eager, f"{type(error).__name__}: {error}")
+        if found.outside:
+            return self._left_to(eager, "a hook made in C++, such as retain_grad() on an intermediate tensor")
+        return self._serve(found, retaining, _nothing if keep else functools.partial(look, False), eager)
+
+    def _serve(self, found: Structure, retaining: Engine, ready: Callable[[], Any], eager: Engine) -> Any:
+        """Runs the program of a structure, made first if there is none that serves.
+
+        Args:
+            retaining: the engine's backward that frees nothing, for capture.
+            ready: frees what the graph saved, once a program serves.
+            eager: the backward as the user called it.
+        """
+        refused, key = self._found.refused, found.key
+        if key in refused:
+            return self._left_to(eager, refused[key])
+        step = self._found.steps.get(key) or self.pipeline(backward, self.backend, _look)
+        begun = False
+
+        def begin() -> None:
+            nonlocal begun
+            ready()
+            begun = True
+
+        _running.engine = retaining
+        try:
+            result = step.serve((found.tensors, found.hooks, found.packed), {}, begin)
+        except CaptureError as error:
+            refused[key] = str(error)
+            return self._left_to(eager, str(error))
+        except Exception as error:
+            if begun or isinstance(error, (GraphError, LoweringError)):
+                raise
+            return self._left_to(eager, f"{type(error).__name__}: {error}")  # a hook's own: it comes again
+        finally:
+            _running.engine = None
+        self._found.steps[key] = step
+        return result
+
+    def _left_to(self, eager: Engine, reason: str) -> Any:
+        result = eager()
+        self._found.eager.append(reason)
+        return result
+
+
+def _nothing() -> None:
+    """The graph is kept."""
+
+
+_BY_NAME: dict[str, Captures] = {}
+_BY_FUNCTION: WeakKeyDictionary[Any, Captures] = WeakKeyDictionary()
+
+
+def _captures(backend: Any) -> Captures:
+    """What is known for a backend: contexts that are opened anew in each step share it."""
+    return (_BY_NAME if isinstance(backend, str) else _BY_FUNCTION).setdefault(backend, Captures())
+
+
+def compiled_backward(backend: Any = "aten") -> CompiledBackward:
+    """Inside of this context, each `backward()` is captured as one graph and run as one program.
+
+    Hooks on tensors, modules and gradients, `autograd.Function`s and compiled pieces are part of it; what they read is
+    found again at each run, and what they change is changed at each run. Programs are kept by the structure of the
+    autograd graph for all contexts of one backend. What cannot be captured is left to the engine, with eager's
+    result; `eager` says why. `torch.autograd.grad` is captured alike.
+
+    Args:
+        backend: as in `wholestep.compile`.
+
+    Returns:
+        A context manager, which also decorates functions.
+
+    Raises:
+        UnsupportedError: inside of it, a backward with ``create_graph=True``.
+    """
+    return CompiledBackward(backend)
