@@ -332,3 +332,40 @@ def double_precision(seed: int) -> World:
     model = MLP().double()
     opt = torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.01)
     return World(train, [(model, opt, x.double(), y) for x, y in labelled()], {"model": model, "opt": opt})
+
+
+@register(MODELS)
+def transformer(seed: int) -> World:
+    """`nn.Transformer` compares its mask with a causal one, in Python: the mask is made in the step."""
+    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True)
+    opt = torch.optim.Adam(model.parameters(), foreach=True)
+
+    def step(source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        loss = (model(source, target, tgt_mask=mask) - target).pow(2).mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    batches = [(torch.randn(2, 5, 8), torch.randn(2, 4, 8)) for _ in range(3)]
+    return World(step, batches, {"model": model, "opt": opt})
+
+
+@register(MODELS)
+def transformer_encoder_with_masks(seed: int) -> World:
+    """The mask is an argument: what Python decides on it is a guard, and another kind of mask another program."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        loss = model(x, mask=mask).pow(2).mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    causal = nn.Transformer.generate_square_subsequent_mask(4)
+    masks = (causal, torch.zeros(4, 4), causal.clone(), torch.zeros(4, 4))
+    return World(step, [(torch.randn(2, 4, 8), mask) for mask in masks], {"model": model, "opt": opt})

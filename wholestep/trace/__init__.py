@@ -244,7 +244,7 @@ def _finish(
         result,
         effects,
         made,
-        [replace(p, inputs=tuple(moved[i] for i in p.inputs)) for p in recorder.predicates.values()],
+        [replace(p, inputs=tuple(moved[i] for i in p.inputs)) for p in recorder.predicates.values() if p.inputs],
         hoisted,
         {new_index[id(item)]: times for item, times in versions.items()},
         fingerprint(step, recorder.constants, derivative),

@@ -1,15 +1,15 @@
-"""Decisions that Python takes on host numbers: `if weight_decay != 0`, `if rho_t > 5`.
+"""Decisions that Python takes on host numbers: `if weight_decay != 0`, `if (mask == causal).all()`.
 
-Such a decision is part of the captured program. It is allowed when the number follows from lifted numbers
-and single-element CPU tensors that the step is given, so that it can be computed before the step runs: it
-becomes a guard. A decision on anything that the step computes from data is an error, unless the caller asked for
-such guards too (`guard_data`): then whatever the number or shape follows from is computed once more before each call.
+Such a decision is part of the captured program. It is allowed when the number can be computed, cheaply, before
+the step runs: from lifted numbers, single-element CPU tensors, constants, and by comparisons and reductions of
+small tensors that the step is given. It becomes a guard. A decision on anything else is an error, unless the caller
+asked for such guards too (`guard_data`): then whatever it follows from is computed once more before each call.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,19 @@ from wholestep.torch_compat import no_modes
 aten = torch.ops.aten
 
 MAX_NODES = 200
+MAX_ELEMENTS = 1 << 16  # of all tensors together: tens of microseconds at each call
+MAX_CONSTANT_ELEMENTS = 1 << 22  # computed once, while tracing
+
+# Operators in a decision on tensors, besides pointwise ones: about what users and torch.nn ask of a mask.
+CHEAP = {
+    *(op for packet in (aten.all, aten.any, aten.sum, aten.max, aten.min, aten.amax, aten.amin, aten.triu, aten.tril)
+      for op in (getattr(packet, name) for name in packet.overloads())),
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.ones.default,
+    aten.zeros.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten._to_copy.default,
+    aten.fill.Scalar, aten.scalar_tensor.default, aten._local_scalar_dense.default, aten.slice.Tensor,
+    aten.select.int, aten.view.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.transpose.int, aten.t.default,
+}  # fmt: skip
 
 # Where an offset stands that an operator counts from the start of the memory, and a graph from the operand's first
 # element.
@@ -77,18 +90,24 @@ def geometry(result: Any) -> list[tuple[Any, ...]]:
 
 
 def decide(
-    node: fx.Node, lifted: Sequence[LiftedLike], constants: dict[str, torch.Tensor], line: str, guard_data: bool = False
+    node: fx.Node,
+    lifted: Sequence[LiftedLike],
+    constants: dict[str, torch.Tensor],
+    data: Callable[[fx.Node], bool],
+    line: str,
+    guard_data: bool = False,
 ) -> Predicate:
     """Computes a decision now, from the real inputs, and makes it a guard.
 
     Args:
         node: gives the number, or the sizes, on which Python decides.
-        guard_data: it may follow from any tensor; else from single-element inputs alone.
+        data: tells placeholders of data from those of parameters, gradients and optimizer state.
+        guard_data: it may follow from any tensor, at any cost.
 
     Raises:
-        DataDependentError: it needs more than that, or random numbers.
+        DataDependentError: it cannot be computed cheaply from the inputs, or takes random numbers.
     """
-    needed = _slice(node, line, guard_data)
+    needed = _slice(node, data, line, guard_data)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     positions = {item.node: index for index, item in enumerate(lifted)}
     inputs: list[int] = []
@@ -103,7 +122,8 @@ def decide(
     with no_modes():
         expected = module(*(lifted[i].value for i in inputs))
     names = {item.node: str(item.source) for item in lifted}
-    return Predicate(module, tuple(inputs), expected, _text(node, names), line)
+    text = _text(node, names)
+    return Predicate(module, tuple(inputs), expected, text if len(text) <= 160 else f"{text[:157]}…", line)
 
 
 def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:
@@ -113,25 +133,53 @@ def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:
     node.update_arg(place, offset)
 
 
-def _slice(node: fx.Node, line: str, guard_data: bool) -> list[fx.Node]:
+def _slice(node: fx.Node, data: Callable[[fx.Node], bool], line: str, guard_data: bool) -> list[fx.Node]:
     """All nodes that a number follows from, in order."""
     needed: set[fx.Node] = set()
     queue = [node]
-    while queue:
+    while queue and (guard_data or len(needed) <= MAX_NODES):
         current = queue.pop()
-        if current in needed:
-            continue
-        needed.add(current)
-        value = current.meta["info"].value
-        large = len(needed) > MAX_NODES or any(t.numel() != 1 or t.device.type != "cpu" for t in _tensors(value))
-        if current.op == "call_function" and is_effectful(current) or large and not guard_data:
-            raise DataDependentError(
-                "Python decides on a value that is only known when the step runs",
-                line,
-                "use torch.where, or take the decision outside of the step",
-            )
-        queue.extend(current.all_input_nodes)
+        if current not in needed:
+            needed.add(current)
+            queue.extend(current.all_input_nodes)
+    if not _can_be_known(needed, data, guard_data):
+        raise DataDependentError(
+            "Python decides on a value that is only known when the step runs",
+            line,
+            "use torch.where, or take the decision outside of the step",
+        )
     return [n for n in node.graph.nodes if n in needed]
+
+
+def _can_be_known(nodes: set[fx.Node], data: Callable[[fx.Node], bool], guard_data: bool) -> bool:
+    """Whether the value that follows from the nodes may be computed before each call."""
+    if guard_data:
+        return not any(n.op == "call_function" and is_effectful(n) for n in nodes)
+    if len(nodes) > MAX_NODES:
+        return False
+    return _is_constant(nodes) or (all(_is_known(n, data) for n in nodes) and _is_small(nodes, MAX_ELEMENTS))
+
+
+def _is_constant(nodes: set[fx.Node]) -> bool:
+    """Whether a value follows from Python's numbers alone."""
+    pure = all(n.op != "placeholder" and not is_effectful(n) and n.target not in UNDEFINED for n in nodes)
+    return pure and _is_small(nodes, MAX_CONSTANT_ELEMENTS)
+
+
+def _is_known(node: fx.Node, data: Callable[[fx.Node], bool]) -> bool:
+    """Whether one step of a decision is cheap to repeat before each call."""
+    tensors = _tensors(node.meta["info"].value)
+    if any(t.device.type != "cpu" for t in tensors) or is_effectful(node) and node.op != "placeholder":
+        return False
+    if all(t.numel() == 1 for t in tensors) or node.op == "get_attr":
+        return node.target not in UNDEFINED
+    if node.op == "placeholder":
+        return data(node)
+    return node.target in CHEAP or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_small(nodes: set[fx.Node], limit: int) -> bool:
+    return sum(t.numel() for n in nodes for t in _tensors(n.meta["info"].value)) <= limit
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -139,6 +187,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         return [value]
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
+
+UNDEFINED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 
 SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "lt": "<", "le": "<=", "gt": ">",
            "ge": ">=", "eq": "==", "ne": "!="}  # fmt: skip

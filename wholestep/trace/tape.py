@@ -310,8 +310,12 @@ class Tape:
         """Python branches on a host number: its value now becomes a guard, if it is cheap to know."""
         predicate = self.predicates.get(node)
         if predicate is None:
-            predicate = self.predicates[node] = decide(node, self.lifted, self.constants, line, self.guard_data)
+            predicate = decide(node, self.lifted, self.constants, self._is_data, line, self.guard_data)
+            self.predicates[node] = predicate
         return predicate.expected
+
+    def _is_data(self, node: fx.Node) -> bool:
+        return any(i.name == node.target and i.kind in ("tensor", "buffer") for i in self.inputs)
 
     def token(self, number: HostNode) -> float:
         """A float that stands for a host number where C++ wants a double."""
