@@ -292,3 +292,13 @@ def test_write_to_memory_given_away_through_data() -> None:
     with pytest.raises(UnsupportedError, match="given away"):
         step(weight)
     assert torch.equal(weight, torch.ones(2, 3))
+
+
+def test_one_hot() -> None:
+    """Classes out of range end in an error at the call; a count of classes that is left to the data is refused."""
+    step = ws.compile(lambda y: nn.functional.one_hot(y, 3) * 2)
+    assert torch.equal(step(torch.tensor([2, 0])), nn.functional.one_hot(torch.tensor([2, 0]), 3) * 2)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        step(torch.tensor([3, 0]))
+    with pytest.raises(DataDependentError, match="num_classes"):
+        ws.compile(lambda y: nn.functional.one_hot(y) * 2)(torch.tensor([2, 0]))

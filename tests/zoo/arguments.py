@@ -256,3 +256,35 @@ def sparse_embedding(seed: int) -> World:
         return loss
 
     return World(step, [(torch.randint(7, (4,)),)], {"model": model, "opt": opt})
+
+
+@register(ARGUMENTS)
+def prediction(seed: int) -> World:
+    """A forward alone, without gradients; `topk` gives a named tuple of its own."""
+    model, _, _ = trained()
+    model.eval()
+
+    @torch.no_grad()
+    def predict(x: Tensor) -> Any:
+        logits = model.logits(x)
+        return {"probabilities": logits.softmax(-1), "best": logits.topk(2), "largest": logits.max(1)}
+
+    return World(predict, [(x,) for x, _ in labelled()], {"model": model})
+
+
+@register(ARGUMENTS)
+def inference_mode(seed: int) -> World:
+    """Results are inference tensors, those that share memory too; what is mixed in from a normal mode is not."""
+    model, opt, watch = trained()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        with torch.inference_mode():
+            before = model.logits(x)
+            half = before[:2]
+        loss = F.cross_entropy(model.logits(x), F.one_hot(y, 4).float())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return before, half, loss
+
+    return World(step, labelled(), watch)

@@ -221,7 +221,7 @@ class _Values:
         kind = type(value)
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
             return self.tree(value, dict(value), where)
-        if kind in (list, tuple, set, frozenset, deque) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        if kind in (list, set, frozenset, deque) or isinstance(value, tuple):  # also what torch.topk returns
             return self.tree(value, dict(enumerate(value)), where)
         if isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():

@@ -63,7 +63,8 @@ class Entry:
         for index, times in traced.versions.items() if not shared else ():
             self.writes.setdefault(times, []).append(index)
         self.shared_writes = list(traced.versions.items()) if shared else []
-        self.fresh = [i for i, slot in enumerate(traced.slots) if slot.own_counter]
+        self.fresh = [i for i, slot in enumerate(traced.slots) if slot.own_counter and not slot.inference]
+        self.inference = {slot.output for slot in traced.slots if slot.inference and slot.output is not None}
         self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
         self.plan = _plan(traced, program)
@@ -106,6 +107,8 @@ class Entry:
             self._count(values)
         else:
             outputs, slots = self._differentiable(self.plan, values)
+        if self.inference:
+            outputs = self._as_inference(outputs)
         for index, slot in enumerate(traced.slots):
             if index not in slots:
                 slots[index] = self._slot(slot, outputs, values, slots)
@@ -152,6 +155,11 @@ class Entry:
             made = self.traced.hoisted.module(*(numbers[i] for i in self.hoist_inputs))
         for index in sorted(self.hoisted):
             values.insert(index, made[self.hoisted[index]])
+
+    def _as_inference(self, outputs: Sequence[Any]) -> list[Any]:
+        """The outputs, those that eager leaves as inference tensors copied into such."""
+        with torch.inference_mode():
+            return [out.clone() if i in self.inference else out for i, out in enumerate(outputs)]
 
     def _flatten(self, values: list[Any]) -> Missed | None:
         """Puts each shared memory, as one flat tensor, in the place of its first member."""

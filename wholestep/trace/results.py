@@ -30,6 +30,7 @@ class Slot:
         requires_grad: as eager leaves it; `leaf` tells whether it then has a `grad_fn`.
         version: in-place writes that its version counter counts.
         is_view: whether autograd knows it as a view of another tensor.
+        inference: whether it is an inference tensor, which has no counter.
         own_counter: whether its version counter is its own, not that of the input it lies in.
         base: index of the differentiable slot that autograd knows it as a view of.
         refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
@@ -42,6 +43,7 @@ class Slot:
     leaf: bool = True
     version: int = 0
     is_view: bool = False
+    inference: bool = False
     own_counter: bool = True
     base: int | None = None
     refusal: str = ""
@@ -109,7 +111,7 @@ class Outlet:
         self.by_tensor: dict[int, int] = {}
         self.by_storage: dict[int, int] = {}
         self.keep: list[Any] = []
-        self.facts: dict[int, tuple[bool, bool, int, bool]] = {}
+        self.facts: dict[int, tuple[bool, bool, int, bool, bool]] = {}
 
     def observe(self, values: list[Any]) -> None:
         """Notes what autograd says of the tensors to come, before anything is done to find out more."""
@@ -191,12 +193,16 @@ class Outlet:
         return Made(output=self._output(value.node.fx_node))
 
 
-def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int, bool]:
-    return tensor.requires_grad, tensor.is_leaf, tensor._version, tensor._is_view()
+def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int, bool, bool]:
+    inference = tensor.is_inference()
+    version = 0 if inference else tensor._version
+    return tensor.requires_grad, tensor.is_leaf, version, tensor._is_view(), inference
 
 
 def _counts_alone(tensor: torch.Tensor, real: object) -> bool:
     """Whether writes to an input leave a tensor's version alone, as for ``.data``; capture puts the count back."""
+    if tensor.is_inference():
+        return True
     before = tensor._version
     if isinstance(real, torch.Tensor) and not isinstance(real, FakeTensor):
         torch.autograd.graph.increment_version(real)

@@ -47,6 +47,8 @@ class CallWindow(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             number: Any = args[0]
             return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
+        if func is torch.nn.functional.one_hot and not isinstance(args[0], FakeTensor):
+            return _one_hot(*args, **(kwargs or {}))
         if func == SET_DATA:  # equal, never the same object
             return self._set_data(*args)
         if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
@@ -122,6 +124,14 @@ READABLE: dict[str, Any] = {
     "tolist": None,
     "__contains__": None,
 }
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`one_hot` without the look at the classes that its kernel takes; `scatter` refuses those out of range."""
+    if num_classes < 1:
+        raise DataDependentError("one_hot counts the classes in its data", user_line(), "give it num_classes")
+    zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype, device=tensor.device)
+    return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
 
 
 def _is_scalar_mask(index: Any) -> bool:
