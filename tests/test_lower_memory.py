@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from typing import Any
 
 import pytest
@@ -23,6 +24,63 @@ aten = torch.ops.aten
 def inputs(b: Builder, *kinds: str, shape: tuple[int, ...] = (4, 4)) -> list[Any]:
     torch.manual_seed(0)
     return [b.input(f"x{i}", torch.randn(shape), kind) for i, kind in enumerate(kinds)]
+
+
+WATCHED: list[weakref.ref[torch.UntypedStorage]] = []
+SEEN: list[int] = []
+
+
+@torch.library.custom_op("tests::count_alive", mutates_args=())
+def count_alive(x: torch.Tensor) -> torch.Tensor:
+    """Notes how many of the watched memories exist when it runs."""
+    SEEN.append(sum(ref() is not None for ref in WATCHED))
+    return x.clone()
+
+
+@count_alive.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("size", [4, 1 << 18])  # beyond 2**18 elements, the products are computed by tiles
+def test_dying_inputs_are_free_after_their_last_reader(size: int) -> None:
+    b = Builder()
+    x, y, z = [b.input(name, torch.randn(size), "tensor") for name in "xyz"]
+    watch = torch.ops.tests.count_alive.default
+    small = b.input("small", torch.ones(1), "tensor")
+    half = b.items(b.call(aten.split.Tensor, x, size // 2))[0]  # a tuple of views holds the memory too
+    one = b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, x, y), y)
+    total = b.call(aten.add.Tensor, b.call(aten.sum.default, one), b.call(aten.sum.default, half))
+    first = b.call(watch, b.call(aten.add.Tensor, small, total))
+    last = b.call(aten.add.Tensor, first, b.call(aten.sum.default, b.call(aten.mul.Tensor, z, z)))
+    step, real = b.finish([b.call(watch, last), small], {})
+    want = interpret(step, real)
+    step.signature.dying = frozenset([0, 1, 2])
+    program_ = lower_aten(step)
+    SEEN.clear()
+    for _ in range(2):
+        given = [value.clone() for value in real]
+        WATCHED[:] = [weakref.ref(value.untyped_storage()) for value in given[:3]]
+        got = program_.consume(given)
+        assert given == []
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert SEEN == [1, 0, 1, 0]
+    torch.testing.assert_close(program_(*real), want, rtol=0, atol=0)
+
+
+def test_kept_results_are_not_recycled() -> None:
+    b = Builder()
+    (x,) = inputs(b, "tensor", shape=(1 << 19,))
+    step, real = b.finish([b.call(aten.mul.Tensor, x, 2.0), b.call(aten.mul.Tensor, x, 3.0)], {})
+    step.signature.kept = 1
+    program_ = lower_aten(step, tiling=False)
+    memories = []
+    for _ in range(2):
+        ours, kept = program_(*real)
+        memories.append((ours.untyped_storage().data_ptr(), weakref.ref(kept.untyped_storage())))
+        del ours, kept
+    assert memories[0][0] == memories[1][0]
+    assert all(ref() is None for _, ref in memories)
 
 
 def test_swapped_inputs() -> None:

@@ -31,6 +31,7 @@ from wholestep.torch_compat import (
     empty_fake,
     engine_compiler,
     fake_refusal,
+    free_saved_tensors,
     has_native_kernel,
     mkl_square_root,
     no_modes,
@@ -173,6 +174,24 @@ def test_sequence_numbers_count_the_nodes_that_autograd_makes():
     first, second = x.exp(), x.sin()
     assert first.grad_fn._sequence_nr() == number and second.grad_fn._sequence_nr() == number + 1
     assert sequence_number() == number + 2
+
+
+def test_saved_tensors_are_freed_unless_the_graph_is_kept():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x * 1)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            free_saved_tensors(ctx)
+            return grad * len(ctx.saved_tensors)
+
+    y = Twice.apply(torch.ones(2, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
 
 
 def test_without_modes_calls_are_real_and_unseen():

@@ -91,12 +91,17 @@ class Signature:
             lowered program writes into the input's own memory. All other outputs are fresh memory that
             the caller owns.
         gradients: one per parameter and `backward()`, for data parallelism.
+        dying: indices of inputs that nobody else reads once the program has: given in a list, which it empties, their
+            memory is free after their last reader.
+        kept: how many of the last outputs are held until a backward: their memory is not reused by the next call.
     """
 
     inputs: list[Input] = field(default_factory=list)
     n_outputs: int = 0
     mutations: dict[int, int] = field(default_factory=dict)
     gradients: list[Gradient] = field(default_factory=list)
+    dying: frozenset[int] = frozenset()
+    kept: int = 0
 
 
 @dataclass

@@ -47,6 +47,11 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
+def free_saved_tensors(ctx: Any) -> None:
+    """Lets go of what an autograd node saved, while it runs, unless its graph is kept for another backward."""
+    ctx.maybe_clear_saved_tensors()
+
+
 # The kinds of what fake tensors refuse, by the names and, in torch 2.11, by the words of their errors.
 _REFUSALS = {
     "DataDependentOutputException": "data",

@@ -69,7 +69,7 @@ def late_nodes(joint: Joint) -> set[fx.Node]:
 def wanted_values(joint: Joint, late: set[fx.Node]) -> set[fx.Node]:
     """Values that the backward reads, or gives as gradients, and need not compute itself."""
     needed: set[fx.Node] = set()
-    queue = [g for g in joint.gradients if g is not None]
+    queue = list(joint.gradients)
     queue += [node for node in late if is_effectful(node) and node.op == "call_function"]
     while queue:
         node = queue.pop()
@@ -94,10 +94,8 @@ def _ancestors(joint: Joint, wanted: set[fx.Node]) -> dict[fx.Node, int]:
 
 def lasting(joint: Joint) -> set[fx.Node]:
     """What is held anyway: parameters and buffers that the forward does not write, and the forward's outputs."""
-    signature = joint.step.signature
-    written = set(signature.mutations.values())
-    kinds = zip(joint.primals, signature.inputs, strict=False)
-    stay = {p for i, (p, given) in enumerate(kinds) if i not in written and given.kind in ("parameter", "buffer")}
+    kinds = zip(joint.primals, joint.step.signature.inputs, strict=False)
+    stay = {primal for primal, given in kinds if given.kind in ("parameter", "buffer")} - joint.overwritten
     return stay | {out for out in joint.forward_outputs if isinstance(out, fx.Node) and out.op == "call_function"}
 
 

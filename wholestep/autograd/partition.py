@@ -163,9 +163,11 @@ def split(joint: Joint, saved: Iterable[fx.Node]) -> Partitioned:
     saved = list(dict.fromkeys(saved))
     overwritten = joint.overwritten
     outputs = joint.forward_outputs
-    own = [n for n in saved if n in overwritten or (n not in joint.primals and n not in outputs)]
+    primals = {node: i for i, node in enumerate(joint.primals) if node not in overwritten}
+    own = [n for n in saved if n not in primals and (n in overwritten or n not in outputs)]
     forward = _forward_graph(joint, own, overwritten)
     backward, tangents = _backward_graph(joint, saved, overwritten)
+    backward.signature.dying = frozenset(i for i, node in enumerate(saved) if node not in primals)
     return Partitioned(forward, backward, [_saved_name(n, overwritten) for n in saved], tangents)
 
 
@@ -199,6 +201,7 @@ def _forward_graph(joint: Joint, own: list[fx.Node], overwritten: set[fx.Node]) 
     graph.output((*outputs, *saved))
     old = joint.step.signature
     signature = Signature(old.inputs[: joint.n_primals], len(outputs) + len(saved), dict(old.mutations), old.gradients)
+    signature.kept = len(saved)
     return check(StepGraph(fx.GraphModule(joint.step.gm, graph), signature, "forward"), "partition")
 
 

@@ -79,6 +79,13 @@ class Program:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Runs one step."""
+        return self.consume(list(inputs))
+
+    def consume(self, inputs: list[Any]) -> list[Any]:
+        """Runs one step on inputs that it may let go of; then the list is empty.
+
+        Memory of the signature's `dying` inputs is free after their last reader, if nobody else holds them.
+        """
         with torch.no_grad(), below_autograd():
             if self._run is None or not self._as_bound(inputs):
                 self._rebind(inputs)

@@ -41,12 +41,16 @@ class CallWriter(Speller):
     Attributes:
         made: variables whose memory is bound or taken already.
         lists: text of a list -> the variable that `bind` gives it.
+        held: values that wait for a backward: kept for the next call as well, their memory would serve nothing else.
     """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self.made: set[str] = set()
         self.lists: dict[str, str] = {}
+        signature = plan.step.signature
+        last = plan.step.outputs[signature.n_outputs - signature.kept :]
+        self.held = {plan.root[n] for n in last if isinstance(n, fx.Node)}
 
     def _single(self, node: fx.Node, lines: list[str]) -> None:
         how = self.plan.how[node]
@@ -117,7 +121,7 @@ class CallWriter(Speller):
         self._say(lines, f"{self._function(node.target)}({self._arg(node.args[0])})", node)
 
     def _fresh(self, node: fx.Node, value: torch.Tensor, spec: str) -> str:
-        if not recyclable(value):
+        if not recyclable(value) or node in self.held:
             shape = f"{tuple(value.shape)}, {value.stride()}"
             return f"torch.empty_strided({shape}, dtype={value.dtype}, device='{value.device}')"
         self.namespace.setdefault("fresh", Recycler())

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import info
+from wholestep.ir import fake_tensors, info
 from wholestep.lower.groups import GroupWriter
-from wholestep.lower.lives import Plan, variable
+from wholestep.lower.lives import Plan, Store, variable
 from wholestep.lower.memory import cells_of, filled
 from wholestep.lower.ops import FILLS
 from wholestep.lower.order import Item
@@ -54,6 +54,7 @@ class _Writer(GroupWriter):
         self.assigned: set[str] = set()
         self.scanned = 0
         self.constants = set(plan.constant)
+        self.released = plan.step.signature.dying
 
     def write(self) -> Source:
         kinds = [i.kind for i in self.plan.step.signature.inputs]
@@ -67,6 +68,8 @@ class _Writer(GroupWriter):
                     self.bound.append(f"{variable(node)} = inputs[{index}].detach()  # {self._source(index)}")
             elif node.users or index in written:
                 self.body.append(f"{variable(node)} = inputs[{index}]  # {self._source(index)}")
+        if self.released:
+            self.body.append("del inputs[:]")
         for node in self.plan.step.graph.nodes:
             if node.op == "get_attr":
                 self.stable.add(variable(node))
@@ -118,18 +121,23 @@ class _Writer(GroupWriter):
 
     def _find_deaths(self) -> None:
         last: dict[str, int] = {}
+        for index in self.released:
+            last[variable(self.inputs[index])] = self.plan.last_item[self.inputs[index]]
         for item in self.plan.items:
             for node in item.nodes:
                 kind = self.plan.store.get(node)
-                if kind is None or kind.kind not in ("call", "fresh") or node in self.constants:
+                if kind is None or node in self.constants or not self._is_released(kind):
                     continue
-                if not isinstance(info(node).value, torch.Tensor):
+                if not any(True for _ in fake_tensors(info(node).value)):
                     continue
                 root = self.plan.root[node]
                 name = self._name(node)
                 last[name] = max(last.get(name, -1), self.plan.last_item.get(root, -1))
         for name, index in last.items():
             self.dying.setdefault(index, []).append(name)
+
+    def _is_released(self, store: Store) -> bool:
+        return store.kind in ("call", "fresh") or (store.kind == "input" and store.index in self.released)
 
     def _delete(self, index: int) -> None:
         assigned = self._scan()

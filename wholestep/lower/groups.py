@@ -59,6 +59,8 @@ class GroupWriter(CallWriter):
             zipped = f"tiles_{index}"
         self.body.append(f"for {', '.join(self.in_tile.values())}, in {zipped}:  # {count:,} elements by tiles")
         self.body += ["    " + line for line in inner]
+        if not lasting:
+            self.body.append(f"del {', '.join(self.in_tile.values())}")  # they hold the memory of their tensors
         self.in_tile = {}
 
     def _chain(self, index: int, nodes: list[fx.Node]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from wholestep.lower.naive import run_nodes
 from wholestep.runtime.program import Backward
-from wholestep.torch_compat import dispatch_modes_active
+from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors
 from wholestep.trace.results import Derivative
 
 NO_DOUBLE_BACKWARD = (
@@ -62,12 +62,16 @@ class CompiledFunction(torch.autograd.Function):
         saved = all_saved(ctx)
         present = [i for i, t in enumerate(tangents) if t is not None]
         given = [_laid_out(tangents[i], plan.layouts[i]) for i in backward.halves.tangents]
+        behind = [*saved, *given] if torch.is_grad_enabled() else []
+        values = [*saved, *given]
+        del saved, given
         if dispatch_modes_active():  # part of another trace, which sees each operator
-            gradients: Sequence[Any] = run_nodes(backward.halves.backward, [*saved, *given])
+            gradients: Sequence[Any] = run_nodes(backward.halves.backward, values)
         else:
-            gradients = backward.run(*saved, *given)
-        if torch.is_grad_enabled():
-            gradients = _refusing(gradients, [*saved, *given])
+            free_saved_tensors(ctx)
+            gradients = backward.consume(values)
+        if behind:
+            gradients = _refusing(gradients, behind)
         if len(present) == len(tangents):
             return (None, None, *gradients)
         reached = frozenset().union(*(plan.derivative.reaches[i] for i in present))

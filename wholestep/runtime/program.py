@@ -26,6 +26,11 @@ class Backward:
     run: Run
     saved: list[tuple[str, int]]
 
+    def consume(self, values: list[Any]) -> Sequence[Any]:
+        """Runs it on values that it may let go of as soon as they are read, where the backend can."""
+        consume = getattr(self.run, "consume", None)
+        return consume(values) if consume is not None else self.run(*values)  # type: ignore[no-any-return]
+
 
 @dataclass
 class Program:
