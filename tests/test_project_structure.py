@@ -26,6 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "simulate": BASE | {"spmd", "comm"},
     "report": BASE | {*STAGES, "comm", "simulate"},
     "api": BASE | {*STAGES, "comm", "parallel", "simulate", "report"},
+    "aot": BASE | {*STAGES, "api"},
     "launch": {"errors"},
     "testing": BASE | {*STAGES, "comm", "parallel", "api", "launch"},
     "cli": BASE | {*STAGES, "comm", "parallel", "simulate", "report", "api", "launch"},

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from wholestep.autograd import Joint, Partition, default_partition
 from wholestep.autograd.compiled_backward import CompiledBackward
@@ -17,7 +17,7 @@ from wholestep.capture import Snapshot, compile_binder, new_values, no_collectio
 from wholestep.errors import CaptureError, WholestepError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
-from wholestep.runtime import Backward, Entry, Missed, Program, saved_places
+from wholestep.runtime import Backward, Entry, Missed, Program, compiled_module, saved_places
 from wholestep.spmd import DeviceMesh, Launch, Plan
 from wholestep.trace import SharedMemory, Traced, trace_step
 
@@ -83,16 +83,21 @@ class Halving:
 
 def in_halves(step: StepGraph, traced: Traced, backend: Backend, halving: Halving) -> Program:
     """Partitions a joint graph and lowers forward and backward."""
-    assert traced.derivative is not None
-    derivative, count = traced.derivative, traced.n_inputs
-    rewritten = tuple(index for index, _, _ in derivative.rewritten if index < count)
-    joint = Joint(step, count, derivative.n_forward, rewritten)
+    joint = joint_of(step, traced)
     halves = halving.partition(joint)
     forward, backward = (
         lower(half, [info(node).value for node in half.placeholders], target)
         for half, target in ((halves.forward, backend), (halves.backward, halving.backend or backend))
     )
     return Program(step, forward, traced.fingerprint, Backward(halves, backward, saved_places(joint, halves)))
+
+
+def joint_of(step: StepGraph, traced: Traced) -> Joint:
+    """A traced step with a backward as a joint graph; ``step`` is its graph, after passes."""
+    assert traced.derivative is not None
+    count = traced.n_inputs
+    rewritten = tuple(index for index, _, _ in traced.derivative.rewritten if index < count)
+    return Joint(step, count, traced.derivative.n_forward, rewritten, traced.derivative.inputs)
 
 
 def _name(transform: Pass) -> str:
@@ -146,11 +151,12 @@ class Compiled:
         backend: Backend,
         guard_data: bool = False,
         look: Look = snapshot,
+        halving: Halving | None = None,
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._look = look
         self._fn, self._launch, self._passes, self._backend = fn, launch, tuple(passes), backend
-        self._guard_data = guard_data
+        self._guard_data, self._halving = guard_data, halving
         self._lock = threading.RLock()
         self.reset()
 
@@ -216,6 +222,7 @@ class Compiled:
             self._programs,
             guard_data=self._guard_data,
             look=self._look,
+            halving=self._halving,
         )
         if varying <= self._varying:
             return make(self._varying)
@@ -286,7 +293,9 @@ def compile(  # noqa: A001 - the ecosystem's name
             value means another capture.
 
     Returns:
-        A `Compiled`, or a decorator when ``fn`` is None.
+        A `Compiled`, or a decorator when ``fn`` is None. For a module, a module that shares its parameters, buffers,
+        children and attributes and has those of a `Compiled` besides. Results that require grad can be differentiated
+        outside, as in eager.
 
     Raises:
         PlanError: mesh and plan do not fit each other.
@@ -297,7 +306,11 @@ def compile(  # noqa: A001 - the ecosystem's name
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
-    return Compiled(fn, Launch(mesh, plan), chain, backend, guard_data)
+    compiled = Compiled(fn, Launch(mesh, plan), chain, backend, guard_data)
+    if not isinstance(fn, nn.Module):
+        return compiled
+    again: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": chain, "guard_data": guard_data}
+    return compiled_module(fn, compiled, functools.partial(compile, **again))
 
 
 def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:

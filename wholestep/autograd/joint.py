@@ -23,12 +23,14 @@ class Joint:
         n_forward: how many outputs belong to the forward.
         rewritten: indices of primals that are overwritten when the forward has run, besides those that the
             signature names: their new values, with a history, are among the outputs.
+        gradient_of: for each gradient, the index of its primal.
     """
 
     step: StepGraph
     n_primals: int
     n_forward: int
     rewritten: tuple[int, ...] = ()
+    gradient_of: tuple[int, ...] = ()
 
     @property
     def primals(self) -> list[fx.Node]:
@@ -44,7 +46,7 @@ class Joint:
 
     @property
     def gradients(self) -> list[fx.Node]:
-        return self.step.outputs[self.n_forward :]
+        return [node for node in self.step.outputs[self.n_forward :] if node is not None]
 
     @property
     def overwritten(self) -> set[fx.Node]:

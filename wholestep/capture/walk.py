@@ -135,7 +135,8 @@ def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
     names: list[str] = []
     variadic = None
     try:
-        for parameter in inspect.signature(call.fn).parameters.values():
+        fn = call.fn.forward if isinstance(call.fn, torch.nn.Module) else call.fn
+        for parameter in inspect.signature(fn).parameters.values():
             if parameter.kind is parameter.VAR_POSITIONAL:
                 variadic = parameter.name
             elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

@@ -1,0 +1,180 @@
+"""`wholestep.autograd`'s functions: the user's compilers, joint graphs, decompositions, module wrappers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.autograd import aot_function, aot_module, default_partition, export_joint, min_cut_partition
+from wholestep.ir import check, info
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.scale = 2.0
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        hidden = torch.dropout(self.norm(self.fc1(x)).relu(), 0.5, self.training)
+        out = self.fc2(hidden) * self.scale
+        return out if bias is None else out + bias
+
+    def double(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self(x) * 2
+
+
+def nop(gm: Any, inputs: Any) -> Any:
+    return gm
+
+
+def train(model: Any, steps: int = 3) -> list[Any]:
+    """Losses, gradients and buffers of a few steps."""
+    torch.manual_seed(0)
+    seen: list[Any] = []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        x = torch.randn(5, 6, requires_grad=True)
+        loss = model(x).square().mean()
+        loss.backward()
+        seen += [loss.detach(), x.grad, *(p.grad for p in model.parameters()), *map(torch.clone, model.buffers())]
+        opt.step()
+        opt.zero_grad()
+    return seen
+
+
+def same(one: list[Any], two: list[Any]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("partition", [default_partition, min_cut_partition])
+@pytest.mark.parametrize("compiler", ["aten", "naive", nop])
+def test_a_module_trains_as_in_eager_to_the_bit(compiler: Any, partition: Any) -> None:
+    torch.manual_seed(1)
+    model = Net()
+    other = aot_module(copy.deepcopy(model), compiler, partition_fn=partition)
+    assert same(train(model), train(other))
+
+
+def test_both_compilers_see_their_graphs_once() -> None:
+    seen: list[str] = []
+
+    def compiler(name: str) -> Any:
+        def compile(gm: Any, inputs: Any) -> Any:
+            assert [n.op for n in gm.graph.nodes].count("placeholder") == len(inputs)
+            seen.append(name)
+            return gm
+
+        return compile
+
+    fn = aot_function(lambda x, w: (x @ w).sin().sum(), compiler("forward"), compiler("backward"))
+    for _ in range(2):
+        x, w = torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
+        fn(x, w).backward()
+        again = w.grad
+        w.grad = None
+        (x @ w).sin().sum().backward()
+        assert torch.equal(w.grad, again)
+    assert seen == ["forward", "backward"]
+    with torch.no_grad():
+        assert fn(x, w).requires_grad is False
+    assert seen == ["forward", "backward", "forward"]
+
+
+def test_a_decomposition_table_reaches_forward_and_backward() -> None:
+    def silu(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+    def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+        s = torch.sigmoid(x)
+        return grad * s * (1 + x * (1 - s))
+
+    aten = torch.ops.aten
+    targets: list[Any] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        targets.extend(n.target for n in gm.graph.nodes)
+        return gm
+
+    table = {aten.silu.default: silu, aten.silu_backward.default: silu_backward}
+    fn = aot_function(nn.functional.silu, compiler, decompositions=table)
+    x = torch.randn(7, requires_grad=True)
+    fn(x).sum().backward()
+    expected = torch.autograd.grad(nn.functional.silu(x).sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+    assert not {aten.silu.default, aten.silu_backward.default} & set(targets) and aten.sigmoid.default in targets
+
+
+def test_export_joint_names_its_inputs_and_runs_nothing() -> None:
+    model = Net()
+    x = torch.randn(5, 6)
+    before = [t.clone() for t in model.state_dict().values()]
+    joint = export_joint(model, x)
+    assert same(before, list(model.state_dict().values())) and all(p.grad is None for p in model.parameters())
+    sources = [i.source for i in joint.step.signature.inputs]
+    assert "L['self'].fc1.weight" in sources and "L['x']" in sources
+    assert {sources[i] for i in joint.gradient_of} == {f"L['self'].{name}" for name, _ in model.named_parameters()}
+    assert len(joint.tangents) == 1 and len(joint.gradients) == len(joint.gradient_of)
+    phases = [info(n).phase for n in joint.step.graph.nodes if n.op == "call_function"]
+    assert phases == sorted(phases, reverse=True) and set(phases) == {"forward", "backward"}
+    halves = default_partition(joint)
+    check(halves.forward, "forward")
+    check(halves.backward, "backward")
+    with pytest.raises(ValueError, match="no result of the function requires grad"):
+        export_joint(lambda x: x + 1, x)
+
+
+def test_views_of_inputs_are_made_again_and_not_copied() -> None:
+    halves = default_partition(export_joint(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.ones(2, 4)))
+    own = halves.forward.signature.n_outputs - 1
+    assert own == 1, "of the forward's own values, only the hidden layer is saved"
+
+
+def test_a_compiled_module_is_the_module_in_all_but_calls() -> None:
+    model = Net()
+    compiled = ws.compile(model)
+    assert isinstance(compiled, Net) and list(compiled.state_dict()) == list(model.state_dict())
+    assert [id(p) for p in compiled.parameters()] == [id(p) for p in model.parameters()]
+    x = torch.randn(5, 6)
+    compiled.eval()
+    assert not model.training and not model.fc1.training
+    assert torch.equal(compiled(x), model(x)) and torch.equal(compiled.double(x), model.double(x))
+    compiled.train()
+    assert model.training
+    compiled(x)
+    assert compiled.recompiles == ["L['self'].training: expected False, found True"]
+    compiled.extra = 3
+    assert model.extra == 3
+    model.scale = 5.0
+    compiled.eval()
+    assert torch.equal(compiled(x), model(x))
+    assert "addmm" in compiled.code
+    twin = copy.deepcopy(compiled)
+    assert twin.fc1.weight is not model.fc1.weight and isinstance(twin, Net)
+    assert torch.equal(twin(x), model(x))
+    with torch.no_grad():
+        twin.fc1.weight.zero_()
+    assert not torch.equal(twin(x), model(x))
+    assert torch.equal(pickle.loads(pickle.dumps(compiled))(x), model(x))
+
+
+def test_a_compiled_module_is_part_of_another_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), ws.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    plain = copy.deepcopy(model)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    x = torch.randn(2, 4)
+    whole = ws.compile(step)
+    assert torch.equal(whole(model, x), step(plain, x))
+    assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])

@@ -1,0 +1,81 @@
+"""`wholestep.autograd`'s public functions: ahead-of-time autograd with the user's own compilers.
+
+They stand above the pipeline, which imports the room `autograd/`; that room gives them out under its own name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep.api import Compiled, Halving, capture, joint_of
+from wholestep.autograd import Joint, Partition, default_partition
+from wholestep.ir import check
+from wholestep.lower import Backend
+from wholestep.passes.decompose import decompose
+from wholestep.runtime import compiled_module
+from wholestep.spmd import Launch
+
+Table = Mapping[Any, Callable[..., Any]]
+
+
+def aot_function(
+    fn: Callable[..., Any],
+    fw_compiler: Backend,
+    bw_compiler: Backend | None = None,
+    partition_fn: Partition = default_partition,
+    decompositions: Table | None = None,
+) -> Callable[..., Any]:
+    """A function whose forward and backward are captured as graphs, and compiled by functions of yours.
+
+    Args:
+        fn: a function of tensors and other values; what it returns may be any structure of them.
+        fw_compiler: ``(gm, example_inputs) -> callable`` for the forward graph, or a backend's name. The callable
+            takes the inputs in order and returns the flat outputs.
+        bw_compiler: the same for the backward graph; ``fw_compiler`` when None.
+        partition_fn: decides which values the forward saves for the backward.
+        decompositions: operator -> function in terms of other operators, applied to both.
+
+    Returns:
+        A function with the results, gradients, aliases and errors of ``fn``. It is captured at its first call, and
+        again when something about a call differs (`recompiles`).
+    """
+    passes = [decompose(decompositions)] if decompositions else []
+    return Compiled(fn, Launch(None, None), passes, fw_compiler, halving=Halving(partition_fn, bw_compiler))
+
+
+def aot_module(
+    module: nn.Module,
+    fw_compiler: Backend,
+    bw_compiler: Backend | None = None,
+    partition_fn: Partition = default_partition,
+    decompositions: Table | None = None,
+) -> nn.Module:
+    """`aot_function` of a module; the result shares its parameters, buffers, children and attributes."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
+    options: dict[str, Any] = {"bw_compiler": bw_compiler, "partition_fn": partition_fn}
+    again = functools.partial(aot_module, fw_compiler=fw_compiler, decompositions=decompositions, **options)
+    return compiled_module(module, aot_function(module, fw_compiler, decompositions=decompositions, **options), again)
+
+
+def export_joint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
+    """Forward and backward of one call as one flat graph; nothing is run and nothing changes.
+
+    Returns:
+        A `Joint`: ``joint.step.gm`` is the graph, ``joint.step.signature.inputs`` names its inputs by where they are
+        found (``L['self'].linear.weight``), ``joint.gradient_of`` says which of them its last outputs are for.
+
+    Raises:
+        ValueError: no result requires grad.
+    """
+    with torch.enable_grad():
+        traced = capture(fn, args, kwargs)[1]
+    if traced.derivative is None:
+        raise ValueError("export_joint: no result of the function requires grad, so there is no backward to export")
+    check(traced.step, "trace")
+    return joint_of(traced.step, traced)

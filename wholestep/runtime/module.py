@@ -1,0 +1,50 @@
+"""A compiled module: in every way the module that it was made of, save that a call runs the compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class _Of:
+    """An attribute of the compiled callable, unless the module has one of that name itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, kind: type) -> Any:
+        return getattr(kind._compiled, self.name)  # type: ignore[attr-defined]
+
+
+class CompiledModule:
+    """Mixed into the class of a module: the object shares the module's attributes, hooks, parameters and children.
+
+    So `state_dict()`, `train()`, `parameters()`, attributes and `isinstance` are the module's own, and a change of one
+    is a change of the other. A copy, or one that was pickled, is compiled anew.
+    """
+
+    _compiled: Callable[..., Any]
+    _again: Callable[[nn.Module], nn.Module]
+    recompiles, graphs, code, reset = (_Of(name) for name in ("recompiles", "graphs", "code", "reset"))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self)._compiled(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self)._again, (type(self)._compiled.__wrapped__,)  # type: ignore[attr-defined]
+
+
+def compiled_module(module: nn.Module, compiled: Callable[..., Any], again: Callable[..., Any]) -> nn.Module:
+    """A module that runs ``compiled`` when it is called.
+
+    Args:
+        compiled: has the module as its ``__wrapped__``.
+        again: compiles another module in the same way.
+    """
+    kind = type(module)
+    space = {"_compiled": staticmethod(compiled), "_again": staticmethod(again), "__module__": kind.__module__}
+    made: nn.Module = object.__new__(type(f"Compiled{kind.__name__}", (CompiledModule, kind), space))
+    made.__dict__ = module.__dict__
+    return made
