@@ -278,6 +278,7 @@ def everything(folder: str) -> dict[str, Any]:
         "whole batch": whole_batch(),
         "uneven": uneven_batches(),
         "other model": other_model_on_rank_one(),
+        "one cannot": one_rank_cannot_capture(),
         "refusals": refusals(),
     }
 
@@ -338,6 +339,23 @@ def other_model_on_rank_one() -> str:
     torch.manual_seed(0)
     model = nn.Linear(4, 3, bias=comm.get_rank() == 0)
     return _error(lambda: ws.compile(gradients_only, mesh=mesh(), plan=ws.DataParallel("dp"))(model, torch.ones(2, 4)))
+
+
+def one_rank_cannot_capture() -> str:
+    """What each rank says when rank 1 alone has a step that cannot be captured."""
+    model = nn.Linear(4, 3)
+
+    def step(model, x):
+        loss = model(x).sum()
+        if comm.get_rank() == 1 and loss > 0:
+            loss = loss * 2
+        loss.backward()
+
+    try:
+        ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"))(model, torch.ones(2, 4))
+    except ws.errors.WholestepError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _error(body: Callable[[], Any]) -> str:

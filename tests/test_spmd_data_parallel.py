@@ -65,6 +65,12 @@ def test_other_programs_on_other_ranks_are_named_on_every_rank(found):
     assert "rank 0 has" in one and "rank 1 has" in one and "L['model'].bias" in one
 
 
+def test_a_rank_that_cannot_capture_is_named_at_once(found):
+    one, two = (each["one cannot"] for each in found)
+    assert two.startswith("DataDependentError") and "spmd_programs.py:" in two
+    assert one.startswith("PlanError: rank 1 could not capture the step: DataDependentError") and two[20:60] in one
+
+
 def test_refusals_say_what_and_what_to_do(found):
     for each in (each["refusals"] for each in found):
         assert "sparse=False" in each["sparse"] and "L['table'].weight" in each["sparse"]

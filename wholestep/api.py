@@ -202,8 +202,12 @@ class Compiled:
                 remedy="keep the number that changes in a tensor, or compile a smaller part of the step",
             )
         known = len(self._programs)
-        with no_collection():  # hundreds of thousands of small objects, few of them garbage
-            entry = self._build(args, kwargs, missed.varying - self._fixed)
+        try:
+            with no_collection():  # hundreds of thousands of small objects, few of them garbage
+                entry = self._build(args, kwargs, missed.varying - self._fixed)
+        except Exception as error:
+            self._launch.withdraw(error)
+            raise
         if known and len(self._programs) > known:
             self.recompiles.append(missed.reason)
         self._entries.insert(0, entry)

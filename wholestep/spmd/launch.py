@@ -55,6 +55,7 @@ class Launch:
         self._axes = {group.group_name: one.axis for one, group in zip(plans, self._groups, strict=True)}
         self._agreed: set[tuple[str, ...]] = set()
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._met = False
 
     def start(self, step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any]) -> None:
         """Brings the ranks together before they run a program for the first time.
@@ -76,15 +77,30 @@ class Launch:
         )
         if not self._groups or words in self._agreed:
             return
+        trouble = self._meet(words, "")
+        if trouble:
+            raise PlanError(trouble)
         new = [t for i, t in zip(inputs, tensors, strict=True) if _shared(i, t) and not self._is_spread(t)]
         for group in self._groups:
-            everybody: list[Any] = [None] * group.size()
-            comm.all_gather_object(everybody, words, group)
-            _compare(everybody)
             for tensor in new:
                 comm.broadcast(tensor.detach(), group=group, group_src=0)
         self._spread |= {id(tensor): weakref.ref(tensor) for tensor in new}
         self._agreed.add(words)
+
+    def withdraw(self, error: Exception) -> None:
+        """This rank could not capture its first program: the others, which wait for it to start, are told why."""
+        if self._groups and not self._met:
+            rank = comm.get_rank()
+            self._meet((), f"rank {rank} could not capture the step: {type(error).__name__}: {error}")
+
+    def _meet(self, words: tuple[str, ...], trouble: str) -> str:
+        """Compares the ranks' words along every axis; gives what is wrong, the same on all ranks, or nothing."""
+        self._met = True
+        for group in self._groups:
+            everybody: list[Any] = [None] * group.size()
+            comm.all_gather_object(everybody, (words, trouble), group)
+            trouble = next((text for _, text in everybody if text), "") or _compare([said for said, _ in everybody])
+        return trouble
 
     def _is_spread(self, tensor: torch.Tensor) -> bool:
         known = self._spread.get(id(tensor))
@@ -123,8 +139,8 @@ def _describe(item: Input, tensor: torch.Tensor) -> str:
     return f"{item.kind} {item.source}: {_form(tensor)}"
 
 
-def _compare(everybody: Sequence[Sequence[str]]) -> None:
-    """Raises the same error on every rank when one rank's words differ from rank 0's."""
+def _compare(everybody: Sequence[Sequence[str]]) -> str:
+    """Says where one rank's words differ from rank 0's; nothing when none do."""
     first = everybody[0]
     for rank, words in enumerate(everybody):
         if words == first:
@@ -133,7 +149,8 @@ def _compare(everybody: Sequence[Sequence[str]]) -> None:
             (i for i, (a, b) in enumerate(zip(first, words, strict=False)) if a != b), min(len(first), len(words))
         )
         here, there = (w[place] if place < len(w) else "nothing more" for w in (first, words))
-        raise PlanError(
+        return (
             f"the ranks' programs do not fit each other: rank 0 has {here}; rank {rank} has {there}\n"
             "  to do: build the same model, optimizer and step on every rank; only the data may differ"
         )
+    return ""
