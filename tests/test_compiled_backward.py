@@ -181,7 +181,7 @@ def test_what_cannot_be_captured_is_left_to_eager_with_a_reason():
         y = x.sin()
         y.retain_grad()
         z = x.clone()
-        z.register_hook(lambda g: g * 2 if g.sum() > 0 else g)
+        z.register_hook(lambda g: torch.from_numpy(g.numpy() * 2))
         (y * 3).sum().backward()
         z.sum().backward()
         return x.grad, y.grad

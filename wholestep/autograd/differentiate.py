@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
@@ -74,7 +75,8 @@ def differentiate(
         return None
     new = {id(o): recorder.ref(o.tensor).read(recorder.emit) for o in outputs if o.input is not None}
     last = next(iter(reversed(recorder.graph.nodes)))
-    with _hooks_set_aside(roots), recording():
+    late: list[tuple[Lifted, fx.Node]] = []
+    with _hooks_set_aside(roots), recording(), _writes_set_aside(recorder, late):
         outputs, tangents, gradients = _gradients(recorder, outlet, outputs, roots)
     if not outputs:
         return None
@@ -88,6 +90,7 @@ def differentiate(
         reaches=[_reach(o.tensor.grad_fn, edges) for o in outputs],
         tangents=tangents,
         last=last,
+        late=late,
     )
 
 
@@ -124,7 +127,7 @@ def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Out
     for value in values:
         if not isinstance(value, FakeTensor):
             continue
-        base = value._base if value._is_view() else None
+        base = value._base if value._is_view() and _is_plain_view(value) else None
         if base is not None and not isinstance(base, FakeTensor):
             if base.requires_grad:
                 outlet.move(value, recorder.lift_once(base))
@@ -137,6 +140,19 @@ def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Out
         if base is not None:
             outlet.set(value, base=slot)
     return list(found.values())
+
+
+def _is_plain_view(view: torch.Tensor) -> bool:
+    """Whether a view's history is that of its base and of view operators alone.
+
+    A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own.
+    """
+    node, end = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]
+    while node is not None and node is not end:
+        if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return True
 
 
 def _rewritten(recorder: Recorder) -> list[_Output]:
@@ -253,3 +269,20 @@ def _hooks_set_aside(roots: list[_Root]) -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, saved, strict=True):
             table.update(hooks)
+
+
+@contextmanager
+def _writes_set_aside(recorder: Recorder, late: list[tuple[Lifted, fx.Node]]) -> Iterator[None]:
+    """Keeps what hooks write to inputs, such as a counter, out of the forward: notes it and takes it back."""
+    before = {id(item): (item.ref.storage.value, item.ref.storage.generation) for item in recorder.lifted if item.ref}
+    yield
+    for item in recorder.lifted:
+        if item.ref is None or item.ref.parent is not None:
+            continue
+        storage = item.ref.storage
+        value, generation = before.get(id(item), (storage.first, 0))
+        if storage.generation > generation:
+            if item.members:
+                raise UnsupportedError(f"a hook writes in the backward to {item.source}, which shares its memory")
+            late.append((item, storage.value))
+            storage.value, storage.generation = value, generation

@@ -130,6 +130,11 @@ def is_plain(value: Any) -> bool:
     return type(value) in _EXACT_PLAIN or issubclass(type(value), PLAIN)  # a host number says it is a float
 
 
+def is_one_of_a_kind(kind: type) -> bool:
+    """True for classes (the package's own) whose instances are not looked into but told apart by identity."""
+    return bool(getattr(kind, "guard_identity", False))
+
+
 def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
     """The arguments of a call with their sources, named as the function's signature names them."""
     names: list[str] = []
@@ -431,7 +436,7 @@ OPAQUE: tuple[type, ...] = (types.BuiltinFunctionType, torch.Generator, weakref.
 
 @functools.lru_cache(maxsize=4096)
 def _handler(kind: type) -> Handler | None:
-    if issubclass(kind, PLAIN) or issubclass(kind, OPAQUE):
+    if issubclass(kind, PLAIN) or issubclass(kind, OPAQUE) or is_one_of_a_kind(kind):
         return None
     for base in kind.__mro__:
         if base in HANDLERS:

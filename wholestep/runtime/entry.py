@@ -130,7 +130,7 @@ class Entry:
         traced, derivative = self.traced, plan.derivative
         new_value = {k: out for _, out, k in derivative.rewritten}
 
-        def forward() -> tuple[tuple[torch.Tensor, ...], list[Any]]:
+        def forward() -> tuple[tuple[torch.Tensor, ...], list[Any], list[torch.Tensor]]:
             outputs.extend(self.program.run(*values[: self.count]))
             self._count(values)
             set_versions(tuple([outputs[o] for o in self.saved_versions]), tuple(self.saved_versions.values()))
@@ -140,7 +140,7 @@ class Entry:
                 outputs[new_value[k]] if slot is None else self._slot(traced.slots[slot], outputs, values, {}, False)
                 for k, slot in enumerate(derivative.outputs)
             ])
-            return results, saved
+            return results, saved, [values[i] for i in derivative.late]
 
         with torch.enable_grad():
             results = CompiledFunction.apply(plan, forward, *[values[i] for i in derivative.inputs])  # type: ignore[no-untyped-call]
@@ -208,4 +208,6 @@ def _plan(traced: Traced, program: Program) -> Plan | None:
     tangents = traced.step.placeholders[-len(traced.derivative.outputs) :]
     values = [info(node).value for node in tangents]
     layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
-    return Plan(traced.derivative, program.backward, layouts)
+    late = {("input", i) for i in traced.derivative.late}
+    held = frozenset(i for i, place in enumerate(program.backward.saved) if place in late)
+    return Plan(traced.derivative, program.backward, layouts, held)

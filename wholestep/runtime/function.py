@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,8 +22,8 @@ NO_DOUBLE_BACKWARD = (
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
-# The forward of one call: what autograd sees as results, and the values to save.
-Forward = Callable[[], tuple[tuple[torch.Tensor, ...], list[Any]]]
+# The forward of one call: what autograd sees as results, the values to save, and the inputs that the backward writes.
+Forward = Callable[[], tuple[tuple[torch.Tensor, ...], list[Any], list[torch.Tensor]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,27 +32,32 @@ class Plan:
 
     Attributes:
         layouts: how each tangent must lie in memory.
+        held: positions among the saved values of inputs that the backward writes.
+        guard_identity: a captured backward serves nodes of this very plan.
     """
 
+    guard_identity: ClassVar[bool] = True
     derivative: Derivative
     backward: Backward
     layouts: tuple[Layout, ...]
+    held: frozenset[int]
 
 
 class CompiledFunction(torch.autograd.Function):
     """Runs a program's forward, saves exactly what its partition says, and runs its backward.
 
     Each node has, as attributes of its ``ctx``: ``plan`` (whose ``backward.halves`` are the graphs), ``numbers`` (the
-    host numbers among the saved values, by position) and ``saved_tensors`` (the others, in order).
+    host numbers among the saved values, by position), ``saved_tensors`` (the others, in order) and ``late`` (the
+    inputs that hooks write in the backward; hooks read what is there when it runs, so ``numbers`` holds them too).
     """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, run: Forward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, saved = run()
+        outputs, saved, late = run()
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        ctx.numbers = {i: v for i, v in enumerate(saved) if not isinstance(v, torch.Tensor)}
-        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        ctx.plan, ctx.late = plan, late
+        ctx.numbers = {i: v for i, v in enumerate(saved) if i in plan.held or not isinstance(v, torch.Tensor)}
+        ctx.save_for_backward(*(v for i, v in enumerate(saved) if i not in ctx.numbers))
         return outputs
 
     @staticmethod
@@ -70,6 +75,10 @@ class CompiledFunction(torch.autograd.Function):
         else:
             free_saved_tensors(ctx)
             gradients = backward.consume(values)
+        gradients, new = gradients[: len(plan.derivative.inputs)], gradients[len(plan.derivative.inputs) :]
+        with torch.no_grad():
+            for tensor, value in zip(ctx.late, new, strict=True):
+                tensor.copy_(value)
         if behind:
             gradients = _refusing(gradients, behind)
         if len(present) == len(tangents):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from wholestep.errors import LeakError
+from wholestep.errors import LeakError, UnsupportedError
 from wholestep.ir import Phase, Signature, StepGraph, dead_code, info, set_info
 from wholestep.torch_compat import FakeTensor
 from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
@@ -148,7 +148,20 @@ def trace_step(
     hoisted = hoist(recorder, made)
     places = [outlet.place(v) for v in made]
     differentiated = differentiate(recorder, outlet, made, recording) if differentiate else None
+    if differentiated:
+        _refuse_late_effects(world, effects)
     return _finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated)
+
+
+def _refuse_late_effects(world: World, effects: list[Any]) -> None:
+    """A backward that runs outside of the step writes tensors, and changes no other object."""
+    before = {str(effect) for effect in effects}
+    late = [e for e in world.outcome(lambda t: isinstance(t, FakeTensor), None)[0] if str(e) not in before]
+    if late:
+        raise UnsupportedError(
+            f"a hook that runs in the backward of a compiled function changes {late[0].source}: {late[0]}",
+            remedy="compile the whole step, its backward() included, or the modules inside of the one with the hook",
+        )
 
 
 def _refuse_shared_writes(recorder: Recorder) -> None:
@@ -192,7 +205,8 @@ def _finish(
     written = [i for i in recorder.lifted if _is_written(i) and i.ref.parent is None and id(i) not in rewritten]  # type: ignore[union-attr]
     copied = [outlet.add_output(node) for _, node, _ in backward.rewritten] if backward else []
     results = len(outlet.outputs)
-    gradients = backward.gradients if backward else []
+    late = backward.late if backward else []
+    gradients = [*backward.gradients, *(node for _, node in late)] if backward else []
     output = recorder.graph.output((*outlet.outputs, *(i.ref.storage.value for i in written), *gradients))  # type: ignore[union-attr]
     gm = fx.GraphModule(recorder.constants, recorder.graph)
     if backward:
@@ -204,7 +218,8 @@ def _finish(
     mutated = dict(enumerate(written, start=results))
     output.args = ((*outlet.outputs, *gradients),)
     in_slots = [recorder.lifted[s.input].node for s in outlet.slots if s.input is not None]
-    needed = [*(i.node for i in mutated.values()), *in_slots, *(i.node for i in (backward.inputs if backward else []))]
+    needed = [*(i.node for i in mutated.values()), *in_slots]
+    needed += [*(i.node for i in backward.inputs), *(i.node for i, _ in late)] if backward else []
     used = order_inputs(gm.graph, needed, backward.tangents if backward else [])
     gm.recompile()
     primary: dict[fx.Node, Lifted] = {}
@@ -236,6 +251,7 @@ def _finish(
             tuple((new_index[id(i)], out, k) for (i, _, k), out in zip(backward.rewritten, copied, strict=True)),
             tuple(new_index[id(item)] for item in backward.inputs),
             tuple(backward.reaches),
+            tuple(new_index[id(item)] for item, _ in late),
         )
     return Traced(
         step,

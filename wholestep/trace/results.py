@@ -7,7 +7,7 @@ gradient is one object again after a replay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Derivative:
             history: its new value is copied into it.
         inputs: those that gradients flow to.
         reaches: for each entry of `outputs`, the positions in `inputs` of those that it depends on.
+        late: inputs that hooks write in the backward; their new values follow the gradients.
     """
 
     n_forward: int
@@ -70,6 +71,7 @@ class Derivative:
     rewritten: tuple[tuple[int, int, int], ...]
     inputs: tuple[int, ...]
     reaches: tuple[frozenset[int], ...]
+    late: tuple[int, ...] = ()
 
 
 @dataclass
@@ -82,6 +84,7 @@ class Differentiated:
         inputs, gradients: those that gradients flow to, and the nodes that give them.
         tangents: placeholders, one for each of `slots`.
         last: the last node of the forward.
+        late: inputs that hooks write in the backward, and the nodes of their new values.
     """
 
     slots: list[int | None]
@@ -91,6 +94,7 @@ class Differentiated:
     reaches: list[frozenset[int]]
     tangents: list[fx.Node]
     last: fx.Node
+    late: list[tuple[Lifted, fx.Node]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""The first seed's tests, written anew.
+
+| seed (DistributedPatternTests) | here |
+|---|---|
+| test_intermediate_hook_with_closure | test_a_hook_reads_its_closure_at_run_time |
+| test_module_backward_hooks_eager, _aot, _inductor | test_module_hooks |
+| test_module_backward_hooks_multi_layers | test_module_hooks_in_several_layers |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from wholestep.autograd import compiled_backward
+from wholestep.errors import UnsupportedError
+from wholestep.testing import CompileCounter
+
+
+def module_with_backward_hooks():
+    def before(module, grad_output):
+        assert module.weight.size() == (10, 10)
+        module.hook_count_pre.add_(1)
+        return (torch.sin(grad_output[0] + 1.2),)
+
+    def after(module, grad_input, grad_output):
+        assert module.weight.size() == (10, 10)
+        module.hook_count_post.add_(1)
+        return (torch.sin(grad_input[0] + 3.4),)
+
+    torch.manual_seed(1234)
+    module = nn.Linear(10, 10)
+    module.hook_count_pre, module.hook_count_post = torch.tensor(0), torch.tensor(0)
+    module.register_full_backward_pre_hook(before)
+    module.register_full_backward_hook(after)
+    return module, torch.rand(2, 10, requires_grad=True)
+
+
+def steps(module, inputs):
+    for _ in range(4):
+        out = module(inputs)
+        out.sum().backward()
+    return out
+
+
+def assert_same(*pairs):
+    for left, right in pairs:
+        assert type(left) is type(right) and torch.equal(left, right)
+        assert left.requires_grad == right.requires_grad
+        if left.is_leaf and left.requires_grad:
+            assert torch.equal(left.grad, right.grad)
+
+
+def module_pairs(one, two):
+    names = ("hook_count_pre", "hook_count_post", "weight", "bias")
+    return [(getattr(one, name), getattr(two, name)) for name in names]
+
+
+@dataclass
+class Held:
+    value: torch.Tensor
+
+
+@pytest.mark.parametrize("forward", [lambda f: f, ws.compile], ids=["eager", "compiled"])
+def test_a_hook_reads_its_closure_at_run_time(forward):
+    def fn(x, held):
+        y = x.sin()
+        closure_var = y + 1
+        y.register_hook(lambda grad: grad + held.value + closure_var)
+        return y.sin()
+
+    objects = [Held(torch.tensor(88)), Held(torch.tensor(99))]
+    inputs = [torch.ones(4, requires_grad=True) for _ in range(4)]
+    for x, held in zip(inputs[:2], objects, strict=True):
+        fn(x, held).sum().backward()
+    ours = forward(fn)
+    with compiled_backward(CompileCounter()) as context:
+        for x, held in zip(inputs[2:], objects, strict=True):
+            ours(x, held).sum().backward()
+    assert context.eager == [] and context.captures == 1
+    assert torch.equal(inputs[0].grad, inputs[2].grad)
+    assert torch.equal(inputs[1].grad, inputs[3].grad)
+
+
+@pytest.mark.parametrize("forward", ["eager", "aten", "counter"])
+@pytest.mark.parametrize("backward", ["aten", "user", "none"])
+def test_module_hooks(forward, backward):
+    one, first = module_with_backward_hooks()
+    out = steps(one, first)
+    two, second = module_with_backward_hooks()
+    count, back = CompileCounter(), CompileCounter()
+    ours = two if forward == "eager" else ws.compile(two, backend=count if forward == "counter" else "aten")
+    if backward == "none":
+        result = steps(ours, second)
+    else:
+        with compiled_backward(back if backward == "user" else "aten") as context:
+            result = steps(ours, second)
+        assert context.eager == []
+    assert_same(*module_pairs(one, two), (first, second), (out, result))
+    assert count.frame_count == (2 if forward == "counter" else 0)  # a forward and its backward
+    if backward == "user":
+        assert back.frame_count == 2  # gradients that are None, and that are there
+
+
+@pytest.mark.parametrize("forward", [lambda m: m, ws.compile], ids=["eager", "compiled"])
+def test_module_hooks_in_several_layers(forward):
+    (a, first), (b, _) = module_with_backward_hooks(), module_with_backward_hooks()
+    out = steps(nn.Sequential(a, b), first)
+    (c, second), (d, _) = module_with_backward_hooks(), module_with_backward_hooks()
+    with compiled_backward() as context:
+        result = steps(forward(nn.Sequential(c, d)), second)
+    assert context.eager == []
+    assert_same(*module_pairs(a, c), *module_pairs(b, d), (first, second), (out, result))
+
+
+def test_hooks_of_a_compiled_forward_write_when_the_backward_runs():
+    module, x = module_with_backward_hooks()
+    compiled = ws.compile(module)
+    first, second = compiled(x).sum(), compiled(x).sum()
+    assert module.hook_count_pre == 0
+    first.backward()
+    assert module.hook_count_pre == module.hook_count_post == 1
+    second.backward()
+    assert module.hook_count_pre == module.hook_count_post == 2
+
+
+def test_hooks_of_a_compiled_forward_change_no_other_objects():
+    model = nn.Linear(3, 3)
+    model.register_full_backward_hook(lambda module, grad_input, grad_output: setattr(module, "seen", grad_output[0]))
+    with pytest.raises(UnsupportedError, match=r"a hook that runs in the backward of a compiled function changes"):
+        ws.compile(model)(torch.randn(2, 3, requires_grad=True))
+    assert not hasattr(model, "seen")
