@@ -24,7 +24,8 @@ def joint_of(fn: Function, inputs: Sequence[Tensor]) -> tuple[Joint, list[int]]:
     assert derivative is not None
     names = [f"L['{name}']" for name in fn.__code__.co_varnames]
     primals = [names.index(given.source) for given in traced.step.signature.inputs[: traced.n_inputs]]
-    return Joint(traced.step, traced.n_inputs, derivative.n_forward, tuple(i for i, _, _ in derivative.rewritten)), primals
+    rewritten = tuple(i for i, _, _ in derivative.rewritten)
+    return Joint(traced.step, traced.n_inputs, derivative.n_forward, rewritten), primals
 
 
 def run_halves(joint: Joint, parts: Partitioned, inputs: Sequence[Tensor], backend: Any) -> tuple[Any, Any]:

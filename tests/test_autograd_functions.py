@@ -131,7 +131,8 @@ def test_export_joint_names_its_inputs_and_runs_nothing() -> None:
 
 
 def test_views_of_inputs_are_made_again_and_not_copied() -> None:
-    halves = default_partition(export_joint(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.ones(2, 4)))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    halves = default_partition(export_joint(model, torch.ones(2, 4)))
     own = halves.forward.signature.n_outputs - 1
     assert own == 1, "of the forward's own values, only the hidden layer is saved"
 
