@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -57,10 +58,10 @@ def _memory(key: str) -> int:
 
 
 def _serve(
-    prepare: Prepare, model: str, variant: str, world: World, rank: int, port: int, threads: int, pipe: Connection
+    prepare: Prepare, model: str, variant: str, environment: dict[str, str], threads: int, pipe: Connection
 ) -> None:
     """One rank of one variant: answers requests for a number of steps with their seconds, until told to stop."""
-    os.environ |= world.environment(rank, port)
+    os.environ |= environment
     torch.set_num_threads(threads)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew, above the imports
     before = _memory("VmRSS")
@@ -82,14 +83,15 @@ class Crew:
     """The ranks of one variant, with `threads` each, or else the cores shared out among them."""
 
     def __init__(self, prepare: Prepare, model: str, variant: str, ranks: int, threads: int | None = None) -> None:
-        spawn, port = get_context("spawn"), free_port()
+        spawn, port, secret = get_context("spawn"), free_port(), secrets.token_hex(32)
         each = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
         self.name = variant
         self.pipes: list[Connection] = []
         self.ranks: list[BaseProcess] = []
         for rank in range(ranks):
             ours, theirs = spawn.Pipe()
-            arguments = (prepare, model, variant, World(ranks), rank, port, each, theirs)
+            environment = World(ranks).environment(rank, port, secret)
+            arguments = (prepare, model, variant, environment, each, theirs)
             process = spawn.Process(target=_serve, args=arguments, daemon=False)
             process.start()
             theirs.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
 from benchmarks.models import train_step
+from wholestep.passes import fuse_optimizer
 
 Step = Callable[..., torch.Tensor]
 
@@ -39,8 +41,12 @@ def _ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
 
+def _compiled(model: nn.Module) -> nn.Module:
+    return cast(nn.Module, torch.compile(model))
+
+
 def _compiled_ddp(model: nn.Module) -> nn.Module:
-    return torch.compile(_ddp(model))
+    return _compiled(_ddp(model))
 
 
 def _fsdp2(model: nn.Module) -> nn.Module:
@@ -49,7 +55,7 @@ def _fsdp2(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.ModuleList):
             for block in module:
                 fully_shard(block)
-    return fully_shard(model)
+    return cast(nn.Module, fully_shard(model))
 
 
 def _ours() -> Step:
@@ -57,7 +63,7 @@ def _ours() -> Step:
 
 
 def _ours_fused() -> Step:
-    return ws.compile(train_step, passes=[ws.passes.fuse_optimizer])
+    return ws.compile(train_step, passes=[fuse_optimizer])
 
 
 def _ours_two_ranks() -> Step:
@@ -67,7 +73,7 @@ def _ours_two_ranks() -> Step:
 
 def _ours_two_ranks_fused() -> Step:
     mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp"), passes=[ws.passes.fuse_optimizer])
+    return ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp"), passes=[fuse_optimizer])
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Variant:
 VARIANTS = {
     "eager": Variant("eager"),
     "eager-fused": Variant("eager, AdamW(fused=True)", optimizer=_fused_adamw),
-    "torch-compile": Variant("torch.compile(model)", model=torch.compile, slow_start=True),
+    "torch-compile": Variant("torch.compile(model)", model=_compiled, slow_start=True),
     "ours": Variant("wholestep", step=_ours),
     "ours-fused": Variant("wholestep, fuse_optimizer", step=_ours_fused),
     "ddp": Variant("DDP, Gloo", 2, "ddp", model=_ddp),

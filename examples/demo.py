@@ -85,7 +85,7 @@ def run(job: Job, steps: int, out: Path, progress: Progress, bar: TaskID) -> Out
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         errors: list[str] = []
-        reader = threading.Thread(target=lambda: errors.extend(process.stderr))
+        reader = threading.Thread(target=errors.extend, args=(process.stderr,))
         reader.start()
         for line in process.stdout:
             if found := PROGRESS.search(line):

@@ -121,7 +121,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{options.job}.{RANK}.json").write_text(json.dumps(measured))
     if RANK == 0 and step is not train_step:
-        (options.out / f"{options.job}.program.py").write_text(step.code)
+        (options.out / f"{options.job}.program.py").write_text(step.code)  # type: ignore[attr-defined]
     if options.job == "ddp":
         destroy_process_group()
 
