@@ -16,6 +16,7 @@ SOURCES = [
     "progress",
     "p2p",
     "slots",
+    "quick",
 ]
 
 setup(
@@ -23,7 +24,7 @@ setup(
         Extension(
             "wholestep.comm._native",
             [f"wholestep/comm/native/{name}.c" for name in SOURCES],
-            depends=["wholestep/comm/native/shm.h"],
+            depends=["wholestep/comm/native/shm.h", "wholestep/comm/native/python.h"],
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-pthread", "-Wall", "-Wextra"],
             extra_link_args=["-pthread"],
             py_limited_api=True,

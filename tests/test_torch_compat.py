@@ -25,6 +25,7 @@ from wholestep.torch_compat import (
     backward_engine,
     below_autograd,
     compile_with_inductor,
+    count_dispatch_modes,
     current_autograd_node,
     direct_call,
     dispatch_modes_active,
@@ -287,7 +288,7 @@ def test_dispatch_modes_are_seen_on_their_own_thread():
         found.append(dispatch_modes_active())
 
     found: list[bool] = []
-    assert not dispatch_modes_active()
+    assert not dispatch_modes_active() and count_dispatch_modes() == 0
     with Seen():
         assert dispatch_modes_active()
         thread = threading.Thread(target=elsewhere)

@@ -154,9 +154,13 @@ def compile_with_inductor(
 # --- comm ------------------------------------------------------------------------------------------------
 
 
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many `TorchDispatchMode`s the calling thread is inside of."""
+
+
 def dispatch_modes_active() -> bool:
     """True inside a `TorchDispatchMode`: a recorder, or a fake-tensor mode, sees every call."""
-    return bool(torch._C._len_torch_dispatch_stack() > 0)
+    return count_dispatch_modes() > 0
 
 
 # --- autograd --------------------------------------------------------------------------------------------

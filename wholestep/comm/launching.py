@@ -34,13 +34,12 @@ def launch(
     try:
         work = start(group)
         if async_op:
-            entry.work = recorder.weakref.ref(work)
-            return work
+            return recorder.under_way(entry, work)
         work.wait()
     except DistError as failure:
         recorder.fail(entry, failure, group.rank())
         raise
-    entry.state = "completed"
+    recorder.done(entry)
     return None
 
 

@@ -5,6 +5,7 @@ They check, start and fail as those of `reductions.py` do.
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from wholestep.comm import checks, traced
 from wholestep.comm.launching import Group, group_root, launch, pairs, staged
 from wholestep.comm.process_group import Options, ProcessGroup
+from wholestep.comm.quick import NEW, again, conclude, learn
+from wholestep.comm.shm import ALL_GATHER, ALL_TO_ALL, BARRIER, BROADCAST
 from wholestep.comm.work import All, Work
 from wholestep.comm.world import get_group
 
@@ -24,6 +27,9 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Copies the tensor of ``src`` to every rank, in place."""
+    found = again(BROADCAST, tensor, tensor, None, group, src, async_op, sys._getframe(1)) if group_src is None else NEW
+    if found is not NEW:
+        return found and conclude(found, [tensor], tensor)
     pg = get_group(group)
     if checks.outside(pg, "broadcast"):
         return None
@@ -31,9 +37,12 @@ def broadcast(
     if traced.is_traced(tensor):
         return traced.in_place("broadcast", tensor, pg, async_op, opts.root)
     plain = pairs([checks.tensor(tensor, "tensor")])
-    return launch(
+    work = launch(
         pg, "broadcast", tensor, async_op, lambda pg: staged(plain, lambda ready: pg.broadcast(ready, opts), [tensor])
     )
+    if group_src is None:
+        learn(BROADCAST, tensor, tensor, None, group, src, pg, "broadcast")
+    return work
 
 
 def all_gather(
@@ -91,6 +100,9 @@ def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Every rank's input [n, …], one after the other, into ``output_tensor`` [size*n, …] (or [size, n, …])."""
+    found = again(ALL_GATHER, output_tensor, input_tensor, None, group, None, async_op, sys._getframe(1))
+    if found is not NEW:
+        return found and conclude(found, [output_tensor], input_tensor)
     pg = get_group(group)
     (out,), (inp,) = pairs([checks.tensor(output_tensor, "output_tensor")]), pairs([input_tensor])
     checks.same_dtype("all_gather_into_tensor", [out, inp])
@@ -101,10 +113,12 @@ def all_gather_into_tensor(
     if traced.is_traced(input_tensor):
         return traced.into("all_gather", [out], inp.reshape(-1), pg, async_op)
     opts, ready = Options(async_op=async_op), inp.contiguous()
-    return launch(
+    work = launch(
         pg, "all_gather_into_tensor", input_tensor, async_op,
         lambda pg: staged([out], lambda outs: pg._allgather_base(outs[0], ready, opts), [output_tensor]),
     )  # fmt: skip
+    learn(ALL_GATHER, output_tensor, input_tensor, None, group, None, pg, "all_gather_into_tensor")
+    return work
 
 
 def gather(
@@ -208,6 +222,10 @@ def all_to_all_single(
     Args:
         output_split_sizes, input_split_sizes: rows from and to each rank; None or empty for equal parts.
     """
+    even = not (output_split_sizes or input_split_sizes)
+    found = again(ALL_TO_ALL, output, input, None, group, None, async_op, sys._getframe(1)) if even else NEW
+    if found is not NEW:
+        return found and conclude(found, [output], input)
     pg = get_group(group)
     checks.same_dtype("all_to_all_single", [checks.tensor(output, "output"), checks.tensor(input, "input")])
     if checks.outside(pg, "all_to_all_single"):
@@ -230,15 +248,24 @@ def all_to_all_single(
         )
     opts = Options(out_splits=output_split_sizes or [], in_splits=input_split_sizes or [], async_op=async_op)
     (out,), (inp,) = pairs([output]), pairs([input.contiguous()])
-    return launch(
+    work = launch(
         pg, "all_to_all_single", input, async_op,
         lambda pg: staged([out], lambda outs: pg.alltoall_base(outs[0], inp, opts), [output]),
     )  # fmt: skip
+    if even:
+        learn(ALL_TO_ALL, output, input, None, group, None, pg, "all_to_all_single")
+    return work
 
 
 def barrier(group: Group = None, async_op: bool = False, timeout: timedelta | None = None) -> Work | None:
     """Returns when every rank of the group has called it."""
+    found = again(BARRIER, None, None, None, group, None, async_op, sys._getframe(1)) if timeout is None else NEW
+    if found is not NEW:
+        return found and conclude(found, [], None)
     pg = get_group(group)
     if checks.outside(pg, "barrier"):
         return None
-    return launch(pg, "barrier", None, async_op, lambda pg: pg.barrier(Options(timeout=timeout, async_op=async_op)))
+    work = launch(pg, "barrier", None, async_op, lambda pg: pg.barrier(Options(timeout=timeout, async_op=async_op)))
+    if timeout is None:
+        learn(BARRIER, None, None, None, group, None, pg, "barrier")
+    return work

@@ -78,6 +78,8 @@ class ShmWork(Work):
     def __init__(self, group: ShmGroup, ticket: int, result: list[torch.Tensor], keep: Any) -> None:
         self._group, self._ticket, self._result, self._keep = group, ticket, result, keep
         group._under_way[ticket] = self
+        if len(group._under_way) > MANY:
+            group._reap()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._ticket:
@@ -157,8 +159,13 @@ class ShmGroup(ProcessGroup):
         self._seconds = timeout.total_seconds()
         self._under_way: dict[int, Work] = {}
         self.culprit = -1  # the rank that the last failure named
-        self._handle = 0
+        self.latest: tuple[int, ...] | None = None  # what the last call told the engine, for `quick.learn`
+        self._handle = self._ended = 0
         self._handle = self._attach(store, timeout)
+
+    @property
+    def sequence(self) -> int:  # type: ignore[override]
+        return native.sequence(self._handle) if self._handle else self._ended
 
     def _attach(self, store: Store, timeout: timedelta) -> int:
         length = native.group_bytes(self._size)
@@ -185,7 +192,7 @@ class ShmGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         if self._handle:
-            handle, self._handle = self._handle, 0
+            handle, self._handle, self._ended = self._handle, 0, self.sequence
             native.stop(handle)
             self._under_way.clear()
 
@@ -257,15 +264,14 @@ class ShmGroup(ProcessGroup):
             raise ValueError(
                 f"{OPS[op]}: shm moves CPU tensors, found one on {like.device}: use backend='cpu:shm,cuda:nccl'"
             )
-        self.sequence += 1
-        if len(self._under_way) > MANY:
-            self._reap()
         limit = self._seconds if opts.timeout is None else opts.timeout.total_seconds()
         code, elem = (0, 1) if like is None else (DTYPES.get(like.dtype, UNKNOWN), like.element_size())
         outcome = native.run(
-            handle, op, code, red, opts.root, nbytes, shape, self.sequence, src, dst, in_stride, out_stride,
+            handle, op, code, red, opts.root, nbytes, shape, src, dst, in_stride, out_stride,
             elem, float(limit), opts.async_op, ins, outs, in_sizes, out_sizes,
         )  # fmt: skip
+        plain = ins is None and outs is None and limit == self._seconds
+        self.latest = (op, code, red, opts.root, nbytes, shape, in_stride, out_stride, elem) if plain else None
         if outcome is None:
             return Finished(result)
         if isinstance(outcome, int):
@@ -369,6 +375,14 @@ class ShmGroup(ProcessGroup):
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         row = math.prod(input.shape[1:]) * input.element_size()
+        if opts is None or not (opts.in_splits or opts.out_splits):
+            part = input.nbytes // self._size
+            sizes = struct.pack(f"{self._size}Q", *[part] * self._size)
+            return self._start(
+                ALL_TO_ALL, input, opts, [output], (output, input), shape=_shape_code(input.shape[1:]),
+                src=input.data_ptr(), dst=output.data_ptr(), in_stride=part, out_stride=part, in_sizes=sizes,
+                out_sizes=struct.pack(f"{self._size}Q", *[output.nbytes // self._size] * self._size),
+            )  # fmt: skip
         ins = self._rows(input.shape[0], opts.in_splits if opts else [], row)
         outs = self._rows(output.shape[0], opts.out_splits if opts else [], row)
         starts = [list(accumulate(sizes, initial=at.data_ptr()))[:-1] for sizes, at in ((ins, input), (outs, output))]

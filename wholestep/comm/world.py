@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from wholestep.comm.memory import native
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 
 DEFAULT_GROUP = "world"
@@ -65,6 +66,8 @@ def set_thread_world(new: World | None) -> None:
         del _local.world
     else:
         _local.world = new
+    if native is not None:  # while groups differ by thread, no call is like an earlier one
+        native.quick_pause(-1 if new is None else 1)
 
 
 def get_group(group: ProcessGroup | str | None = None) -> ProcessGroup:

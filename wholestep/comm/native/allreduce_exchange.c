@@ -27,7 +27,7 @@ static void direct(group_t *g, job_t *j) {
     size_t n = part(j->d.bytes, each, (size_t)g->rank);
     char *dst[MAX_RANKS];
     const char *src[MAX_RANKS];
-    for (int r = 0; r < g->size; r++) src[r] = dst[r] = (char *)j->peers[r] + begin;
+    for (int r = 0; r < g->size; r++) src[r] = dst[r] = (char *)g->peers[r] + begin;
     if (n) reduce_into(j->d.dtype, j->d.red, dst, g->size, src, g->size, n / j->elem);
 }
 

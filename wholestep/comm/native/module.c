@@ -2,9 +2,7 @@
  *
  * A failed collective gives (status, culprit rank, our descriptor, the other's descriptor); transport.py words it. */
 #define _GNU_SOURCE
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
+#include "python.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -13,8 +11,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
-
-#include "shm.h"
 
 typedef unsigned long long u64;
 
@@ -75,6 +71,7 @@ static PyObject *py_stop(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (wrong(n, 1)) return NULL;
     group_t *g = address(a[0]);
+    plans_forget();
     Py_BEGIN_ALLOW_THREADS
     group_stop(g);
     Py_END_ALLOW_THREADS
@@ -109,7 +106,7 @@ static PyObject *py_release(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
-static PyObject *outcome(int status, const job_t *j) {
+PyObject *outcome(int status, const job_t *j) {
     if (status == OK) Py_RETURN_NONE;
     return Py_BuildValue("iiy#y#", status, j->culprit, (const char *)&j->d, (Py_ssize_t)DESC_COMPARED,
                          (const char *)&j->theirs, (Py_ssize_t)DESC_COMPARED);
@@ -126,31 +123,32 @@ static uint64_t *array(PyObject *o, int *bad) {
     return copy;
 }
 
-static void job_free(job_t *j) {
+void job_free(job_t *j) {
     free(j->ins), free(j->outs), free(j->in_sizes), free(j->out_sizes);
     free(j);
 }
 
-/* run(handle, op, dtype, red, root, bytes, shape, seq, in, out, in_stride, out_stride, elem, timeout_s, async,
+/* run(handle, op, dtype, red, root, bytes, shape, in, out, in_stride, out_stride, elem, timeout_s, async,
  *     ins, outs, in_sizes, out_sizes) -> None, a failure, or a ticket for finish() */
 static PyObject *py_run(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    if (wrong(n, 19)) return NULL;
+    if (wrong(n, 18)) return NULL;
     group_t *g = address(a[0]);
-    int async = (int)number(a[14]), status, bad = 0;
+    int async = (int)number(a[13]), status, bad = 0;
     job_t *j = calloc(1, sizeof *j);
     if (!j) return PyErr_NoMemory();
     j->d.op = (uint8_t)number(a[1]), j->d.dtype = (uint8_t)number(a[2]), j->d.red = (uint8_t)number(a[3]);
-    j->d.root = (uint32_t)number(a[4]), j->d.bytes = number(a[5]), j->d.shape = number(a[6]), j->d.seq = number(a[7]);
-    j->in = address(a[8]), j->out = address(a[9]);
-    j->in_stride = (size_t)number(a[10]), j->out_stride = (size_t)number(a[11]), j->elem = (size_t)number(a[12]);
-    j->timeout = PyFloat_AsDouble(a[13]);
-    j->ins = array(a[15], &bad), j->outs = array(a[16], &bad);
-    j->in_sizes = array(a[17], &bad), j->out_sizes = array(a[18], &bad);
+    j->d.root = (uint32_t)number(a[4]), j->d.bytes = number(a[5]), j->d.shape = number(a[6]);
+    j->in = address(a[7]), j->out = address(a[8]);
+    j->in_stride = (size_t)number(a[9]), j->out_stride = (size_t)number(a[10]), j->elem = (size_t)number(a[11]);
+    j->timeout = PyFloat_AsDouble(a[12]);
+    j->ins = array(a[14], &bad), j->outs = array(a[15], &bad);
+    j->in_sizes = array(a[16], &bad), j->out_sizes = array(a[17], &bad);
     if (bad || PyErr_Occurred()) {
         job_free(j);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
+    j->d.seq = ++g->seq;
     Py_BEGIN_ALLOW_THREADS
     status = job_submit(g, j, async);
     Py_END_ALLOW_THREADS
@@ -218,6 +216,12 @@ static PyObject *py_alive(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return wrong(n, 2) ? NULL : PyBool_FromLong(rank_alive(address(a[0]), (int)number(a[1])));
 }
 
+/* sequence(handle) -> collectives started */
+static PyObject *py_sequence(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    return wrong(n, 1) ? NULL : PyLong_FromUnsignedLongLong(((group_t *)address(a[0]))->seq);
+}
+
 /* repeat(handle, address, count of float32, times) -> seconds for one all-reduce, called from C */
 static PyObject *py_repeat(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
@@ -230,7 +234,7 @@ static PyObject *py_repeat(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     double began = now();
     for (u64 i = 0; i < times && !status; i++) {
         job_t j = {.in = address(a[1]), .out = address(a[1]), .elem = 4, .timeout = 60};
-        j.d.op = OP_ALL_REDUCE, j.d.dtype = T_F32, j.d.red = RED_MAX, j.d.bytes = 4 * number(a[2]), j.d.seq = i;
+        j.d.op = OP_ALL_REDUCE, j.d.dtype = T_F32, j.d.red = RED_MAX, j.d.bytes = 4 * number(a[2]), j.d.seq = ++g->seq;
         status = job_submit(g, &j, 0);
     }
     took = (now() - began) / (double)(times ? times : 1);
@@ -243,7 +247,8 @@ static PyObject *py_repeat(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(stop),       METHOD(allocate),
                                 METHOD(release),     METHOD(run),       METHOD(finish),     METHOD(test),
                                 METHOD(p2p_start),   METHOD(p2p_finish), METHOD(p2p_test),  METHOD(alive),
-                                METHOD(repeat),      {NULL, NULL, 0, NULL}};
+                                METHOD(repeat),      METHOD(sequence),   METHOD(quick_setup), METHOD(quick_pause),
+                                METHOD(learn),       METHOD(again),      {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
                                         NULL, NULL, NULL, NULL};
 

@@ -43,7 +43,7 @@ static int broadcast_read(group_t *g, job_t *j, size_t k) {
     return OK;
 }
 static void broadcast_direct(group_t *g, job_t *j) {
-    if (!is_root(g, j)) copy(j->out, j->peers[j->d.root], j->d.bytes);
+    if (!is_root(g, j)) copy(j->out, g->peers[j->d.root], j->d.bytes);
 }
 const algorithm_t broadcast_rounds = {"broadcast", by_chunk, NULL, broadcast_write, broadcast_read, broadcast_direct};
 
@@ -73,7 +73,7 @@ static int allgather_read(group_t *g, job_t *j, size_t k) {
 static void allgather_direct(group_t *g, job_t *j) {
     for (int step = 0; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
-        copy(out_at(j, r), j->peers[r], j->d.bytes);
+        copy(out_at(j, r), g->peers[r], j->d.bytes);
     }
 }
 const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, write_chunk, allgather_read, allgather_direct};
@@ -90,7 +90,7 @@ static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
 }
 static void reduce_scatter_direct(group_t *g, job_t *j) {
     const char *src[MAX_RANKS];
-    for (int r = 0; r < g->size; r++) src[r] = j->peers[r] + (size_t)g->rank * j->in_stride;
+    for (int r = 0; r < g->size; r++) src[r] = g->peers[r] + (size_t)g->rank * j->in_stride;
     reduce_into(j->d.dtype, j->d.red, &j->out, 1, src, g->size, j->d.bytes / j->elem);
 }
 const algorithm_t reduce_scatter_rounds = {"reduce_scatter", by_piece, NULL, write_pieces, reduce_scatter_read,

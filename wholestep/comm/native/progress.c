@@ -72,8 +72,8 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     for (int r = 0; r < g->size; r++)
         if (!desc_of(g, r, g->reading)->segment) return OK;
     for (int r = 0; r < g->size; r++) {
-        j->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), desc_of(g, r, g->reading));
-        if (!j->peers[r]) return round_unreadable(g, r); /* the others go on without us: nothing can be saved */
+        g->peers[r] = r == g->rank ? j->in : segment_map(atomic_load(&g->ctl[r].pid), desc_of(g, r, g->reading));
+        if (!g->peers[r]) return round_unreadable(g, r); /* the others go on without us: nothing can be saved */
     }
     a->direct(g, j);
     announce(g, j);

@@ -11,7 +11,7 @@
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
  * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
  * segment.c  memory                            slots.c     copies in and out of slots
- * module.c   the Python names
+ * module.c   the Python names                 quick.c     calls like an earlier one
  */
 #ifndef WHOLESTEP_SHM_H
 #define WHOLESTEP_SHM_H
@@ -69,7 +69,6 @@ typedef struct job {
     uint64_t *ins, *outs, *in_sizes, *out_sizes;          /* or explicit addresses and sizes, one a rank */
     size_t elem;                                          /* bytes of an element */
     double timeout;                                       /* seconds */
-    const char *peers[MAX_RANKS];                         /* direct: every rank's input, mapped here */
     size_t rounds;
     int status, culprit;
     desc_t theirs;                                        /* on a mismatch or time-out: where the other stands */
@@ -86,6 +85,8 @@ typedef struct {
     ctl_t *ctl;
     char *slots;
     ring_t *rings;
+    const char *peers[MAX_RANKS]; /* direct: every rank's input, mapped here */
+    uint64_t seq;                 /* collectives started */
     uint32_t round, reading; /* published last; being read, or read last */
     uint32_t ahead, depth;
     int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
