@@ -35,7 +35,7 @@ def _set_up() -> bool:
         native is not None
         and type(capsule).__name__ == "PyCapsule"
         and native.quick_setup(
-            capsule, torch.Tensor, count_dispatch_modes, recorder.append, recorder.numbers, "started", "completed"
+            capsule, torch.Tensor, count_dispatch_modes, recorder.ring, recorder.numbers, "started", "completed"
         )
     )
 

@@ -13,8 +13,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,7 @@ WHAT, NUMBER, SEQ, STARTED, CODE, INSTRUCTION, STATE, WORK, ERROR = range(9)
 Entry = list[Any]
 Shown = tuple[str, str, torch.Size | None, torch.dtype | None]
 
-_entries: deque[Entry] = deque(maxlen=KEPT)
-append = _entries.append
+ring: list[Entry | None] = [None] * KEPT  # an entry is at its number modulo KEPT
 numbers = itertools.count(1)
 
 
@@ -50,8 +49,9 @@ def begin(group: ProcessGroup, op: str, like: torch.Tensor | None) -> Entry:
         frame = frame.f_back
     seq = group._get_sequence_number_for_group() + 1
     where = frame.f_code, frame.f_lasti
-    entry = [shown(group, op, like), next(numbers), seq, time.time(), *where, "started", None, None]
-    append(entry)
+    number = next(numbers)
+    entry: Entry = [shown(group, op, like), number, seq, time.time(), *where, "started", None, None]
+    ring[number % KEPT] = entry
     return entry
 
 
@@ -111,7 +111,8 @@ def fail(entry: Entry, error: BaseException, rank: int) -> None:
 
 def records() -> list[dict[str, Any]]:
     """The collectives kept, oldest first."""
-    return [_as_dict(entry) for entry in list(_entries)]
+    kept = sorted((entry for entry in ring if entry is not None), key=itemgetter(NUMBER))
+    return [_as_dict(entry) for entry in kept]
 
 
 def dump(rank: int, path: str | Path | None = None) -> Path:

@@ -38,7 +38,7 @@ static void patience(group_t *g, int behind) {
 
 static void enter(group_t *g, job_t *j) {
     g->job = j;
-    g->deadline = now() + j->timeout;
+    g->deadline = -1; /* counted from when it first sleeps */
     g->reading = g->round; /* all rounds before this job have been read */
 }
 
@@ -126,10 +126,10 @@ int job_run(group_t *g, job_t *j) {
     return OK;
 }
 
-static void complete(job_t *j, int status) {
+static void complete(group_t *g, job_t *j, int status) {
     j->status = status;
-    atomic_store(&j->done, 1);
-    futex_wake_all(&j->done);
+    atomic_store(&j->done, 1); /* from here on the waiter may free the job: its address serves to wake, no more */
+    if (atomic_load(&g->waiters)) futex_wake_all(&j->done);
 }
 
 /* Reads the result of the collective that was only published so far. Call with the group to oneself. */
@@ -137,10 +137,10 @@ static void finish_lazy(group_t *g) {
     job_t *j = g->lazy;
     if (!j) return;
     g->lazy = NULL;
-    if (g->broken) { complete(j, round_broken(g, j)); return; }
+    if (g->broken) { complete(g, j, round_broken(g, j)); return; }
     enter(g, j);
     g->reading--; /* published, not yet read */
-    complete(j, end_round(g, j, choose(g, j), 0, 0));
+    complete(g, j, end_round(g, j, choose(g, j), 0, 0));
 }
 
 static void *serve(void *arg) {
@@ -156,7 +156,7 @@ static void *serve(void *arg) {
         pthread_mutex_unlock(&g->lock);
         patience(g, 1);
         finish_lazy(g);
-        complete(j, job_run(g, j));
+        complete(g, j, job_run(g, j));
         pthread_mutex_lock(&g->lock);
         g->busy = 0;
         pthread_cond_broadcast(&g->wake);
@@ -183,9 +183,9 @@ int job_submit(group_t *g, job_t *j, int async) {
             patience(g, 0);
             finish_lazy(g);
             int status = -1;
-            if (g->broken) complete(j, status = round_broken(g, j));
+            if (g->broken) complete(g, j, status = round_broken(g, j));
             else if (single) start_round(g, j, choose(g, j), 0), g->lazy = j;
-            else complete(j, status = job_run(g, j));
+            else complete(g, j, status = job_run(g, j));
             release(g);
             return status;
         }
@@ -193,7 +193,7 @@ int job_submit(group_t *g, job_t *j, int async) {
     if (!g->has_thread) {
         if (pthread_create(&g->thread, NULL, serve, g)) {
             pthread_mutex_unlock(&g->lock);
-            complete(j, E_MEMORY);
+            complete(g, j, E_MEMORY);
             return E_MEMORY;
         }
         g->has_thread = 1;
@@ -225,7 +225,9 @@ int job_finish(group_t *g, job_t *j, double seconds) {
     while (!atomic_load(&j->done)) {
         double left = seconds < 0 ? 1.0 : end - now();
         if (left <= 0) return -1;
+        atomic_fetch_add(&g->waiters, 1);
         futex_wait_for(&j->done, 0, left);
+        atomic_fetch_sub(&g->waiters, 1);
     }
     return j->status;
 }
@@ -244,8 +246,8 @@ void group_stop(group_t *g) {
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
     if (g->has_thread) pthread_join(g->thread, NULL);
-    for (job_t *j = g->head; j; j = j->next) complete(j, E_ABORTED);
-    if (g->lazy) complete(g->lazy, E_ABORTED);
+    for (job_t *j = g->head; j; j = j->next) complete(g, j, E_ABORTED);
+    if (g->lazy) complete(g, g->lazy, E_ABORTED);
     g->head = g->lazy = NULL;
     atomic_store(&g->ctl[g->rank].failed, 1);
     futex_wake_all(&g->ctl[g->rank].round);

@@ -137,6 +137,7 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
             int gone = !rank_alive(g, r) || atomic_load(&g->ctl[r].failed);
             if (gone && !reached(g, r, round)) status = blame(g, r);
         }
+        if (g->deadline < 0) g->deadline = now() + g->job->timeout;
         if (!status && now() > g->deadline) status = round_fail(g, rank, E_TIMEOUT);
         if (status) break;
     }

@@ -95,6 +95,7 @@ typedef struct {
     int broken;
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;
+    _Atomic uint32_t waiters; /* threads asleep until some job is done */
     double deadline, moved; /* moved: when we last left a core that we shared with another rank */
     job_t *job; /* running */
     /* progress.c */
