@@ -85,6 +85,26 @@ def test_the_ranks_share_a_secret_of_this_run(run, monkeypatch):
     assert sorted(out.stdout.splitlines()) == [f"[rank {r}] {line}" for r in (0, 1) for line in said]
 
 
+FORGETFUL = """
+import os, sys, torch
+from wholestep import comm
+comm.init_process_group("{0}")
+comm.all_reduce(torch.ones(4))
+comm.barrier()
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_program_may_end_without_destroying_its_groups(run, backend):
+    """Nor does the end of a process that it forked end them."""
+    out = run(FORGETFUL.format(backend), "-n", "2")
+    assert (out.returncode, out.stderr) == (0, "")
+
+
 def test_arguments_reach_the_script_as_they_are(run):
     out = run("import sys\nprint(sys.argv[1:])", "-n", "1", arguments=("-n", "7", "--", "--help", "a b"))
     assert out.stdout == "[rank 0] ['-n', '7', '--', '--help', 'a b']\n"

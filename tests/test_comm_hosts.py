@@ -1,10 +1,15 @@
 """Groups over several hosts: one machine divided by WHOLESTEP_HOST, and two networks where they can be made."""
 
+import contextlib
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from wholestep.comm.fold import naive_reduce
 from wholestep.comm.hosts import Layout, host_identity
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import as_op
+from wholestep.launch import free_port
 from wholestep.testing import run_ranks
 
 LONG = bool(os.environ.get("WHOLESTEP_LONG"))
@@ -212,12 +218,90 @@ def test_a_dead_or_stopped_rank_ends_the_group_on_every_host(layout, victim, num
         process.join(10)
 
 
+JOB = """
+import json, pathlib, sys
+import torch
+from comm_programs import run_program
+from wholestep import comm
+
+comm.init_process_group()
+
+def sent():
+    lines = pathlib.Path("/proc/net/dev").read_text().splitlines()
+    return sum(int(line.split()[9]) for line in lines if line.split()[0] == "cable:")
+
+def leaves_this_host(call):
+    comm.barrier()
+    before = sent()
+    call()
+    comm.barrier()
+    return sent() - before
+
+n, flat = comm.get_world_size(), comm.new_group(backend="gloo")
+x, many = torch.ones(1_000_000), torch.empty(n * 1_000_000)
+counts = {
+    "all_reduce": leaves_this_host(lambda: comm.all_reduce(x)),
+    "flat all_reduce": leaves_this_host(lambda: comm.all_reduce(x, group=flat)),
+    "broadcast": leaves_this_host(lambda: comm.broadcast(x, 0)),
+    "all_gather": leaves_this_host(lambda: comm.all_gather_into_tensor(many, x)),
+    "reduce_scatter": leaves_this_host(lambda: comm.reduce_scatter_tensor(x, many)),
+}
+found = {"backend": comm.get_backend(), "compared": run_program(3, 40), "sent": counts}
+pathlib.Path(f"{sys.argv[1]}/{comm.get_rank()}.json").write_text(json.dumps(found))
+"""
+
+
+def has_namespaces(own):
+    """True where a network namespace can be made, another in it, and a cable between them."""
+    attempt = "ip link add cable type veth peer name other && unshare --net true"
+    with contextlib.suppress(FileNotFoundError):
+        return subprocess.run([*own, "sh", "-c", attempt], capture_output=True, check=False).returncode == 0
+    return False
+
+
+def test_two_hosts_with_a_cable_between_them(tmp_path):
+    """A job of two launchers that meet over TCP with their secret. Where no networks can be made: over loopback."""
+    own = ["unshare", *([] if os.getuid() == 0 else ["--user", "--map-root-user"]), "--net"]
+    cable = has_namespaces(own)
+    (tmp_path / "job.py").write_text(JOB)
+    master = ["--master-addr", "10.77.0.1" if cable else "127.0.0.2", "--master-port", str(free_port())]
+    command = [sys.executable, "-m", "wholestep", "run", "-n", "2", "--nodes", "2", *master]
+    script = [str(tmp_path / "job.py"), str(tmp_path)]
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    env = os.environ | {"WHOLESTEP_SECRET": "of this test", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    if cable:
+        env["WITH"] = " ".join(script)
+        starts = [[*own, "sh", str(Path(__file__).with_name("two_hosts.sh")), *command]]
+        jobs = [subprocess.Popen(starts[0], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)]
+    else:
+        jobs = [
+            subprocess.Popen(
+                [*command, "--node-rank", str(host), *script],
+                env=env | {"WHOLESTEP_HOST": str(host)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for host in range(2)
+        ]  # fmt: skip
+    said = [job.communicate(timeout=120)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * len(jobs), said
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert {one["backend"] for one in found} == {"shm+gloo"}
+    assert min(one["compared"] for one in found) > 30
+    if cable:  # bytes that left each host, in units of one rank's 4 MB
+        sent = [{name: count / 4e6 for name, count in one["sent"].items()} for one in found]
+        for host, one in enumerate((sent[0], sent[2])):
+            assert 1 <= one["all_reduce"] < 1.1 < one["flat all_reduce"]
+            assert (1 - host) <= one["broadcast"] < 1.1 - host
+            assert 2 <= one["all_gather"] < 2.2
+            assert 2 <= one["reduce_scatter"] < 2.2
+
+
 def test_layouts():
     layout = Layout(list("abbca"))
     assert layout.hosts == [[0, 4], [1, 2], [3]]
     assert layout.host_of == [0, 1, 1, 2, 0]
     assert layout.place_of == [0, 0, 1, 0, 1]
-    assert layout.widest == 2
+    assert layout.rows == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert layout.row_of == [0, 2, 3, 4, 1]
 
 
 def test_a_host_can_be_divided(monkeypatch):

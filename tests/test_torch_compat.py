@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from wholestep.torch_compat import (
     engine_compiler,
     fake_refusal,
     free_saved_tensors,
+    gloo_options,
     has_native_kernel,
     mkl_square_root,
     no_modes,
@@ -330,3 +332,16 @@ def test_the_call_of_the_engine_can_be_exchanged():
     assert flags == {"allow_unreachable": True, "accumulate_grad": True}
     assert second[4][0] is x and second[5] is False and more == {"accumulate_grad": False}
     assert x.grad is None
+
+
+def test_gloo_listens_where_it_is_told():
+    engine = torch.distributed.ProcessGroupGloo
+    made = gloo_options(engine, "127.0.0.1", timedelta(seconds=7))
+    assert made._timeout == timedelta(seconds=7)
+    assert len(made._devices) == 1
+    alone = engine(torch.distributed.HashStore(), 0, 1, made)
+    x = torch.ones(2)
+    alone.allreduce([x]).wait()
+    assert x.tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError):
+        gloo_options(engine, "no.such.host.invalid", timedelta(seconds=7))

@@ -9,6 +9,7 @@ import ctypes
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,14 @@ def compile_with_inductor(
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many `TorchDispatchMode`s the calling thread is inside of."""
+
+
+def gloo_options(engine: Any, address: str, timeout: timedelta) -> Any:
+    """Options of the Gloo engine's class ``engine``: listen on that address alone, with that time-out."""
+    made = engine._Options()
+    made._devices = [engine.create_device(hostname=address)]
+    made._timeout = timeout
+    return made
 
 
 def dispatch_modes_active() -> bool:

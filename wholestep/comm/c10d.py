@@ -7,6 +7,7 @@ engines alone, never torch's own default group, so that a program may use both.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,9 @@ from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.store import Store
 from wholestep.comm.work import All, Then, Work
+from wholestep.torch_compat import gloo_options
 
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # the ecosystem's way to say which network Gloo uses
 _WORDS = 160  # bytes of a collective's description that ranks compare at DETAIL
 _OPS: dict[RedOpType, Any] = {
     kind: getattr(dist.ReduceOp, kind.name) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM
@@ -154,13 +157,28 @@ class C10dGroup(ProcessGroup):
         if engine is None:
             raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
         self._store = _ForTorch(store)
-        self._engine = engine(self._store, rank, size, timeout)
+        address = store.local_address() if backend == "gloo" and INTERFACE_VARIABLE not in os.environ else ""
+        try:
+            # where the store was reached, the others are too: Gloo itself would ask for the host's name, which many a
+            # host resolves to an address that others cannot reach, or to one beyond loopback without need
+            self._engine = engine(
+                self._store, rank, size, gloo_options(engine, address, timeout) if address else timeout
+            )
+        except RuntimeError as failure:
+            raise DistBackendError(f"{backend} cannot start on rank {rank}: {failure}") from failure
 
     def shutdown(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._engine.shutdown()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            with contextlib.suppress(RuntimeError):
+                engine.shutdown()
+            # Here the engine ends and joins its threads: one that still lets go of a tensor while the interpreter ends
+            # would abort the program ("terminate called without an active exception").
+            del engine
 
     def _run(self, what: str, tensors: list[torch.Tensor], start: Callable[[], Any], checked: bool = True) -> Work:
+        if self._engine is None:
+            raise DistBackendError(f"{what}: group {self.group_name!r} has ended")
         if checked:
             self.sequence += 1
             if get_debug_level() is DebugLevel.DETAIL:

@@ -28,12 +28,22 @@ _FOLD: dict[RedOpType, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] =
 }
 
 
-def fold(parts: list[torch.Tensor], kind: RedOpType) -> torch.Tensor:
-    """The parts folded in their order and dtype; AVG and PREMUL_SUM as SUM."""
+def fold(parts: list[torch.Tensor], kind: RedOpType, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The parts folded in their order and dtype; AVG and PREMUL_SUM as SUM.
+
+    Args:
+        out: memory for the result, which may be that of one of two parts.
+    """
     ours, numpys = _FOLD[kind]
     if parts[0].dtype in UNSIGNED:
-        return torch.from_numpy(numpy.asarray(functools.reduce(numpys, [part.numpy() for part in parts])))
-    return functools.reduce(ours, parts)
+        total = torch.from_numpy(numpy.asarray(functools.reduce(numpys, [part.numpy() for part in parts])))
+        return total if out is None else out.copy_(total)
+    if len(parts) == 1:
+        return parts[0] if out is None else out.copy_(parts[0])
+    total = ours(parts[0], parts[1], out=out if len(parts) == 2 else None)
+    for part in parts[2:]:
+        ours(total, part, out=total)
+    return total if out is None or out is total else out.copy_(total)
 
 
 def average(total: torch.Tensor, count: int) -> torch.Tensor:

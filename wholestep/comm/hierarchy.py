@@ -11,8 +11,10 @@ With n ranks, H hosts and N bytes a rank (steps inside a host are those of `shm.
 | collective | bytes that leave a host |
 |---|---|
 | all_reduce | 2 (H-1)/H N; (H-1) N up to 64 KB; twice that for bf16 and fp16 |
-| reduce, broadcast | N, from one side alone |
-| all_gather, gather, scatter | (H-1) times, or once, its ranks' parts; as if each host had as many as the widest |
+| reduce | N, except from the root's host |
+| broadcast | (H-1) N from the root's host |
+| all_gather | (H-1) times its ranks' parts |
+| gather, scatter | the parts that go to, or come from, the root's host |
 | reduce_scatter | the parts of the other hosts' ranks, summed over this host |
 | all_to_all, messages | what its ranks send to other hosts, directly |
 """
@@ -24,7 +26,6 @@ from typing import Any
 
 import torch
 
-from wholestep.comm.c10d import C10dGroup
 from wholestep.comm.errors import DistBackendError, DistMismatchError
 from wholestep.comm.fold import HALVES, average, fold
 from wholestep.comm.hosts import Layout, host_identity
@@ -46,51 +47,51 @@ class HierarchicalGroup(LedGroup):
 
     # Reductions -------------------------------------------------------------------------------------------------
 
-    def _wide(self, tensor: torch.Tensor, opts: Options) -> torch.Tensor:
-        """A copy of the tensor to reduce in: float32 for halves, multiplied for PREMUL_SUM."""
+    def _wide(self, tensor: torch.Tensor, opts: Options, copy: bool) -> torch.Tensor:
+        """The tensor to reduce in: float32 for halves, multiplied for PREMUL_SUM; else the same if not ``copy``."""
         if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
-            tensor = (tensor * opts.factor).to(tensor.dtype)
-        return tensor.float() if tensor.dtype in HALVES else tensor.clone()
-
-    def _fold(self, parts: list[torch.Tensor], opts: Options) -> torch.Tensor:
-        """The sums of all hosts as the result."""
-        total = fold(parts, opts.op)
-        return average(total, self._size) if opts.op is RedOpType.AVG else total
+            tensor, copy = (tensor * opts.factor).to(tensor.dtype), False
+        if tensor.dtype in HALVES:
+            return tensor.float()
+        return tensor.clone() if copy else tensor
 
     def _inner(self, opts: Options, plain: Options) -> Options:
         """Options of a reduction to the leader; what AVG and PREMUL_SUM add is done elsewhere."""
         op = RedOpType.SUM if opts.op in (RedOpType.AVG, RedOpType.PREMUL_SUM) else opts.op
         return Options(op=op, timeout=plain.timeout)
 
+    def _fold(self, parts: list[torch.Tensor], opts: Options, to: torch.Tensor) -> torch.Tensor:
+        """The sums of all hosts as the result."""
+        total = fold(parts, opts.op, to if to.dtype is parts[0].dtype else None)
+        return to.copy_(average(total, self._size) if opts.op is RedOpType.AVG else total)
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         opts = opts or Options()
 
         def steps(plain: Options) -> None:
             for tensor in tensors:
-                total = self._wide(tensor, opts)
+                total = self._wide(tensor, opts, copy=False)
                 self._inside.reduce([total], self._inner(opts, plain)).wait()
-                self._cross(lambda between, t=total, to=tensor: self._exchange(between, t, to, opts, plain))  # type: ignore[misc]
+                if self._place == 0:
+                    self._exchange(total.view(-1), tensor.view(-1), opts, plain)
                 self._inside.broadcast([tensor], self._later(plain)).wait()
 
         return self._start("all_reduce", tensors[0] if tensors else None, opts, tensors, steps)
 
-    def _exchange(
-        self, between: C10dGroup, total: torch.Tensor, to: torch.Tensor, opts: Options, plain: Options
-    ) -> None:
-        """All-reduce among the leaders."""
-        flat, count = total.reshape(-1), total.numel()
+    def _exchange(self, total: torch.Tensor, to: torch.Tensor, opts: Options, plain: Options) -> None:
+        """All-reduce among the leaders: everything to all of them, or where that is much, each a share."""
+        me, all_hosts = self._host, range(self._hosts)
         if total.nbytes <= SMALL or self._hosts == 2:
-            rows = flat.new_empty(self._hosts, count)
-            between._allgather_base(rows, flat, plain).wait()
-            to.copy_(self._fold(list(rows), opts).view_as(to))
+            rows = {host: torch.empty_like(total) if host != me else total for host in all_hosts}
+            self._cross(self._swap(rows, dict.fromkeys(all_hosts, total), plain))
+            self._fold([rows[host] for host in all_hosts], opts, to)
             return
-        share = -(-count // self._hosts)
-        mine = flat.new_zeros(self._hosts, share)
-        mine.view(-1)[:count].copy_(flat)
-        rows = torch.empty_like(mine)
-        between.alltoall_base(rows, mine, plain).wait()
-        between._allgather_base(mine, self._fold(list(rows), opts), plain).wait()
-        to.copy_(mine.view(-1)[:count].view_as(to))
+        shares = dict(enumerate(total.tensor_split(self._hosts)))
+        rows = {host: torch.empty_like(shares[me]) if host != me else shares[me] for host in all_hosts}
+        self._cross(self._swap(rows, shares, plain))
+        results = dict(enumerate(to.tensor_split(self._hosts)))
+        self._fold([rows[host] for host in all_hosts], opts, results[me])
+        self._cross(self._swap(results, dict.fromkeys(all_hosts, results[me]), plain))
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         opts = opts or Options()
@@ -98,44 +99,37 @@ class HierarchicalGroup(LedGroup):
         (tensor,) = tensors
 
         def steps(plain: Options) -> None:
-            total = self._wide(tensor, opts)
+            total = self._wide(tensor, opts, copy=True)
             self._inside.reduce([total], self._inner(opts, plain)).wait()
-            result, here = torch.empty_like(tensor), host == self._host
-
-            def collect(between: C10dGroup) -> None:
-                rows = [torch.empty_like(total) for _ in range(self._hosts)] if here else []
-                between.gather([rows] if here else [], [total], Options(root=host, timeout=plain.timeout)).wait()
-                if here:
-                    result.copy_(self._fold(rows, opts))
-
-            self._cross(collect)
-            if here:
-                self._hand(result, 0, place)
-            if self._rank == opts.root:
-                tensor.copy_(result)
+            if host != self._host:
+                self._cross(self._swap({}, {host: total}, plain))
+                return
+            rows = {other: torch.empty_like(total) if other != host else total for other in range(self._hosts)}
+            self._cross(self._swap(rows, {}, plain))
+            result = tensor if self._rank == opts.root else torch.empty_like(tensor)
+            if self._place == 0:
+                self._fold(list(rows.values()), opts, result)
+            self._hand(result, 0, place)
 
         return self._start("reduce", tensor, opts, tensors, steps)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         opts = opts or Options()
-        (output,), (parts,) = outputs, inputs
+        (output,), (parts,), rows = outputs, inputs, self.layout.rows
 
         def steps(plain: Options) -> None:
-            by_host = torch.stack([parts[rank].reshape(-1) for ranks in self.layout.hosts for rank in ranks])
-            total = self._wide(by_host, opts)
+            table = torch.stack([parts[rank].reshape(-1) for ranks in self.layout.hosts for rank in ranks])
+            total = self._wide(table, opts, copy=False)
             self._inside.reduce([total], self._inner(opts, plain)).wait()
-            mine = output.new_empty(len(self._mates), output.numel())
-
-            def swap(between: C10dGroup) -> None:
-                rows = total.new_empty(self._hosts * len(self._mates), output.numel())
-                ins, outs = [len(ranks) for ranks in self.layout.hosts], [len(self._mates)] * self._hosts
-                splits = Options(timeout=plain.timeout, in_splits=ins, out_splits=outs)
-                between.alltoall_base(rows, total, splits).wait()
-                mine.copy_(self._fold(list(rows.view(self._hosts, *mine.shape)), opts))
-
-            self._cross(swap)
-            flat = output.view(-1)
-            self._inside.scatter([flat], [list(mine)] if self._place == 0 else [], self._later(plain)).wait()
+            ins = {host: total[rows[host]] for host in range(self._hosts)}
+            mine = ins[self._host]
+            outs = {host: torch.empty_like(mine) if host != self._host else mine for host in ins}
+            self._cross(self._swap(outs, ins, plain))
+            result = output.new_empty(mine.shape)
+            if self._place == 0:
+                self._fold(list(outs.values()), opts, result)
+            sources = [list(result)] if self._place == 0 else []
+            self._inside.scatter([output.view(-1)], sources, self._later(plain)).wait()
 
         return self._start("reduce_scatter", output, opts, outputs, steps)
 
@@ -149,32 +143,34 @@ class HierarchicalGroup(LedGroup):
             for tensor in tensors:
                 if host == self._host:
                     self._inside.broadcast([tensor], Options(root=place, timeout=plain.timeout)).wait()
-                self._cross(lambda between, t=tensor: between.broadcast([t], Options(root=host, timeout=plain.timeout)))  # type: ignore[misc]
-                if host != self._host:
+                    self._cross(self._swap({}, dict.fromkeys(range(self._hosts), tensor), plain))
+                else:
+                    self._cross(self._swap({host: tensor}, {}, plain))
                     self._inside.broadcast([tensor], self._later(plain)).wait()
 
         return self._start("broadcast", tensors[0], opts, tensors, steps)
 
-    def _collected(self, tensor: torch.Tensor, plain: Options) -> torch.Tensor:
-        """On a leader: the tensors of its host, one a row, as many rows as the widest host has."""
-        rows = tensor.new_zeros(self.layout.widest, tensor.numel()) if self._place == 0 else tensor.new_zeros(0)
-        outs = [list(rows[: len(self._mates)])] if self._place == 0 else []
-        self._inside.gather(outs, [tensor.reshape(-1)], plain).wait()
-        return rows
+    def _table(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(self._size, tensor.numel())
 
-    def _by_rank(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Rows [hosts, widest, n] in the order of the ranks."""
-        return [rows[self.layout.host_of[rank], self.layout.place_of[rank]] for rank in range(self._size)]
+    def _collect(self, tensor: torch.Tensor, table: torch.Tensor, plain: Options) -> None:
+        """Brings the tensors of this host to its leader, into its rows of the table."""
+        outs = [list(table[self.layout.rows[self._host]])] if self._place == 0 else []
+        self._inside.gather(outs, [tensor.view(-1)], plain).wait()
+
+    def _by_rank(self, table: torch.Tensor) -> list[torch.Tensor]:
+        return [table[row] for row in self.layout.row_of]
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         (outs,), (tensor,) = outputs, inputs
 
         def steps(plain: Options) -> None:
-            mine = self._collected(tensor, plain)
-            rows = tensor.new_empty(self._hosts, self.layout.widest, tensor.numel())
-            self._cross(lambda between: between._allgather_base(rows, mine, plain))
-            self._inside.broadcast([rows], self._later(plain)).wait()
-            for out, row in zip(outs, self._by_rank(rows), strict=True):
+            table = self._table(tensor)
+            self._collect(tensor, table, plain)
+            rows = {host: table[where] for host, where in enumerate(self.layout.rows)}
+            self._cross(self._swap(rows, dict.fromkeys(rows, rows[self._host]), plain))
+            self._inside.broadcast([table], self._later(plain)).wait()
+            for out, row in zip(outs, self._by_rank(table), strict=True):
                 out.copy_(row.view_as(out))
 
         return self._start("all_gather", tensor, opts, outs, steps)
@@ -185,17 +181,15 @@ class HierarchicalGroup(LedGroup):
         (tensor,), outs = inputs, outputs[0] if outputs else []
 
         def steps(plain: Options) -> None:
-            mine = self._collected(tensor, plain)
-            here = host == self._host
-            rows = tensor.new_empty(self._hosts if here else 0, self.layout.widest, tensor.numel())
-            self._cross(
-                lambda between: between.gather(
-                    [list(rows)] if here else [], [mine], Options(root=host, timeout=plain.timeout)
-                )
-            )
-            if here:
-                self._hand(rows, 0, place)
-            for out, row in zip(outs, self._by_rank(rows) if outs else [], strict=True):
+            table = self._table(tensor)
+            self._collect(tensor, table, plain)
+            rows = {other: table[where] for other, where in enumerate(self.layout.rows)}
+            if host != self._host:
+                self._cross(self._swap({}, {host: rows[self._host]}, plain))
+                return
+            self._cross(self._swap(rows, {}, plain))
+            self._hand(table, 0, place)
+            for out, row in zip(outs, self._by_rank(table) if outs else [], strict=True):
                 out.copy_(row.view_as(out))
 
         return self._start("gather", tensor, opts, outs, steps)
@@ -206,19 +200,16 @@ class HierarchicalGroup(LedGroup):
         (output,), parts = outputs, inputs[0] if inputs else []
 
         def steps(plain: Options) -> None:
-            here = host == self._host
-            rows = output.new_zeros(self._hosts if here else 0, self.layout.widest, output.numel())
-            for row, part in zip(self._by_rank(rows) if parts else [], parts, strict=True):
-                row.copy_(part.reshape(-1))
-            if here:
-                self._hand(rows, place, 0)
-            mine = output.new_empty(self.layout.widest, output.numel())
-            self._cross(
-                lambda between: between.scatter(
-                    [mine], [list(rows)] if here else [], Options(root=host, timeout=plain.timeout)
-                )
-            )
-            sources = [list(mine[: len(self._mates)])] if self._place == 0 else []
+            table = self._table(output)
+            rows = {other: table[where] for other, where in enumerate(self.layout.rows)}
+            if host == self._host:
+                for row, part in zip(self._by_rank(table) if parts else [], parts, strict=True):
+                    row.copy_(part.view(-1))
+                self._hand(table, place, 0)
+                self._cross(self._swap({}, rows, plain))
+            else:
+                self._cross(self._swap({host: rows[self._host]}, {}, plain))
+            sources = [list(rows[self._host])] if self._place == 0 else []
             self._inside.scatter([output.view(-1)], sources, self._later(plain)).wait()
 
         return self._start("scatter", output, opts, outputs, steps)
@@ -259,7 +250,7 @@ class HierarchicalGroup(LedGroup):
     def barrier(self, opts: Any = None) -> Work:
         def steps(plain: Options) -> None:
             self._inside.barrier(plain).wait()
-            self._cross(lambda between: between.barrier(plain))
+            self._cross(lambda between: between.barrier(plain).wait())
             self._inside.barrier(self._later(plain)).wait()
 
         return self._start("barrier", None, opts, [], steps)

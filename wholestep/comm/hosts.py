@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 HOST_VARIABLE = "WHOLESTEP_HOST"
 
@@ -27,12 +28,16 @@ class Layout:
         hosts: ranks of each host, ascending; the first of each is its leader.
         host_of: number of each rank's host.
         place_of: each rank's number on its host.
+        rows: of each host, in a table with one row a rank that lists the ranks host by host.
+        row_of: each rank's row in that table.
     """
 
     homes: list[str]
     hosts: list[list[int]] = field(init=False)
     host_of: list[int] = field(init=False)
     place_of: list[int] = field(init=False)
+    rows: list[slice] = field(init=False)
+    row_of: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         by_home: dict[str, list[int]] = {}
@@ -42,8 +47,6 @@ class Layout:
         number = {home: index for index, home in enumerate(by_home)}
         self.host_of = [number[home] for home in self.homes]
         self.place_of = [by_home[home].index(rank) for rank, home in enumerate(self.homes)]
-
-    @property
-    def widest(self) -> int:
-        """Ranks of the host that has most."""
-        return max(len(ranks) for ranks in self.hosts)
+        ends = list(accumulate(len(ranks) for ranks in self.hosts))
+        self.rows = [slice(end - len(ranks), end) for end, ranks in zip(ends, self.hosts, strict=True)]
+        self.row_of = [self.rows[host].start + place for host, place in zip(self.host_of, self.place_of, strict=True)]

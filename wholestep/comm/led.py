@@ -111,14 +111,30 @@ class LedGroup(ProcessGroup):
 
         return self._lane.start(f"{self!r}: {words}", guarded, result, opts.async_op)
 
-    def _cross(self, step: Callable[[C10dGroup], Work | None]) -> None:
+    def _cross(self, step: Callable[[C10dGroup], object]) -> None:
         """A step among the leaders; nothing on other ranks."""
         if self._between is not None:
             self._crossing = True
-            work = step(self._between)
-            if work is not None:
-                work.wait()
+            step(self._between)
             self._crossing = False
+
+    def _swap(
+        self, outs: dict[int, torch.Tensor], ins: dict[int, torch.Tensor], opts: Options
+    ) -> Callable[[C10dGroup], None]:
+        """A step among the leaders: ``ins[h]`` goes to host h, ``outs[h]`` comes from it.
+
+        As messages, since those are what Gloo is best at: of 8 MB, 2 leaders, 17 ms, where its all-gather takes 34
+        to 49 and its all-to-all 16; of 3 leaders 24, 54 and 42.
+        """
+        limit = (opts.timeout or self.timeout).total_seconds()
+
+        def messages(between: C10dGroup) -> None:
+            works = [between.send([one], host) for host, one in ins.items() if host != self._host and one.numel()]
+            works += [between.recv([one], host) for host, one in outs.items() if host != self._host and one.numel()]
+            for work in works:
+                work.wait(limit)
+
+        return messages
 
     def _broken(self, words: str, failure: DistError) -> DistError:
         """Ends the group on all ranks with one reason: that of a rank which saw the cause, if there is one."""

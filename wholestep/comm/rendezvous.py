@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from wholestep.comm.errors import DistError
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from wholestep.comm.store import FileStore, PrefixStore, Store, store_based_barrier
 from wholestep.comm.tcp_store import TCPStore
-from wholestep.comm.world import DEFAULT_GROUP, NonMember, get_group, world
+from wholestep.comm.world import DEFAULT_GROUP, NonMember, get_group, is_initialized, world
 
 # Launchers' names for rank and size: torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM.
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -109,6 +111,8 @@ def init_process_group(
             store.close()
         raise
     known.owns_store = made_here
+    atexit.unregister(_leave)
+    atexit.register(_leave, os.getpid())
     known.add(DEFAULT_GROUP, group, list(range(size)))
 
 
@@ -180,6 +184,13 @@ def destroy_process_group(group: ProcessGroup | str | None = None) -> None:
         known.made = {"epoch": epoch}
     if failure:
         raise failure
+
+
+def _leave(pid: int) -> None:
+    """At the end of a program that did not destroy its groups: engines that are dropped while they run abort it."""
+    if is_initialized() and os.getpid() == pid:  # not in a fork, which shares the groups with its parent
+        with contextlib.suppress(DistError):
+            destroy_process_group()
 
 
 def default_store() -> Store:

@@ -147,6 +147,10 @@ class Store:
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
+    def local_address(self) -> str:
+        """The address at which this process is seen by the others; empty where the store does not tell."""
+        return ""
+
     def close(self) -> None:
         """Frees what the store holds."""
 
@@ -252,6 +256,9 @@ class PrefixStore(Store):
 
     def _apply(self, command: str, key: str, *values: bytes) -> bytes:
         return self.underlying_store._apply(command, f"{self.prefix}/{key}", *values)
+
+    def local_address(self) -> str:
+        return self.underlying_store.local_address()
 
     def _get(self, keys: list[str], limit: float) -> list[bytes] | None:
         return self.underlying_store._get([f"{self.prefix}/{key}" for key in keys], limit)

@@ -357,6 +357,10 @@ class TCPStore(Store):
         answer = self._call(limit, b"get", b"", repr(limit).encode(), *(key.encode() for key in keys))
         return None if answer[0] == b"late" else answer[1:]
 
+    def local_address(self) -> str:
+        with self._lock:
+            return str(self._socket.getsockname()[0]) if self._socket is not None else ""
+
     def close(self) -> None:
         with self._lock:
             if self._socket is not None:
