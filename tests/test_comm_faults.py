@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -241,28 +240,3 @@ def leaves_early():
 
 def test_a_rank_that_left_is_named():
     assert "rank 0 has" in run_ranks(leaves_early, 2, "shm")[1]
-
-
-def test_the_diagnosis_of_several_dumps(tmp_path):
-    paths = run_ranks(record_and_dump, 2, "gloo", (str(tmp_path),))
-    assert comm.diagnose(paths) == "All collectives of ranks [0, 1] completed."
-    for rank, change in ((0, {"seq": 9, "op": "all_reduce"}), (1, {"seq": 8, "op": "barrier"})):
-        content = json.loads(Path(paths[rank]).read_text())
-        content["collectives"] = [c | change | {"state": "started"} for c in content["collectives"][:1]]
-        Path(paths[rank]).write_text(json.dumps(content))
-    sentence = comm.diagnose(paths)
-    assert "rank(s) 0 wait in #9 all_reduce of float32 [3]" in sentence
-    assert "rank 1 stopped after #8 barrier" in sentence
-    (tmp_path / "junk").write_text("{}")
-    with pytest.raises(ValueError, match="is not a flight record"):
-        comm.diagnose([tmp_path / "junk"])
-    with pytest.raises(ValueError, match="at least one"):
-        comm.diagnose([])
-
-
-def record_and_dump(folder):
-    comm.all_reduce(torch.ones(3))
-    comm.barrier()
-    path = comm.dump(comm.get_rank(), f"{folder}/{comm.get_rank()}.json")
-    assert path.stat().st_mode & 0o777 == 0o600
-    return str(path)

@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from wholestep.comm import diagnose
 from wholestep.launch import World, launch
 
 
@@ -46,3 +47,17 @@ def run(
         raise click.UsageError(str(error)) from None
     command = [sys.executable, *(["-m"] if module else []), target, *arguments]
     sys.exit(launch(command, world))
+
+
+@main.command()
+@click.argument("dumps", nargs=-1, required=True, type=click.Path(exists=True))
+def doctor(dumps: tuple[str, ...]) -> None:
+    """Say who waits for whom, and why, from the flight records DUMPS of a job's ranks (or folders of them).
+
+    A rank writes its record when a collective fails, into the folder that WHOLESTEP_DUMP names; the error says where.
+    `comm.dump(rank)` writes one at any time.
+    """
+    try:
+        click.echo(diagnose(dumps))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None

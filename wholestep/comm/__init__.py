@@ -21,6 +21,7 @@ from wholestep.comm.debug import (
     set_debug_level,
     set_debug_level_from_env,
 )
+from wholestep.comm.doctor import diagnose
 from wholestep.comm.errors import (
     DistBackendError,
     DistError,
@@ -64,10 +65,7 @@ from wholestep.comm.process_group import (
     Options,
     ProcessGroup,
 )
-from wholestep.comm.recorder import (
-    diagnose,
-    dump,
-)
+from wholestep.comm.recorder import dump
 from wholestep.comm.reduce_op import (
     RedOpType,
     ReduceOp,

@@ -37,7 +37,7 @@ def launch(
             return recorder.under_way(entry, work)
         work.wait()
     except DistError as failure:
-        recorder.fail(entry, failure, group.rank())
+        recorder.fail(entry, failure, group.labels[group.rank()])
         raise
     recorder.done(entry)
     return None

@@ -56,7 +56,7 @@ def conclude(found: Any, result: list[torch.Tensor], keep: Any = None) -> Work |
     if isinstance(outcome, int):
         return recorder.under_way(entry, ShmWork(group, outcome, result, keep))
     failure = group._error(outcome)
-    recorder.fail(entry, failure, group.rank())
+    recorder.fail(entry, failure, group.labels[group.rank()])
     raise failure
 
 

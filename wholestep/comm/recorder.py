@@ -1,7 +1,7 @@
 """The flight recorder: the last 1,000 collectives of this rank, written out as JSON when one fails.
 
 The file goes to the folder that WHOLESTEP_DUMP names, else to a private folder under the system's temporary one.
-`diagnose` merges the files of several ranks into one sentence.
+`wholestep doctor` merges the files of several ranks into one sentence.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.work import Work
+from wholestep.comm.world import world
 
 KEPT = 1000
 FOLDER_VARIABLE = "WHOLESTEP_DUMP"
@@ -116,7 +116,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def dump(rank: int, path: str | Path | None = None) -> Path:
-    """Writes the record, readable by the user alone, and returns its path."""
+    """Writes the record of this rank of the world, readable by the user alone, and returns its path."""
     if path is None:
         named = os.environ.get(FOLDER_VARIABLE)
         folder = Path(named) if named else Path(tempfile.gettempdir()) / f"wholestep-{os.getuid()}"
@@ -125,57 +125,10 @@ def dump(rank: int, path: str | Path | None = None) -> Path:
             raise OSError(f"{folder} belongs to somebody else")
         path = folder / f"rank{rank}.{os.getpid()}.json"
     target = Path(path)
-    content = json.dumps({"rank": rank, "pid": os.getpid(), "written": time.time(), "collectives": records()}, indent=1)
+    about = {"rank": rank, "pid": os.getpid(), "written": time.time(), "groups": world().members}
+    content = json.dumps({**about, "collectives": records()}, indent=1)
     unfinished = target.with_suffix(f".{os.getpid()}.part")
     with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(content)
     os.replace(unfinished, target)
     return target
-
-
-def _last(dump: dict[str, Any], group: str) -> dict[str, Any] | None:
-    return next((c for c in reversed(dump["collectives"]) if c["group"] == group), None)
-
-
-def diagnose(paths: Sequence[str | Path]) -> str:
-    """One sentence from the dumps of several ranks: who waits for whom, and why.
-
-    Raises:
-        ValueError: no dump, or a file that is not one.
-    """
-    dumps = []
-    for path in paths:
-        try:
-            found = json.loads(Path(path).read_text())
-            found["rank"], found["collectives"]
-        except (ValueError, KeyError, TypeError) as failure:
-            raise ValueError(f"{path} is not a flight record: {failure!r}") from failure
-        dumps.append(found)
-    if not dumps:
-        raise ValueError("diagnose: at least one flight record is required")
-    for group in sorted({c["group"] for d in dumps for c in d["collectives"] if c["state"] != "completed"}):
-        lasts = {d["rank"]: last for d in dumps if (last := _last(d, group)) is not None}
-        return _sentence(group, lasts)
-    return f"All collectives of ranks {sorted(d['rank'] for d in dumps)} completed."
-
-
-def _sentence(group: str, lasts: dict[int, dict[str, Any]]) -> str:
-    ahead = max(entry["seq"] for entry in lasts.values())
-    at = {rank: entry for rank, entry in lasts.items() if entry["seq"] == ahead}
-    behind = {rank: entry for rank, entry in lasts.items() if entry["seq"] < ahead}
-    kinds = {(entry["op"], str(entry["shape"]), entry["dtype"]) for entry in at.values()}
-    if len(kinds) > 1:
-        said = "; ".join(f"rank {r} calls {_call(e)}" for r, e in sorted(at.items()))
-        return f"Group {group!r} does not agree on collective #{ahead}: {said}."
-    who = ", ".join(str(rank) for rank in sorted(at))
-    call = _call(next(iter(at.values())))
-    if behind:
-        rest = "; ".join(f"rank {r} stopped after #{e['seq']} {_call(e)}" for r, e in sorted(behind.items()))
-        return f"In group {group!r} rank(s) {who} wait in #{ahead} {call} for others that did not come: {rest}."
-    error = next((e["error"] for e in at.values() if e["error"]), "")
-    return f"In group {group!r} rank(s) {who} wait in #{ahead} {call} for a rank that left no record. {error}".strip()
-
-
-def _call(entry: dict[str, Any]) -> str:
-    tensor = "" if entry["shape"] is None else f" of {entry['dtype']} {entry['shape']}"
-    return f"{entry['op']}{tensor} at {entry['where']}"
