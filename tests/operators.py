@@ -96,6 +96,8 @@ def of_tensors(call: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 def judge(case: Case, **rules: bool) -> None:
     """Runs a case eagerly and compiled, with its gradients, from the same seed, and compares everything.
 
+    It is called twice, with other data the second time: no value of the first call may be part of the program.
+
     Args:
         rules: `values`, `exact`, `strides`: what is compared, all True by default.
 
@@ -104,7 +106,12 @@ def judge(case: Case, **rules: bool) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        want, got = _outcome(case, lambda fn: fn), _outcome(case, compiled)
+        wants, gots = _outcomes(case, lambda fn: fn), _outcomes(case, compiled)
+    for want, got in zip(wants, gots, strict=True):
+        _judge(want, got, rules)
+
+
+def _judge(want: Any, got: Any, rules: dict[str, bool]) -> None:
     if isinstance(want, Exception) or isinstance(got, Exception):
         if type(want) is not type(got):
             cause = got if isinstance(got, Exception) else None
@@ -123,13 +130,30 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _outcome(case: Case, compile: Callable[[Run], Run]) -> Any:
-    """Results, gradients, inputs and buffers afterwards; or the error."""
+def _outcomes(case: Case, compile: Callable[[Run], Run]) -> list[Any]:
+    """What each of two calls gives."""
     fn, tensors, module = case.make()
-    parameters, buffers = (list(module.parameters()), list(module.buffers())) if module is not None else ([], [])
+    run = compile(fn)
+    return [_outcome(run, given, module) for given in (tensors, [_other_data(t) for t in tensors])]
+
+
+def _other_data(tensor: Tensor) -> Tensor:
+    """The same elements in another order, along the first dimension that has two."""
+    for dim, size in enumerate(tensor.shape):
+        if size > 1 and tensor.layout is torch.strided:
+            turned = _copied(tensor)
+            with torch.no_grad():
+                turned.copy_(tensor.detach().flip(dim))
+            return turned
+    return _copied(tensor)
+
+
+def _outcome(run: Run, tensors: list[Tensor], module: nn.Module | None) -> Any:
+    """Results, gradients, inputs and buffers afterwards; or the error."""
     try:
         torch.manual_seed(0)
-        leaves = tree_leaves(compile(fn)(*tensors))
+        leaves = tree_leaves(run(*tensors))
+        parameters, buffers = (list(module.parameters()), list(module.buffers())) if module is not None else ([], [])
         outs = [o for o in leaves if isinstance(o, Tensor) and o.requires_grad]
         inputs = [t for t in [*tensors, *parameters] if t.requires_grad]
         grads: Any = ()

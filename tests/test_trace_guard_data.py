@@ -56,7 +56,18 @@ def from_a_view(x: Tensor) -> Any:
     return x * 2 if bool(torch.as_strided(x[1:], (2,), (2,)).sum() > 0) else x
 
 
-PROGRAMS = [branch, number, sizes, listed, found, contains, rounded, equal, after_a_write, from_a_view]
+def split(x: Tensor) -> Any:
+    """Reads its indices in C++, past the dispatcher."""
+    return torch.tensor_split(x, (x > 0).long()[:2].cumsum(0))
+
+
+def lengths(x: Tensor) -> Any:
+    found = (x[:2] > 0).int() + 1
+    chances, targets = x.repeat(3, 2, 1).log_softmax(-1), torch.ones(2, 1, dtype=torch.long)
+    return torch.nn.functional.ctc_loss(chances, targets, found + 1, target_lengths=found // 2)
+
+
+PROGRAMS = [split, lengths, branch, number, sizes, listed, found, contains, rounded, equal, after_a_write, from_a_view]
 INPUTS = [
     [1.0, -1.0, 0.5, -0.25, 2.0],
     [-1.0, -2.0, 0.5, 3.0, -2.0],
@@ -112,6 +123,6 @@ def test_a_decision_on_random_numbers_is_refused_and_draws_none() -> None:
 
 
 def test_without_it_they_are_refused() -> None:
-    for program in PROGRAMS:
+    for program in (sizes, listed, found, lengths, split):
         with pytest.raises(DataDependentError):
             ws.compile(program)(torch.tensor(INPUTS[0]))

@@ -14,7 +14,7 @@ from wholestep.autograd import Joint, Partition, default_partition
 from wholestep.autograd.compiled_backward import CompiledBackward
 from wholestep.autograd.differentiate import differentiate
 from wholestep.capture import Snapshot, compile_binder, new_values, no_collection, snapshot
-from wholestep.errors import CaptureError, WholestepError
+from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
 from wholestep.runtime import Backward, Entry, Missed, Program, compiled_module, saved_places
@@ -97,7 +97,8 @@ def joint_of(step: StepGraph, traced: Traced) -> Joint:
     assert traced.derivative is not None
     count = traced.n_inputs
     rewritten = tuple(index for index, _, _ in traced.derivative.rewritten if index < count)
-    return Joint(step, count, traced.derivative.n_forward, rewritten, traced.derivative.inputs)
+    gradients = len(step.outputs) - traced.derivative.n_forward
+    return Joint(step, count, traced.derivative.n_forward, rewritten, traced.derivative.inputs[:gradients])
 
 
 def _name(transform: Pass) -> str:
@@ -189,7 +190,10 @@ class Compiled:
                         self._entries.insert(0, entry)
                     return outcome
                 missed = missed if missed.reason else outcome
-            entry = self._capture(args, kwargs, missed)
+            try:
+                entry = self._capture(args, kwargs, missed)
+            except LazyError:  # the call that gives lazy modules their parameters
+                return self._fn(*args, **kwargs)
             outcome = entry(args, kwargs, ready)
             if type(outcome) is Missed:
                 raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")

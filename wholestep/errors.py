@@ -4,6 +4,7 @@ WholestepError
 ├── CaptureError (also RuntimeError)      the step cannot be captured
 │   ├── DataDependentError                Python needs a value that only exists when the step runs
 │   ├── UnsupportedError                  an operator, object or optimizer that tracing cannot follow
+│   ├── LazyError                         a parameter has no shape before its module's first call
 │   └── LeakError                         a traced tensor was stored where replaying cannot put it
 ├── GraphError (also AssertionError)      a graph breaks an invariant of its stage: our mistake
 ├── LoweringError (also RuntimeError)     a backend could not turn a graph into a callable
@@ -45,6 +46,10 @@ class DataDependentError(CaptureError):
 
 class UnsupportedError(CaptureError):
     """Tracing met an operator, an object or an optimizer that it cannot follow."""
+
+
+class LazyError(CaptureError):
+    """A lazy module's parameter has no shape yet; its first call gives it one."""
 
 
 class LeakError(CaptureError):

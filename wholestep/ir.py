@@ -228,14 +228,15 @@ def set_info(node: fx.Node, record: NodeInfo) -> fx.Node:
 def is_effectful(node: fx.Node) -> bool:
     """True for nodes that must stay, in order, even when nothing reads them.
 
-    Those are random and RNG-state calls, and collectives, which every rank must issue alike.
+    Those are random and RNG-state calls, collectives, which every rank must issue alike, and checks, which give no
+    result but an error.
     """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
     target = node.target.op if isinstance(node.target, Functionalized) else node.target
     if isinstance(target, OpOverload):
         collective = target.namespace == "wholestep" and target._schema.name != "wholestep::wait"
-        return collective or torch.Tag.nondeterministic_seeded in target.tags
+        return collective or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
     return target in (get_rng_state, set_rng_state)
 
 

@@ -81,11 +81,12 @@ def differentiate(
     if not outputs:
         return None
     pairs = [(r, recorder.ref(g).read(recorder.emit)) for r, g in zip(roots, gradients, strict=True) if g is not None]
-    edges = [r.node for r, _ in pairs]
+    silent = [r for r, g in zip(roots, gradients, strict=True) if g is None and _reached(outputs, r)]
+    edges = [r.node for r, _ in pairs] + [r.node for r in silent]
     return Differentiated(
         slots=[o.slot for o in outputs],
         rewritten=[(o.input, new[id(o)], k) for k, o in enumerate(outputs) if o.input is not None],
-        inputs=[r.item for r, _ in pairs],
+        inputs=[r.item for r, _ in pairs] + [r.item for r in silent],
         gradients=[node for _, node in pairs],
         reaches=[_reach(o.tensor.grad_fn, edges) for o in outputs],
         tangents=tangents,
@@ -143,10 +144,13 @@ def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Out
 
 
 def _is_plain_view(view: torch.Tensor) -> bool:
-    """Whether a view's history is that of its base and of view operators alone.
+    """Whether a view's history is that of its base and of view operators alone, and it shows the base's elements.
 
     A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own.
     """
+    facts = [(t.dtype, t.is_conj(), t.is_neg()) for t in (view, view._base) if t is not None]
+    if facts[0] != facts[1]:
+        return False
     node, end = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]
     while node is not None and node is not end:
         if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
@@ -236,6 +240,11 @@ def tangent_like(recorder: Recorder, like: torch.Tensor) -> torch.Tensor:
     with recorder.fake_mode, torch.no_grad():
         plain = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
         return empty_fake(recorder.fake_mode, torch.empty_like(plain, memory_format=torch.preserve_format))
+
+
+def _reached(outputs: list[_Output], root: _Root) -> bool:
+    """Whether some output's graph leads to an input, be its gradient None."""
+    return any(_reach(o.tensor.grad_fn, [root.node]) for o in outputs)
 
 
 def _reach(start: Any, ends: list[Any]) -> frozenset[int]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import BackwardHook
 
@@ -36,6 +37,7 @@ from wholestep.capture.code import (
     is_user_module,
 )
 from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Method, Source, Vars
+from wholestep.errors import LazyError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -271,6 +273,8 @@ Handler = Callable[[Walk, Any, Source], None]
 
 
 def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
+    if is_lazy(tensor):
+        raise LazyError(f"{source} has no shape yet", remedy="call the module once, which gives it one")
     walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(tensor, source))
     walk.metadata[id(tensor)] = metadata(tensor)
     # hooks of a tensor that an earlier computation made belong to that computation, not to the step

@@ -81,6 +81,7 @@ class CompiledFunction(torch.autograd.Function):
                 tensor.copy_(value)
         if behind:
             gradients = _refusing(gradients, behind)
+        gradients = [*gradients, *[None] * (len(plan.derivative.inputs) - len(gradients))]
         if len(present) == len(tangents):
             return (None, None, *gradients)
         reached = frozenset().union(*(plan.derivative.reaches[i] for i in present))

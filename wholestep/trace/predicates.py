@@ -115,6 +115,9 @@ def decide(
         copies[old] = graph.node_copy(old, lambda n: copies[n])
         if old.target in OFFSETS:
             _count_from_first(graph, copies[old], OFFSETS[old.target])
+        if old.op == "placeholder" and old not in positions:
+            what = "the backward decides on a gradient, which is only known when it runs"
+            raise DataDependentError(what, line, "use torch.where")
         if old.op == "placeholder":
             inputs.append(positions[old])
     graph.output(copies[node])

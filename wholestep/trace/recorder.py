@@ -107,7 +107,7 @@ class Recorder(Writes, TorchDispatchMode):
         node = self.emit(func, map_leaves(self._reads, args), map_leaves(self._reads, kwargs), value=())
         if str(func._schema.returns[0].type) == "bool":
             return self.decide(node, None, user_line())
-        found = self.decide(self.emit(geometry, (node,), value=()), None, user_line())
+        found = self.decide(self.emit(geometry, (self._shaped_like(node),), value=()), None, user_line())
         with self.fake_mode:
             fakes = [torch.empty_strided(*place, dtype=dtype, device=device) for *place, dtype, device in found]
         if len(func._schema.returns) > 1:
@@ -116,6 +116,15 @@ class Recorder(Writes, TorchDispatchMode):
         node.meta["info"].value = node.meta["val"] = self.value(fakes[0])
         self.root(fakes[0], node)
         return fakes[0]
+
+    def _shaped_like(self, node: fx.Node) -> fx.Node:
+        """A call whose result has the shape of a node's, without operands of which only the shape counts."""
+        if node.target not in SHAPE_ALONE:
+            return node
+        value = node.args[0].meta["info"].value  # type: ignore[union-attr]
+        options = {"dtype": value.dtype, "device": value.device}
+        blank = self.emit(aten.empty_strided.default, (list(value.shape), list(value.stride())), options)
+        return self.emit(node.target, (blank, *node.args[1:]), dict(node.kwargs), value=())
 
     def _kept(self, leaf: Any) -> Any:
         return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -180,6 +189,9 @@ UNRECORDED = ("profiler", "prim")
 
 # Where an offset stands that eager counts from the start of the memory, and a graph from the operand's first element.
 STRIDED_COPIES = {aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
+
+# Operators whose result's shape depends on the data of other operands than the first.
+SHAPE_ALONE = {aten.index.Tensor, aten.masked_select.default}
 
 # Views of the whole tensor, of the same shape: the result is the same way into memory.
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}

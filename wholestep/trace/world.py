@@ -47,8 +47,14 @@ class CallWindow(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             number: Any = args[0]
             return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
-        if func is torch.nn.functional.one_hot and not isinstance(args[0], FakeTensor):
+        if func is torch.nn.functional.one_hot and not isinstance(args[0], FakeTensor) and not self.recorder.guard_data:
             return _one_hot(*args, **(kwargs or {}))
+        if func in BY_VALUE:
+            args, kwargs = self._by_value(func, args, kwargs or {})
+            if func is torch.nn.functional.ctc_loss and len(args) < 6:
+                kwargs = {"reduction": "mean"} | kwargs
+            if func in CTC_LOSSES:
+                return self._ctc_loss(*args, **kwargs)
         if func == SET_DATA:  # equal, never the same object
             return self._set_data(*args)
         if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
@@ -82,6 +88,40 @@ class CallWindow(TorchFunctionMode):
             return self.recorder.decide(node, None, user_line())
         return READABLE[name](self._window(torch.Tensor.item, args, {}))
 
+    def _by_value(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The arguments of a function that reads the memory of some, past the dispatcher, as numbers."""
+        names = BY_VALUE[func]
+
+        def number(key: Any, value: Any) -> Any:
+            if key not in names or not isinstance(value, torch.Tensor):
+                return value
+            if self.recorder.guard_data:
+                return self._read("tolist", torch.Tensor.tolist, (value,))
+            what = f"{func.__name__} reads the values of a tensor"
+            raise DataDependentError(what, user_line(), "give it a list of numbers, or compile with guard_data=True")
+
+        return tuple(number(i, a) for i, a in enumerate(args)), {k: number(k, a) for k, a in kwargs.items()}
+
+    def _ctc_loss(
+        self,
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: list[int],
+        target_lengths: list[int],
+        blank: int = 0,
+        reduction: int | str = 0,
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:
+        """`ctc_loss` reduced here: its C++ would fill a tensor of lengths by hand."""
+        lengths = list(input_lengths), list(target_lengths)
+        loss = self._window(torch.ctc_loss, (log_probs, targets, *lengths, blank, 0, zero_infinity), {})
+        if reduction in ("none", 0):
+            return loss  # type: ignore[no-any-return]
+        if reduction in ("sum", 2):
+            return loss.sum()  # type: ignore[no-any-return]
+        divisors = torch.tensor(lengths[1], dtype=loss.dtype, device=loss.device)
+        return (loss / divisors.clamp_min(1)).mean()  # type: ignore[no-any-return]
+
     def _set_where(self, tensor: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
         """`t[mask] = value` with a single boolean, which C++ would read: a choice between two values."""
         new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
@@ -114,6 +154,13 @@ class CallWindow(TorchFunctionMode):
         ref.storage.moved = True
         new.wholestep_ref = self.recorder.ref(tensor)  # type: ignore[attr-defined]
 
+
+# Functions that read the memory of arguments in C++, where no mode sees it: their positions and names.
+CTC_LOSSES = (torch.ctc_loss, torch.nn.functional.ctc_loss)
+BY_VALUE: dict[Any, tuple[Any, ...]] = {
+    **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), (1, "indices_or_sections")),
+    **dict.fromkeys(CTC_LOSSES, (2, 3, "input_lengths", "target_lengths")),
+}
 
 # Tensor methods that give a value to Python, and what makes it of a number.
 READABLE: dict[str, Any] = {
