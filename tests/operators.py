@@ -15,7 +15,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-import wholestep as ws
+from wholestep.aot import aot_function
+from wholestep.autograd import Partition, default_partition
 
 for module in list(sys.modules.values()):  # seeds inside of each call, which a step may not; we seed before it
     if hasattr(module, "wrapper_set_seed"):
@@ -93,20 +94,22 @@ def of_tensors(call: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     return fn, [leaves[i] for i in places]
 
 
-def judge(case: Case, **rules: bool) -> None:
+def judge(case: Case, partition: Partition = default_partition, **rules: bool) -> None:
     """Runs a case eagerly and compiled, with its gradients, from the same seed, and compares everything.
 
     It is called twice, with other data the second time: no value of the first call may be part of the program.
 
     Args:
+        partition: which values the forward saves.
         rules: `values`, `exact`, `strides`: what is compared, all True by default.
 
     Raises:
         Different: in words.
     """
+    compile = partial(aot_function, fw_compiler="aten", partition_fn=partition, guard_data=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wants, gots = _outcomes(case, lambda fn: fn), _outcomes(case, compiled)
+        wants, gots = _outcomes(case, lambda fn: fn), _outcomes(case, compile)
     for want, got in zip(wants, gots, strict=True):
         _judge(want, got, rules)
 
@@ -119,11 +122,6 @@ def _judge(want: Any, got: Any, rules: dict[str, bool]) -> None:
         return
     for what, one, two in zip(("result", "gradient", "input or buffer afterwards"), want, got, strict=True):
         _compare(what, one, two, **rules)
-
-
-def compiled(fn: Run) -> Run:
-    """What is judged."""
-    return ws.compile(fn, guard_data=True)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -198,7 +196,7 @@ def _dense_strides(tensor: Tensor) -> list[int] | None:
     pairs = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
     expected = 1
     for stride, size in sorted(pairs):
-        if stride != expected:
+        if stride != expected or size == 0:
             return None
         expected *= size
     return [stride for stride, _ in pairs]

@@ -29,6 +29,7 @@ def aot_function(
     bw_compiler: Backend | None = None,
     partition_fn: Partition = default_partition,
     decompositions: Table | None = None,
+    guard_data: bool = False,
 ) -> Callable[..., Any]:
     """A function whose forward and backward are captured as graphs, and compiled by functions of yours.
 
@@ -39,13 +40,15 @@ def aot_function(
         bw_compiler: the same for the backward graph; ``fw_compiler`` when None.
         partition_fn: decides which values the forward saves for the backward.
         decompositions: operator -> function in terms of other operators, applied to both.
+        guard_data: numbers and shapes that depend on data become guards, not errors; as for `wholestep.compile`.
 
     Returns:
         A function with the results, gradients, aliases and errors of ``fn``. It is captured at its first call, and
         again when something about a call differs (`recompiles`).
     """
     passes = [decompose(decompositions)] if decompositions else []
-    return Compiled(fn, Launch(None, None), passes, fw_compiler, halving=Halving(partition_fn, bw_compiler))
+    halving = Halving(partition_fn, bw_compiler)
+    return Compiled(fn, Launch(None, None), passes, fw_compiler, guard_data, halving=halving)
 
 
 def aot_module(
@@ -54,11 +57,12 @@ def aot_module(
     bw_compiler: Backend | None = None,
     partition_fn: Partition = default_partition,
     decompositions: Table | None = None,
+    guard_data: bool = False,
 ) -> nn.Module:
     """`aot_function` of a module; the result shares its parameters, buffers, children and attributes."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
-    options: dict[str, Any] = {"bw_compiler": bw_compiler, "partition_fn": partition_fn}
+    options: dict[str, Any] = {"bw_compiler": bw_compiler, "partition_fn": partition_fn, "guard_data": guard_data}
     again = functools.partial(aot_module, fw_compiler=fw_compiler, decompositions=decompositions, **options)
     return compiled_module(module, aot_function(module, fw_compiler, decompositions=decompositions, **options), again)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from functools import partial
@@ -25,6 +26,10 @@ from wholestep.trace.ops import (
 )
 from wholestep.trace.tape import Tape, map_leaves
 from wholestep.trace.where import user_line
+
+aten = torch.ops.aten
+
+RESIZES = {aten.resize_.default, aten.resize_as_.default}
 
 
 class Writes(Tape):
@@ -170,6 +175,8 @@ class Writes(Tape):
                 user_line(),
                 "use the form that returns a view",
             )
+        if func in RESIZES and self._fits(tensor, args[1]):
+            return self._resize(func, args, kwargs)
         if view is None:
             raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
         base = self.ref(tensor)
@@ -180,6 +187,27 @@ class Writes(Tape):
         self._execute(func, args, kwargs)
         ref = Ref(base.storage, Geometry.of(tensor), old, view, tuple(args[1:]), kwargs)
         tensor.wholestep_ref = ref  # type: ignore[attr-defined]
+        return tensor
+
+    def _fits(self, tensor: torch.Tensor, wanted: Any) -> bool:
+        """Whether a tensor can take another shape inside of the memory that it has."""
+        root = self.ref(tensor).storage.root
+        assert root is not None
+        count = math.prod(wanted.shape if isinstance(wanted, torch.Tensor) else wanted)
+        end = tensor.storage_offset() - root.geometry.offset + count
+        return root.geometry.is_dense and not root.geometry.lazy and end <= root.geometry.shape.numel()
+
+    def _resize(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`resize_` that needs no new memory: the tensor becomes a strided view of all that it lies in."""
+        tensor = args[0]
+        base = self.ref(tensor)
+        if base.storage.root is base:
+            base.storage.root = Ref(base.storage, base.geometry, node=base.node, generation=base.generation)
+        self._execute(func, args, kwargs)
+        root, geometry = base.storage.root, Geometry.of(tensor)
+        assert root is not None
+        place = (list(geometry.shape), list(geometry.stride), geometry.offset - root.geometry.offset)
+        tensor.wholestep_ref = Ref(base.storage, geometry, root, aten.as_strided.default, place)
         return tensor
 
     def _check_geometry(self, func: Any, tensor: torch.Tensor) -> None:
