@@ -17,7 +17,7 @@ from wholestep.capture import Snapshot, compile_binder, new_values, no_collectio
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
-from wholestep.runtime import Backward, Entry, Missed, Program, compiled_module, saved_places
+from wholestep.runtime import Backward, Entry, Missed, Program, compiled_module, give_back, saved_places
 from wholestep.spmd import DeviceMesh, Launch, Plan
 from wholestep.trace import SharedMemory, Traced, trace_step
 
@@ -70,7 +70,8 @@ def build(
     bound = [item.source for item in traced.lifted if item.source is not None]
     mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])
-    return Entry(traced, binder, program)
+    binder.prepare(traced.effects, traced.result, args, kwargs)
+    return Entry(traced, binder, program, releases=backend == "aten")
 
 
 @dataclass(frozen=True)
@@ -206,12 +207,15 @@ class Compiled:
                 remedy="keep the number that changes in a tensor, or compile a smaller part of the step",
             )
         known = len(self._programs)
+        for program in self._programs.values():
+            program.rest()  # their arenas are empty between calls, and tracing needs memory too
         try:
             with no_collection():  # hundreds of thousands of small objects, few of them garbage
                 entry = self._build(args, kwargs, missed.varying - self._fixed)
         except Exception as error:
             self._launch.withdraw(error)
             raise
+        give_back()
         if known and len(self._programs) > known:
             self.recompiles.append(missed.reason)
         self._entries.insert(0, entry)

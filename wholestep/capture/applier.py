@@ -43,6 +43,7 @@ class Applier:
     Attributes:
         code: its text.
         function: ``(args, kwargs, made) -> result``.
+        release: lets go of gradients that the step replaces and nobody reads, ahead of the program that makes new ones.
     """
 
     def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath, call: Call) -> None:
@@ -53,6 +54,8 @@ class Applier:
         self.built: dict[int, str] = {}  # id of a Tree or Record -> the variable that holds it
         self.reads: list[str] = []
         self.writes: list[str] = []
+        self.replaced: dict[int, str] = {}  # id of a gradient that nobody reads -> the tensor that has it
+        self.kept: set[int] = set()
         outcome = self._value(result)
         for index, effect in enumerate(effects):
             self._effect(index, effect)
@@ -61,6 +64,10 @@ class Applier:
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
         exec(compiled(self.code), self.space)
         self.function: Apply = self.space["apply"]
+        dropped = [tensor for grad, tensor in self.replaced.items() if grad not in self.kept]
+        exec(compiled("def release():\n    " + "\n    ".join([f"{t}.grad = None" for t in dropped] or ["pass"]) + "\n"),
+             self.space)
+        self.release: Callable[[], None] = self.space["release"]
 
     def _constant(self, value: Any) -> str:
         name = f"c{len(self.space)}"
@@ -85,6 +92,7 @@ class Applier:
         if isinstance(value, Const):
             return self._constant(value.value)
         if isinstance(value, Existing):
+            self.kept.add(id(value.source.read(self.call)))
             return self._read(value.source)
         if id(value) not in self.built:
             made = self._record(value) if isinstance(value, Record) else self._tree(value)
@@ -108,6 +116,12 @@ class Applier:
                  (record.items.keys, record.items.values, record.attributes.keys, record.attributes.values)]
         return f"assemble_record({self._constant(record.items.prototype)}, {', '.join(lists)})"
 
+    def _replace(self, source: Source) -> None:
+        tensor = source.read(self.call)
+        held, grad = self.path.anchored_tensors.get(id(tensor)), tensor.grad
+        if held is not None and grad is not None and id(grad) not in self.path.anchored_tensors:
+            self.replaced[id(grad)] = held.replace("t[", "LAST[")
+
     def _effect(self, index: int, effect: Effect) -> None:
         holder = f"h{index}"
         self.reads.append(f"{holder} = {self._read(effect.source)}")
@@ -118,6 +132,7 @@ class Applier:
         table = isinstance(effect.source, (Vars, Global))
         if isinstance(effect, SetGrad):
             line = f"{holder}.grad = v{index}"
+            self._replace(effect.source)
         elif isinstance(effect, SetItem):
             line = f"{holder}[k{index}] = v{index}"
         elif isinstance(effect, DelItem):

@@ -41,7 +41,8 @@ class Binder:
             self._fast: Fast = self._compile(snap)
 
     def _compile(self, snap: Snapshot) -> Fast:
-        self._path = path = FastPath(snap, self.inputs, self.mutated)
+        self._path: FastPath | None = FastPath(snap, self.inputs, self.mutated)
+        path = self._path
         self._applied: Sequence[Effect] | None = None
         self.code = path.code
         return path.function
@@ -85,10 +86,27 @@ class Binder:
             result: the step's result in the same terms.
             made: this call's new values, in the order of `New.index`.
         """
-        if self._applied is not effects:
-            self._apply = Applier(effects, result, self._path, Call(self.fn, args, kwargs)).function
-            self._applied = effects
+        self.prepare(effects, result, args, kwargs)
         return self._apply(args, kwargs, made)
+
+    def release(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...],
+                kwargs: Mapping[str, Any]) -> None:
+        """Lets go of the gradients that a step, just let pass, is to replace without reading them.
+
+        As in eager, where `zero_grad()` stands at the beginning of a step, they do not outlive the computation of
+        new ones, nor an error in it.
+        """
+        self.prepare(effects, result, args, kwargs)
+        self._release()
+
+    def prepare(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...],
+                kwargs: Mapping[str, Any]) -> None:
+        """Generates what `apply` and `release` run, while the world is as it was when the binder was made."""
+        if self._applied is not effects:
+            assert self._path is not None, "one binder, one list of effects"
+            made = Applier(effects, result, self._path, Call(self.fn, args, kwargs))
+            self._apply, self._release, self._applied = made.function, made.release, effects
+            self._path = None  # and with it the world at the time of its making
 
 
 def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, str]]:

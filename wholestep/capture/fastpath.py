@@ -28,6 +28,7 @@ from wholestep.torch_compat import HOOK_TABLES
 Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 _SHAPE, _CONTIGUOUS = attrgetter("shape"), torch.Tensor.is_contiguous
 _GRAD_AND_HOOKS = attrgetter("grad", *HOOK_TABLES)
+_KIND = attrgetter("layout", "requires_grad", "dtype")
 _ANCHORS = (torch.nn.Module, torch.optim.Optimizer)
 _NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.CELL, boxes.NAMES)
 _CONTAINERS = (dict, list, tuple, deque)
@@ -43,6 +44,7 @@ class FastPath:
 
     def __init__(self, snap: Snapshot, inputs: Sequence[Source], mutated: frozenset[str]) -> None:
         self.snap = snap
+        self.read = {source.path for source in inputs}
         self.names: dict[int, str] = {}  # id of an object -> the name that stands for it in the code
         self.space: dict[str, Any] = {
             "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
@@ -172,14 +174,9 @@ class FastPath:
             if not grads:
                 self._require(f"g == {self._fresh(expected)}")
             else:
-                self._require(f"identical(chain(g), {self._fresh([x for e in expected for x in e])})"
-                              f" or [(x is None, h, k) for x, h, k in g] == "
+                self._require(f"[(x is None, h, k) for x, h, k in g] == "
                               f"{self._fresh([(e[0] is None, *e[1:]) for e in expected])}")
-                fresh = [(j, grad) for j, grad in grads if id(grad) not in self.anchored_tensors]
-                self.lines.append(f"t += [{', '.join(f'g[{j}][0]' for j, _ in fresh)}]")
-                for _, grad in fresh:
-                    self.anchored_tensors[id(grad)] = f"t[{len(tensors)}]"
-                    tensors.append(grad)
+                self._present(grads, tensors)
         self.tensors = tensors
         self.watched = watched
         state = {id(f.tensor) for f in self.snap.tensors.values() if f.kind in ("state", "grad")}
@@ -192,6 +189,21 @@ class FastPath:
         for getter in (_SHAPE, _CONTIGUOUS, attrgetter("requires_grad")):
             expected_list = [getter(tensors[i]) for i in checked]
             self._require(f"list(map({self._fresh(getter)}, p)) == {self._fresh(expected_list)}")
+
+    def _present(self, grads: list[tuple[int, torch.Tensor]], tensors: list[torch.Tensor]) -> None:
+        """Gradients that are there: those that the program reads join ``t``, others may be let go while it runs."""
+        fresh = [(j, grad) for j, grad in grads if id(grad) not in self.anchored_tensors]
+        read = [(j, grad) for j, grad in fresh if self.snap.tensors[id(grad)].source.path in self.read]
+        unread = [(j, grad) for j, grad in fresh if (j, grad) not in read]
+        if unread:
+            kinds = [_KIND(grad) for _, grad in unread]
+            self._require(f"[kind(g[j][0]) for j in {[j for j, _ in unread]}] == {self._fresh(kinds)}")
+            self.space["kind"] = _KIND
+        if read:
+            self.lines.append(f"t += [{', '.join(f'g[{j}][0]' for j, _ in read)}]")
+        for _, grad in read:
+            self.anchored_tensors[id(grad)] = f"t[{len(tensors)}]"
+            tensors.append(grad)
 
     def _at(self, place: Place, key: Any) -> str:
         """An expression for what an anchored or volatile holder has at a key."""

@@ -15,6 +15,7 @@ import torch
 
 from wholestep.errors import LoweringError
 from wholestep.ir import StepGraph, dead_code
+from wholestep.lower.arena import SHARED
 from wholestep.lower.emit import Source, emit
 from wholestep.lower.lives import Plan
 from wholestep.lower.memory import arena_memory, tile_size
@@ -51,7 +52,7 @@ def lower_aten(
         graph = shared_host(expand_foreach(spell_lists(copy_step(step))))
         graph = dead_code(plain_views(dead_code(graph)))
         plan = make_plan(graph, arrange(graph, tiling, batching))
-        return Program(plan, emit(plan))
+        return Program(step, plan, emit(plan))
 
 
 class Program:
@@ -63,9 +64,9 @@ class Program:
         rebinds: how often memory was bound: 1 while parameters and state stay where they are.
     """
 
-    def __init__(self, plan: Plan, source: Source) -> None:
+    def __init__(self, step: StepGraph, plan: Plan, source: Source) -> None:
         self.code = source.text
-        self.plan = plan
+        self._step, self._sizes = step, plan.arena
         self.arena_bytes = sum(plan.arena.values())
         self.rebinds = 0
         self._source = source
@@ -91,6 +92,13 @@ class Program:
                 self._rebind(inputs)
             return self._run(inputs)  # type: ignore[misc]
 
+    def rest(self) -> None:
+        """Gives back arena, scratch and memory kept for results; the next call takes them anew."""
+        self._run, self._scratch = None, {}
+        self._arena = {device: memory for device, memory in self._arena.items() if device == SHARED}
+        if "fresh" in self._source.namespace:
+            self._source.namespace["fresh"].forget()
+
     def _compile(self) -> Callable[..., Any]:
         filename = f"<wholestep program {id(self)}>"
         try:
@@ -109,8 +117,9 @@ class Program:
     def _rebind(self, inputs: Sequence[Any]) -> None:
         """Makes all views of lasting memory anew: at the first call and when a parameter has moved."""
         self.rebinds += 1
-        if not self._arena and self.plan.arena:
-            self._arena = {device: arena_memory(max(size, 1), device) for device, size in self.plan.arena.items()}
+        for device, size in self._sizes.items():
+            if device not in self._arena:
+                self._arena[device] = arena_memory(max(size, 1), device)
         tile = tile_size()
         for dtype, count in self._source.scratch.items():
             for index in range(count):
@@ -118,8 +127,8 @@ class Program:
                     self._scratch[dtype, index] = torch.empty(tile, dtype=dtype)
         self._tensors = self._viewed(inputs)[:-2] if self._viewed else ()
         self._pointers = [*map(_pointer, self._tensors)]
-        if _written_overlap(self.plan.step, inputs):
-            self._run = lambda values: interpret(self.plan.step, values)
+        if _written_overlap(self._step, inputs):
+            self._run = lambda values: interpret(self._step, values)
         else:
             self._run = self._bind(inputs, self._arena, self._scratch, tile)
 

@@ -70,14 +70,25 @@ class Recycler:
     def __call__(self, key: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on memory that it alone has; ``key`` tells a program's results apart."""
         kept = self._kept.setdefault(key, [])
-        for storage, address in kept:
+        found = None
+        for place in reversed(range(len(kept))):
+            storage, address = kept[place]
             if getrefcount(storage) <= 3 and storage_uses(storage) == 1:  # the list, this loop and the call
                 if storage.data_ptr() == address and not storage.is_shared():
-                    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
+                    if found is None:
+                        found = storage
+                    else:  # nobody held the last result: one block is enough
+                        del kept[place]
+        if found is not None:
+            return torch.empty(0, dtype=dtype).set_(found, 0, shape, stride)
         made = torch.empty_strided(shape, stride, dtype=dtype)
         storage = made.untyped_storage()
         self._kept[key] = [*kept[-1:], (storage, storage.data_ptr())]
         return made
+
+    def forget(self) -> None:
+        """Leaves all memory to those who hold it."""
+        self._kept.clear()
 
 
 def cells_of(values: list[float], dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:

@@ -8,7 +8,8 @@ passes, api.
 """
 
 from wholestep.runtime.entry import Entry, Missed
+from wholestep.runtime.memory import give_back
 from wholestep.runtime.module import compiled_module
 from wholestep.runtime.program import Backward, Program, saved_places
 
-__all__ = ["Backward", "Entry", "Missed", "Program", "compiled_module", "saved_places"]
+__all__ = ["Backward", "Entry", "Missed", "Program", "compiled_module", "give_back", "saved_places"]

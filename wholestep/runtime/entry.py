@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ class Binder(Protocol):
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def apply(self, effects: Sequence[Any], result: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> Any: ...
+    def release(self, effects: Sequence[Any], result: Any, args: Any, kwargs: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class Entry:
         traced: what tracing recorded.
         binder: made by capture for the inputs that have a source, in order.
         program: shared with other entries of the same fingerprint.
+        releases: whether gradients that the step replaces unread go before it runs: not where a program of the
+            user's own may fail and everything shall then be as it was.
     """
 
-    def __init__(self, traced: Traced, binder: Binder, program: Program) -> None:
-        self.traced, self.binder, self.program = traced, binder, program
+    def __init__(self, traced: Traced, binder: Binder, program: Program, releases: bool = False) -> None:
+        self.traced, self.binder, self.program, self.releases = traced, binder, program, releases
         derivative = traced.derivative
         self.count = traced.n_inputs
         state = {id(item): index for index, item in enumerate(traced.hoisted.state)}
@@ -72,6 +75,9 @@ class Entry:
             whole = {o for _, o in self.plan.backward.saved}
             versions = {s.output: s.version for s in traced.slots if s.geometry is None and s.output in whole}
             self.saved_versions = {o: v for o, v in versions.items() if v and o is not None}
+        # the first call's tensors and a second graph would else live as long as the program
+        lifted = [item if item.members else replace(item, value=0.0, ref=None, fake=None) for item in traced.lifted]
+        self.traced = replace(traced, step=program.step, lifted=lifted)
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
@@ -100,6 +106,8 @@ class Entry:
 
     def _run(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traced = self.traced
+        if self.releases:
+            self.binder.release(traced.effects, traced.result, args, kwargs)
         versions = tuple([values[i]._version + times for i, times in self.shared_writes])
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:

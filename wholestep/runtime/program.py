@@ -46,6 +46,13 @@ class Program:
     fingerprint: str
     backward: Backward | None = None
 
+    def rest(self) -> None:
+        """Gives back the memory that it works in, until the next call."""
+        for run in (self.run, *([self.backward.run] if self.backward else [])):
+            rest = getattr(run, "rest", None)
+            if rest is not None:
+                rest()
+
     @property
     def code(self) -> str:
         """The program as text: what the backend generated, or the graph's own code; forward, then backward."""

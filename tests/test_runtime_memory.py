@@ -1,0 +1,142 @@
+"""What a compiled step keeps alive, and what it lets go of before its program runs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from tests.lower_programs import Builder, clone_inputs
+from wholestep.lower.aten import lower_aten
+from wholestep.lower.memory import Recycler
+
+aten = torch.ops.aten
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    return net, torch.optim.AdamW(net.parameters()), torch.randn(3, 4)
+
+
+def zero_first(net: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    opt.zero_grad()
+    loss = net(x).square().sum()
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+def keeps_old(net: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    old = net[0].weight.grad
+    return zero_first(net, opt, x), old
+
+
+def watched(step: Any, look: Callable[[], None]) -> None:
+    """Has ``look`` called right before each program of a compiled step runs."""
+    for program in step._programs.values():
+        run = program.run
+
+        def looking(*values: Any, run: Any = run) -> Any:
+            look()
+            return run(*values)
+
+        program.run = looking
+
+
+@pytest.mark.parametrize("calls", [2, 4])
+def test_gradients_that_a_step_replaces_unread_are_gone_when_it_runs(calls: int) -> None:
+    net, opt, x = parts()
+    twin, other, _ = parts()
+    step = ws.compile(zero_first)
+    for _ in range(calls):
+        step(net, opt, x)
+    grads = [weakref.ref(p.grad) for p in net.parameters()]
+    alive: list[int] = []
+    watched(step, lambda: alive.append(sum(ref() is not None for ref in grads)))
+    last = step(net, opt, x)
+    assert alive == [0]
+    for _ in range(calls):
+        zero_first(twin, other, x)
+    assert torch.equal(last, zero_first(twin, other, x))
+    for mine, eager in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, eager) and torch.equal(mine.grad, eager.grad)
+
+
+def test_an_old_gradient_that_the_step_hands_out_stays() -> None:
+    net, opt, x = parts()
+    zero_first(net, opt, x)
+    step = ws.compile(keeps_old)
+    for _ in range(3):
+        before, content = net[0].weight.grad, net[0].weight.grad.clone()
+        _, old = step(net, opt, x)
+        assert old is before and torch.equal(old, content) and net[0].weight.grad is not before
+
+
+def test_a_program_of_the_users_own_may_fail_and_gradients_stay() -> None:
+    def failing(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            raise ZeroDivisionError("not today")
+
+        return run
+
+    net, opt, x = parts()
+    zero_first(net, opt, x)
+    grads = [p.grad for p in net.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        ws.compile(zero_first, backend=failing)(net, opt, x)
+    assert all(p.grad is g for p, g in zip(net.parameters(), grads, strict=True))
+
+
+def test_gradients_of_another_kind_are_a_new_capture() -> None:
+    """Unread or not: Python may ask what kind they are."""
+    net, opt, x = parts()
+    step = ws.compile(zero_first)
+    for _ in range(3):
+        step(net, opt, x)
+    assert step.recompiles == []
+    net[0].weight.grad = None
+    expected = step.captures + 1
+    step(net, opt, x)
+    assert step.captures == expected
+
+
+def test_the_first_calls_tensors_do_not_live_on() -> None:
+    net, opt, x = parts()
+    step = ws.compile(zero_first)
+    ref = weakref.ref(x)
+    step(net, opt, x)
+    step(net, opt, x)
+    del x
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_rested_program_begins_anew() -> None:
+    b = Builder()
+    x = b.input("x", torch.randn(600, 600), "parameter")
+    doubled = b.call(aten.mm.default, x, b.call(aten.mm.default, x, x))
+    step, inputs = b.finish([doubled], {})
+    fast = lower_aten(step)
+    first = fast(*clone_inputs(inputs))[0].clone()
+    fast.rest()
+    assert torch.equal(fast(*clone_inputs(inputs))[0], first) and fast.rebinds == 2
+
+
+def test_idle_blocks_beyond_one_are_freed() -> None:
+    recycler = Recycler()
+
+    def block() -> torch.Tensor:
+        return recycler(0, (1024,), (1,), torch.float32)
+
+    first, second = block(), block()
+    assert len(recycler._kept[0]) == 2 and first.data_ptr() != second.data_ptr()
+    del first, second
+    block()
+    assert len(recycler._kept[0]) == 1
