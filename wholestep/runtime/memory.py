@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from typing import Any
 
 try:
-    _trim = ctypes.CDLL(None).malloc_trim  # of the GNU C library
+    _trim: Any = ctypes.CDLL(None).malloc_trim  # of the GNU C library
 except (AttributeError, OSError):
     _trim = None
 
