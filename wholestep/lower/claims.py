@@ -1,0 +1,143 @@
+"""In place: which values come to lie where an input, or a dying value, lies.
+
+A value may overwrite another one when that one's other readers all come earlier, it has the very same
+layout, and the operator reads only the elements that it writes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import GETITEM, info
+from wholestep.lower.lives import Lives, Store
+from wholestep.lower.ops import (
+    SELF_ONLY_INPLACE,
+    base_name,
+    inplace_variant,
+    is_pointwise,
+    is_view,
+    is_wait,
+    mutable_twin,
+)
+from wholestep.lower.values import (
+    How,
+    Written,
+    is_dense,
+    layout,
+    origin_of,
+    tensor_operands,
+    writer,
+    written_arguments,
+)
+from wholestep.torch_compat import OpOverload
+
+
+class Claims(Lives):
+    """Finds the values that are computed in the memory of the inputs that they become."""
+
+    def _may_write_over(self, node: fx.Node, root: fx.Node, how: How) -> bool:
+        """True when ``node`` may write where ``root`` lies although it reads it (or does not)."""
+        if not self._dead_before(root, node):
+            return False
+        mine = [o for o in tensor_operands(node) if self.root[o] is root]
+        if not mine:
+            return True
+        if any(layout(info(o).value) != layout(info(node).value) for o in mine):
+            return False
+        if how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
+            return len(mine) == 1 and mine[0] is node.args[0]
+        item = self.items[self.item_of[node]]
+        if item.by_pieces and self._read_time(node, root, None) != self.position[node]:
+            return False
+        return how == "copy" or is_pointwise(node.target)
+
+    def _ways(self, node: fx.Node) -> How | None:
+        found = writer(node)
+        if found is not None:
+            return found
+        value = info(node).value
+        if isinstance(value, torch.Tensor) and isinstance(node.target, OpOverload) and is_dense(value):
+            named = is_pointwise(node.target) or base_name(node.target) in SELF_ONLY_INPLACE
+            if named and inplace_variant(node.target) is not None and not is_view(node.target):
+                return "inplace"
+        return None
+
+    def _place_mutation(self, node: Any, into: int) -> None:
+        placeholder = self.inputs[into]
+        if node is placeholder:
+            return
+        made = node
+        while isinstance(made, fx.Node) and is_wait(made.target):
+            made = made.args[0]
+        if isinstance(made, fx.Node) and made.op == "call_function" and self._claim(made, into):
+            return
+        item = self.item_of.get(node, -1)
+        for reader in self.readers[placeholder]:
+            item = max(item, len(self.items) if reader is self.output else self.item_of[reader])
+        if self.plan.store.get(self.root[node], Store("call")).kind == "input":
+            item = len(self.items)
+        self.plan.copies.setdefault(item, []).append((into, node))
+
+    def _owner(self, node: fx.Node) -> fx.Node:
+        return origin_of(node)[0] if node.target is GETITEM else node
+
+    def _claim(self, node: fx.Node, into: int) -> bool:
+        """Makes input ``into``'s memory the home of ``node`` and of the dying values it is made from."""
+        placeholder = self.inputs[into]
+        if self.root[node] is not node or node in self.plan.store or node in self.fixed:
+            return False
+        old = info(placeholder).value
+        if layout(info(node).value) != layout(old) or not is_dense(old):
+            return False
+        if node.target is GETITEM:
+            return self._claim_written(node, into)
+        how = self._ways(node)
+        if how is None or not self._may_write_over(node, placeholder, how):
+            return False
+        operands = tensor_operands(node)
+        if how in ("inplace", "scatter"):
+            first = operands[0]
+            if self.root[first] is not placeholder and not self._claim_dying(first, node, into):
+                return False
+        self.plan.store[node] = self.plan.store[placeholder]
+        self.plan.name[node] = self.plan.name[placeholder]
+        self.plan.how[node] = how
+        if is_pointwise(node.target) and not any(self.root[o] is placeholder for o in operands):
+            any(self._claim_dying(o, node, into) for o in operands)
+        return True
+
+    def _claim_dying(self, operand: fx.Node, node: fx.Node, into: int) -> bool:
+        if operand.op != "call_function" or not isinstance(info(operand).value, torch.Tensor):
+            return False
+        same = layout(info(operand).value) == layout(info(node).value)
+        alone = self._may_write_over(node, self.root[operand], self._ways(node) or "call")
+        return same and alone and self._claim(operand, into)
+
+    def _claim_written(self, leaf: fx.Node, into: int) -> bool:
+        """The same for a result of an argument-writing call."""
+        owner = self._owner(leaf)
+        entry = next((w for w in self._written(owner) if w.leaf is leaf), None)
+        placeholder = self.inputs[into]
+        if entry is None or not self._dead_before(self.root[entry.old], owner):
+            return False
+        if sum(self.root[w.old] is self.root[entry.old] for w in self._written(owner)) > 1:
+            return False
+        reads = [o for o in owner.all_input_nodes if self.root[o] is self.root[entry.old]]
+        if len(reads) > 1:
+            return False
+        if entry.old is not placeholder:
+            if not self._dead_before(placeholder, owner) or not self._claim(entry.old, into):
+                return False
+        entry.in_place = True
+        self.plan.store[leaf] = self.plan.store[placeholder]
+        self.plan.name[leaf] = self.plan.name[placeholder]
+        return True
+
+    def _written(self, owner: fx.Node) -> list[Written]:
+        if owner not in self.plan.written:
+            twin = mutable_twin(owner.target)
+            self.plan.written[owner] = [] if twin is None else written_arguments(owner, twin, self.leaves)
+        return self.plan.written[owner]
