@@ -18,7 +18,7 @@ from wholestep.ir import StepGraph, dead_code
 from wholestep.lower.arena import SHARED
 from wholestep.lower.emit import Source, emit
 from wholestep.lower.lives import Plan
-from wholestep.lower.memory import arena_memory, tile_size
+from wholestep.lower.memory import Recycler, arena_memory, tile_size
 from wholestep.lower.naive import interpret
 from wholestep.lower.order import arrange
 from wholestep.lower.plan import make_plan
@@ -77,6 +77,13 @@ class Program:
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self._run: Callable[[Sequence[Any]], list[Any]] | None = None
         self._bind = self._compile()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds between calls: arenas, scratch memory for tiles, blocks kept for big results."""
+        scratch = sum(buffer.nbytes for buffer in self._scratch.values())
+        recycler = self._source.namespace.get("fresh")
+        return self.arena_bytes + scratch + (recycler.nbytes if isinstance(recycler, Recycler) else 0)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Runs one step."""

@@ -26,7 +26,7 @@ from wholestep.lower.ops import (
     reaches,
 )
 from wholestep.lower.spell import Speller, keyword, literal, one_line
-from wholestep.lower.values import device_key, origin_of, recyclable
+from wholestep.lower.values import RECYCLE_FROM, RECYCLE_GRADIENTS_FROM, device_key, origin_of, recyclable
 
 _SYMBOLS: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
@@ -121,7 +121,8 @@ class CallWriter(Speller):
         self._say(lines, f"{self._function(node.target)}({self._arg(node.args[0])})", node)
 
     def _fresh(self, node: fx.Node, value: torch.Tensor, spec: str) -> str:
-        if not recyclable(value) or node in self.held:
+        least = RECYCLE_GRADIENTS_FROM if self.plan.step.signature.dying else RECYCLE_FROM
+        if not recyclable(value, least) or node in self.held:
             shape = f"{tuple(value.shape)}, {value.stride()}"
             return f"torch.empty_strided({shape}, dtype={value.dtype}, device='{value.device}')"
         self.namespace.setdefault("fresh", Recycler())

@@ -45,6 +45,9 @@ How = Literal[
 
 
 RECYCLE_FROM = 1 << 20  # bytes
+# A backward's gradients die before the next forward's activations are made: kept blocks would stand beside those. glibc
+# itself gives the pages of smaller blocks to the next request, and those from here on back to the system.
+RECYCLE_GRADIENTS_FROM = 1 << 25
 
 
 @dataclass
@@ -73,9 +76,9 @@ def is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def recyclable(value: torch.Tensor) -> bool:
+def recyclable(value: torch.Tensor, least: int = RECYCLE_FROM) -> bool:
     """True for results so big that new pages for each call would cost more than computing them."""
-    return value.device.type == "cpu" and value.numel() * value.itemsize >= RECYCLE_FROM
+    return value.device.type == "cpu" and value.numel() * value.itemsize >= least
 
 
 def device_key(value: Any) -> str:
