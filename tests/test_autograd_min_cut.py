@@ -152,11 +152,9 @@ def inputs_of(name: str) -> list[Tensor]:
 
 def bytes_kept(joint: Joint, parts: Partitioned) -> int:
     """Bytes that the saved values hold beyond what is held anyway."""
-    nodes = {node.name: node for node in joint.step.graph.nodes}
-    at_hand = lasting(joint)
-    found = [nodes[name.removesuffix("_before")] for name in parts.saved]
-    sizes = [info(node).value.nbytes for node in found if node not in at_hand]
-    return sum(sizes)
+    at_hand = {node.name for node in lasting(joint)}
+    saved = zip(parts.saved, parts.backward.placeholders, strict=False)
+    return sum(info(node).value.nbytes for name, node in saved if name not in at_hand)
 
 
 @pytest.mark.parametrize("backend", ["naive", "aten"])
@@ -202,6 +200,15 @@ def test_random_numbers_are_drawn_once(budget: float) -> None:
     parts = min_cut_partition(joint, memory_budget=budget)
     halves = (parts.forward, parts.backward)
     assert [sum(is_effectful(n) and n.op == "call_function" for n in half.graph.nodes) for half in halves] == [2, 0]
+
+
+def test_masks_are_kept_as_booleans_and_the_graph_given_is_left_alone() -> None:
+    joint, _ = joint_of(dropped, inputs_of("dropped"))
+    before = str(joint.step.graph)
+    parts = min_cut_partition(joint)
+    kinds = [info(node).value.dtype for node in parts.backward.placeholders[: len(parts.saved)]]
+    assert kinds.count(torch.bool) == 2
+    assert str(joint.step.graph) == before
 
 
 def test_what_is_made_again_stands_before_its_first_reader() -> None:

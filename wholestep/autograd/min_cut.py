@@ -1,7 +1,7 @@
 """A partition that keeps as few bytes for the backward as a minimum cut allows.
 
 What may be made again, and at what price, stands in `costs.py`; the cut is `cut.py`'s, the choice under a budget
-`budget.py`'s; `partition.py` takes the two graphs apart.
+`budget.py`'s; `narrow.py` offers dropout's masks as booleans; `partition.py` takes the two graphs apart.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from wholestep.autograd.budget import within_budget
 from wholestep.autograd.costs import is_free, is_pure, nbytes, remake_price, seconds
 from wholestep.autograd.cut import Value, cheapest
 from wholestep.autograd.joint import Joint, Partitioned
+from wholestep.autograd.narrow import narrow_masks
 from wholestep.autograd.partition import split
 from wholestep.ir import GETITEM, info, is_effectful, is_host
 
@@ -43,6 +44,7 @@ def min_cut_partition(joint: Joint, memory_budget: float = 1.0) -> Partitioned:
     """
     if not 0 <= memory_budget <= 1:
         raise ValueError(f"memory_budget is {memory_budget}; it must be between 0 (fewest bytes) and 1 (least time)")
+    joint = narrow_masks(joint)
     wanted = wanted_values(joint, late_nodes(joint))
     nodes = _ancestors(joint, wanted)
     at_hand = lasting(joint)
