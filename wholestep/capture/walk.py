@@ -435,7 +435,8 @@ HANDLERS: dict[type, Handler] = {
 _VARYING = (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SLOTS, boxes.LIST, boxes.CELL, boxes.NAMES, boxes.MODULE)
 _NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.MODULE)
 _LATER = (_optimizer, _scheduler, _class)
-OPAQUE: tuple[type, ...] = (types.BuiltinFunctionType, torch.Generator, weakref.ref)
+# Registered operators keep books of their own, which change when one is first run.
+OPAQUE: tuple[type, ...] = (types.BuiltinFunctionType, torch.Generator, weakref.ref, torch.library.CustomOpDef)
 
 
 @functools.lru_cache(maxsize=4096)
