@@ -5,6 +5,9 @@
 | test_intermediate_hook_with_closure | test_a_hook_reads_its_closure_at_run_time |
 | test_module_backward_hooks_eager, _aot, _inductor | test_module_hooks |
 | test_module_backward_hooks_multi_layers | test_module_hooks_in_several_layers |
+| test_storage_resize_zero_cpu (and _gpu) | test_memory_given_back |
+| test_storage_resize_nonzero_cpu (and _gpu) | test_memory_taken_anew |
+| test_fake_distributed_aot_eager, _inductor | test_a_module_sharded_by_its_hooks |
 """
 
 from __future__ import annotations
@@ -119,7 +122,7 @@ def test_module_hooks_in_several_layers(forward):
 
 def test_hooks_of_a_compiled_forward_write_when_the_backward_runs():
     module, x = module_with_backward_hooks()
-    compiled = ws.compile(module)
+    compiled = ws.compile(nn.Sequential(module))
     first, second = compiled(x).sum(), compiled(x).sum()
     assert module.hook_count_pre == 0
     first.backward()
@@ -132,5 +135,127 @@ def test_hooks_of_a_compiled_forward_change_no_other_objects():
     model = nn.Linear(3, 3)
     model.register_full_backward_hook(lambda module, grad_input, grad_output: setattr(module, "seen", grad_output[0]))
     with pytest.raises(UnsupportedError, match=r"a hook that runs in the backward of a compiled function changes"):
-        ws.compile(model)(torch.randn(2, 3, requires_grad=True))
+        ws.compile(nn.Sequential(model))(torch.randn(2, 3, requires_grad=True))
     assert not hasattr(model, "seen")
+
+
+def test_hooks_of_the_compiled_module_itself_stay_outside():
+    model = nn.Linear(3, 3)
+    model.register_full_backward_hook(lambda module, grad_input, grad_output: setattr(module, "seen", grad_output[0]))
+    compiled = ws.compile(model)
+    for scale in (1.0, 2.0):
+        (compiled(torch.randn(2, 3, requires_grad=True)) * scale).sum().backward()
+        assert torch.equal(model.seen, torch.full((2, 3), scale))
+    assert compiled.recompiles == [] and len(compiled.graphs) == 1
+
+
+@torch.no_grad()
+def test_memory_given_back():
+    def fn(x):
+        y = torch.sin(x)
+        x.untyped_storage().resize_(0)
+        return torch.cos(y)
+
+    compiled = ws.compile(fn)
+    for _ in range(2):
+        x = torch.randn(10)
+        expected = torch.cos(torch.sin(x))
+        assert torch.equal(compiled(x), expected)
+        assert x.untyped_storage().size() == 0
+    assert compiled.recompiles == []
+
+
+@torch.no_grad()
+def test_memory_taken_anew():
+    def fn(x, out):
+        y = torch.sin(x)
+        assert out.untyped_storage().size() == 0
+        out.untyped_storage().resize_(x.untyped_storage().size())
+        out.copy_(y.cos())
+
+    compiled = ws.compile(fn)
+    for _ in range(2):
+        x, out = torch.randn(10), torch.randn(10)
+        out.untyped_storage().resize_(0)
+        compiled(x, out)
+        assert out.untyped_storage().size() == x.untyped_storage().size()
+        assert torch.equal(out, torch.cos(torch.sin(x)))
+    assert compiled.recompiles == []
+
+
+@torch.no_grad()
+def test_memory_of_another_size_is_a_reason_to_capture_again():
+    compiled = ws.compile(lambda x, y: y.add(x.untyped_storage().size()))
+    x, y = torch.zeros(3), torch.zeros(())
+    assert compiled(x, y) == 12
+    x.untyped_storage().resize_(16)
+    assert compiled(x, y) == 16
+    assert compiled.recompiles == ["memory of L['x']: expected 12 bytes, found 16"]
+
+
+def test_memory_is_as_before_when_a_capture_fails():
+    def fn(x):
+        x.untyped_storage().resize_(0)
+        raise KeyError("mine")
+
+    x = torch.ones(3)
+    with pytest.raises(KeyError):
+        ws.compile(fn)(x)
+    assert x.untyped_storage().size() == 12 and x.sum() == 3
+
+
+def sharded_module():
+    """A module whose weight is whole only while it is used: a hand-made form of full sharding on two ranks."""
+
+    @torch.no_grad
+    def all_gather(t):
+        return torch.cat([t, t], 0)
+
+    @torch.no_grad
+    def reduce_scatter(t):
+        return t.narrow(0, 0, t.size(0) // 2).clone()
+
+    def gather(module, *_):
+        whole = module.unsharded_weight
+        whole.untyped_storage().resize_(whole.nelement() * whole.element_size())
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(whole):
+            whole.copy_(all_gather(module.sharded_weight))
+        module.weight = whole
+
+    def release(module, *_):
+        module.weight = module.sharded_weight
+        module.unsharded_weight.untyped_storage().resize_(0)
+
+    def reduce(module, *_):
+        new = reduce_scatter(module.weight.grad)
+        module.weight = module.sharded_weight
+        module.weight.grad = new
+        module.unsharded_weight.untyped_storage().resize_(0)
+
+    torch.manual_seed(1234)
+    module = nn.Linear(20, 10, bias=False)
+    module.sharded_weight = nn.Parameter(reduce_scatter(module.weight))
+    module.unsharded_weight = nn.Parameter(all_gather(module.sharded_weight))
+    module.unsharded_weight.untyped_storage().resize_(0)
+    del module.weight
+    module.register_full_backward_pre_hook(gather)
+    module.register_full_backward_hook(reduce)
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(release)
+    return module, torch.rand(2, 20, requires_grad=True)
+
+
+@pytest.mark.parametrize("forward", [lambda m: m, ws.compile], ids=["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["aten", "user"])
+def test_a_module_sharded_by_its_hooks(forward, backend):
+    one, first = sharded_module()
+    out = steps(one, first)
+    two, second = sharded_module()
+    count = CompileCounter()
+    with compiled_backward(count if backend == "user" else "aten") as context:
+        result = steps(forward(two), second)
+    assert context.eager == []
+    assert_same((one.weight, two.weight), (first, second), (out, result))
+    assert count.frame_count == (2 if backend == "user" else 0)
+    assert two.unsharded_weight.untyped_storage().size() == 0
+    assert two.unsharded_weight._version == one.unsharded_weight._version

@@ -318,11 +318,14 @@ def compile(  # noqa: A001 - the ecosystem's name
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
-    compiled = Compiled(fn, Launch(mesh, plan), chain, backend, guard_data)
+
+    def make(callee: Callable[..., Any]) -> Compiled:
+        return Compiled(callee, Launch(mesh, plan), chain, backend, guard_data)
+
     if not isinstance(fn, nn.Module):
-        return compiled
+        return make(fn)
     again: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": chain, "guard_data": guard_data}
-    return compiled_module(fn, compiled, functools.partial(compile, **again))
+    return compiled_module(fn, make, functools.partial(compile, **again))
 
 
 def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:

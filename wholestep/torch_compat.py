@@ -123,6 +123,11 @@ def mkl_square_root() -> int:
     return ctypes.cast(found, ctypes.c_void_p).value or 0
 
 
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Identifies a storage, also one without memory, as long as it lives; equal for all that Python holds of it."""
+    return int(storage._cdata)  # type: ignore[attr-defined]
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many owners a storage has in C++: tensors, and its Python object as one."""
     return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]

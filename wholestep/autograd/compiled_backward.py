@@ -22,8 +22,7 @@ import torch
 from wholestep.autograd.structure import Engine, Structure, structure
 from wholestep.capture import Call, Found, Snapshot
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
-from wholestep.torch_compat import FakeTensor, backward_engine, dispatch_modes_active
-from wholestep.trace.tape import memory_of
+from wholestep.torch_compat import FakeTensor, backward_engine, dispatch_modes_active, storage_id
 from wholestep.trace.where import user_line
 
 
@@ -78,7 +77,8 @@ def _look(
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout != torch.strided:
         return (id(tensor),)
-    return memory_of(tensor), tensor.storage_offset(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    place = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return *place, tensor.dtype, tensor.device
 
 
 _running = threading.local()

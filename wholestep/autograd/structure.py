@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wholestep.torch_compat import engine_compiler
+from wholestep.torch_compat import engine_compiler, storage_id
 
 Engine = Callable[..., Any]
 
@@ -165,10 +165,11 @@ def _is_number(tensor: torch.Tensor) -> bool:
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the first one that begins at the same address."""
-    first: dict[int, int] = {}
-    addresses = (t.data_ptr() if t.layout == torch.strided else -i for i, t in enumerate(tensors))
-    return tuple(first.setdefault(address, i) for i, address in enumerate(addresses))
+    """For each tensor the first one that begins at the same place of the same memory."""
+    first: dict[Any, int] = {}
+    places = ((storage_id(t.untyped_storage()), t.storage_offset()) if t.layout == torch.strided else i
+              for i, t in enumerate(tensors))
+    return tuple(first.setdefault(place, i) for i, place in enumerate(places))
 
 
 # The types that Python numbers become -> a narrower one of the same kind.

@@ -96,6 +96,11 @@ class Entry:
             missed = self._flatten(values)
             if missed is not None:
                 return missed
+        for index, before, _ in self.traced.memories:
+            size = values[index].untyped_storage().nbytes()
+            if size != before:
+                source = self.traced.lifted[index].source
+                return Missed(f"memory of {source}: expected {before} bytes, found {size}")
         for predicate in self.traced.predicates:
             if not predicate.holds(values):
                 return Missed(predicate.reason)
@@ -108,6 +113,9 @@ class Entry:
         traced = self.traced
         if self.releases:
             self.binder.release(traced.effects, traced.result, args, kwargs)
+        for index, before, after in traced.memories:
+            if after > before:
+                values[index].untyped_storage().resize_(after)
         versions = tuple([values[i]._version + times for i, times in self.shared_writes])
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:
@@ -115,6 +123,9 @@ class Entry:
             self._count(values)
         else:
             outputs, slots = self._differentiable(self.plan, values)
+        for index, before, after in traced.memories:
+            if after < before:
+                values[index].untyped_storage().resize_(after)
         if self.inference:
             outputs = self._as_inference(outputs)
         for index, slot in enumerate(traced.slots):

@@ -25,6 +25,7 @@ from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes, set_vers
 from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.storages import OWNERS
 from wholestep.trace.where import user_line
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -44,6 +45,8 @@ class CallWindow(TorchFunctionMode):
             if self.recorder.guard_data and name in READABLE:
                 return self._read(name, func, args)
             raise DataDependentError(f"Python needs the value of a tensor: Tensor.{name}", user_line(), remedy)
+        if name in OWNERS and not isinstance(args[0], FakeTensor):
+            self.recorder.memory(args[0])
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             number: Any = args[0]
             return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
@@ -278,6 +281,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
     get_state, set_state = _traced_rng(recorder)
     replacements: list[tuple[Any, str, Any]] = [
         *AWARE,
+        *recorder.resizing(),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
         (torch, "get_rng_state", get_state),
