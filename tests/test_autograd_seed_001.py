@@ -7,6 +7,7 @@
 | test_module_backward_hooks_multi_layers | test_module_hooks_in_several_layers |
 | test_storage_resize_zero_cpu (and _gpu) | test_memory_given_back |
 | test_storage_resize_nonzero_cpu (and _gpu) | test_memory_taken_anew |
+| test_nn_param_return1 to 4 | test_a_parameter_made_inside_is_returned |
 | test_fake_distributed_aot_eager, _inductor | test_a_module_sharded_by_its_hooks |
 """
 
@@ -259,3 +260,27 @@ def test_a_module_sharded_by_its_hooks(forward, backend):
     assert count.frame_count == (2 if backend == "user" else 0)
     assert two.unsharded_weight.untyped_storage().size() == 0
     assert two.unsharded_weight._version == one.unsharded_weight._version
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("computed", [True, False])
+def test_a_parameter_made_inside_is_returned(requires_grad, computed):
+    def fn(x):
+        parameter = nn.Parameter(x + 123 if computed else x, requires_grad=requires_grad)
+        return parameter, parameter.sin()
+
+    compiled = ws.compile(fn)
+    one = torch.randn(16)
+    two = one.clone()
+    (p, r), (q, s) = fn(one), compiled(two)
+    if requires_grad:
+        r.sum().backward()
+        s.sum().backward()
+    assert_same((r, s), (p, q))
+
+
+def test_a_result_beside_its_detached_argument_can_be_differentiated():
+    x = torch.randn(4, requires_grad=True)
+    same, r = ws.compile(lambda x: (x.detach(), x.sin()))(x)
+    r.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos()) and same.data_ptr() == x.data_ptr()

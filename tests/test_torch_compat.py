@@ -40,6 +40,7 @@ from wholestep.torch_compat import (
     no_modes,
     sequence_number,
     set_versions,
+    storage_id,
     storage_uses,
 )
 
@@ -345,3 +346,11 @@ def test_gloo_listens_where_it_is_told():
     assert x.tolist() == [1.0, 1.0]
     with pytest.raises(RuntimeError):
         gloo_options(engine, "no.such.host.invalid", timedelta(seconds=7))
+
+
+def test_a_storage_is_identified_even_without_memory():
+    x, y = torch.zeros(4), torch.zeros(4)
+    x.untyped_storage().resize_(0)
+    y.untyped_storage().resize_(0)
+    assert storage_id(x.untyped_storage()) == storage_id(x[1:].detach().untyped_storage())
+    assert storage_id(x.untyped_storage()) != storage_id(y.untyped_storage())

@@ -75,7 +75,8 @@ class CompiledFunction(torch.autograd.Function):
         else:
             free_saved_tensors(ctx)
             gradients = backward.consume(values)
-        gradients, new = gradients[: len(plan.derivative.inputs)], gradients[len(plan.derivative.inputs) :]
+        count = plan.derivative.n_gradients
+        gradients, new = gradients[:count], gradients[count:]
         with torch.no_grad():
             for tensor, value in zip(ctx.late, new, strict=True):
                 tensor.copy_(value)

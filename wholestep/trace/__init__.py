@@ -255,6 +255,7 @@ def _finish(
             tuple(new_index[id(item)] for item in backward.inputs),
             tuple(backward.reaches),
             tuple(new_index[id(item)] for item, _ in late),
+            tuple(backward.made),
         )
     return Traced(
         step,

@@ -247,6 +247,16 @@ def _number_of(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else float(value)
 
 
+_NEW_PARAMETER = torch.nn.Parameter.__new__
+
+
+def _traced_parameter(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> torch.Tensor:
+    """`torch.nn.Parameter(data)`, which shares the memory of data from outside without the dispatcher's knowing."""
+    if isinstance(data, torch.Tensor) and not isinstance(data, FakeTensor):
+        data = data.detach()
+    return _NEW_PARAMETER(cls, data, requires_grad)
+
+
 LBFGS_REMEDY = "use another optimizer: LBFGS evaluates its closure as often as the data ask for"
 
 _ABSENT = object()
@@ -292,6 +302,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
         (torch.random, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
         (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters)),
+        (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
         (torch.nn.modules.batchnorm, "float", _number_of),
         (torch.distributions.Distribution, "_validate_args", False),
     ]
