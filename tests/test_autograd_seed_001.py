@@ -7,6 +7,8 @@
 | test_module_backward_hooks_multi_layers | test_module_hooks_in_several_layers |
 | test_storage_resize_zero_cpu (and _gpu) | test_memory_given_back |
 | test_storage_resize_nonzero_cpu (and _gpu) | test_memory_taken_anew |
+| test_unsafe_set_version_counter1, 2 | test_a_version_counter_is_read_and_set, test_a_version_counter_is_kept |
+| test_unsafe_preserve_version_counter1, 2 | test_a_version_counter_is_preserved, test_a_version_counter_is_kept |
 | test_nn_param_return1 to 4 | test_a_parameter_made_inside_is_returned |
 | test_fake_distributed_aot_eager, _inductor | test_a_module_sharded_by_its_hooks |
 """
@@ -21,7 +23,7 @@ from torch import nn
 
 import wholestep as ws
 from wholestep.autograd import compiled_backward
-from wholestep.errors import UnsupportedError
+from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.testing import CompileCounter
 
 
@@ -284,3 +286,71 @@ def test_a_result_beside_its_detached_argument_can_be_differentiated():
     same, r = ws.compile(lambda x: (x.detach(), x.sin()))(x)
     r.sum().backward()
     assert torch.equal(x.grad, x.detach().cos()) and same.data_ptr() == x.data_ptr()
+
+
+@torch.no_grad()
+def test_a_version_counter_is_read_and_set():
+    count = CompileCounter()
+
+    @ws.compile(backend=count)
+    def fn(w, x):
+        x = x.sin()
+        v = w._version
+        w.copy_(x + 1)
+        assert w._version == v + 1
+        torch._C._autograd._unsafe_set_version_counter((w,), (v,))
+        return w, v, v + 10
+
+    for v in (3, 0, 1):
+        w = torch.randn(16)
+        for i in range(v):
+            w.fill_(i)
+        x = torch.randn(16)
+        same, before, later = fn(w, x)
+        assert same is w and torch.equal(w, x.sin() + 1)
+        assert (before, later, w._version) == (v, v + 10, v)
+    assert count.frame_count == 1
+
+
+@torch.no_grad()
+def test_a_version_counter_is_preserved():
+    def fn(w, x):
+        with torch.autograd._unsafe_preserve_version_counter(w):
+            w.copy_(x.sin() + 1)
+        return w
+
+    w, x = torch.randn(16).fill_(0).fill_(1), torch.randn(16)
+    assert ws.compile(fn)(w, x) is w
+    assert w._version == 2 and torch.equal(w, x.sin() + 1)
+
+
+@pytest.mark.parametrize("preserve", [False, True])
+def test_a_version_counter_is_kept(preserve):
+    def fn(w, x):
+        r = w.sin()
+        with torch.no_grad():
+            if preserve:
+                with torch.autograd._unsafe_preserve_version_counter(w):
+                    w.copy_(x)
+            else:
+                v = w._version
+                w.copy_(x)
+                torch._C._autograd._unsafe_set_version_counter((w,), (v,))
+        return r
+
+    results = []
+    for function in (fn, ws.compile(fn)):
+        torch.manual_seed(0)
+        w, x = torch.randn(1, requires_grad=True), torch.randn(1)
+        r = function(w, x)
+        r.backward()
+        results.append((r, w, w.grad))
+        assert torch.equal(w, x) and torch.equal(w.grad, x.cos()) and w._version == 0
+    assert_same(*zip(*results, strict=True))
+
+
+@torch.no_grad()
+def test_a_branch_on_a_version_counter_is_refused():
+    x = torch.zeros(3)
+    with pytest.raises(CaptureError, match="Python compares a version counter"):
+        ws.compile(lambda x: x + 1 if x._version > 2 else x - 1)(x)

@@ -19,6 +19,7 @@ from wholestep import torch_compat
 from wholestep.autograd.structure import Shape
 from wholestep.torch_compat import (
     FOREACH_TYPES,
+    GET_VERSION,
     HOOK_TABLES,
     FakeTensor,
     FakeTensorMode,
@@ -355,3 +356,17 @@ def test_a_storage_is_identified_even_without_memory():
     y.untyped_storage().resize_(0)
     assert storage_id(x.untyped_storage()) == storage_id(view.untyped_storage())
     assert storage_id(x.untyped_storage()) != storage_id(y.untyped_storage())
+
+
+def test_a_function_mode_sees_a_version_counter_read():
+    read = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            read.append(func == GET_VERSION)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(3).add_(1)
+    with Mode():
+        version = x._version
+    assert version == 1 and read == [True]

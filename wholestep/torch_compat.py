@@ -94,6 +94,9 @@ def no_modes() -> Iterator[None]:
 
 # --- capture ---------------------------------------------------------------------------------------------
 
+# The reading of a tensor's version counter, as function modes see it.
+GET_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
 # A tensor's hook tables, by the attribute names that set them again; None where no hook was ever added.
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 

@@ -20,8 +20,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from wholestep.errors import DataDependentError, UnsupportedError
-from wholestep.ir import Gradient, get_rng_state, set_rng_state
-from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes, set_versions
+from wholestep.ir import Count, Gradient, get_rng_state, set_rng_state
+from wholestep.torch_compat import FOREACH_TYPES, GET_VERSION, FakeTensor, no_modes, set_versions
 from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
@@ -47,6 +47,8 @@ class CallWindow(TorchFunctionMode):
             raise DataDependentError(f"Python needs the value of a tensor: Tensor.{name}", user_line(), remedy)
         if name in OWNERS and not isinstance(args[0], FakeTensor):
             self.recorder.memory(args[0])
+        if func == GET_VERSION and not isinstance(args[0], FakeTensor) and self.recorder.find(args[0]) is not None:
+            return Count(func(*args)).of(args[0])
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             number: Any = args[0]
             return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
