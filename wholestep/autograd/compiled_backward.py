@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from wholestep.autograd.structure import Engine, Structure, structure
+from wholestep.autograd.structure import Engine, Structure, free, structure
 from wholestep.capture import Call, Found, Snapshot
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, backward_engine, dispatch_modes_active, storage_id
@@ -154,14 +154,14 @@ class CompiledBackward:
                 user_line(),
                 "call it outside of the context",
             )
-        look = functools.partial(structure, run, roots, grads, inputs, flags["accumulate_grad"])
+        graph = run, roots, grads, inputs, flags["accumulate_grad"]
         try:
-            found = look(True)
+            found = structure(*graph)
         except Exception as error:  # eager's own errors come again from eager
             return self._left_to(eager, f"{type(error).__name__}: {error}")
         if found.outside:
             return self._left_to(eager, "a hook made in C++, such as retain_grad() on an intermediate tensor")
-        return self._serve(found, retaining, _nothing if keep else functools.partial(look, False), eager)
+        return self._serve(found, retaining, _nothing if keep else functools.partial(free, *graph), eager)
 
     def _serve(self, found: Structure, retaining: Engine, ready: Callable[[], Any], eager: Engine) -> Any:
         """Runs the program of a structure, made first if there is none that serves.
