@@ -76,7 +76,7 @@ class Program:
 
     def run(self, time: int) -> list[Any]:
         values: list[torch.Tensor] = list(self.leaves)
-        hooks = dict((index % (2 + len(self.steps)), kind) for kind, index in self.hooks)
+        hooks = {index % (2 + len(self.steps)): kind for kind, index in self.hooks}
         self.scale.fill_(time)
         for name, i, j in self.steps:
             values.append(OPERATORS[name](values[i % len(values)], values[j % len(values)]))

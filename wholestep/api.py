@@ -98,8 +98,8 @@ def joint_of(step: StepGraph, traced: Traced) -> Joint:
     assert traced.derivative is not None
     count = traced.n_inputs
     rewritten = tuple(index for index, _, _ in traced.derivative.rewritten if index < count)
-    gradients = len(step.outputs) - traced.derivative.n_forward
-    return Joint(step, count, traced.derivative.n_forward, rewritten, traced.derivative.inputs[:gradients])
+    derivative = traced.derivative
+    return Joint(step, count, derivative.n_forward, rewritten, derivative.inputs[: derivative.n_given])
 
 
 def _name(transform: Pass) -> str:

@@ -256,6 +256,7 @@ def _finish(
             tuple(backward.reaches),
             tuple(new_index[id(item)] for item, _ in late),
             tuple(backward.made),
+            len(backward.gradients) - len(backward.made),
         )
     return Traced(
         step,

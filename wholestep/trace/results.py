@@ -55,8 +55,8 @@ class Slot:
 class Derivative:
     """What makes a step's results differentiable outside of it.
 
-    The graph's outputs are then the forward's, followed by one gradient for each entry of `inputs`; its last
-    placeholders are tangents, one for each entry of `outputs`.
+    The graph's outputs are then the forward's, followed by the gradients of `inputs` and of `made`, then by
+    the new values of `late`; its last placeholders are tangents, one for each entry of `outputs`.
 
     Attributes:
         n_forward: how many outputs belong to the forward.
@@ -64,9 +64,10 @@ class Derivative:
         rewritten: (input index, output index, position in `outputs`) of each input to which autograd gives a new
             history: its new value is copied into it.
         inputs: those that gradients flow to.
-        reaches: for each entry of `outputs`, the positions in `inputs` of those that it depends on.
+        reaches: for each entry of `outputs`, the positions in `inputs`, then `made`, of those that it depends on.
         late: inputs that hooks write in the backward; their new values follow the gradients.
         made: slots of leaves that the step makes; their gradients follow those of `inputs`.
+        n_given: how many of `inputs`, the first ones, get a gradient; the others are only known to be depended on.
     """
 
     n_forward: int
@@ -76,10 +77,7 @@ class Derivative:
     reaches: tuple[frozenset[int], ...]
     late: tuple[int, ...] = ()
     made: tuple[int, ...] = ()
-
-    @property
-    def n_gradients(self) -> int:
-        return len(self.inputs) + len(self.made)
+    n_given: int = 0
 
 
 @dataclass
