@@ -199,21 +199,23 @@ def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:
         engine.set_autograd_compiler(*prior)
 
 
-@contextmanager
-def backward_engine(replace: Callable[..., Any]) -> Iterator[None]:
+def set_backward_engine(replace: Callable[..., Any]) -> Callable[[], None]:
     """Exchanges the call of the engine by which `torch.autograd.backward` and `torch.autograd.grad` end.
 
     Args:
-        replace: called as ``replace(run, roots, grads, keep_graph, create_graph, inputs, **flags)``; ``run`` is the
+        replace: called as ``replace(run, roots, grads, keep_graph, create_graph, inputs, ...)``; ``run`` is the
             engine, which takes the rest. Returns what the engine would.
+
+    Returns:
+        A function that takes the exchange back.
     """
     run = torch.autograd._engine_run_backward
 
     def exchanged(*args: Any, **kwargs: Any) -> Any:
         return replace(run, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = exchanged
-    try:
-        yield
-    finally:
+    def undo() -> None:
         torch.autograd._engine_run_backward = run
+
+    torch.autograd._engine_run_backward = exchanged
+    return undo

@@ -19,10 +19,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from wholestep.autograd.entrance import handled
 from wholestep.autograd.structure import Engine, Structure, free, structure
 from wholestep.capture import Call, Found, Snapshot
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
-from wholestep.torch_compat import FakeTensor, backward_engine, dispatch_modes_active, storage_id
+from wholestep.torch_compat import FakeTensor, dispatch_modes_active, storage_id
 from wholestep.trace.where import user_line
 
 
@@ -105,7 +106,6 @@ class CompiledBackward:
         self.backend = backend
         self._found = _captures(backend)
         self._open: list[ExitStack] = []
-        self._thread = 0
 
     @property
     def captures(self) -> int:
@@ -120,9 +120,8 @@ class CompiledBackward:
         return self._found.eager
 
     def __enter__(self) -> CompiledBackward:
-        self._thread = threading.get_ident()
         stack = ExitStack()
-        stack.enter_context(backward_engine(self._backward))
+        stack.enter_context(handled(self._backward))
         self._open.append(stack)
         return self
 
@@ -146,7 +145,7 @@ class CompiledBackward:
         eager, retaining = (
             functools.partial(run, roots, grads, k, create, inputs, *allow, **flags) for k in (keep, True)
         )
-        if dispatch_modes_active() or threading.get_ident() != self._thread:
+        if dispatch_modes_active():
             return eager()  # inside of a capture, and part of it
         if create:
             raise UnsupportedError(

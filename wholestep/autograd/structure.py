@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wholestep.autograd.entrance import walking
 from wholestep.torch_compat import engine_compiler, storage_id
 
 Engine = Callable[..., Any]
@@ -158,7 +159,7 @@ def _walk(call: Engine, roots: Any, grads: Any, inputs: Sequence[Any], accumulat
     global _outputs
     _outputs = len(inputs)
     _handed.clear()
-    with engine_compiler(Shape):
+    with walking(), engine_compiler(Shape):
         call((*roots, _MARK), (*grads, _MARK_GRAD), keep, False, inputs, True, accumulate_grad=accumulate)
     return _handed.pop()
 
