@@ -25,6 +25,7 @@ Pass = Callable[[StepGraph], StepGraph]
 Look = Callable[..., Snapshot]  # called as `snapshot` is
 
 _tracing = threading.local()
+_capturing = threading.RLock()  # a capture exchanges functions of torch for all threads
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
 MAX_ENTRIES = 32
@@ -130,7 +131,8 @@ def capture(
             _tracing.active = True
             world.put_twins()
             names = world.module_names()
-            return world, trace_step(fn, args, kwargs, world, names, new_values, shared, guard_data, backward)
+            with _capturing:
+                return world, trace_step(fn, args, kwargs, world, names, new_values, shared, guard_data, backward)
         except SharedMemory as request:
             shared = request.memories
         finally:

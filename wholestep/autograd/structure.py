@@ -157,11 +157,11 @@ def free(
 
 def _walk(call: Engine, roots: Any, grads: Any, inputs: Sequence[Any], accumulate: bool, keep: bool) -> tuple[Any, ...]:
     global _outputs
-    _outputs = len(inputs)
-    _handed.clear()
     with walking(), engine_compiler(Shape):
+        _outputs = len(inputs)
+        _handed.clear()
         call((*roots, _MARK), (*grads, _MARK_GRAD), keep, False, inputs, True, accumulate_grad=accumulate)
-    return _handed.pop()
+        return _handed.pop()
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
