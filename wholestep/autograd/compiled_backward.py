@@ -224,6 +224,9 @@ def compiled_backward(backend: Any = "aten") -> CompiledBackward:
     autograd graph for all contexts of one backend. What cannot be captured is left to the engine, with eager's
     result; `eager` says why. `torch.autograd.grad` is captured alike.
 
+    torch's own compiled autograd can run before it in a process, not after: the engine gives the functions that it
+    binds to the first who asks.
+
     Args:
         backend: as in `wholestep.compile`.
 
