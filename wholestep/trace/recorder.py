@@ -170,7 +170,7 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
         return DataDependentError(
             f"the shape or value of the result of {func} depends on data",
             user_line(),
-            "use a form with a fixed shape, such as torch.where or a mask",
+            "use a form with a fixed shape, such as torch.where or a mask, or pass guard_data=True to ws.compile",
         )
     return UnsupportedError(
         f"{func} has no rule for fake tensors: {error}",
