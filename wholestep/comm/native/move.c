@@ -61,12 +61,20 @@ static void reduce_write(group_t *g, job_t *j, size_t k, char *slot) {
 }
 const algorithm_t reduce_rounds = {"reduce", by_chunk, NULL, reduce_write, reduce_read, NULL};
 
-/* all_gather */
+/* all_gather: our own part is copied while it is in the cache, except when others wait for what may be all of it */
+static void gather_one(group_t *g, job_t *j, size_t k, int r, const char *from) {
+    slot_take(out_at(j, r) + k * CHUNK, from, part(j->d.bytes, CHUNK, k), j->d.bytes * (size_t)g->size >= LARGE);
+}
+static int own_late(const job_t *j) { return j->d.bytes <= CHUNK || j->d.op == OP_GATHER; }
+static void allgather_write(group_t *g, job_t *j, size_t k, char *slot) {
+    write_chunk(g, j, k, slot);
+    if (!own_late(j)) gather_one(g, j, k, g->rank, j->in + k * CHUNK);
+}
 static int allgather_read(group_t *g, job_t *j, size_t k) {
-    for (int step = 0; step < g->size; step++) { /* each rank starts at another slot */
+    if (own_late(j)) gather_one(g, j, k, g->rank, j->in + k * CHUNK);
+    for (int step = 1; step < g->size; step++) { /* each rank starts at another slot */
         int r = (g->rank + step) % g->size;
-        const char *from = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->reading);
-        slot_take(out_at(j, r) + k * CHUNK, from, part(j->d.bytes, CHUNK, k), j->d.bytes * (size_t)g->size >= LARGE);
+        gather_one(g, j, k, r, slot_of(g, r, g->reading));
     }
     return OK;
 }
@@ -76,7 +84,7 @@ static void allgather_direct(group_t *g, job_t *j) {
         copy(out_at(j, r), g->peers[r], j->d.bytes);
     }
 }
-const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, write_chunk, allgather_read, allgather_direct};
+const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, allgather_write, allgather_read, allgather_direct};
 
 /* reduce_scatter */
 static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
@@ -121,7 +129,13 @@ const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, sc
  * rounds and find the same disagreement. */
 static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->reading) + CHUNK); }
 
-static size_t alltoall_count(const group_t *g, const job_t *j) { (void)g; return j->rounds ? j->rounds : 1; }
+/* Before the tables have been read: as many as our own parts need. */
+static size_t alltoall_count(const group_t *g, const job_t *j) {
+    uint64_t most = 0;
+    for (int r = 0; r < g->size && !j->rounds; r++)
+        if (r != g->rank && j->in_sizes[r] > most) most = j->in_sizes[r];
+    return j->rounds ? j->rounds : 1 + chunks(most, piece(g));
+}
 
 static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
     size_t n = (size_t)g->size, p = piece(g);
@@ -150,9 +164,9 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
                 if (from != to && sent > most) most = sent;
             }
         j->rounds = 1 + chunks(most, p);
-        copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
-        return OK;
     }
+    if (k + 1 == j->rounds) copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
+    if (k == 0) return OK;
     for (int step = 1; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
         copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank),
