@@ -90,7 +90,9 @@ typedef struct {
     size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
     int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
     size_t put;          /* bytes put into the slot of the round that is being filled */
-    int streaming, slow; /* slots.c: writing past the caches; slow reads in a row */
+    int streaming, slow; /* slots.c: writing past the caches; slow rounds in a row */
+    size_t filled;       /* bytes written through the caches since the last round was read, */
+    double filling;      /* and the seconds it took */
     int broken;
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;
