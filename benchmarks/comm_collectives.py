@@ -39,12 +39,13 @@ def ours(name: str, x: torch.Tensor, group: Any) -> Call:
     n = comm.get_world_size(group)
     wide = torch.zeros(n * x.numel())
     cut = x.view(-1)[: x.numel() // n * n]
+    each, all_of_it = wide[: cut.numel() // n], wide[: cut.numel()]
     calls: dict[str, Call] = {
         "all_reduce": lambda: comm.all_reduce(x, "max", group),
         "broadcast": lambda: comm.broadcast(x, 0, group),
         "all_gather": lambda: comm.all_gather_into_tensor(wide, x, group),
-        "reduce_scatter": lambda: comm.reduce_scatter_tensor(wide[: cut.numel() // n], cut, "max", group),
-        "all_to_all": lambda: comm.all_to_all_single(wide[: cut.numel()], cut, group=group),
+        "reduce_scatter": lambda: comm.reduce_scatter_tensor(each, cut, "max", group),
+        "all_to_all": lambda: comm.all_to_all_single(all_of_it, cut, group=group),
     }
     return calls[name]
 
@@ -55,12 +56,13 @@ def theirs(name: str, x: torch.Tensor, mpi: Any) -> Call:
     n = world.Get_size()
     flat, wide = x.numpy(), torch.zeros(n * x.numel()).numpy()
     cut = flat[: len(flat) // n * n]
+    each, all_of_it = wide[: len(cut) // n], wide[: len(cut)]
     calls: dict[str, Call] = {
         "all_reduce": lambda: world.Allreduce(mpi.IN_PLACE, flat, mpi.MAX),
         "broadcast": lambda: world.Bcast(flat, 0),
         "all_gather": lambda: world.Allgather(flat, wide),
-        "reduce_scatter": lambda: world.Reduce_scatter_block(cut, wide[: len(cut) // n], mpi.MAX),
-        "all_to_all": lambda: world.Alltoall(cut, wide[: len(cut)]),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(cut, each, mpi.MAX),
+        "all_to_all": lambda: world.Alltoall(cut, all_of_it),
     }
     return calls[name]
 
@@ -88,10 +90,14 @@ def measure(name: str, size: int, gloo: Any, mpi: Any, seconds: float) -> dict[s
     }
     if mpi:
         calls["mpi"] = theirs(name, private, mpi)
-    times = 100 if size < 1 << 16 else 10 if size < 1 << 22 else 1
-    runs: dict[str, Callable[[], float]] = {k: (lambda call=call: batch(call, times)) for k, call in calls.items()}  # type: ignore[misc]
+    few = 100 if size < 1 << 16 else 10 if size < 1 << 22 else 1
+    times = {k: few if k == "gloo" else 10 * few if size < 1 << 22 else few for k in (*calls, "from C")}
+    runs: dict[str, Callable[[], float]] = {
+        k: (lambda call=call, n=times[k]: batch(call, n))  # type: ignore[misc]
+        for k, call in calls.items()
+    }
     if name == "all_reduce":
-        runs["from C"] = lambda: native.repeat(handle, private.data_ptr(), count, times) * 1e6
+        runs["from C"] = lambda: native.repeat(handle, private.data_ptr(), count, times["from C"]) * 1e6
     samples: dict[str, list[float]] = {k: [] for k in runs}
     go, end = torch.ones(1), time.perf_counter() + seconds
     while go.item():

@@ -6,17 +6,17 @@
 
 #include "shm.h"
 
-static size_t rounds(const group_t *g, const job_t *j) { (void)g; return j->d.bytes ? chunks(j->d.bytes, CHUNK) : 1; }
+static size_t rounds(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, g->chunk) : 1; }
 
 static void write(group_t *g, job_t *j, size_t k, char *slot) {
-    slot_put(g, slot, j->in + k * CHUNK, part(j->d.bytes, CHUNK, k));
+    slot_put(g, slot, j->in + k * g->chunk, part(j->d.bytes, g->chunk, k));
 }
 
 static int read(group_t *g, job_t *j, size_t k) {
-    size_t n = part(j->d.bytes, CHUNK, k);
+    size_t n = part(j->d.bytes, g->chunk, k);
     const char *src[MAX_RANKS];
-    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->reading);
-    char *dst = j->out + k * CHUNK;
+    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * g->chunk : slot_of(g, r, g->reading);
+    char *dst = j->out + k * g->chunk;
     reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, n / j->elem);
     return OK;
 }

@@ -52,8 +52,8 @@ static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     g->rank = rank, g->size = size, g->fd = fd, g->base = base, g->length = length;
     g->ctl = (ctl_t *)(base + LINE);
     g->slots = (char *)(g->ctl + size);
-    g->depth = ring_depth(size), g->ahead = g->depth / 2;
-    g->rings = (ring_t *)(g->slots + g->depth * (size_t)size * SLOT);
+    g->depth = ring_depth(size), g->ahead = g->depth / 2, g->chunk = ring_chunk(size), g->slot = ring_slot(size);
+    g->rings = (ring_t *)(g->slots + g->depth * (size_t)size * g->slot);
     cpu_set_t cpus;
     CPU_ZERO(&cpus);
     int cores = sched_getaffinity(0, sizeof cpus, &cpus) ? 1 : CPU_COUNT(&cpus);
@@ -62,7 +62,7 @@ static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     pthread_mutex_init(&g->lock, NULL);
     pthread_mutex_init(&g->p2p_lock, NULL);
     pthread_cond_init(&g->wake, NULL);
-    for (size_t at = 0; at < g->depth * SLOT; at += 4096) g->slots[g->depth * (size_t)rank * SLOT + at] = 0;
+    for (size_t at = 0; at < g->depth * g->slot; at += 4096) g->slots[g->depth * (size_t)rank * g->slot + at] = 0;
     atomic_store(&g->ctl[rank].pid, (uint32_t)getpid());
     return PyLong_FromVoidPtr(g);
 }

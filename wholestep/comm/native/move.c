@@ -3,9 +3,9 @@
 
 #include "shm.h"
 
-static size_t by_chunk(const group_t *g, const job_t *j) { (void)g; return j->d.bytes ? chunks(j->d.bytes, CHUNK) : 1; }
+static size_t by_chunk(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, g->chunk) : 1; }
 /* A slot holds a piece for each rank but the writer. */
-static size_t piece(const group_t *g) { return (size_t)(CHUNK / (g->size > 1 ? g->size - 1 : 1)) & ~(size_t)63; }
+static size_t piece(const group_t *g) { return g->chunk / (size_t)(g->size > 1 ? g->size - 1 : 1) & ~(size_t)63; }
 static size_t piece_at(const group_t *g, int writer, int reader) { return piece(g) * (size_t)(reader - (reader > writer)); }
 static size_t by_piece(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, piece(g)) : 1; }
 #define LARGE (16 << 20) /* bytes of output that leave no room for anything else in the caches */
@@ -17,7 +17,7 @@ static void copy(char *to, const char *from, size_t n) {
 }
 
 static void write_chunk(group_t *g, job_t *j, size_t k, char *slot) {
-    slot_put(g, slot, j->in + k * CHUNK, part(j->d.bytes, CHUNK, k));
+    slot_put(g, slot, j->in + k * g->chunk, part(j->d.bytes, g->chunk, k));
 }
 
 /* One piece for each rank; our own stays where it is. */
@@ -39,7 +39,7 @@ static void broadcast_write(group_t *g, job_t *j, size_t k, char *slot) {
 }
 static int broadcast_read(group_t *g, job_t *j, size_t k) {
     if (!is_root(g, j))
-        copy(j->out + k * CHUNK, slot_of(g, (int)j->d.root, g->reading), part(j->d.bytes, CHUNK, k));
+        copy(j->out + k * g->chunk, slot_of(g, (int)j->d.root, g->reading), part(j->d.bytes, g->chunk, k));
     return OK;
 }
 static void broadcast_direct(group_t *g, job_t *j) {
@@ -51,9 +51,9 @@ const algorithm_t broadcast_rounds = {"broadcast", by_chunk, NULL, broadcast_wri
 static int reduce_read(group_t *g, job_t *j, size_t k) {
     if (!is_root(g, j)) return OK;
     const char *src[MAX_RANKS];
-    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->reading);
-    char *dst = j->out + k * CHUNK;
-    reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, part(j->d.bytes, CHUNK, k) / j->elem);
+    for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * g->chunk : slot_of(g, r, g->reading);
+    char *dst = j->out + k * g->chunk;
+    reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, part(j->d.bytes, g->chunk, k) / j->elem);
     return OK;
 }
 static void reduce_write(group_t *g, job_t *j, size_t k, char *slot) {
@@ -61,12 +61,20 @@ static void reduce_write(group_t *g, job_t *j, size_t k, char *slot) {
 }
 const algorithm_t reduce_rounds = {"reduce", by_chunk, NULL, reduce_write, reduce_read, NULL};
 
-/* all_gather */
+/* all_gather: our own part is copied while it is in the cache, except when others wait for what may be all of it */
+static void gather_one(group_t *g, job_t *j, size_t k, int r, const char *from) {
+    slot_take(out_at(j, r) + k * g->chunk, from, part(j->d.bytes, g->chunk, k), j->d.bytes * (size_t)g->size >= LARGE);
+}
+static int own_late(const group_t *g, const job_t *j) { return j->d.bytes <= g->chunk || j->d.op == OP_GATHER; }
+static void allgather_write(group_t *g, job_t *j, size_t k, char *slot) {
+    write_chunk(g, j, k, slot);
+    if (!own_late(g, j)) gather_one(g, j, k, g->rank, j->in + k * g->chunk);
+}
 static int allgather_read(group_t *g, job_t *j, size_t k) {
-    for (int step = 0; step < g->size; step++) { /* each rank starts at another slot */
+    if (own_late(g, j)) gather_one(g, j, k, g->rank, j->in + k * g->chunk);
+    for (int step = 1; step < g->size; step++) { /* each rank starts at another slot */
         int r = (g->rank + step) % g->size;
-        const char *from = r == g->rank ? j->in + k * CHUNK : slot_of(g, r, g->reading);
-        slot_take(out_at(j, r) + k * CHUNK, from, part(j->d.bytes, CHUNK, k), j->d.bytes * (size_t)g->size >= LARGE);
+        gather_one(g, j, k, r, slot_of(g, r, g->reading));
     }
     return OK;
 }
@@ -76,7 +84,7 @@ static void allgather_direct(group_t *g, job_t *j) {
         copy(out_at(j, r), g->peers[r], j->d.bytes);
     }
 }
-const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, write_chunk, allgather_read, allgather_direct};
+const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, allgather_write, allgather_read, allgather_direct};
 
 /* reduce_scatter */
 static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
@@ -119,14 +127,20 @@ const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, sc
 
 /* all_to_all: sizes differ by pair, so the first round shows everyone's tables, and all derive the same number of
  * rounds and find the same disagreement. */
-static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->reading) + CHUNK); }
+static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->reading) + g->chunk); }
 
-static size_t alltoall_count(const group_t *g, const job_t *j) { (void)g; return j->rounds ? j->rounds : 1; }
+/* Before the tables have been read: as many as our own parts need. */
+static size_t alltoall_count(const group_t *g, const job_t *j) {
+    uint64_t most = 0;
+    for (int r = 0; r < g->size && !j->rounds; r++)
+        if (r != g->rank && j->in_sizes[r] > most) most = j->in_sizes[r];
+    return j->rounds ? j->rounds : 1 + chunks(most, piece(g));
+}
 
 static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
     size_t n = (size_t)g->size, p = piece(g);
     if (k == 0) {
-        uint64_t *mine = (uint64_t *)(slot + CHUNK);
+        uint64_t *mine = (uint64_t *)(slot + g->chunk);
         memcpy(mine, j->in_sizes, n * sizeof *mine);
         memcpy(mine + n, j->out_sizes, n * sizeof *mine);
         return;
@@ -150,9 +164,9 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
                 if (from != to && sent > most) most = sent;
             }
         j->rounds = 1 + chunks(most, p);
-        copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
-        return OK;
     }
+    if (k + 1 == j->rounds) copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
+    if (k == 0) return OK;
     for (int step = 1; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
         copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank),

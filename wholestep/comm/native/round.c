@@ -50,7 +50,7 @@ int rank_alive(const group_t *g, int rank) {
 }
 
 char *slot_of(const group_t *g, int rank, uint32_t round) {
-    return g->slots + (g->depth * (size_t)rank + round % g->depth) * SLOT;
+    return g->slots + (g->depth * (size_t)rank + round % g->depth) * g->slot;
 }
 
 desc_t *desc_of(const group_t *g, int rank, uint32_t round) { return &g->ctl[rank].desc[round % g->depth]; }

@@ -23,14 +23,12 @@
 #include <sys/types.h>
 
 #define MAX_RANKS 256
-#define CHUNK (32 * 1024) /* bytes a rank publishes a round */
-#define SLOT (CHUNK + CHUNK / 2) /* room for a chunk, and behind it the reduced part of an earlier one, or tables */
-/* Rounds ahead, of a ring twice as long. The ring of a rank (1 MB) is as large as a core's second-level cache, so that
- * what others read has left it for the third level: three times as fast as out of another core's own cache.
- * All-reduce, 2 ranks, Zen 4, quiet machine, ahead x CHUNK, 1 MB | 64 MB in GB/s: 4 x 32 KB 7.5 | 7.3, 12 x 32 KB
- * 17.4 | -, 16 x 32 KB 21.5 | 9.1, 24 x 32 KB 18.7 | -, 4 x 128 KB 21.6 | 9.6, 4 x 256 KB 20.2 | 8.6. */
-#define AHEAD 16
-#define DEPTH (2 * AHEAD)
+/* A ring of as many slots, half of which a rank may fill before it reads the first round. It is as large as a core's
+ * second-level cache, 1 MB, so that what others read has left that for the third level: three times as fast as out of
+ * another core's own cache. All-reduce, 2 ranks, Zen 4, quiet machine, half the ring x chunk, 1 MB | 64 MB in GB/s:
+ * 4 x 32 KB 7.5 | 7.3, 12 x 32 KB 17.4 | -, 16 x 32 KB 21.5 | 9.1, 24 x 32 KB 18.7 | -, 4 x 128 KB 21.6 | 9.6,
+ * 4 x 256 KB 20.2 | 8.6. */
+#define DEPTH 32
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
 
 enum { OP_BARRIER, OP_ALL_REDUCE, OP_REDUCE, OP_BROADCAST, OP_ALL_GATHER, OP_REDUCE_SCATTER, OP_GATHER, OP_SCATTER,
@@ -88,10 +86,13 @@ typedef struct {
     const char *peers[MAX_RANKS]; /* direct: every rank's input, mapped here */
     uint64_t seq;                 /* collectives started */
     uint32_t round, reading; /* published last; being read, or read last */
-    uint32_t ahead, depth;
+    uint32_t ahead, depth; /* rounds; of the ring */
+    size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
     int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
     size_t put;          /* bytes put into the slot of the round that is being filled */
-    int streaming, slow; /* slots.c: writing past the caches; slow reads in a row */
+    int streaming, slow; /* slots.c: writing past the caches; slow rounds in a row */
+    size_t filled;       /* bytes written through the caches since the last round was read, */
+    double filling;      /* and the seconds it took */
     int broken;
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;
@@ -125,6 +126,8 @@ extern const algorithm_t barrier_rounds, allreduce_exchange, allreduce_split, br
 
 /* segment.c */
 uint32_t ring_depth(int size);
+size_t ring_chunk(int size);
+size_t ring_slot(int size);
 size_t group_bytes(int size);
 int segment_register(const char *base, size_t length, uint32_t id, int fd);
 void segment_forget(uint32_t id);

@@ -5,7 +5,7 @@
  * writing past the caches is fast. All-reduce of private memory, 2 ranks, Zen 4, GB/s at 1 MB | 64 MB:
  *     cores that share a cache: through it 21.6 | 11.8, past it 11.5 | 6.5
  *     cores that do not:        through it  2.1 |  2.1, past it 13.4 | 9.6
- * So each rank times its reads; when they are slow it asks the others, for a while, to write past the caches. */
+ * So each rank times what it does with slots; when that is slow it asks all, for a while, to write past the caches. */
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
@@ -14,8 +14,8 @@
 #include "shm.h"
 
 #define LEAST (8 * 1024)    /* bytes from which on either is worth it */
-#define SLOW 4.7e9          /* bytes a second: read out of a slot more slowly than this, */
-#define IN_A_ROW 6          /* so many times */
+#define SLOW 6e9            /* bytes a second in and out of slots: 17 where cores share a cache, 4 where not */
+#define IN_A_ROW 6          /* rounds as slow as that, before it asks */
 #define A_WHILE 200000000LL /* nanoseconds; then the cache is tried again, at the cost of some 20 slow reads */
 
 /* Past the caches: for what another core reads, or what is not read soon. */
@@ -38,12 +38,12 @@ static void stream(char *to, const char *from, size_t n) {
 
 static int64_t nanoseconds(void) { return (int64_t)(now() * 1e9); }
 
-/* Whether somebody wants this rank to write past the caches. */
+/* Whether somebody wants slots to be written past the caches. */
 int slots_streamed(const group_t *g) {
     int64_t latest = 0;
     for (int r = 0; r < g->size; r++) {
         int64_t until = (int64_t)atomic_load_explicit(&g->ctl[r].streams_until, memory_order_relaxed);
-        if (r != g->rank && until > latest) latest = until;
+        if (until > latest) latest = until;
     }
     return latest && latest > nanoseconds();
 }
@@ -63,9 +63,10 @@ void slot_take(char *to, const char *from, size_t n, int large) {
     else memcpy(to, from, n);
 }
 
-/* Bytes of the others' slots of this round if they tell something about the caches, else 0. */
+/* Bytes of the slots that were written since the last round was read, and of those of this round, if they tell something
+ * about the caches, else 0. */
 size_t slots_measured(const group_t *g) {
-    size_t bytes = 0;
+    size_t bytes = g->filled;
     for (int r = 0; r < g->size; r++) {
         const desc_t *d = desc_of(g, r, g->reading);
         if (r == g->rank) continue;
@@ -76,6 +77,9 @@ size_t slots_measured(const group_t *g) {
 }
 
 void slots_note_speed(group_t *g, size_t bytes, double seconds) {
+    seconds += g->filling;
+    g->filled = 0, g->filling = 0;
+    if (!bytes) return;
     g->slow = (double)bytes < SLOW * seconds ? g->slow + 1 : 0;
     if (g->slow < IN_A_ROW) return;
     g->slow = 0;
