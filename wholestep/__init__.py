@@ -1,7 +1,7 @@
 """Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""
 
 from wholestep.api import Compiled, compile, trace
-from wholestep.spmd import DataParallel, DeviceMesh, init_device_mesh
+from wholestep.spmd import DataParallel, DeviceMesh, Partial, Replicate, Shard, init_device_mesh
 
 __version__ = "0.1.0"
 
@@ -9,6 +9,9 @@ __all__ = [
     "Compiled",
     "DataParallel",
     "DeviceMesh",
+    "Partial",
+    "Replicate",
+    "Shard",
     "__version__",
     "compile",
     "init_device_mesh",

@@ -7,6 +7,19 @@ May import: errors, ir, torch_compat, comm, capture, trace. Must not import pass
 
 from wholestep.spmd.launch import Launch, Plan
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
+from wholestep.spmd.placements import Partial, Replicate, Shard
 from wholestep.spmd.plans import DataParallel
+from wholestep.spmd.redistribute import bytes_sent, redistribute
 
-__all__ = ["DataParallel", "DeviceMesh", "Launch", "Plan", "init_device_mesh"]
+__all__ = [
+    "DataParallel",
+    "DeviceMesh",
+    "Launch",
+    "Partial",
+    "Plan",
+    "Replicate",
+    "Shard",
+    "bytes_sent",
+    "init_device_mesh",
+    "redistribute",
+]

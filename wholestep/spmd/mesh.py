@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from wholestep import comm
 from wholestep.errors import PlanError
@@ -13,27 +16,60 @@ from wholestep.errors import PlanError
 # Device type -> backends of a default group that is not there yet; None lets `comm` choose.
 _BACKENDS: dict[str, str | None] = {"cpu": None, "cuda": "cpu:gloo,cuda:nccl"}
 
+_Groups = tuple[comm.ProcessGroup | None, ...]
 
-class DeviceMesh:
-    """An array of ranks with named axes, as `init_device_mesh` makes it.
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks along one axis of a mesh, seen from one of them: all that a graph needs to know of a mesh.
 
     Attributes:
-        device_type: "cpu" or "cuda".
-        shape: ranks along each axis.
-        mesh_dim_names: the axes' names.
-        coordinates: this rank's place along each axis.
+        group: name of their group.
+        size: how many they are.
+        rank: this rank's place among them.
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        names: tuple[str, ...],
-        groups: tuple[comm.ProcessGroup, ...],
-    ) -> None:
-        self.device_type, self.mesh_dim_names = device_type, names
+    group: str
+    size: int
+    rank: int
+
+
+class DeviceMesh:
+    """An array of ranks with named axes. Every rank of the world makes it alike, also one that is not in it.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        mesh: the ranks, as a tensor of integers or nested lists; each at most once.
+        mesh_dim_names: the axes' names (default ``dim_0``, ``dim_1``, …).
+
+    Attributes:
+        device_type: as given.
+        mesh: the ranks, int64.
+        shape: ranks along each axis.
+        mesh_dim_names: as given.
+        coordinates: this rank's place along each axis; None when it is not in the mesh.
+
+    Raises:
+        PlanError: names or ranks do not fit the array, or the world.
+    """
+
+    def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
+        ranks = torch.as_tensor(mesh, dtype=torch.int64).clone()
+        names = _names(tuple(ranks.shape), mesh_dim_names)
+        _check(device_type, tuple(ranks.shape), names)
+        flat = ranks.flatten().tolist()
+        _start_world(device_type, len(flat))
+        world = comm.get_world_size()
+        if len(set(flat)) != len(flat) or not all(0 <= rank < world for rank in flat):
+            raise PlanError(f"DeviceMesh: ranks {flat}: each of 0 to {world - 1} at most once is required")
+        self._lay_out(device_type, ranks, names, tuple(_axis_group(ranks, axis) for axis in range(ranks.dim())))
+
+    def _lay_out(self, device_type: str, ranks: torch.Tensor, names: tuple[str, ...], groups: _Groups) -> None:
+        self.device_type, self.mesh, self.mesh_dim_names = device_type, ranks, names
+        self.shape = tuple(ranks.shape)
         self._groups = dict(zip(names, groups, strict=True))
-        self.shape = tuple(group.size() for group in groups)
-        self.coordinates = tuple(group.rank() for group in groups)
+        mine = (ranks == comm.get_rank()).nonzero()
+        self.coordinates: tuple[int, ...] | None = tuple(mine[0].tolist()) if len(mine) else None
 
     @property
     def ndim(self) -> int:
@@ -42,7 +78,7 @@ class DeviceMesh:
 
     def size(self, axis: str | int | None = None) -> int:
         """Ranks along an axis, by name or number; of the whole mesh without one."""
-        return math.prod(self.shape) if axis is None else self.get_group(axis).size()
+        return math.prod(self.shape) if axis is None else self.shape[self._number(axis)]
 
     def get_group(self, axis: str | int | None = None) -> comm.ProcessGroup:
         """The ranks that differ from this one along the axis alone.
@@ -51,28 +87,61 @@ class DeviceMesh:
             axis: a name or a number; None for the one axis of a mesh that has one.
 
         Raises:
-            PlanError: there is no such axis, or it must be said which.
+            PlanError: there is no such axis, it must be said which, or this rank is not in the mesh.
         """
         if axis is None and self.ndim > 1:
             raise PlanError(f"the mesh has axes {self.mesh_dim_names}: say which one's group is meant")
-        number = 0 if axis is None else axis
-        name = self.mesh_dim_names[number] if isinstance(number, int) and -self.ndim <= number < self.ndim else number
-        if name not in self._groups:
-            raise PlanError(f"the mesh has no axis {axis!r}: its axes are {', '.join(map(repr, self.mesh_dim_names))}")
-        return self._groups[str(name)]
+        group = self._groups[self.mesh_dim_names[self._number(0 if axis is None else axis)]]
+        if group is None:
+            raise PlanError(f"rank {comm.get_rank()} is not in {self!r} of ranks {self.mesh.tolist()}")
+        return group
+
+    def get_all_groups(self) -> list[comm.ProcessGroup]:
+        """The group along each axis."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def line(self, axis: str | int | None = None) -> Line:
+        """The ranks along an axis, as graphs name them."""
+        group = self.get_group(axis)
+        return Line(group.group_name, group.size(), group.rank())
+
+    def get_rank(self) -> int:
+        """This rank's number in the world."""
+        return comm.get_rank()
 
     def get_local_rank(self, axis: str | int | None = None) -> int:
         """This rank's place along an axis."""
         return self.get_group(axis).rank()
 
-    def get_coordinate(self) -> list[int]:
-        """This rank's place along each axis."""
-        return list(self.coordinates)
+    def get_coordinate(self) -> list[int] | None:
+        """This rank's place along each axis; None when it is not in the mesh."""
+        return None if self.coordinates is None else list(self.coordinates)
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        """The part of the mesh that this rank sees along some of its axes."""
-        wanted = (names,) if isinstance(names, str) else tuple(names)
-        return DeviceMesh(self.device_type, wanted, tuple(self.get_group(name) for name in wanted))
+        """The part of the mesh that this rank sees along some of its axes, in the order given; no new groups.
+
+        Raises:
+            PlanError: no such axis, one named twice, or this rank is not in the mesh.
+        """
+        wanted = names if isinstance(names, tuple) else (names,)
+        groups = tuple(self.get_group(name) for name in wanted)
+        numbers = [self._number(name) for name in wanted]
+        if len(set(numbers)) != len(numbers):
+            raise PlanError(f"mesh[{', '.join(map(repr, wanted))}]: each axis once is required")
+        assert self.coordinates is not None
+        place = tuple(slice(None) if i in numbers else at for i, at in enumerate(self.coordinates))
+        kept = sorted(numbers)
+        ranks = self.mesh[place].permute([kept.index(number) for number in numbers])
+        part = object.__new__(DeviceMesh)
+        part._lay_out(self.device_type, ranks, tuple(self.mesh_dim_names[i] for i in numbers), groups)
+        return part
+
+    def _number(self, axis: str | int) -> int:
+        if axis in self.mesh_dim_names:
+            return self.mesh_dim_names.index(axis)
+        if isinstance(axis, int) and -self.ndim <= axis < self.ndim:
+            return axis % self.ndim
+        raise PlanError(f"the mesh has no axis {axis!r}: its axes are {', '.join(map(repr, self.mesh_dim_names))}")
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.mesh_dim_names, self.shape, strict=True))
@@ -97,13 +166,8 @@ def init_device_mesh(
         ValueError: no default group, and no launcher's environment to make one from.
     """
     shape = tuple(mesh_shape)
-    names = tuple(mesh_dim_names) if mesh_dim_names is not None else tuple(f"dim_{i}" for i in range(len(shape)))
-    if device_type not in _BACKENDS:
-        raise PlanError(f"init_device_mesh: device type {device_type!r} is none of {', '.join(_BACKENDS)}")
-    if not shape or any(type(size) is not int or size < 1 for size in shape):
-        raise PlanError(f"init_device_mesh: shape {shape} must name one or more axes of at least one rank each")
-    if len(names) != len(shape) or len(set(names)) != len(names):
-        raise PlanError(f"init_device_mesh: {len(shape)} axes need as many different names, found {names}")
+    names = _names(shape, mesh_dim_names)
+    _check(device_type, shape, names)
     ranks = math.prod(shape)
     _start_world(device_type, ranks)
     if comm.get_world_size() != ranks:
@@ -111,7 +175,20 @@ def init_device_mesh(
             f"init_device_mesh: shape {shape} needs {ranks} ranks, the world has {comm.get_world_size()}: "
             f"start with `wholestep run -n {ranks}`, or give another shape"
         )
-    return DeviceMesh(device_type, names, tuple(_axis_group(shape, axis) for axis in range(len(shape))))
+    return DeviceMesh(device_type, torch.arange(ranks).view(shape), mesh_dim_names=names)
+
+
+def _names(shape: tuple[int, ...], names: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(names) if names is not None else tuple(f"dim_{i}" for i in range(len(shape)))
+
+
+def _check(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    if device_type not in _BACKENDS:
+        raise PlanError(f"a mesh's device type {device_type!r} is none of {', '.join(_BACKENDS)}")
+    if not shape or any(type(size) is not int or size < 1 for size in shape):
+        raise PlanError(f"a mesh of shape {shape}: one or more axes of at least one rank each are required")
+    if len(names) != len(shape) or len(set(names)) != len(names):
+        raise PlanError(f"a mesh's {len(shape)} axes need as many different names, found {names}")
 
 
 def _start_world(device_type: str, ranks: int) -> None:
@@ -123,17 +200,13 @@ def _start_world(device_type: str, ranks: int) -> None:
         comm.init_process_group(_BACKENDS[device_type])
 
 
-def _axis_group(shape: tuple[int, ...], axis: int) -> comm.ProcessGroup:
+def _axis_group(ranks: torch.Tensor, axis: int) -> comm.ProcessGroup | None:
     """Makes the groups of all lines along an axis, on every rank alike; gives the one that this rank is in."""
-    if shape[axis] == math.prod(shape):
-        return comm.get_group()
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    others = [range(size) if i != axis else range(1) for i, size in enumerate(shape)]
     mine: comm.ProcessGroup | None = None
-    for corner in itertools.product(*others):
-        first = sum(place * stride for place, stride in zip(corner, strides, strict=True))
-        group = comm.new_group([first + step * strides[axis] for step in range(shape[axis])])
+    for line in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
+        if line == list(range(comm.get_world_size())):
+            return comm.get_group()
+        group = comm.new_group(line)
         if group is not None and group.rank() >= 0:
             mine = group
-    assert mine is not None, "every rank is on one line along each axis"
     return mine

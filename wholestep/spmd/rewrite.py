@@ -31,13 +31,21 @@ def copy_step(step: StepGraph, stage: str) -> StepGraph:
     return StepGraph(fx.GraphModule(step.gm, graph), signature, stage)
 
 
-def call(graph: fx.Graph, target: OpOverload, *args: Any, phase: Phase, **record: Any) -> fx.Node:
-    """Adds a call at the graph's insertion point; its value comes from running it on its arguments' fake values."""
-    node = graph.call_function(target, args)
+def call(
+    graph: fx.Graph, target: OpOverload, *args: Any, phase: Phase, keywords: dict[str, Any] | None = None, **record: Any
+) -> fx.Node:
+    """Adds a call at the graph's insertion point; its value comes from running it on its arguments' fake values.
+
+    Args:
+        keywords: of the call; numbers, not nodes.
+        phase, record: of the node's `NodeInfo`.
+    """
+    keywords = keywords or {}
+    node = graph.call_function(target, args, keywords)
     values = fx.map_arg(args, lambda n: info(n).value)
     tensor = next(fake_tensors([info(n).value for n in node.all_input_nodes]))
     with tensor.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
-        value = target(*values)
+        value = target(*values, **keywords)
     return set_info(node, NodeInfo(value, phase, **record))
 
 

@@ -1,0 +1,86 @@
+"""Where a tensor's elements are along an axis of a mesh, and which part each rank holds.
+
+A tensor has one placement for each axis. Axes that split the same dimension do so one after the other, the mesh's
+first axis first.
+
+Dimensions that do not divide are split as `torch.chunk` splits them: into pieces of the quotient rounded up, so that
+the last ranks hold less, or nothing. Piece r begins at ``r * ceil(length / ranks)``, wherever that is inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from wholestep.errors import PlanError
+from wholestep.spmd.mesh import Line
+
+Op = Literal["sum", "avg", "product", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank holds the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank holds a piece along dimension ``dim`` (counted from the end when negative)."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank holds a tensor of the whole shape; reduced over the ranks by ``op`` they are the value."""
+
+    op: Op = "sum"
+
+    def __post_init__(self) -> None:
+        if self.op not in get_args(Op):
+            raise PlanError(f"Partial({self.op!r}): one of {', '.join(get_args(Op))} is required")
+
+
+Placement = Replicate | Shard | Partial
+
+
+def piece_size(length: int, ranks: int) -> int:
+    """Elements of all pieces but the last ones."""
+    return -(-length // ranks)
+
+
+def piece(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Where one rank's piece of a dimension starts and stops."""
+    step = piece_size(length, ranks)
+    return min(rank * step, length), min((rank + 1) * step, length)
+
+
+def normal(placement: Placement, shape: Sequence[int], what: str = "a tensor") -> Placement:
+    """The placement with a dimension counted from the start.
+
+    Raises:
+        PlanError: the tensor has no such dimension.
+    """
+    if not isinstance(placement, Shard):
+        return placement
+    if not -len(shape) <= placement.dim < len(shape):
+        has = f"dimensions 0 to {len(shape) - 1}" if shape else "no dimension: Replicate() is all it can have"
+        raise PlanError(f"{placement} of {what} of shape {list(shape)}, which has {has}")
+    return replace(placement, dim=placement.dim % len(shape))
+
+
+def local_shape(shape: Sequence[int], placements: Sequence[Placement], lines: Sequence[Line]) -> tuple[int, ...]:
+    """The shape of what one rank holds.
+
+    Args:
+        shape: of the whole tensor.
+        placements, lines: one for each axis of the mesh.
+    """
+    sizes = list(shape)
+    for placement, line in zip(placements, lines, strict=True):
+        placement = normal(placement, shape)
+        if isinstance(placement, Shard):
+            start, stop = piece(sizes[placement.dim], line.size, line.rank)
+            sizes[placement.dim] = stop - start
+    return tuple(sizes)
