@@ -49,7 +49,8 @@ test-long: $(STAMP)
 
 # every operator and module of torch's own tables, all samples, float32 and float64: half an hour on two cores
 test-ops: $(STAMP)
-	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/test_autograd_operators.py $(ARGS)
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/test_autograd_operators.py \
+		tests/test_compiled_backward_operators.py $(ARGS)
 
 image: $(STAMP)
 	$(BIN)/python docs/draw_pipeline.py

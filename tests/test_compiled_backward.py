@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -227,3 +229,34 @@ def test_nested_backward_inside_of_a_hook():
 
     make = lambda: (torch.randn(3, requires_grad=True), torch.randn(3))  # noqa: E731
     assert compare(make, run).eager == []
+
+
+def test_threads_capture_their_own_backwards_and_leave_others_alone():
+    ready, done = threading.Barrier(3), threading.Barrier(3)
+    failures: list[str] = []
+
+    def work(capturing: bool, seed: int) -> None:
+        x = torch.full((8,), float(seed), requires_grad=True)
+        context = compiled_backward() if capturing else nullcontext()
+        try:
+            ready.wait()
+            with context:
+                for _ in range(100):
+                    x.grad = None
+                    (x * x.detach()).sum().backward()
+                    if not torch.equal(x.grad, x.detach()):
+                        failures.append(f"{seed}: {x.grad}")
+            done.wait()
+        except Exception as error:
+            failures.append(f"{seed}: {error!r}")
+            done.abort()
+
+    threads = [threading.Thread(target=work, args=(seed < 3, seed)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    assert torch.autograd.backward.__globals__["_engine_run_backward"].__module__ == "torch.autograd.graph"

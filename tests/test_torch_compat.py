@@ -19,11 +19,11 @@ from wholestep import torch_compat
 from wholestep.autograd.structure import Shape
 from wholestep.torch_compat import (
     FOREACH_TYPES,
+    GET_VERSION,
     HOOK_TABLES,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    backward_engine,
     below_autograd,
     compile_with_inductor,
     count_dispatch_modes,
@@ -39,7 +39,9 @@ from wholestep.torch_compat import (
     mkl_square_root,
     no_modes,
     sequence_number,
+    set_backward_engine,
     set_versions,
+    storage_id,
     storage_uses,
 )
 
@@ -316,22 +318,24 @@ def test_the_engine_describes_a_backward_instead_of_running_it():
         y.sum().backward()
     assert len(made) == 1 and x.grad is None
     y = x.sin()
-    with backward_engine(lambda run, *args, **kwargs: run(*args, **kwargs)):
-        y.sum().backward()
+    y.sum().backward()
     assert torch.equal(x.grad, x.detach().cos())
 
 
 def test_the_call_of_the_engine_can_be_exchanged():
     calls = []
     x = torch.ones(3, requires_grad=True)
-    with backward_engine(lambda run, *args, **kwargs: calls.append((args, kwargs))):
-        x.sum().backward()
-        torch.autograd.grad((x * 2).sum(), x, materialize_grads=False)
+    undo = set_backward_engine(lambda run, *args, **kwargs: calls.append((args, kwargs)))
+    x.sum().backward()
+    torch.autograd.grad((x * 2).sum(), x, materialize_grads=False)
+    undo()
     (first, flags), (second, more) = calls
     assert len(first[0]) == len(first[1]) == 1 and first[2:5] == (False, False, ())
     assert flags == {"allow_unreachable": True, "accumulate_grad": True}
     assert second[4][0] is x and second[5] is False and more == {"accumulate_grad": False}
     assert x.grad is None
+    x.sum().backward()
+    assert x.grad is not None
 
 
 def test_gloo_listens_where_it_is_told():
@@ -345,3 +349,26 @@ def test_gloo_listens_where_it_is_told():
     assert x.tolist() == [1.0, 1.0]
     with pytest.raises(RuntimeError):
         gloo_options(engine, "no.such.host.invalid", timedelta(seconds=7))
+
+
+def test_a_storage_is_identified_even_without_memory():
+    x, y = torch.zeros(4), torch.zeros(4)
+    view = x[1:]
+    x.untyped_storage().resize_(0)
+    y.untyped_storage().resize_(0)
+    assert storage_id(x.untyped_storage()) == storage_id(view.untyped_storage())
+    assert storage_id(x.untyped_storage()) != storage_id(y.untyped_storage())
+
+
+def test_a_function_mode_sees_a_version_counter_read():
+    read = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            read.append(func == GET_VERSION)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(3).add_(1)
+    with Mode():
+        version = x._version
+    assert version == 1 and read == [True]

@@ -64,7 +64,8 @@ def aot_module(
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
     options: dict[str, Any] = {"bw_compiler": bw_compiler, "partition_fn": partition_fn, "guard_data": guard_data}
     again = functools.partial(aot_module, fw_compiler=fw_compiler, decompositions=decompositions, **options)
-    return compiled_module(module, aot_function(module, fw_compiler, decompositions=decompositions, **options), again)
+    make = functools.partial(aot_function, fw_compiler=fw_compiler, decompositions=decompositions, **options)
+    return compiled_module(module, make, again)
 
 
 def export_joint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:

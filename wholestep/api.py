@@ -25,6 +25,7 @@ Pass = Callable[[StepGraph], StepGraph]
 Look = Callable[..., Snapshot]  # called as `snapshot` is
 
 _tracing = threading.local()
+_capturing = threading.RLock()  # a capture exchanges functions of torch for all threads
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
 MAX_ENTRIES = 32
@@ -98,8 +99,8 @@ def joint_of(step: StepGraph, traced: Traced) -> Joint:
     assert traced.derivative is not None
     count = traced.n_inputs
     rewritten = tuple(index for index, _, _ in traced.derivative.rewritten if index < count)
-    gradients = len(step.outputs) - traced.derivative.n_forward
-    return Joint(step, count, traced.derivative.n_forward, rewritten, traced.derivative.inputs[:gradients])
+    derivative = traced.derivative
+    return Joint(step, count, derivative.n_forward, rewritten, derivative.inputs[: derivative.n_given])
 
 
 def _name(transform: Pass) -> str:
@@ -130,7 +131,8 @@ def capture(
             _tracing.active = True
             world.put_twins()
             names = world.module_names()
-            return world, trace_step(fn, args, kwargs, world, names, new_values, shared, guard_data, backward)
+            with _capturing:
+                return world, trace_step(fn, args, kwargs, world, names, new_values, shared, guard_data, backward)
         except SharedMemory as request:
             shared = request.memories
         finally:
@@ -318,11 +320,14 @@ def compile(  # noqa: A001 - the ecosystem's name
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
-    compiled = Compiled(fn, Launch(mesh, plan), chain, backend, guard_data)
+
+    def make(callee: Callable[..., Any]) -> Compiled:
+        return Compiled(callee, Launch(mesh, plan), chain, backend, guard_data)
+
     if not isinstance(fn, nn.Module):
-        return compiled
+        return make(fn)
     again: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": chain, "guard_data": guard_data}
-    return compiled_module(fn, compiled, functools.partial(compile, **again))
+    return compiled_module(fn, make, functools.partial(compile, **again))
 
 
 def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:

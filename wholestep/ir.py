@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.errors import GraphError
+from wholestep.errors import CaptureError, GraphError
 from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -171,6 +171,65 @@ class Functionalized:
         outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
         fresh = [o for o in outs if not any(o is w for w in written)]
         return (*fresh, *written)
+
+
+class Count(int):
+    """The version counter of a tensor from outside, as a step reads it: another number at each call.
+
+    It may be kept, returned, set again, and moved by constants; a branch on it would hold for one call only.
+
+    Attributes:
+        tensor: the tensor whose counter it is.
+    """
+
+    tensor: torch.Tensor
+
+    def of(self, tensor: torch.Tensor) -> Count:
+        """The same number, for a tensor."""
+        self.tensor = tensor
+        return self
+
+    def __add__(self, other: int) -> Any:
+        return Count(int(self) + int(other)).of(self.tensor)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> Any:
+        difference = int(self) - int(other)
+        if isinstance(other, Count):
+            return difference if other.tensor is self.tensor else self._compare(int.__sub__, other)
+        return Count(difference).of(self.tensor)
+
+    def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
+        if isinstance(other, Count) and other.tensor is self.tensor:
+            return compare(int(self), int(other))
+        raise CaptureError(
+            "Python compares a version counter, which is another number at each call",
+            remedy="compare it with another reading of the same tensor's counter",
+        )
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(int.__eq__, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compare(int.__ne__, other)
+
+    def __lt__(self, other: int) -> Any:
+        return self._compare(int.__lt__, other)
+
+    def __le__(self, other: int) -> Any:
+        return self._compare(int.__le__, other)
+
+    def __gt__(self, other: int) -> Any:
+        return self._compare(int.__gt__, other)
+
+    def __ge__(self, other: int) -> Any:
+        return self._compare(int.__ge__, other)
+
+    def __bool__(self) -> bool:
+        return bool(self._compare(int.__ne__, 0))
+
+    __hash__ = int.__hash__
 
 
 class UnderGrad:

@@ -95,6 +95,9 @@ def no_modes() -> Iterator[None]:
 
 # --- capture ---------------------------------------------------------------------------------------------
 
+# The reading of a tensor's version counter, as function modes see it.
+GET_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
 # A tensor's hook tables, by the attribute names that set them again; None where no hook was ever added.
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -122,6 +125,11 @@ def mkl_square_root() -> int:
     except (OSError, AttributeError):
         return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Identifies a storage, also one without memory, as long as it lives; equal for all that Python holds of it."""
+    return int(storage._cdata)  # type: ignore[attr-defined]
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
@@ -192,21 +200,23 @@ def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:
         engine.set_autograd_compiler(*prior)
 
 
-@contextmanager
-def backward_engine(replace: Callable[..., Any]) -> Iterator[None]:
+def set_backward_engine(replace: Callable[..., Any]) -> Callable[[], None]:
     """Exchanges the call of the engine by which `torch.autograd.backward` and `torch.autograd.grad` end.
 
     Args:
-        replace: called as ``replace(run, roots, grads, keep_graph, create_graph, inputs, **flags)``; ``run`` is the
+        replace: called as ``replace(run, roots, grads, keep_graph, create_graph, inputs, ...)``; ``run`` is the
             engine, which takes the rest. Returns what the engine would.
+
+    Returns:
+        A function that takes the exchange back.
     """
     run = torch.autograd._engine_run_backward
 
     def exchanged(*args: Any, **kwargs: Any) -> Any:
         return replace(run, *args, **kwargs)
 
-    torch.autograd._engine_run_backward = exchanged
-    try:
-        yield
-    finally:
+    def undo() -> None:
         torch.autograd._engine_run_backward = run
+
+    torch.autograd._engine_run_backward = exchanged
+    return undo

@@ -19,11 +19,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from wholestep.autograd.structure import Engine, Structure, structure
+from wholestep.autograd.entrance import handled
+from wholestep.autograd.structure import Engine, Structure, free, structure
 from wholestep.capture import Call, Found, Snapshot
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
-from wholestep.torch_compat import FakeTensor, backward_engine, dispatch_modes_active
-from wholestep.trace.tape import memory_of
+from wholestep.torch_compat import FakeTensor, dispatch_modes_active, storage_id
 from wholestep.trace.where import user_line
 
 
@@ -78,7 +78,8 @@ def _look(
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout != torch.strided:
         return (id(tensor),)
-    return memory_of(tensor), tensor.storage_offset(), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    place = storage_id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return *place, tensor.dtype, tensor.device
 
 
 _running = threading.local()
@@ -105,7 +106,6 @@ class CompiledBackward:
         self.backend = backend
         self._found = _captures(backend)
         self._open: list[ExitStack] = []
-        self._thread = 0
 
     @property
     def captures(self) -> int:
@@ -120,9 +120,8 @@ class CompiledBackward:
         return self._found.eager
 
     def __enter__(self) -> CompiledBackward:
-        self._thread = threading.get_ident()
         stack = ExitStack()
-        stack.enter_context(backward_engine(self._backward))
+        stack.enter_context(handled(self._backward))
         self._open.append(stack)
         return self
 
@@ -146,7 +145,7 @@ class CompiledBackward:
         eager, retaining = (
             functools.partial(run, roots, grads, k, create, inputs, *allow, **flags) for k in (keep, True)
         )
-        if dispatch_modes_active() or threading.get_ident() != self._thread:
+        if dispatch_modes_active():
             return eager()  # inside of a capture, and part of it
         if create:
             raise UnsupportedError(
@@ -154,14 +153,14 @@ class CompiledBackward:
                 user_line(),
                 "call it outside of the context",
             )
-        look = functools.partial(structure, run, roots, grads, inputs, flags["accumulate_grad"])
+        graph = run, roots, grads, inputs, flags["accumulate_grad"]
         try:
-            found = look(True)
+            found = structure(*graph)
         except Exception as error:  # eager's own errors come again from eager
             return self._left_to(eager, f"{type(error).__name__}: {error}")
         if found.outside:
             return self._left_to(eager, "a hook made in C++, such as retain_grad() on an intermediate tensor")
-        return self._serve(found, retaining, _nothing if keep else functools.partial(look, False), eager)
+        return self._serve(found, retaining, _nothing if keep else functools.partial(free, *graph), eager)
 
     def _serve(self, found: Structure, retaining: Engine, ready: Callable[[], Any], eager: Engine) -> Any:
         """Runs the program of a structure, made first if there is none that serves.

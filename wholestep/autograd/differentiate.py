@@ -40,11 +40,12 @@ class _Output:
 
 @dataclass(eq=False)
 class _Root:
-    """An input that gradients flow to, and where in the autograd graph it stands."""
+    """An input that gradients flow to, or a leaf that the step makes, and where in the autograd graph it stands."""
 
-    item: Lifted
+    item: Lifted | None
     edge: torch.Tensor | GradientEdge
     node: Any
+    slot: int | None = None
 
 
 def differentiate(
@@ -66,7 +67,7 @@ def differentiate(
     """
     if not torch.is_grad_enabled() and not any(_has_history(v) for v in values):
         return None
-    roots = _roots(recorder)
+    roots = [*_roots(recorder), *_leaves(outlet, values)]
     outputs = [*_results(recorder, outlet, values), *_rewritten(recorder)]
     if not outputs:
         return None
@@ -82,16 +83,19 @@ def differentiate(
         return None
     pairs = [(r, recorder.ref(g).read(recorder.emit)) for r, g in zip(roots, gradients, strict=True) if g is not None]
     silent = [r for r, g in zip(roots, gradients, strict=True) if g is None and _reached(outputs, r)]
-    edges = [r.node for r, _ in pairs] + [r.node for r in silent]
+    given = [*(r for r, _ in pairs if r.item is not None), *(r for r in silent if r.item is not None)]
+    made = [r for r, _ in pairs if r.slot is not None]
+    edges = [r.node for r in (*given, *made)]
     return Differentiated(
         slots=[o.slot for o in outputs],
         rewritten=[(o.input, new[id(o)], k) for k, o in enumerate(outputs) if o.input is not None],
-        inputs=[r.item for r, _ in pairs] + [r.item for r in silent],
+        inputs=[r.item for r in given if r.item is not None],
         gradients=[node for _, node in pairs],
         reaches=[_reach(o.tensor.grad_fn, edges) for o in outputs],
         tangents=tangents,
         last=last,
         late=late,
+        made=[r.slot for r in made if r.slot is not None],
     )
 
 
@@ -120,6 +124,12 @@ def _roots(recorder: Recorder) -> list[_Root]:
         elif tensor.is_leaf and tensor.requires_grad:
             roots.append(_Root(recorder.by_id[id(tensor)], tensor, tensor))
     return roots
+
+
+def _leaves(outlet: Outlet, values: list[Any]) -> list[_Root]:
+    """The leaves that the step makes and leaves behind, such as new parameters."""
+    tensors = {id(v): v for v in values if isinstance(v, FakeTensor) and v.requires_grad and v.is_leaf}
+    return [_Root(None, tensor, tensor, outlet.slot(tensor)) for tensor in tensors.values()]
 
 
 def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Output]:
@@ -272,7 +282,8 @@ def _reach(start: Any, ends: list[Any]) -> frozenset[int]:
 @contextmanager
 def _hooks_set_aside(roots: list[_Root]) -> Iterator[None]:
     """Keeps the user's hooks on the step's inputs out of the graph: they run when gradients really arrive."""
-    tables = [r.item.value._backward_hooks for r in roots if r.item.value._backward_hooks]  # type: ignore[union-attr]
+    tensors = [r.item.value if r.item is not None else r.edge for r in roots]
+    tables = [t._backward_hooks for t in tensors if t._backward_hooks]  # type: ignore[union-attr]
     saved = [dict(table) for table in tables]
     for table in tables:
         table.clear()

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from wholestep.torch_compat import engine_compiler
+from wholestep.autograd.entrance import walking
+from wholestep.torch_compat import engine_compiler, storage_id
 
 Engine = Callable[..., Any]
 
@@ -129,28 +130,38 @@ _outputs = 0
 
 
 def structure(
-    call: Engine, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any], accumulate: bool, keep: bool
+    call: Engine, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any], accumulate: bool
 ) -> Structure:
     """Walks the graph of a backward without running it.
 
     Args:
         call: the engine, called as ``call(roots, grads, keep_graph, create_graph, inputs, allow_unused,
             accumulate_grad=accumulate)``.
-        keep: False frees what the graph saved, as a backward does.
 
     Raises:
         RuntimeError: eager's error when the graph was freed, or a saved tensor changed.
         NotImplementedError: a node that the engine cannot describe.
     """
-    global _outputs
-    _outputs = len(inputs)
-    _handed.clear()
-    with engine_compiler(Shape):
-        call((*roots, _MARK), (*grads, _MARK_GRAD), keep, False, inputs, True, accumulate_grad=accumulate)
-    shape, tensors, sizes, scalars, hooks, packed = _handed.pop()
+    shape, tensors, sizes, scalars, hooks, packed = _walk(call, roots, grads, inputs, accumulate, True)
     tensors = [t for t in tensors if t is not _MARK and t is not _MARK_GRAD]
     key = (shape, accumulate, tuple(sizes), tuple(scalars), _sharing(tensors), _numbers(tensors))
     return Structure(key, shape.outside, tensors, hooks, packed)
+
+
+def free(
+    call: Engine, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any], accumulate: bool
+) -> None:
+    """Lets go of what the graph of a backward saved, as running it does; arguments as for `structure`."""
+    _walk(call, roots, grads, inputs, accumulate, False)
+
+
+def _walk(call: Engine, roots: Any, grads: Any, inputs: Sequence[Any], accumulate: bool, keep: bool) -> tuple[Any, ...]:
+    global _outputs
+    with walking(), engine_compiler(Shape):
+        _outputs = len(inputs)
+        _handed.clear()
+        call((*roots, _MARK), (*grads, _MARK_GRAD), keep, False, inputs, True, accumulate_grad=accumulate)
+        return _handed.pop()
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -165,10 +176,11 @@ def _is_number(tensor: torch.Tensor) -> bool:
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the first one that begins at the same address."""
-    first: dict[int, int] = {}
-    addresses = (t.data_ptr() if t.layout == torch.strided else -i for i, t in enumerate(tensors))
-    return tuple(first.setdefault(address, i) for i, address in enumerate(addresses))
+    """For each tensor the first one that begins at the same place of the same memory."""
+    first: dict[Any, int] = {}
+    places = ((storage_id(t.untyped_storage()), t.storage_offset()) if t.layout == torch.strided else i
+              for i, t in enumerate(tensors))
+    return tuple(first.setdefault(place, i) for i, place in enumerate(places))
 
 
 # The types that Python numbers become -> a narrower one of the same kind.

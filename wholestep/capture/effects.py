@@ -17,9 +17,10 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Contents
-from wholestep.capture.source import Source
+from wholestep.capture.source import Source, Version
 from wholestep.capture.walk import Place, is_plain
 from wholestep.errors import LeakError
+from wholestep.ir import Count
 
 if TYPE_CHECKING:
     from wholestep.capture.snapshot import Snapshot
@@ -188,6 +189,10 @@ class _Values:
         if id(value) in self.stand_ins:
             number = self.stand_ins[id(value)]
             return Existing(number.source, number.value)
+        if isinstance(value, Count):
+            found = self.snap.find(value.tensor)
+            assert found is not None
+            return Existing(Version(found.source, found.tensor._version - int(value)), value)
         if isinstance(value, self.numbers):
             return self._new(value)
         if isinstance(value, torch.Tensor):

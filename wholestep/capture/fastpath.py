@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, call, itemgetter
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class FastPath:
         self._inputs(inputs)
         body = "\n        ".join(self.lines)
         self.code = f"def bind(args, kwargs):\n    try:\n        {body}\n    except (KeyError, AttributeError, " \
-                    "IndexError, TypeError, RuntimeError):\n        return None\n"
+                    "IndexError, TypeError, ValueError, RuntimeError):\n        return None\n"
         exec(compiled(self.code), self.space)
         self.function: Fast = self.space["bind"]
 
@@ -105,6 +105,9 @@ class FastPath:
     def _mark(self, value: Any) -> None:
         if id(value) in self.volatile or isinstance(value, (*_ANCHORS, torch.Tensor)):
             return
+        if isinstance(value, FunctionType):
+            self._mark_function(value)
+            return
         holders = [p for p in self.places.get(id(value), ()) if p.box not in (boxes.CELL, boxes.NAMES, boxes.CLASS)]
         if not holders or callable(value):
             return
@@ -113,6 +116,15 @@ class FastPath:
             self.volatile_tables.add(id(place.holder))
             for inner in place.before.values():
                 self._mark(inner)
+
+    def _mark_function(self, function: FunctionType) -> None:
+        """A function made anew for each call, such as a hook, is known by its code and by what its cells hold."""
+        cells = function.__closure__ or ()
+        if vars(function) or any(not boxes.CELL.read(cell) for cell in cells):
+            return
+        self.volatile |= {id(function), *map(id, cells)}
+        for held in (function.__defaults__, function.__kwdefaults__, *(cell.cell_contents for cell in cells)):
+            self._mark(held)
 
     def _holds_tensor(self, value: Any, seen: set[int]) -> bool:
         if isinstance(value, torch.Tensor):
@@ -238,10 +250,28 @@ class FastPath:
             self._volatile_tensor(expression, value)
         elif id(value) in self.names and id(value) in self.volatile:
             self._require(f"{expression} is {self.names[id(value)]}")
+        elif isinstance(value, FunctionType) and id(value) in self.volatile:
+            self._volatile_function(expression, value)
         elif id(value) in self.volatile:
             self._volatile_holder(expression, value)
         else:
             self._require(f"{expression} is {self._name(value)}")
+
+    def _volatile_function(self, expression: str, function: FunctionType) -> None:
+        name = self.names[id(function)] = f"v{len(self.names)}"
+        self.lines.append(f"{name} = {expression}")
+        self._require(f"type({name}) is {self._name(FunctionType)} and {name}.__code__ is "
+                      f"{self._name(function.__code__)} and {name}.__globals__ is {self._name(function.__globals__)}"
+                      f" and not {name}.__dict__")
+        for attribute in ("__defaults__", "__kwdefaults__"):
+            self._value(f"{name}.{attribute}", getattr(function, attribute))
+        for index, cell in enumerate(function.__closure__ or ()):
+            if id(cell) in self.names:
+                self._require(f"{name}.__closure__[{index}] is {self.names[id(cell)]}")
+            else:
+                held = self.names[id(cell)] = f"v{len(self.names)}"
+                self.lines.append(f"{held} = {name}.__closure__[{index}]")
+                self._value(f"{held}.cell_contents", cell.cell_contents)
 
     def _volatile_holder(self, expression: str, value: Any) -> None:
         name = self.names[id(value)] = f"v{len(self.names)}"

@@ -186,6 +186,24 @@ class Grad(Attr):
 
 
 @dataclass(frozen=True, eq=False)
+class Version(Child):
+    """The version counter of a tensor, ``less`` than it is then."""
+
+    less: int
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.base.path}._version - {self.less}"
+
+    @cached_property
+    def text(self) -> str:
+        return f"{self.base.text}._version - {self.less}"
+
+    def step(self, holder: Any) -> Any:
+        return holder._version - self.less
+
+
+@dataclass(frozen=True, eq=False)
 class Element(Child):
     """A member of a deque, by position."""
 

@@ -96,6 +96,11 @@ class Entry:
             missed = self._flatten(values)
             if missed is not None:
                 return missed
+        for index, before, _ in self.traced.memories:
+            size = values[index].untyped_storage().nbytes()
+            if size != before:
+                source = self.traced.lifted[index].source
+                return Missed(f"memory of {source}: expected {before} bytes, found {size}")
         for predicate in self.traced.predicates:
             if not predicate.holds(values):
                 return Missed(predicate.reason)
@@ -108,6 +113,9 @@ class Entry:
         traced = self.traced
         if self.releases:
             self.binder.release(traced.effects, traced.result, args, kwargs)
+        for index, before, after in traced.memories:
+            if after > before:
+                values[index].untyped_storage().resize_(after)
         versions = tuple([values[i]._version + times for i, times in self.shared_writes])
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:
@@ -115,6 +123,9 @@ class Entry:
             self._count(values)
         else:
             outputs, slots = self._differentiable(self.plan, values)
+        for index, before, after in traced.memories:
+            if after < before:
+                values[index].untyped_storage().resize_(after)
         if self.inference:
             outputs = self._as_inference(outputs)
         for index, slot in enumerate(traced.slots):
@@ -134,27 +145,25 @@ class Entry:
 
     def _differentiable(self, plan: Plan, values: list[Any]) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
         """Runs the forward as one node of autograd's graph; gives all outputs, and the slots with a history."""
-        outputs: list[Any] = []
         traced, derivative = self.traced, plan.derivative
+        outputs = list(self.program.run(*values[: self.count]))
+        self._count(values)
+        set_versions(tuple([outputs[o] for o in self.saved_versions]), tuple(self.saved_versions.values()))
+        saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
+        del outputs[derivative.n_forward :]
         new_value = {k: out for _, out, k in derivative.rewritten}
-
-        def forward() -> tuple[tuple[torch.Tensor, ...], list[Any], list[torch.Tensor]]:
-            outputs.extend(self.program.run(*values[: self.count]))
-            self._count(values)
-            set_versions(tuple([outputs[o] for o in self.saved_versions]), tuple(self.saved_versions.values()))
-            saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
-            del outputs[derivative.n_forward :]
-            results = tuple([
-                outputs[new_value[k]] if slot is None else self._slot(traced.slots[slot], outputs, values, {}, False)
-                for k, slot in enumerate(derivative.outputs)
-            ])
-            return results, saved, [values[i] for i in derivative.late]
-
+        bare = tuple([
+            outputs[new_value[k]] if slot is None else self._slot(traced.slots[slot], outputs, values, {}, False)
+            for k, slot in enumerate(derivative.outputs)
+        ])
+        late = [values[i] for i in derivative.late]
+        slots = {k: self._slot(traced.slots[k], outputs, values, {}) for k in derivative.made}
+        inputs = [*[values[i] for i in derivative.inputs], *slots.values()]
         with torch.enable_grad():
-            results = CompiledFunction.apply(plan, forward, *[values[i] for i in derivative.inputs])  # type: ignore[no-untyped-call]
+            results = CompiledFunction.apply(plan, lambda: (bare, saved, late), *inputs)  # type: ignore[no-untyped-call]
             for index, _, k in derivative.rewritten:
                 values[index].copy_(results[k])
-        return outputs, {s: t for s, t in zip(derivative.outputs, results, strict=True) if s is not None}
+        return outputs, slots | {s: t for s, t in zip(derivative.outputs, results, strict=True) if s is not None}
 
     def _begin(self, values: list[Any]) -> None:
         """Puts the beginnings of the state that this step makes in their places among the inputs."""
@@ -202,6 +211,8 @@ class Entry:
             with torch.set_grad_enabled(not slot.leaf):
                 base = made[slot.base]
                 tensor = base.as_strided(base.size(), base.stride(), base.storage_offset())
+        if slot.parameter:
+            return torch.nn.Parameter(tensor, slot.requires_grad)
         if with_history and slot.requires_grad and not tensor.requires_grad:
             if slot.leaf:
                 return tensor.requires_grad_()

@@ -75,13 +75,15 @@ class CompiledFunction(torch.autograd.Function):
         else:
             free_saved_tensors(ctx)
             gradients = backward.consume(values)
-        gradients, new = gradients[: len(plan.derivative.inputs)], gradients[len(plan.derivative.inputs) :]
+        count, made = plan.derivative.n_given, len(plan.derivative.made)
+        gradients, new = gradients[: count + made], gradients[count + made :]
         with torch.no_grad():
             for tensor, value in zip(ctx.late, new, strict=True):
                 tensor.copy_(value)
         if behind:
             gradients = _refusing(gradients, behind)
-        gradients = [*gradients, *[None] * (len(plan.derivative.inputs) - len(gradients))]
+        silent = [None] * (len(plan.derivative.inputs) - count)
+        gradients = [*gradients[:count], *silent, *gradients[count:]]
         if len(present) == len(tangents):
             return (None, None, *gradients)
         reached = frozenset().union(*(plan.derivative.reaches[i] for i in present))

@@ -15,7 +15,8 @@ class _Of:
         self.name = name
 
     def __get__(self, module: Any, kind: type) -> Any:
-        return getattr(kind._compiled, self.name)  # type: ignore[attr-defined]
+        hooked = module is not None and module._is_hooked()
+        return getattr(kind._forward if hooked else kind._compiled, self.name)  # type: ignore[attr-defined]
 
 
 class CompiledModule:
@@ -23,28 +24,42 @@ class CompiledModule:
 
     So `state_dict()`, `train()`, `parameters()`, attributes and `isinstance` are the module's own, and a change of one
     is a change of the other. A copy, or one that was pickled, is compiled anew.
+
+    Backward hooks of the module itself may do anything when a backward reaches them, so they stay outside: the module
+    is called as any other, and what is compiled is its `forward`.
     """
 
     _compiled: Callable[..., Any]
+    _forward: Callable[..., Any]
     _again: Callable[[nn.Module], nn.Module]
     recompiles, graphs, code, reset = (_Of(name) for name in ("recompiles", "graphs", "code", "reset"))
 
+    def _is_hooked(self) -> bool:
+        return bool(self._backward_hooks or self._backward_pre_hooks)  # type: ignore[attr-defined]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_hooked():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return type(self)._compiled(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self)._forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(self)._again, (type(self)._compiled.__wrapped__,)  # type: ignore[attr-defined]
 
 
-def compiled_module(module: nn.Module, compiled: Callable[..., Any], again: Callable[..., Any]) -> nn.Module:
-    """A module that runs ``compiled`` when it is called.
+def compiled_module(module: nn.Module, make: Callable[..., Any], again: Callable[..., Any]) -> nn.Module:
+    """A module that runs a compiled program when it is called.
 
     Args:
-        compiled: has the module as its ``__wrapped__``.
+        make: compiles a callable (the module, and its method `forward` without the module's hooks) and keeps it as
+            ``__wrapped__`` of the result.
         again: compiles another module in the same way.
     """
     kind = type(module)
-    space = {"_compiled": staticmethod(compiled), "_again": staticmethod(again), "__module__": kind.__module__}
+    space = {"_compiled": staticmethod(make(module)), "_forward": staticmethod(make(module.forward)),
+             "_again": staticmethod(again), "__module__": kind.__module__}
     made: nn.Module = object.__new__(type(f"Compiled{kind.__name__}", (CompiledModule, kind), space))
     made.__dict__ = module.__dict__
     return made

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +75,7 @@ class Traced:
         fingerprint: equal for programs that compute the same.
         derivative: what makes results differentiable; the graph is then a joint one, and its last placeholders, the
             tangents, are not in `lifted`.
+        memories: (input index, bytes on entry, bytes afterwards) where the step asks for or changes an input's memory.
     """
 
     step: StepGraph
@@ -88,6 +89,7 @@ class Traced:
     versions: dict[int, int]
     fingerprint: str
     derivative: Derivative | None = None
+    memories: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def n_inputs(self) -> int:
@@ -167,7 +169,7 @@ def _refuse_late_effects(world: World, effects: list[Any]) -> None:
 def _refuse_shared_writes(recorder: Recorder) -> None:
     by_memory: dict[int, list[Lifted]] = {}
     for item in recorder.lifted:
-        if isinstance(item.value, torch.Tensor) and not item.members and item.value.numel():
+        if isinstance(item.value, torch.Tensor) and not item.members and item.value.numel() and memory_of(item.value):
             by_memory.setdefault(memory_of(item.value), []).append(item)
     written = [m for m, items in by_memory.items() if len(items) > 1 and any(_is_written(i) for i in items)]
     if written:
@@ -202,6 +204,7 @@ def _finish(
     backward: Differentiated | None,
 ) -> Traced:
     rewritten = {id(item) for item, _, _ in backward.rewritten} if backward else set()
+    rewritten |= {id(m.item) for m in recorder.memories.values() if not m.now}  # nowhere is left to write to
     written = [i for i in recorder.lifted if _is_written(i) and i.ref.parent is None and id(i) not in rewritten]  # type: ignore[union-attr]
     copied = [outlet.add_output(node) for _, node, _ in backward.rewritten] if backward else []
     results = len(outlet.outputs)
@@ -228,7 +231,7 @@ def _finish(
     primals = used[: len(used) - len(backward.tangents)] if backward else used
     lifted = [primary[node] for node in primals]
     known = {id(item) for item in lifted}
-    served = [*recorder.lifted, *versions]
+    served = [*recorder.lifted, *versions, *(m.item for m in recorder.memories.values())]
     served += [*backward.inputs, *(item for item, _, _ in backward.rewritten)] if backward else []
     lifted += [item for item in dict.fromkeys(served) if id(item) not in known]
     new_index = {id(item): index for index, item in enumerate(lifted)}
@@ -252,6 +255,8 @@ def _finish(
             tuple(new_index[id(item)] for item in backward.inputs),
             tuple(backward.reaches),
             tuple(new_index[id(item)] for item, _ in late),
+            tuple(backward.made),
+            len(backward.gradients) - len(backward.made),
         )
     return Traced(
         step,
@@ -265,6 +270,7 @@ def _finish(
         {new_index[id(item)]: times for item, times in versions.items()},
         fingerprint(step, recorder.constants, derivative),
         derivative,
+        [(new_index[id(m.item)], m.before, m.now) for m in recorder.memories.values()],
     )
 
 

@@ -23,7 +23,7 @@ from wholestep.torch_compat import FakeTensor, fake_refusal
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import geometry
-from wholestep.trace.tape import Found, Tape, map_leaves
+from wholestep.trace.tape import Found, map_leaves
 from wholestep.trace.where import Whereabouts, user_line
 from wholestep.trace.writes import Writes, all_args
 
@@ -41,7 +41,7 @@ class Recorder(Writes, TorchDispatchMode):
         guard_data: bool = False,
     ) -> None:
         TorchDispatchMode.__init__(self)
-        Tape.__init__(self, find, whereabouts, shared, guard_data)
+        Writes.__init__(self, find, whereabouts, shared, guard_data)
 
     # -- dispatch --------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.torch_compat import FakeTensor
+from wholestep.torch_compat import FakeTensor, set_versions
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.tape import Lifted
 
@@ -33,6 +33,7 @@ class Slot:
         inference: whether it is an inference tensor, which has no counter.
         own_counter: whether its version counter is its own, not that of the input it lies in.
         base: index of the differentiable slot that autograd knows it as a view of.
+        parameter: whether it is a `torch.nn.Parameter`.
         refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
     """
 
@@ -47,14 +48,15 @@ class Slot:
     own_counter: bool = True
     base: int | None = None
     refusal: str = ""
+    parameter: bool = False
 
 
 @dataclass(frozen=True)
 class Derivative:
     """What makes a step's results differentiable outside of it.
 
-    The graph's outputs are then the forward's, followed by one gradient for each entry of `inputs`; its last
-    placeholders are tangents, one for each entry of `outputs`.
+    The graph's outputs are then the forward's, followed by the gradients of `inputs` and of `made`, then by
+    the new values of `late`; its last placeholders are tangents, one for each entry of `outputs`.
 
     Attributes:
         n_forward: how many outputs belong to the forward.
@@ -62,8 +64,10 @@ class Derivative:
         rewritten: (input index, output index, position in `outputs`) of each input to which autograd gives a new
             history: its new value is copied into it.
         inputs: those that gradients flow to.
-        reaches: for each entry of `outputs`, the positions in `inputs` of those that it depends on.
+        reaches: for each entry of `outputs`, the positions in `inputs`, then `made`, of those that it depends on.
         late: inputs that hooks write in the backward; their new values follow the gradients.
+        made: slots of leaves that the step makes; their gradients follow those of `inputs`.
+        n_given: how many of `inputs`, the first ones, get a gradient; the others are only known to be depended on.
     """
 
     n_forward: int
@@ -72,6 +76,8 @@ class Derivative:
     inputs: tuple[int, ...]
     reaches: tuple[frozenset[int], ...]
     late: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
+    n_given: int = 0
 
 
 @dataclass
@@ -85,6 +91,7 @@ class Differentiated:
         tangents: placeholders, one for each of `slots`.
         last: the last node of the forward.
         late: inputs that hooks write in the backward, and the nodes of their new values.
+        made: slots of leaves that the step makes, whose gradients follow those of `inputs`.
     """
 
     slots: list[int | None]
@@ -95,6 +102,7 @@ class Differentiated:
     tangents: list[fx.Node]
     last: fx.Node
     late: list[tuple[Lifted, fx.Node]] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,7 @@ class Outlet:
         return self._add(tensor, slot)
 
     def _add(self, tensor: torch.Tensor, slot: Slot) -> int:
-        self.slots.append(slot)
+        self.slots.append(replace(slot, parameter=isinstance(tensor, torch.nn.Parameter)))
         self.by_tensor[id(tensor)] = len(self.slots) - 1
         self.keep.append(tensor)
         return len(self.slots) - 1
@@ -204,10 +212,14 @@ def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int, bool, bool]:
 
 
 def _counts_alone(tensor: torch.Tensor, real: object) -> bool:
-    """Whether writes to an input leave a tensor's version alone, as for ``.data``; capture puts the count back."""
+    """Whether writes to an input leave a tensor's version alone, as for ``.data``."""
     if tensor.is_inference():
         return True
     before = tensor._version
     if isinstance(real, torch.Tensor) and not isinstance(real, FakeTensor):
+        count = real._version
         torch.autograd.graph.increment_version(real)
-    return tensor._version == before
+        alone = tensor._version == before
+        set_versions((real,), (count,))  # what was saved for a backward shall still be as it was
+        return alone
+    return True

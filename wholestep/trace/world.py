@@ -20,11 +20,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from wholestep.errors import DataDependentError, UnsupportedError
-from wholestep.ir import Gradient, get_rng_state, set_rng_state
-from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, fake_refusal, no_modes, set_versions
+from wholestep.ir import Count, Gradient, get_rng_state, set_rng_state
+from wholestep.torch_compat import FOREACH_TYPES, GET_VERSION, FakeTensor, fake_refusal, no_modes, set_versions
 from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.storages import OWNERS
 from wholestep.trace.where import user_line
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -44,6 +45,10 @@ class CallWindow(TorchFunctionMode):
             if self.recorder.guard_data and name in READABLE:
                 return self._read(name, func, args)
             raise DataDependentError(f"Python needs the value of a tensor: Tensor.{name}", user_line(), remedy)
+        if name in OWNERS and not isinstance(args[0], FakeTensor):
+            self.recorder.memory(args[0])
+        if func == GET_VERSION and not isinstance(args[0], FakeTensor) and self.recorder.find(args[0]) is not None:
+            return Count(func(*args)).of(args[0])
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
             number: Any = args[0]
             return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
@@ -250,6 +255,16 @@ def _number_of(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else float(value)
 
 
+_NEW_PARAMETER = torch.nn.Parameter.__new__
+
+
+def _traced_parameter(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> torch.Tensor:
+    """`torch.nn.Parameter(data)`, which shares the memory of data from outside without the dispatcher's knowing."""
+    if isinstance(data, torch.Tensor) and not isinstance(data, FakeTensor):
+        data = data.detach()
+    return _NEW_PARAMETER(cls, data, requires_grad)
+
+
 LBFGS_REMEDY = "use another optimizer: LBFGS evaluates its closure as often as the data ask for"
 
 _ABSENT = object()
@@ -284,6 +299,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
     get_state, set_state = _traced_rng(recorder)
     replacements: list[tuple[Any, str, Any]] = [
         *AWARE,
+        *recorder.resizing(),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
         (torch, "get_rng_state", get_state),
@@ -294,6 +310,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
         (torch.random, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
         (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters)),
+        (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
         (torch.nn.modules.batchnorm, "float", _number_of),
         (torch.distributions.Distribution, "_validate_args", False),
     ]

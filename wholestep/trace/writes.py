@@ -24,7 +24,8 @@ from wholestep.trace.ops import (
     view_twin,
     written_arguments,
 )
-from wholestep.trace.tape import Tape, map_leaves
+from wholestep.trace.storages import Storages
+from wholestep.trace.tape import map_leaves
 from wholestep.trace.where import user_line
 
 aten = torch.ops.aten
@@ -32,7 +33,7 @@ aten = torch.ops.aten
 RESIZES = {aten.resize_.default, aten.resize_as_.default}
 
 
-class Writes(Tape):
+class Writes(Storages):
     """The part of the recorder that makes writes into new values."""
 
     def _mutable(self, func: Any, args: Any, kwargs: Any) -> Any:

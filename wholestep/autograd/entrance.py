@@ -1,0 +1,89 @@
+"""The one place where calls of the autograd engine are exchanged, for all threads and contexts.
+
+The engine describes a backward to whoever asked last, in any thread: while one thread has its graph walked, another's
+backward must wait (a walk takes microseconds and calls no user code); while another's runs, there is no walk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from wholestep.torch_compat import set_backward_engine
+
+Handler = Callable[..., Any]
+
+_changed = threading.Condition()
+_inside: Counter[int] = Counter()  # thread -> backwards that it runs, one inside of the other
+_walker: list[int] = []  # the thread that has its graph walked
+_open: list[Callable[[], None]] = []  # one for each open context; the last takes the exchange back
+_own = threading.local()
+
+
+def _handlers() -> list[Handler]:
+    return _own.__dict__.setdefault("handlers", [])
+
+
+@contextmanager
+def handled(handler: Handler) -> Iterator[None]:
+    """In this thread, `torch.autograd.backward` and `torch.autograd.grad` end in ``handler(run, *args, **kwargs)``."""
+    with _changed:
+        _open.append(set_backward_engine(_enter) if not _open else _open[0])
+    _handlers().append(handler)
+    try:
+        yield
+    finally:
+        _handlers().pop()
+        with _changed:
+            undo = _open.pop()
+            if not _open:
+                undo()
+
+
+def _enter(run: Handler, *args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with running():
+            return run(*args, **kwargs)
+
+    handlers = _handlers()
+    return handlers[-1](counted, *args, **kwargs) if handlers else counted(*args, **kwargs)
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """This thread is in the engine."""
+    me = threading.get_ident()
+    with _changed:
+        _changed.wait_for(lambda: not _walker or _walker[0] == me)
+        _inside[me] += 1
+    try:
+        yield
+    finally:
+        with _changed:
+            _inside[me] -= 1
+            if not _inside[me]:
+                del _inside[me]
+            _changed.notify_all()
+
+
+@contextmanager
+def walking() -> Iterator[None]:
+    """The engine walks a graph of this thread.
+
+    Raises:
+        RuntimeError: a backward of another thread runs, or walks.
+    """
+    me = threading.get_ident()
+    with _changed:
+        if _walker or any(thread != me for thread in _inside):
+            raise RuntimeError("a backward of another thread runs at the same time")
+        _walker.append(me)
+    try:
+        yield
+    finally:
+        with _changed:
+            _walker.clear()
+            _changed.notify_all()
