@@ -166,6 +166,8 @@ def _is_plain_view(view: torch.Tensor) -> bool:
     except RuntimeError:  # one of several views that one call made, of an input whose counter was tried out
         return True
     while node is not None and node is not end:
+        if hasattr(node, "variable"):  # a leaf's: the base
+            return end is None
         if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
