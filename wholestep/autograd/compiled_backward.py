@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,9 @@ from wholestep.capture import Call, Found, Snapshot
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, dispatch_modes_active, storage_id
 from wholestep.trace.where import user_line
+
+# Sizes that are always others would have each backward captured: better eager than seconds for each.
+MAX_STRUCTURES = 256
 
 
 class Served(Protocol):
@@ -44,12 +48,10 @@ class Captures:
     Attributes:
         steps: key of a structure -> its compiled step.
         refused: key of a structure that cannot be captured -> why.
-        eager: why backwards were left to the engine, one reason each.
     """
 
     steps: dict[Any, Served] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
-    eager: list[str] = field(default_factory=list)
 
 
 class SavedSnapshot(Snapshot):
@@ -96,7 +98,7 @@ class CompiledBackward:
     Attributes:
         captures: how many backwards were captured so far for this backend.
         recompiles: why a backward of known structure needed another program, one reason each.
-        eager: why backwards were left to the engine, one reason each.
+        eager: why backwards in this context were left to the engine -> how often.
     """
 
     # (function, backend, look) -> a compiled step; given by api.py, which knows the later stages
@@ -106,6 +108,7 @@ class CompiledBackward:
         self.backend = backend
         self._found = _captures(backend)
         self._open: list[ExitStack] = []
+        self.eager: Counter[str] = Counter()
 
     @property
     def captures(self) -> int:
@@ -114,10 +117,6 @@ class CompiledBackward:
     @property
     def recompiles(self) -> list[str]:
         return [reason for step in self._found.steps.values() for reason in step.recompiles]
-
-    @property
-    def eager(self) -> list[str]:
-        return self._found.eager
 
     def __enter__(self) -> CompiledBackward:
         stack = ExitStack()
@@ -171,6 +170,8 @@ class CompiledBackward:
             eager: the backward as the user called it.
         """
         refused, key = self._found.refused, found.key
+        if key not in self._found.steps and len(self._found.steps) >= MAX_STRUCTURES:
+            return self._left_to(eager, f"{MAX_STRUCTURES} structures and shapes were captured, and this is another")
         if key in refused:
             return self._left_to(eager, refused[key])
         step = self._found.steps.get(key) or self.pipeline(backward, self.backend, _look)
@@ -198,7 +199,7 @@ class CompiledBackward:
 
     def _left_to(self, eager: Engine, reason: str) -> Any:
         result = eager()
-        self._found.eager.append(reason)
+        self.eager[reason] += 1
         return result
 
 
@@ -222,6 +223,9 @@ def compiled_backward(backend: Any = "aten") -> CompiledBackward:
     found again at each run, and what they change is changed at each run. Programs are kept by the structure of the
     autograd graph for all contexts of one backend. What cannot be captured is left to the engine, with eager's
     result; `eager` says why. `torch.autograd.grad` is captured alike.
+
+    torch's own compiled autograd can run before it in a process, not after: the engine gives the functions that it
+    binds to the first who asks.
 
     Args:
         backend: as in `wholestep.compile`.
