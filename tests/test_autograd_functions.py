@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from wholestep.aot import dynamo_backend
 from wholestep.autograd import aot_function, aot_module, default_partition, export_joint, min_cut_partition
 from wholestep.ir import check, info
 
@@ -179,3 +183,14 @@ def test_a_compiled_module_is_part_of_another_step() -> None:
     whole = ws.compile(step)
     assert torch.equal(whole(model, x), step(plain, x))
     assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_dynamos_front_end_gives_its_graphs_to_our_backend() -> None:
+    torch.manual_seed(1)
+    model = Net()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=dynamo_backend)
+    assert same(train(plain), train(compiled))
+    points = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf8"))
+    module, _, name = points["project"]["entry-points"]["torch_dynamo_backends"]["wholestep"].partition(":")
+    assert getattr(importlib.import_module(module), name) is dynamo_backend

@@ -43,6 +43,7 @@ from wholestep.torch_compat import (
     set_versions,
     storage_id,
     storage_uses,
+    strict_fake_mode,
 )
 
 aten = torch.ops.aten
@@ -372,3 +373,9 @@ def test_a_function_mode_sees_a_version_counter_read():
     with Mode():
         version = x._version
     assert version == 1 and read == [True]
+
+
+def test_a_strict_fake_tensor_gives_no_address():
+    fake = empty_fake(strict_fake_mode(), torch.ones(3))
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        fake.data_ptr()

@@ -6,11 +6,11 @@ They stand above the pipeline, which imports the room `autograd/`; that room giv
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from wholestep.api import Compiled, Halving, capture, joint_of
 from wholestep.autograd import Joint, Partition, default_partition
@@ -84,3 +84,22 @@ def export_joint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
         raise ValueError("export_joint: no result of the function requires grad, so there is no backward to export")
     check(traced.step, "trace")
     return joint_of(traced.step, traced)
+
+
+def dynamo_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, backend: Backend = "aten"
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="wholestep")`: Dynamo's front end, then our joint graph, partition and lowering.
+
+    Registered by entry point; without an installed package, pass this function itself as the backend.
+
+    Args:
+        gm: a graph of Dynamo's.
+        example_inputs: not read: the graph is captured when it is first called.
+        backend: as in `wholestep.compile`; bind another with `functools.partial`.
+    """
+
+    def graph(*inputs: Any) -> Any:
+        return gm(*inputs)
+
+    return Compiled(graph, Launch(None, None), (), backend)

@@ -98,8 +98,8 @@ def joint_of(step: StepGraph, traced: Traced) -> Joint:
     """A traced step with a backward as a joint graph; ``step`` is its graph, after passes."""
     assert traced.derivative is not None
     count = traced.n_inputs
-    rewritten = tuple(index for index, _, _ in traced.derivative.rewritten if index < count)
     derivative = traced.derivative
+    rewritten = tuple(i for i, *_ in (*derivative.rewritten, *traced.refused) if i < count)
     return Joint(step, count, derivative.n_forward, rewritten, derivative.inputs[: derivative.n_given])
 
 

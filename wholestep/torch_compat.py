@@ -76,6 +76,13 @@ def fake_refusal(error: RuntimeError) -> str | None:
     return next((kind for words, kind in _REFUSALS.items() if words in found), None)
 
 
+def strict_fake_mode() -> FakeTensorMode:
+    """A mode whose tensors refuse to give an address ("Cannot access data pointer of Tensor …")."""
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
+
+
 def empty_fake(mode: FakeTensorMode, like: torch.Tensor) -> FakeTensor:
     """A fake tensor of a strided tensor's size, stride, dtype and device, in memory of its own.
 

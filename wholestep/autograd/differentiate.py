@@ -28,6 +28,8 @@ IN_PLACE = (
     "which ran its backward already"
 )
 
+NO_ADDRESS = "Cannot access data pointer"
+
 
 @dataclass(eq=False)
 class _Output:
@@ -67,21 +69,29 @@ def differentiate(
     """
     if not torch.is_grad_enabled() and not any(_has_history(v) for v in values):
         return None
-    roots = [*_roots(recorder), *_leaves(outlet, values)]
     outputs = [*_results(recorder, outlet, values), *_rewritten(recorder)]
     if not outputs:
         return None
-    if not roots:
-        _refuse_all(outlet, outputs)
-        return None
+    for tensor in _ends(outputs):
+        if recorder.find(tensor) is not None:
+            recorder.lift_once(tensor)
+    roots = [*_roots(recorder), *_leaves(outlet, values)]
     new = {id(o): recorder.ref(o.tensor).read(recorder.emit) for o in outputs if o.input is not None}
     last = next(iter(reversed(recorder.graph.nodes)))
     late: list[tuple[Lifted, fx.Node]] = []
-    with _hooks_set_aside(roots), recording(), _writes_set_aside(recorder, late):
-        outputs, tangents, gradients = _gradients(recorder, outlet, outputs, roots)
-    if not outputs:
+    refused: list[tuple[_Output, str]] = [(o, "") for o in outputs if not roots]
+    tangents: list[fx.Node] = []
+    gradients: list[Any] = []
+    if roots:
+        with _hooks_set_aside(roots), recording(), _writes_set_aside(recorder, late):
+            outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
+    _refuse(recorder, outlet, refused)
+    outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
+    if not outputs and all(o.input is None for o, _ in refused):
         return None
-    pairs = [(r, recorder.ref(g).read(recorder.emit)) for r, g in zip(roots, gradients, strict=True) if g is not None]
+    gradients = gradients or [None] * len(roots)
+    found = [(r, g) for r, g in zip(roots, gradients, strict=True) if g is not None]
+    pairs = [(r, recorder.ref(g).read(recorder.emit)) for r, g in found]
     silent = [r for r, g in zip(roots, gradients, strict=True) if g is None and _reached(outputs, r)]
     given = [*(r for r, _ in pairs if r.item is not None), *(r for r in silent if r.item is not None)]
     made = [r for r, _ in pairs if r.slot is not None]
@@ -96,6 +106,7 @@ def differentiate(
         last=last,
         late=late,
         made=[r.slot for r in made if r.slot is not None],
+        refused=[(o.input, new[id(o)], why) for o, why in refused if o.input is not None],
     )
 
 
@@ -140,7 +151,7 @@ def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Out
             continue
         base = value._base if value._is_view() and _is_plain_view(value) else None
         if base is not None and not isinstance(base, FakeTensor):
-            if base.requires_grad:
+            if recorder.find(base) is not None:
                 outlet.move(value, recorder.lift_once(base))
             continue
         whole = value if base is None else base
@@ -148,8 +159,8 @@ def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Out
             continue
         slot = outlet.slot(whole)
         found.setdefault(slot, _Output(whole, slot))
-        if base is not None:
-            outlet.set(value, base=slot)
+        if base is None:
+            outlet.set(value, base=None)
     return list(found.values())
 
 
@@ -163,11 +174,9 @@ def _is_plain_view(view: torch.Tensor) -> bool:
         return False
     try:
         node, end = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]
-    except RuntimeError:  # one of several views that one call made, of an input whose counter was tried out
+    except RuntimeError:  # autograd forbids it: one of several views that one call made, written since
         return True
-    while node is not None and node is not end:
-        if hasattr(node, "variable"):  # a leaf's: the base
-            return end is None
+    while node is not None and node is not end and not hasattr(node, "variable"):
         if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
@@ -177,9 +186,7 @@ def _is_plain_view(view: torch.Tensor) -> bool:
 def _rewritten(recorder: Recorder) -> list[_Output]:
     """The inputs to which in-place writes gave a new history."""
     found = []
-    for item in list(recorder.by_id.values()):
-        tensor = item.value
-        assert isinstance(tensor, torch.Tensor)
+    for tensor in _own_tensors(recorder):
         source = recorder.find(tensor)
         before = source.beginning if source is not None else None
         if tensor._base is not None and recorder.find(tensor._base) is not None:
@@ -192,54 +199,51 @@ def _rewritten(recorder: Recorder) -> list[_Output]:
                 "the step is not given, as another of its inputs is",
                 remedy="pass the tensor that both are views of, and take the views inside",
             )
-        found.append(_Output(tensor, None, item))
+        found.append(_Output(tensor, None, recorder.by_id[id(tensor)]))
     return found
 
 
-def _refuse_all(outlet: Outlet, outputs: list[_Output]) -> None:
-    """Results with a history that leads to no input (to a leaf made inside, say)."""
-    for output in outputs:
+def _refuse(recorder: Recorder, outlet: Outlet, refused: list[tuple[_Output, str]]) -> None:
+    """Keeps what autograd says of results that it cannot differentiate for when that is tried."""
+    for output, why in refused:
         if output.slot is not None:
-            outlet.refuse(output.slot, "")
+            outlet.refuse(output.slot, why)
+        elif why.startswith("Trying to backward"):
+            assert output.input is not None
+            raise LeakError(f"{output.input.source} {IN_PLACE}", recorder.made_at(output.tensor),
+                            "detach what you add, as in total += loss.detach()")
 
 
 def _gradients(
-    recorder: Recorder, outlet: Outlet, outputs: list[_Output], roots: list[_Root]
+    recorder: Recorder, outputs: list[_Output], roots: list[_Root], refused: list[tuple[_Output, str]]
 ) -> tuple[list[_Output], list[fx.Node], list[Any]]:
-    """Lets the engine differentiate all outputs, or those of them that it can."""
+    """Lets the engine differentiate all outputs, or those of them that it can; the others are refused."""
     tangents = [_tangent(recorder, output.tensor) for output in outputs]
     try:
         return outputs, [node for _, node in tangents], _run(outputs, [t for t, _ in tangents], roots)
     except CaptureError:
         raise
-    except (RuntimeError, NotImplementedError):
-        kept = [i for i in range(len(outputs)) if _can(recorder, outlet, outputs[i], tangents[i][0], roots)]
-    if not kept:
-        return [], [], []
+    except (RuntimeError, NotImplementedError) as error:
+        if NO_ADDRESS in str(error):
+            raise UnsupportedError(str(error), remedy="address memory outside of compiled functions") from error
+    kept = []
+    for index, output in enumerate(outputs):
+        try:
+            _run([output], [tangents[index][0]], roots)
+            kept.append(index)
+        except CaptureError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            refused.append((output, str(error)))
     outputs, tangents = [outputs[i] for i in kept], [tangents[i] for i in kept]
-    return outputs, [node for _, node in tangents], _run(outputs, [t for t, _ in tangents], roots)
+    run = _run(outputs, [t for t, _ in tangents], roots) if kept else [None] * len(roots)
+    return outputs, [node for _, node in tangents], run
 
 
 def _run(outputs: list[_Output], tangents: list[torch.Tensor], roots: list[_Root]) -> list[Any]:
     tensors: list[Any] = [o.tensor for o in outputs]
     edges: list[Any] = [r.edge for r in roots]
     return list(torch.autograd.grad(tensors, edges, tangents, retain_graph=True, allow_unused=True))
-
-
-def _can(recorder: Recorder, outlet: Outlet, output: _Output, tangent: torch.Tensor, roots: list[_Root]) -> bool:
-    """Whether one output can be differentiated; what autograd says if not is kept for when it is tried."""
-    try:
-        _run([output], [tangent], roots)
-    except CaptureError:
-        raise
-    except (RuntimeError, NotImplementedError) as error:
-        if output.input is not None:
-            raise LeakError(f"{output.input.source} {IN_PLACE}", recorder.made_at(output.tensor),
-                            "detach what you add, as in total += loss.detach()") from error
-        assert output.slot is not None
-        outlet.refuse(output.slot, str(error))
-        return False
-    return True
 
 
 def _tangent(recorder: Recorder, like: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
@@ -260,6 +264,25 @@ def tangent_like(recorder: Recorder, like: torch.Tensor) -> torch.Tensor:
 def _reached(outputs: list[_Output], root: _Root) -> bool:
     """Whether some output's graph leads to an input, be its gradient None."""
     return any(_reach(o.tensor.grad_fn, [root.node]) for o in outputs)
+
+
+def _ends(outputs: list[_Output]) -> list[torch.Tensor]:
+    """The leaves and twins that an autograd graph leads to: inputs that only a backward reads are among them."""
+    seen: set[Any] = set()
+    found: list[torch.Tensor] = []
+    queue: list[Any] = [o.tensor.grad_fn for o in outputs]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        elif hasattr(node, "twin"):
+            found.append(node.twin())
+        else:
+            queue += [above for above, _ in node.next_functions]
+    return found
 
 
 def _reach(start: Any, ends: list[Any]) -> frozenset[int]:

@@ -7,6 +7,7 @@ begins at the step. A view of another tensor in reach is given a view of that on
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -75,7 +76,9 @@ class Twins:
             twin = tensor.detach()
         vars(twin).update(vars(tensor))
         self.of[id(tensor)] = twin
-        beginning = twin.grad_fn if base is None else None
+        beginning: Any = twin.grad_fn if base is None else None
+        if beginning is not None:
+            beginning.twin = weakref.ref(twin)
         entangled = base is None and tensor._base is not None and self._hidden[id(tensor._base)] > 1
         self.found[id(twin)] = Found(twin, found.source, found.kind, beginning, entangled)
         return twin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from wholestep.ir import info
-from wholestep.runtime.function import CompiledFunction, Plan, Spent
+from wholestep.runtime.function import SECOND_TIME, CompiledFunction, Plan, Spent
 from wholestep.runtime.program import Program
 from wholestep.torch_compat import set_versions
 from wholestep.trace import Traced
@@ -62,15 +63,21 @@ class Entry:
         self.writes: dict[int, list[int]] = {}  # how often eager counts a write -> the inputs it counts them for
         # views of one memory have one counter, so each is set rather than counted up
         memories = [memory_of(traced.lifted[i].value) for i in traced.versions]  # type: ignore[arg-type]
-        shared = len(set(memories)) < len(memories) or bool(derivative and derivative.rewritten)
+        rewritten = bool(traced.refused or (derivative and derivative.rewritten))
+        shared = len(set(memories)) < len(memories) or rewritten
         for index, times in traced.versions.items() if not shared else ():
             self.writes.setdefault(times, []).append(index)
         self.shared_writes = list(traced.versions.items()) if shared else []
-        self.fresh = [i for i, slot in enumerate(traced.slots) if slot.own_counter and not slot.inference]
+        self.order = sorted(range(len(traced.slots)), key=lambda i: traced.slots[i].base is not None)
+        # nothing was counted for what a program gives; eager may count writes, and so may the making of a beginning
+        counted = [i for i, s in enumerate(traced.slots) if s.own_counter and (s.version or s.input in self.hoisted)]
+        self.fresh = [i for i in counted if not traced.slots[i].inference]
         self.inference = {slot.output for slot in traced.slots if slot.inference and slot.output is not None}
         self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
         self.plan = _plan(traced, program)
+        # an input's memory is written again, with a history, when the forward has run
+        self.copied = set(traced.step.signature.mutations) if rewritten else set()
         if self.plan is not None:
             whole = {o for _, o in self.plan.backward.saved}
             versions = {s.output: s.version for s in traced.slots if s.geometry is None and s.output in whole}
@@ -106,8 +113,14 @@ class Entry:
                 return Missed(predicate.reason)
         if ready is not None:
             ready()
-        with torch.no_grad():
-            return self._run(values, args, kwargs)
+        if self.plan is not None and torch.is_grad_enabled():  # the program and its node see to it themselves
+            result = self._run(values, args, kwargs)
+        else:
+            with torch.no_grad():
+                result = self._run(values, args, kwargs)
+        if self.traced.grad_mode is not None:
+            torch.set_grad_enabled(self.traced.grad_mode)
+        return result
 
     def _run(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traced = self.traced
@@ -122,17 +135,21 @@ class Entry:
             outputs = self.program.run(*values[: self.count])
             self._count(values)
         else:
-            outputs, slots = self._differentiable(self.plan, values)
+            outputs, slots = self._differentiable(self.plan, values, versions)
         for index, before, after in traced.memories:
             if after < before:
                 values[index].untyped_storage().resize_(after)
         if self.inference:
             outputs = self._as_inference(outputs)
-        for index, slot in enumerate(traced.slots):
+        if traced.refused:
+            self._refuse(outputs, values)
+        for index in self.order:
             if index not in slots:
-                slots[index] = self._slot(slot, outputs, values, slots)
-        set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
-        set_versions(tuple([slots[i] for i in self.fresh]), self.slot_versions)
+                slots[index] = self._slot(traced.slots[index], outputs, values, slots)
+        if self.shared_writes:
+            set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
+        if self.fresh:
+            set_versions(tuple([slots[i] for i in self.fresh]), self.slot_versions)
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
 
@@ -143,13 +160,24 @@ class Entry:
             for _ in range(times):
                 increment_version(tensors)
 
-    def _differentiable(self, plan: Plan, values: list[Any]) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
-        """Runs the forward as one node of autograd's graph; gives all outputs, and the slots with a history."""
+    def _differentiable(
+        self, plan: Plan, values: list[Any], versions: tuple[int, ...]
+    ) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
+        """Runs the forward as one node of autograd's graph; gives all outputs, and the slots with a history.
+
+        Counters are set before values are saved: one that moves afterwards is an error in the backward.
+        """
         traced, derivative = self.traced, plan.derivative
         outputs = list(self.program.run(*values[: self.count]))
         self._count(values)
-        set_versions(tuple([outputs[o] for o in self.saved_versions]), tuple(self.saved_versions.values()))
-        saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
+        if self.shared_writes or self.saved_versions:
+            set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
+            set_versions(tuple([outputs[o] for o in self.saved_versions]), tuple(self.saved_versions.values()))
+        places = plan.backward.saved
+        saved = [values[i] if where == "input" else outputs[i] for where, i in places]
+        if self.copied:
+            again = [where == "output" and i in self.copied for where, i in places]
+            saved = [v.detach().clone() if copy else v for v, copy in zip(saved, again, strict=True)]
         del outputs[derivative.n_forward :]
         new_value = {k: out for _, out, k in derivative.rewritten}
         bare = tuple([
@@ -159,7 +187,7 @@ class Entry:
         late = [values[i] for i in derivative.late]
         slots = {k: self._slot(traced.slots[k], outputs, values, {}) for k in derivative.made}
         inputs = [*[values[i] for i in derivative.inputs], *slots.values()]
-        with torch.enable_grad():
+        with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
             results = CompiledFunction.apply(plan, lambda: (bare, saved, late), *inputs)  # type: ignore[no-untyped-call]
             for index, _, k in derivative.rewritten:
                 values[index].copy_(results[k])
@@ -207,18 +235,28 @@ class Entry:
             with torch.set_grad_enabled(with_history and (not slot.leaf or not base.requires_grad)):
                 tensor = base.as_strided(size, stride, start)
             tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
-        elif slot.base is not None:
-            with torch.set_grad_enabled(not slot.leaf):
-                base = made[slot.base]
-                tensor = base.as_strided(base.size(), base.stride(), base.storage_offset())
         if slot.parameter:
             return torch.nn.Parameter(tensor, slot.requires_grad)
         if with_history and slot.requires_grad and not tensor.requires_grad:
             if slot.leaf:
                 return tensor.requires_grad_()
             with torch.enable_grad():
-                return Spent.apply(slot.refusal, self.handle, tensor)  # type: ignore[no-any-return, no-untyped-call]
+                return Spent.apply(slot.refusal, tensor, *self._behind(slot.refusal, values))  # type: ignore[no-any-return, no-untyped-call]
         return tensor
+
+
+    def _refuse(self, outputs: Sequence[Any], values: list[Any]) -> None:
+        """Gives inputs the new histories that cannot be differentiated."""
+        with torch.enable_grad():
+            for index, output, why in self.traced.refused:
+                behind = self._behind(why, values)
+                values[index].copy_(Spent.apply(why, outputs[output], *behind))  # type: ignore[no-untyped-call]
+
+    def _behind(self, why: str, values: list[Any]) -> list[torch.Tensor]:
+        """What the engine comes by on its way to a result's refusal: the inputs that it may be asked to reach."""
+        if why.startswith(SECOND_TIME):
+            return [self.handle]
+        return [self.handle, *(v for v in values if isinstance(v, torch.Tensor) and v.requires_grad)]
 
 
 def _plan(traced: Traced, program: Program) -> Plan | None:
@@ -228,5 +266,10 @@ def _plan(traced: Traced, program: Program) -> Plan | None:
     values = [info(node).value for node in tangents]
     layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
     late = {("input", i) for i in traced.derivative.late}
-    held = frozenset(i for i, place in enumerate(program.backward.saved) if place in late)
-    return Plan(traced.derivative, program.backward, layouts, held)
+    nodes = program.backward.halves.backward.placeholders[: len(program.backward.saved)]
+    apart = frozenset(
+        i
+        for i, (place, node) in enumerate(zip(program.backward.saved, nodes, strict=True))
+        if place in late or not isinstance(info(node).value, torch.Tensor)
+    )
+    return Plan(traced.derivative, program.backward, layouts, apart)

@@ -32,7 +32,7 @@ class Plan:
 
     Attributes:
         layouts: how each tangent must lie in memory.
-        held: positions among the saved values of inputs that the backward writes.
+        apart: positions among the saved values of host numbers, and of inputs that the backward writes.
         guard_identity: a captured backward serves nodes of this very plan.
     """
 
@@ -40,7 +40,7 @@ class Plan:
     derivative: Derivative
     backward: Backward
     layouts: tuple[Layout, ...]
-    held: frozenset[int]
+    apart: frozenset[int]
 
 
 class CompiledFunction(torch.autograd.Function):
@@ -56,34 +56,32 @@ class CompiledFunction(torch.autograd.Function):
         outputs, saved, late = run()
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.late = plan, late
-        ctx.numbers = {i: v for i, v in enumerate(saved) if i in plan.held or not isinstance(v, torch.Tensor)}
-        ctx.save_for_backward(*(v for i, v in enumerate(saved) if i not in ctx.numbers))
+        ctx.numbers = {i: saved[i] for i in plan.apart}
+        ctx.save_for_backward(*[v for i, v in enumerate(saved) if i not in plan.apart] if plan.apart else saved)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
         backward = plan.backward
-        saved = all_saved(ctx)
-        present = [i for i, t in enumerate(tangents) if t is not None]
-        given = [_laid_out(tangents[i], plan.layouts[i]) for i in backward.halves.tangents]
-        behind = [*saved, *given] if torch.is_grad_enabled() else []
-        values = [*saved, *given]
-        del saved, given
+        values = all_saved(ctx) + [_laid_out(tangents[i], plan.layouts[i]) for i in backward.halves.tangents]
+        behind = list(values) if torch.is_grad_enabled() else ()
         if dispatch_modes_active():  # part of another trace, which sees each operator
             gradients: Sequence[Any] = run_nodes(backward.halves.backward, values)
         else:
             free_saved_tensors(ctx)
             gradients = backward.consume(values)
         count, made = plan.derivative.n_given, len(plan.derivative.made)
-        gradients, new = gradients[: count + made], gradients[count + made :]
-        with torch.no_grad():
-            for tensor, value in zip(ctx.late, new, strict=True):
-                tensor.copy_(value)
+        if ctx.late:
+            with torch.no_grad():
+                for tensor, value in zip(ctx.late, gradients[count + made :], strict=True):
+                    tensor.copy_(value)
+            gradients = gradients[: count + made]
         if behind:
             gradients = _refusing(gradients, behind)
         silent = [None] * (len(plan.derivative.inputs) - count)
         gradients = [*gradients[:count], *silent, *gradients[count:]]
+        present = [i for i, t in enumerate(tangents) if t is not None]
         if len(present) == len(tangents):
             return (None, None, *gradients)
         reached = frozenset().union(*(plan.derivative.reaches[i] for i in present))
@@ -96,8 +94,10 @@ def all_saved(ctx: Any) -> list[Any]:
     Raises:
         RuntimeError: they are freed: autograd's own error on a second backward.
     """
-    tensors = iter(ctx.saved_tensors)
     numbers = ctx.numbers
+    if not numbers:
+        return list(ctx.saved_tensors)
+    tensors = iter(ctx.saved_tensors)
     return [numbers[i] if i in numbers else next(tensors) for i in range(len(ctx.plan.backward.saved))]
 
 
@@ -122,7 +122,7 @@ class _DoubleBackward(torch.autograd.Function):
         raise RuntimeError(NO_DOUBLE_BACKWARD)
 
 
-def _refusing(gradients: Sequence[Any], behind: list[Any]) -> list[Any]:
+def _refusing(gradients: Sequence[Any], behind: Sequence[Any]) -> list[Any]:
     sources = [t for t in behind if isinstance(t, torch.Tensor) and t.requires_grad]
     if not sources:
         return list(gradients)
@@ -130,17 +130,20 @@ def _refusing(gradients: Sequence[Any], behind: list[Any]) -> list[Any]:
     return list(_DoubleBackward.apply(len(kept), *kept, *sources))  # type: ignore[no-untyped-call]
 
 
+SECOND_TIME = "Trying to backward"
+
+
 class Spent(torch.autograd.Function):
     """Gives a result the `requires_grad` that it has in eager; it cannot be differentiated, as it says when tried."""
 
     @staticmethod
-    def forward(ctx: Any, why: str, handle: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, why: str, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
         ctx.why = why
         return value.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if ctx.why.startswith("Trying to backward"):
+        if ctx.why.startswith(SECOND_TIME):
             raise RuntimeError(
                 "Trying to backward through the graph a second time: this tensor is the result of a compiled step, "
                 "whose graph is not kept. Call backward() inside of the step."

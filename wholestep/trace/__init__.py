@@ -76,6 +76,8 @@ class Traced:
         derivative: what makes results differentiable; the graph is then a joint one, and its last placeholders, the
             tangents, are not in `lifted`.
         memories: (input index, bytes on entry, bytes afterwards) where the step asks for or changes an input's memory.
+        grad_mode: what the step leaves grad mode at, None when that is what it found.
+        refused: (input, output, why) of each input whose new history cannot be differentiated.
     """
 
     step: StepGraph
@@ -90,6 +92,8 @@ class Traced:
     fingerprint: str
     derivative: Derivative | None = None
     memories: list[tuple[int, int, int]] = field(default_factory=list)
+    grad_mode: bool | None = None
+    refused: list[tuple[int, int, str]] = field(default_factory=list)
 
     @property
     def n_inputs(self) -> int:
@@ -133,6 +137,7 @@ def trace_step(
         with recorder.whereabouts.following(), exchanged(recorder, parameters), CallWindow(recorder), recorder:
             yield
 
+    grad_mode = torch.is_grad_enabled()
     with recording():
         args, kwargs = world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
         with same_python_randomness():
@@ -152,7 +157,10 @@ def trace_step(
     differentiated = differentiate(recorder, outlet, made, recording) if differentiate else None
     if differentiated:
         _refuse_late_effects(world, effects)
-    return _finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated)
+    traced = _finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated)
+    if torch.is_grad_enabled() != grad_mode:
+        traced.grad_mode = not grad_mode
+    return traced
 
 
 def _refuse_late_effects(world: World, effects: list[Any]) -> None:
@@ -203,16 +211,17 @@ def _finish(
     versions: dict[Any, int],
     backward: Differentiated | None,
 ) -> Traced:
-    rewritten = {id(item) for item, _, _ in backward.rewritten} if backward else set()
+    rewritten = {id(item) for item, _, _ in (*backward.rewritten, *backward.refused)} if backward else set()
     rewritten |= {id(m.item) for m in recorder.memories.values() if not m.now}  # nowhere is left to write to
     written = [i for i in recorder.lifted if _is_written(i) and i.ref.parent is None and id(i) not in rewritten]  # type: ignore[union-attr]
     copied = [outlet.add_output(node) for _, node, _ in backward.rewritten] if backward else []
+    refused = [(item, outlet.add_output(node), why) for item, node, why in backward.refused] if backward else []
     results = len(outlet.outputs)
     late = backward.late if backward else []
     gradients = [*backward.gradients, *(node for _, node in late)] if backward else []
     output = recorder.graph.output((*outlet.outputs, *(i.ref.storage.value for i in written), *gradients))  # type: ignore[union-attr]
     gm = fx.GraphModule(recorder.constants, recorder.graph)
-    if backward:
+    if backward and backward.slots:
         _set_phases(gm.graph, backward.last)
     dead_code(StepGraph(gm, Signature()))
     ranks = first_uses(gm.graph)
@@ -232,7 +241,7 @@ def _finish(
     lifted = [primary[node] for node in primals]
     known = {id(item) for item in lifted}
     served = [*recorder.lifted, *versions, *(m.item for m in recorder.memories.values())]
-    served += [*backward.inputs, *(item for item, _, _ in backward.rewritten)] if backward else []
+    served += [*backward.inputs, *(i for i, _, _ in (*backward.rewritten, *backward.refused))] if backward else []
     lifted += [item for item in dict.fromkeys(served) if id(item) not in known]
     new_index = {id(item): index for index, item in enumerate(lifted)}
     moved = [new_index[id(item)] for item in recorder.lifted]
@@ -247,7 +256,7 @@ def _finish(
         ),
     )
     derivative = None
-    if backward:
+    if backward and backward.slots:
         derivative = Derivative(
             len(outlet.outputs),
             tuple(backward.slots),
@@ -271,6 +280,7 @@ def _finish(
         fingerprint(step, recorder.constants, derivative),
         derivative,
         [(new_index[id(m.item)], m.before, m.now) for m in recorder.memories.values()],
+        refused=[(new_index[id(item)], output, why) for item, output, why in refused],
     )
 
 

@@ -138,14 +138,20 @@ class Ref:
             self.storage.generation += 1
             self.node, self.generation = new, self.storage.generation
             return
-        self.parent.write(_fit(self._scatter(new, emit), self.parent, emit), emit)
+        whole = self.parent
+        if whole.geometry.repeats and not self.geometry.repeats:  # one of several elements in one place: all of them
+            while whole.geometry.repeats and whole.parent is not None:
+                whole = whole.parent
+            whole.write(_fit(scatter_strided(self, new, emit, whole), whole, emit), emit)
+            return
+        whole.write(_fit(self._scatter(new, emit), whole, emit), emit)
 
     def _scatter(self, new: fx.Node, emit: Emit) -> fx.Node:
         assert self.parent is not None
         invert = INVERSES.get(self.view)
         if invert is not None:
             return invert(self, new, emit)
-        return scatter_strided(self, new, emit)
+        return scatter_strided(self, new, emit, self.parent)
 
 
 
@@ -171,11 +177,10 @@ def fit(new: fx.Node, ref: Ref, emit: Emit) -> fx.Node:
     return new if exact else emit(aten.copy.default, (ref.read(emit), new))
 
 
-def scatter_strided(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
-    """The parent's content after writing through any view at all: an as_strided_scatter."""
-    assert ref.parent is not None
-    offset = ref.geometry.offset - ref.parent.geometry.offset
-    old = ref.parent.read(emit)
+def scatter_strided(ref: Ref, new: fx.Node, emit: Emit, whole: Ref) -> fx.Node:
+    """The content of what a view is taken from after writing through any view at all: an as_strided_scatter."""
+    offset = ref.geometry.offset - whole.geometry.offset
+    old = whole.read(emit)
     shape = (list(ref.geometry.shape), list(ref.geometry.stride), offset)
     return emit(aten.as_strided_scatter.default, (old, new, *shape))
 
@@ -240,8 +245,9 @@ def _view_dtype_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
 def _expand_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
     """Only a constant is ever written through an expanded tensor: any one of the repeated elements will do."""
     assert ref.parent is not None
+    before = (1,) * (len(ref.geometry.shape) - len(ref.parent.geometry.shape)) + tuple(ref.parent.geometry.shape)
     for dim, size in enumerate(ref.geometry.shape):
-        if ref.geometry.stride[dim] == 0 and size > 1:
+        if size > before[dim]:
             new = emit(aten.slice.Tensor, (new, dim, 0, 1))
     new = emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
     return emit(aten.view.default, (new, list(ref.parent.geometry.shape)))

@@ -49,6 +49,7 @@ class Recorder(Writes, TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in UNRECORDED:
             return func(*args, **kwargs)
+        func = MATERIAL.get(func, func)
         try:
             special = SPECIAL.get(func)
             if special is not None:
@@ -140,6 +141,7 @@ class Recorder(Writes, TorchDispatchMode):
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = self.ref(args[0])
+        self.note()
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor):
             self._alias(out, base, func, args, kwargs, None)
@@ -183,6 +185,9 @@ VIEW_ERROR = (
     "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
     "contiguous subspaces). Use .reshape(...) instead."
 )
+
+# Zeros without memory, which autograd makes for gradients that are not there; C++ asks fakes what they are made of.
+MATERIAL = {aten._efficientzerotensor.default: aten.zeros.default}
 
 # Ranges that torch.optim marks for a profiler, and questions about a tensor's device: no part of the step.
 UNRECORDED = ("profiler", "prim")

@@ -32,7 +32,7 @@ class Slot:
         is_view: whether autograd knows it as a view of another tensor.
         inference: whether it is an inference tensor, which has no counter.
         own_counter: whether its version counter is its own, not that of the input it lies in.
-        base: index of the differentiable slot that autograd knows it as a view of.
+        base: index of the slot that autograd knows it as a view of.
         parameter: whether it is a `torch.nn.Parameter`.
         refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
     """
@@ -92,6 +92,7 @@ class Differentiated:
         last: the last node of the forward.
         late: inputs that hooks write in the backward, and the nodes of their new values.
         made: slots of leaves that the step makes, whose gradients follow those of `inputs`.
+        refused: input, node of its new value, and what autograd says of its history when that is differentiated.
     """
 
     slots: list[int | None]
@@ -103,6 +104,7 @@ class Differentiated:
     last: fx.Node
     late: list[tuple[Lifted, fx.Node]] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
+    refused: list[tuple[Lifted, fx.Node, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class Outlet:
         self.slots: list[Slot] = []
         self.by_tensor: dict[int, int] = {}
         self.by_storage: dict[int, int] = {}
+        self.by_object: set[int] = set()
         self.keep: list[Any] = []
         self.facts: dict[int, tuple[bool, bool, int, bool, bool]] = {}
 
@@ -145,20 +148,28 @@ class Outlet:
             output = self._output(ref.read(self.recorder.emit))
             return self._add(tensor, Slot(output, None, None, *self.facts[id(tensor)]))
         place = (tuple(here.shape), here.stride, here.offset - whole.offset)
+        base = tensor._base if tensor._is_view() else None
+        parent = self.slot(base) if isinstance(base, FakeTensor) and self._same_kind(base, tensor) else None
+        is_first = base is None and here == whole and id(storage) not in self.by_object
+        if is_first:  # a second tensor of the whole memory is another object
+            self.by_object.add(id(storage))
         if storage.input is not None:
             item = self.recorder.lifted[storage.input]
-            first = self.by_storage.setdefault(id(storage), len(self.slots)) == len(self.slots)
-            whole_state = item.source is None and here == whole and first  # state that the step makes is the input
+            itself = item.source is None and is_first  # state that the step makes is the input
             inside: list[Any] = [*item.members] or [item.value]
             own = all(_counts_alone(tensor, real) for real in inside)
-            slot = Slot(None, storage.input, None if whole_state else place, *self.facts[id(tensor)], own)
+            slot = Slot(None, storage.input, None if itself else place, *self.facts[id(tensor)], own, parent)
         else:
-            first = id(storage) not in self.by_storage  # a second tensor of the whole memory is another object
-            if first:
+            if id(storage) not in self.by_storage:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
-            itself = first and here == whole
-            slot = Slot(self.by_storage[id(storage)], None, None if itself else place, *self.facts[id(tensor)])
+            output = self.by_storage[id(storage)]
+            slot = Slot(output, None, None if is_first else place, *self.facts[id(tensor)], base=parent)
         return self._add(tensor, slot)
+
+    def _same_kind(self, base: torch.Tensor, view: torch.Tensor) -> bool:
+        """Whether a view can be made again from its base by strides alone."""
+        one, two = self.recorder.ref(base).geometry, self.recorder.ref(view).geometry
+        return id(base) in self.facts and one.dtype == two.dtype and not one.lazy
 
     def _add(self, tensor: torch.Tensor, slot: Slot) -> int:
         self.slots.append(replace(slot, parameter=isinstance(tensor, torch.nn.Parameter)))
@@ -172,10 +183,8 @@ class Outlet:
         self.slots[index] = replace(self.slots[index], **changes)
 
     def refuse(self, index: int, why: str) -> None:
-        """Notes that a slot's tensor has a history that cannot be differentiated, nor can its views."""
-        for i, slot in enumerate(self.slots):
-            if i == index or slot.base == index:
-                self.slots[i] = replace(slot, base=None, refusal=why)
+        """Notes that a slot's tensor has a history that cannot be differentiated."""
+        self.slots[index] = replace(self.slots[index], refusal=why)
 
     def move(self, tensor: torch.Tensor, item: Lifted) -> None:
         """Makes a tensor's slot a view of one input, as autograd knows it, where several lie in one memory."""
@@ -216,10 +225,10 @@ def _counts_alone(tensor: torch.Tensor, real: object) -> bool:
     if tensor.is_inference():
         return True
     before = tensor._version
-    if isinstance(real, torch.Tensor) and not isinstance(real, FakeTensor):
-        count = real._version
-        torch.autograd.graph.increment_version(real)
-        alone = tensor._version == before
-        set_versions((real,), (count,))  # what was saved for a backward shall still be as it was
-        return alone
-    return True
+    if not isinstance(real, torch.Tensor) or isinstance(real, FakeTensor) or real.is_inference():
+        return True
+    count = real._version
+    torch.autograd.graph.increment_version(real)
+    alone = tensor._version == before
+    set_versions((real,), (count,))  # autograd refuses views of a tensor whose count has moved
+    return alone

@@ -17,7 +17,7 @@ from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
-from wholestep.torch_compat import FakeTensor, FakeTensorMode, below_autograd, empty_fake, no_modes, sequence_number
+from wholestep.torch_compat import FakeTensor, below_autograd, empty_fake, no_modes, sequence_number, strict_fake_mode
 from wholestep.trace.alias import Geometry, Ref, Storage
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.predicates import Predicate, decide
@@ -82,7 +82,7 @@ class Tape:
         self.find, self.whereabouts, self.shared, self.guard_data = find, whereabouts, shared, guard_data
         self.flat: dict[int, Lifted] = {}
         self.graph = fx.Graph()
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
+        self.fake_mode = strict_fake_mode()
         self.lifted: list[Lifted] = []
         self.inputs: list[Input] = []
         self.taken: set[str] = set()
@@ -114,13 +114,20 @@ class Tape:
         with self.fake_mode, torch.no_grad(), below_autograd():
             return target(*fakes[0], **fakes[1])
 
+    def note(self) -> int:
+        """Notes whose module the autograd node belongs to that was made last; gives its sequence number.
+
+        Autograd makes an operator's node before it calls the operator.
+        """
+        seq = max(sequence_number() - 1, 0)
+        self.whereabouts.module_of_seq.setdefault(seq, self.whereabouts.module())
+        return seq
+
     def _record(self, value: Any) -> NodeInfo:
         place = self.whereabouts
         seq = place.seq()
         if seq is None:
-            seq = sequence_number()
-            place.module_of_seq[seq] = place.module()
-            module = place.module()
+            seq, module = self.note(), place.module()
         else:
             module = place.module_of_seq.get(seq, "")
         return NodeInfo(value, place.phase(), seq, user_line(), module)

@@ -44,7 +44,8 @@ class CallWindow(TorchFunctionMode):
         if remedy is not None and args and isinstance(args[0], torch.Tensor):
             if self.recorder.guard_data and name in READABLE:
                 return self._read(name, func, args)
-            raise DataDependentError(f"Python needs the value of a tensor: Tensor.{name}", user_line(), remedy)
+            what = "Cannot access data pointer" if name == "data_ptr" else "Python needs the value"
+            raise DataDependentError(f"{what} of a tensor: Tensor.{name}", user_line(), remedy)
         if name in OWNERS and not isinstance(args[0], FakeTensor):
             self.recorder.memory(args[0])
         if func == GET_VERSION and not isinstance(args[0], FakeTensor) and self.recorder.find(args[0]) is not None:
