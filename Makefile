@@ -43,9 +43,9 @@ bench-quick: $(STAMP)
 soak: $(STAMP)
 	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q $(PROPERTIES) $(ARGS)
 
-# the long form of the communication tests: 10,000 random collectives, 200 killed ranks
+# the long form of the communication tests: 10,000 random collectives, 1,000 on each layout of hosts, 200 killed ranks
 test-long: $(STAMP)
-	WHOLESTEP_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/test_comm_collectives.py tests/test_comm_faults.py $(ARGS)
+	WHOLESTEP_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/test_comm_collectives.py tests/test_comm_faults.py tests/test_comm_hosts.py $(ARGS)
 
 # every operator and module of torch's own tables, all samples, float32 and float64: half an hour on two cores
 test-ops: $(STAMP)

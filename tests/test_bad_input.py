@@ -302,3 +302,32 @@ def test_one_hot() -> None:
         step(torch.tensor([3, 0]))
     with pytest.raises(DataDependentError, match="num_classes"):
         ws.compile(lambda y: nn.functional.one_hot(y) * 2)(torch.tensor([2, 0]))
+
+
+def test_packed_sequences() -> None:
+    """Their lengths decide on shapes in C++: refused by line, also where data may decide on shapes."""
+    lstm = nn.LSTM(3, 4, batch_first=True)
+
+    def step(x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, [3, 2], batch_first=True)
+        return lstm(packed)[1][0].sum()  # HERE
+
+    with pytest.raises(DataDependentError, match="guard_data=True"):
+        ws.compile(step)(torch.randn(2, 3, 3))
+    with pytest.raises(UnsupportedError, match="memory in C") as caught:
+        ws.compile(step, guard_data=True)(torch.randn(2, 3, 3))
+    assert marked_line(step) in str(caught.value)
+
+
+def test_decisions_on_data_when_asked_for() -> None:
+    """CTC's table has a shape that depends on the lengths: a guard with ``guard_data=True``."""
+    lengths, targets = torch.full((2,), 6), torch.randint(1, 5, (2, 3))
+
+    def step(x: Tensor, n: Tensor) -> Tensor:
+        return nn.functional.ctc_loss(x.log_softmax(-1), targets, lengths, n).detach()
+
+    compiled = ws.compile(step, guard_data=True)
+    x = torch.randn(6, 2, 5)
+    for n in (torch.tensor([3, 2]), torch.tensor([2, 3]), torch.tensor([2, 2]), torch.tensor([3, 2])):
+        assert torch.equal(compiled(x, n), step(x, n))
+    assert 1 < compiled.captures <= 3, "no more than there were different lengths"

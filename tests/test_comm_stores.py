@@ -9,8 +9,10 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 
 from wholestep import comm
+from wholestep.comm.c10d import TorchStore
 
 QUICK = timedelta(seconds=0.3)
 
@@ -57,6 +59,20 @@ def test_every_store_does_the_same(store):
         store.multi_set(["k", "l"], ["1"])
     with pytest.raises(ValueError, match="needs a number"):
         store.add("a", 1)
+
+
+def test_a_store_of_torch_keeps_every_byte():
+    store, every = TorchStore(torch.distributed.HashStore(), QUICK), bytes(range(256))
+    store.set("a", every)
+    assert store.get("a") == every
+    store.append("a", every)
+    assert store.get("a") == 2 * every
+    assert store.compare_set("b", b"", every) == every
+    assert store.compare_set("b", every, b"\xff") == b"\xff"
+    assert store.add("n", 3) == 3
+    assert store.check(["a", "b"])
+    assert store.delete_key("a")
+    assert not store.check(["a"])
 
 
 def test_a_key_that_never_comes_times_out(store):

@@ -1,5 +1,7 @@
 """Our transport under torch.distributed: its collectives, stock DDP and FSDP2, against Gloo."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,6 +66,19 @@ def with_torch(backend, folder):
 
 def test_stock_ddp_and_fsdp2_train_as_over_gloo(tmp_path):
     ours = run_ranks(with_torch, 2, "gloo", ("shm", str(tmp_path)))
+    theirs = run_ranks(with_torch, 2, "gloo", ("gloo", str(tmp_path)))
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def on_two_hosts(folder):
+    os.environ["WHOLESTEP_HOST"] = str(comm.get_rank())
+    return with_torch("shm", folder)
+
+
+def test_the_same_over_two_hosts(tmp_path):
+    ours = run_ranks(on_two_hosts, 2, "gloo", (str(tmp_path),))
     theirs = run_ranks(with_torch, 2, "gloo", ("gloo", str(tmp_path)))
     for mine, other in zip(ours, theirs, strict=True):
         for a, b in zip(mine, other, strict=True):

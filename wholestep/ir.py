@@ -294,9 +294,17 @@ def is_effectful(node: fx.Node) -> bool:
         return node.op in ("placeholder", "output")
     target = node.target.op if isinstance(node.target, Functionalized) else node.target
     if isinstance(target, OpOverload):
-        collective = target.namespace == "wholestep" and target._schema.name != "wholestep::wait"
+        collective = target.namespace == "wholestep" and (
+            target._schema.name != "wholestep::wait" or _meets_others(node.args[0])
+        )
         return collective or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
     return target in (get_rng_state, set_rng_state)
+
+
+def _meets_others(started: Any) -> bool:
+    """True for a send or a barrier, which is waited for even where nothing reads what it gives."""
+    target = started.target if isinstance(started, fx.Node) else None
+    return isinstance(target, OpOverload) and target._schema.name in ("wholestep::send", "wholestep::barrier")
 
 
 def is_host(node: fx.Node) -> bool:

@@ -61,6 +61,7 @@ _REFUSALS = {
     "FakeTensorDeviceMismatchError": "device",
     "Unhandled FakeTensor Device Propagation": "device",
     "no fake impl registered": "operator",
+    "its data is not allocated yet": "memory",
 }
 
 
@@ -69,7 +70,7 @@ def fake_refusal(error: RuntimeError) -> str | None:
 
     Returns:
         "data": the result's shape or value depends on data; "operator": it has no rule for fake tensors;
-        "device": tensors of two devices.
+        "device": tensors of two devices; "memory": C++ reads a tensor's memory past the dispatcher.
     """
     found = f"{type(error).__name__}: {error}"
     return next((kind for words, kind in _REFUSALS.items() if words in found), None)

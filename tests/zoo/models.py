@@ -369,3 +369,19 @@ def transformer_encoder_with_masks(seed: int) -> World:
     causal = nn.Transformer.generate_square_subsequent_mask(4)
     masks = (causal, torch.zeros(4, 4), causal.clone(), torch.zeros(4, 4))
     return World(step, [(torch.randn(2, 4, 8), mask) for mask in masks], {"model": model, "opt": opt})
+
+
+@register(MODELS)
+def empty_parameters(seed: int) -> World:
+    """Layers of no width, as heads that a configuration switches off: their parameters have no elements."""
+    model = nn.Sequential(nn.Linear(6, 0), nn.Linear(0, 4))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return World(step, labelled(), {"model": model, "opt": opt})

@@ -41,7 +41,6 @@ class TorchStore(Store):
         self._store = store
 
     def _apply(self, command: str, key: str, *values: bytes) -> bytes:
-        texts = [value.decode("latin-1") for value in values]
         if command == "add":
             return b"%d" % self._store.add(key, int(values[0]))
         if command in ("delete", "has"):
@@ -49,7 +48,8 @@ class TorchStore(Store):
             return b"1" if found else b"0"
         if command == "count":
             return b"%d" % self._store.num_keys()
-        return bytes(getattr(self._store, command)(key, *texts) or b"")
+        # as bytes: torch would write text as UTF-8
+        return bytes(getattr(self._store, command)(key, *values) or b"")
 
     def _read(self, key: str) -> bytes:
         return bytes(self._store.get(key))

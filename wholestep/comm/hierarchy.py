@@ -21,6 +21,7 @@ With n ranks, H hosts and N bytes a rank (steps inside a host are those of `shm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,7 @@ from wholestep.comm.shm import ShmGroup
 from wholestep.comm.store import Store, store_based_barrier
 from wholestep.comm.work import Work
 
+PIECE = 1 << 20  # bytes of an all-reduce that are in one step at a time
 SMALL = 64 * 1024  # bytes up to which leaders show each other all they have: one step in place of two
 
 
@@ -70,28 +72,45 @@ class HierarchicalGroup(LedGroup):
 
         def steps(plain: Options) -> None:
             for tensor in tensors:
-                total = self._wide(tensor, opts, copy=False)
-                self._inside.reduce([total], self._inner(opts, plain)).wait()
-                if self._place == 0:
-                    self._exchange(total.view(-1), tensor.view(-1), opts, plain)
-                self._inside.broadcast([tensor], self._later(plain)).wait()
+                self._all_reduce(tensor, opts, plain)
 
         return self._start("all_reduce", tensors[0] if tensors else None, opts, tensors, steps)
 
-    def _exchange(self, total: torch.Tensor, to: torch.Tensor, opts: Options, plain: Options) -> None:
-        """All-reduce among the leaders: everything to all of them, or where that is much, each a share."""
+    def _all_reduce(self, tensor: torch.Tensor, opts: Options, plain: Options) -> None:
+        """In pieces: one is under way between the hosts while the one before it is folded and spread, and the one after
+        it is reduced inside the hosts."""
+        total = self._wide(tensor, opts, copy=False)
+        size = max(1, PIECE // total.element_size())
+        finish: Callable[[], None] | None = None
+        for piece, to in zip(total.view(-1).split(size), tensor.view(-1).split(size), strict=True):
+            self._inside.reduce([piece], self._inner(opts, plain)).wait()
+            later = self._exchange(piece, to, opts, plain)
+            if finish is not None:
+                finish()
+            finish = later
+        if finish is not None:
+            finish()
+
+    def _exchange(self, total: torch.Tensor, to: torch.Tensor, opts: Options, plain: Options) -> Callable[[], None]:
+        """Starts the all-reduce of a piece among the leaders: everything to all of them, or where that is much, each a
+        share. Returns what ends it and spreads the result."""
         me, all_hosts = self._host, range(self._hosts)
-        if total.nbytes <= SMALL or self._hosts == 2:
-            rows = {host: torch.empty_like(total) if host != me else total for host in all_hosts}
-            self._cross(self._swap(rows, dict.fromkeys(all_hosts, total), plain))
-            self._fold([rows[host] for host in all_hosts], opts, to)
-            return
-        shares = dict(enumerate(total.tensor_split(self._hosts)))
+        whole = total.nbytes <= SMALL or self._hosts == 2
+        shares = dict.fromkeys(all_hosts, total) if whole else dict(enumerate(total.tensor_split(self._hosts)))
         rows = {host: torch.empty_like(shares[me]) if host != me else shares[me] for host in all_hosts}
-        self._cross(self._swap(rows, shares, plain))
-        results = dict(enumerate(to.tensor_split(self._hosts)))
-        self._fold([rows[host] for host in all_hosts], opts, results[me])
-        self._cross(self._swap(results, dict.fromkeys(all_hosts, results[me]), plain))
+        works = self._post(rows, shares)
+
+        def finish() -> None:
+            self._settle(works, plain)
+            if self._place == 0 and whole:
+                self._fold(list(rows.values()), opts, to)
+            elif self._place == 0:
+                results = dict(enumerate(to.tensor_split(self._hosts)))
+                self._fold(list(rows.values()), opts, results[me])
+                self._swap(results, dict.fromkeys(all_hosts, results[me]), plain)
+            self._inside.broadcast([to], self._later(plain)).wait()
+
+        return finish
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         opts = opts or Options()
@@ -102,10 +121,10 @@ class HierarchicalGroup(LedGroup):
             total = self._wide(tensor, opts, copy=True)
             self._inside.reduce([total], self._inner(opts, plain)).wait()
             if host != self._host:
-                self._cross(self._swap({}, {host: total}, plain))
+                self._swap({}, {host: total}, plain)
                 return
             rows = {other: torch.empty_like(total) if other != host else total for other in range(self._hosts)}
-            self._cross(self._swap(rows, {}, plain))
+            self._swap(rows, {}, plain)
             result = tensor if self._rank == opts.root else torch.empty_like(tensor)
             if self._place == 0:
                 self._fold(list(rows.values()), opts, result)
@@ -124,7 +143,7 @@ class HierarchicalGroup(LedGroup):
             ins = {host: total[rows[host]] for host in range(self._hosts)}
             mine = ins[self._host]
             outs = {host: torch.empty_like(mine) if host != self._host else mine for host in ins}
-            self._cross(self._swap(outs, ins, plain))
+            self._swap(outs, ins, plain)
             result = output.new_empty(mine.shape)
             if self._place == 0:
                 self._fold(list(outs.values()), opts, result)
@@ -143,9 +162,9 @@ class HierarchicalGroup(LedGroup):
             for tensor in tensors:
                 if host == self._host:
                     self._inside.broadcast([tensor], Options(root=place, timeout=plain.timeout)).wait()
-                    self._cross(self._swap({}, dict.fromkeys(range(self._hosts), tensor), plain))
+                    self._swap({}, dict.fromkeys(range(self._hosts), tensor), plain)
                 else:
-                    self._cross(self._swap({host: tensor}, {}, plain))
+                    self._swap({host: tensor}, {}, plain)
                     self._inside.broadcast([tensor], self._later(plain)).wait()
 
         return self._start("broadcast", tensors[0], opts, tensors, steps)
@@ -168,7 +187,7 @@ class HierarchicalGroup(LedGroup):
             table = self._table(tensor)
             self._collect(tensor, table, plain)
             rows = {host: table[where] for host, where in enumerate(self.layout.rows)}
-            self._cross(self._swap(rows, dict.fromkeys(rows, rows[self._host]), plain))
+            self._swap(rows, dict.fromkeys(rows, rows[self._host]), plain)
             self._inside.broadcast([table], self._later(plain)).wait()
             for out, row in zip(outs, self._by_rank(table), strict=True):
                 out.copy_(row.view_as(out))
@@ -185,9 +204,9 @@ class HierarchicalGroup(LedGroup):
             self._collect(tensor, table, plain)
             rows = {other: table[where] for other, where in enumerate(self.layout.rows)}
             if host != self._host:
-                self._cross(self._swap({}, {host: rows[self._host]}, plain))
+                self._swap({}, {host: rows[self._host]}, plain)
                 return
-            self._cross(self._swap(rows, {}, plain))
+            self._swap(rows, {}, plain)
             self._hand(table, 0, place)
             for out, row in zip(outs, self._by_rank(table) if outs else [], strict=True):
                 out.copy_(row.view_as(out))
@@ -206,9 +225,9 @@ class HierarchicalGroup(LedGroup):
                 for row, part in zip(self._by_rank(table) if parts else [], parts, strict=True):
                     row.copy_(part.view(-1))
                 self._hand(table, place, 0)
-                self._cross(self._swap({}, rows, plain))
+                self._swap({}, rows, plain)
             else:
-                self._cross(self._swap({host: rows[self._host]}, {}, plain))
+                self._swap({host: rows[self._host]}, {}, plain)
             sources = [list(rows[self._host])] if self._place == 0 else []
             self._inside.scatter([output.view(-1)], sources, self._later(plain)).wait()
 

@@ -16,6 +16,7 @@ from wholestep.comm.world import get_group, get_group_rank
 
 Group = ProcessGroup | str | None
 Op = ReduceOp | RedOpType | str
+FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]
 _BOOL_OPS = {
     RedOpType.SUM: RedOpType.BOR,
     RedOpType.PRODUCT: RedOpType.BAND,
@@ -66,6 +67,8 @@ def reducible(tensor: torch.Tensor, kind: RedOpType, what: str) -> tuple[torch.T
     Raises:
         TypeError: the reduction means nothing for this dtype.
     """
+    if tensor.dtype in FLOAT8:
+        raise TypeError(f"{what}: {tensor.dtype} has too few bits to add up in: convert to bfloat16 or float32 first")
     if tensor.dtype is torch.bool:
         if kind in (RedOpType.AVG, RedOpType.PREMUL_SUM):
             raise TypeError(f"{what}: {kind.name} of bool tensors is not defined: convert to a number first")
@@ -102,12 +105,11 @@ def group_root(group: Group, rank: int | None, group_rank: int | None, name: str
     return get_group_rank(group, rank)  # type: ignore[arg-type]
 
 
-def traced_name(kind: RedOpType, what: str) -> str:
-    """The reduction's name in an operator.
+def traced_op(tensor: torch.Tensor, kind: RedOpType, factor: float | torch.Tensor | None) -> tuple[torch.Tensor, str]:
+    """A reduction in an operator: the tensor to reduce and the reduction's name, with its factor if it has one.
 
-    Raises:
-        ValueError: PREMUL_SUM, whose factor an operator does not carry.
+    A factor that is a tensor is part of the program: it multiplies the tensor there.
     """
-    if kind is RedOpType.PREMUL_SUM:
-        raise ValueError(f"{what}: PREMUL_SUM cannot be traced: multiply the tensor, then SUM")
-    return kind.value
+    if isinstance(factor, torch.Tensor):
+        return tensor * factor, RedOpType.SUM.value
+    return tensor, kind.value if factor is None else f"{kind.value}:{float(factor)!r}"

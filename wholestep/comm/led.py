@@ -118,23 +118,30 @@ class LedGroup(ProcessGroup):
             step(self._between)
             self._crossing = False
 
-    def _swap(
-        self, outs: dict[int, torch.Tensor], ins: dict[int, torch.Tensor], opts: Options
-    ) -> Callable[[C10dGroup], None]:
-        """A step among the leaders: ``ins[h]`` goes to host h, ``outs[h]`` comes from it.
+    def _post(self, outs: dict[int, torch.Tensor], ins: dict[int, torch.Tensor]) -> list[Work]:
+        """On a leader, starts an exchange with others: ``ins[h]`` goes to host h, ``outs[h]`` comes from it.
 
         As messages, since those are what Gloo is best at: of 8 MB, 2 leaders, 17 ms, where its all-gather takes 34
         to 49 and its all-to-all 16; of 3 leaders 24, 54 and 42.
         """
+        if self._between is None:
+            return []
+        self._crossing = True
+        works = [self._between.send([one], host) for host, one in ins.items() if host != self._host and one.numel()]
+        works += [self._between.recv([one], host) for host, one in outs.items() if host != self._host and one.numel()]
+        self._crossing = False
+        return works
+
+    def _settle(self, works: list[Work], opts: Options) -> None:
+        """Ends an exchange."""
         limit = (opts.timeout or self.timeout).total_seconds()
+        self._crossing = bool(works)
+        for work in works:
+            work.wait(limit)
+        self._crossing = False
 
-        def messages(between: C10dGroup) -> None:
-            works = [between.send([one], host) for host, one in ins.items() if host != self._host and one.numel()]
-            works += [between.recv([one], host) for host, one in outs.items() if host != self._host and one.numel()]
-            for work in works:
-                work.wait(limit)
-
-        return messages
+    def _swap(self, outs: dict[int, torch.Tensor], ins: dict[int, torch.Tensor], opts: Options) -> None:
+        self._settle(self._post(outs, ins), opts)
 
     def _broken(self, words: str, failure: DistError) -> DistError:
         """Ends the group on all ranks with one reason: that of a rank which saw the cause, if there is one."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.comm import checks
+from wholestep.comm import checks, traced
 from wholestep.comm.backend import DeviceGroup
 from wholestep.comm.errors import DistError, DistTimeoutError
 from wholestep.comm.launching import Group, group_root, launch, staged
@@ -36,6 +36,8 @@ def isend(
         raise ValueError(
             "Invalid destination rank: destination rank should not be the same as the rank of the current process."
         )
+    if traced.is_traced(tensor):
+        return traced.into("send", [], tensor, pg, True, peer, tag)
     ready = checks.tensor(tensor, "tensor").contiguous()
     return launch(pg, "send", tensor, True, lambda pg: pg.send([ready], peer, tag))
 
@@ -55,6 +57,10 @@ def irecv(
     if peer == pg.rank():
         raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
     checks.tensor(tensor, "tensor")
+    if traced.is_traced(tensor):
+        if peer == ANY:
+            raise ValueError("irecv: a recorded program cannot tell who sent: name the source")
+        return traced.into("recv", [tensor], tensor, pg, True, peer, tag)
     return launch(pg, "recv", tensor, True, lambda pg: staged([tensor], lambda outs: pg.recv(outs, peer, tag)))
 
 

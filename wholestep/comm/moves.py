@@ -265,6 +265,8 @@ def barrier(group: Group = None, async_op: bool = False, timeout: timedelta | No
     pg = get_group(group)
     if checks.outside(pg, "barrier"):
         return None
+    if traced.is_recording():
+        return traced.into("barrier", [], torch.zeros(1), pg, async_op)
     work = launch(pg, "barrier", None, async_op, lambda pg: pg.barrier(Options(timeout=timeout, async_op=async_op)))
     if timeout is None:
         learn(BARRIER, None, None, None, group, None, pg, "barrier")

@@ -3,10 +3,13 @@
 ``wholestep::all_reduce(x, op, group)`` starts the collective on a copy and gives that copy; ``wholestep::wait``
 ends it and gives *the same tensor* (equal memory: a memory plan must treat its output as its input). Between
 the two the copy may not be read. ``scatter`` takes a tensor of the result's shape and, on ``src`` alone, the parts;
-``gather`` gives no rows but on ``dst``. The ``…_`` forms work in place for lowered programs, which own their buffers.
+``gather`` gives no rows but on ``dst``. ``send`` gives what it sends, ``recv`` takes a tensor of the shape that comes,
+``barrier`` gives its input when all ranks have come. The ``…_`` forms work in place for lowered programs, which own
+their buffers.
 
-``group`` is a group's name (``""`` for the default group); ``op`` a reduction's lower-case name; ranks are ranks in
-the group. Gradients follow the local view: the loss is the sum of the ranks' losses.
+``group`` is a group's name (``""`` for the default group); ``op`` a reduction's lower-case name, or
+``premul_sum:FACTOR``; ranks are ranks in the group. None of them is dead code, read or not: every rank must issue
+alike. Their gradients are in `gradients.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.node import has_side_effect
 
-from wholestep.comm import moves, reductions
+from wholestep.comm import gradients, messages, moves, reductions
 from wholestep.comm.work import Work
 from wholestep.comm.world import get_group
 
@@ -33,6 +37,9 @@ SCHEMAS = {
     "reduce": "(Tensor x, int dst, str op, str group) -> Tensor",
     "gather": "(Tensor x, int dst, str group) -> Tensor",
     "scatter": "(Tensor x, Tensor[] parts, int src, str group) -> Tensor",
+    "send": "(Tensor x, int dst, int tag, str group) -> Tensor",
+    "recv": "(Tensor x, int src, int tag, str group) -> Tensor",
+    "barrier": "(Tensor x, str group) -> Tensor",
     "wait": "(Tensor x) -> Tensor",
     "wait_": "(Tensor(a!) x) -> Tensor(a!)",
 }
@@ -111,6 +118,21 @@ def _scatter(x: torch.Tensor, parts: list[torch.Tensor], src: int, group: str) -
     return _started(out, moves.scatter(out, parts or None, None, group, async_op=True, group_src=src))
 
 
+def _send(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    return _started(out, messages.isend(out, None, group, tag, group_dst=dst))
+
+
+def _recv(x: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _started(out, messages.irecv(out, None, group, tag, group_src=src))
+
+
+def _barrier(x: torch.Tensor, group: str) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    return _started(out, moves.barrier(group, async_op=True))
+
+
 def _wait(x: torch.Tensor) -> torch.Tensor:
     work = _pending.pop(x.data_ptr(), None)
     if work is not None:
@@ -156,73 +178,31 @@ def _fake_all_to_all(x: torch.Tensor, out_splits: list[int], in_splits: list[int
     return x.new_empty((rows, *x.shape[1:]))
 
 
-# Gradients --------------------------------------------------------------------------------------------------------
-
-
-def _call(name: str, *args: Any) -> torch.Tensor:
-    """Operator, then wait."""
-    return torch.ops.wholestep.wait(getattr(torch.ops.wholestep, name)(*args))
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.arguments = inputs[1:]
-
-
-def _linear(op: str, what: str) -> None:
-    if op not in ("sum", "avg", "mean"):
-        raise RuntimeError(f"wholestep::{what} with {op!r} has no gradient: sum, avg or mean is required")
-
-
-def _all_reduce_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    op, group = ctx.arguments
-    _linear(op, "all_reduce")
-    return _call("all_reduce", grad, op, group), None, None
-
-
-def _broadcast_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    src, group = ctx.arguments
-    total = _call("all_reduce", grad, "sum", group)
-    return total if get_group(group).rank() == src else torch.zeros_like(total), None, None
-
-
-def _all_gather_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    (group,) = ctx.arguments
-    return _call("reduce_scatter", grad, "sum", group), None
-
-
-def _reduce_scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    op, group = ctx.arguments
-    _linear(op, "reduce_scatter")
-    whole = _call("all_gather", grad, group)
-    return whole if op == "sum" else whole / get_group(group).size(), None, None
-
-
-def _all_to_all_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    out_splits, in_splits, group = ctx.arguments
-    return _call("all_to_all", grad, in_splits, out_splits, group), None, None, None
-
-
-# name -> real kernel, shape rule, gradient
-_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any] | None]] = {
-    "all_reduce": (_all_reduce, _like, _all_reduce_gradient),
-    "all_reduce_": (_all_reduce_in_place, _itself, None),
-    "broadcast": (_broadcast, _like, _broadcast_gradient),
-    "broadcast_": (_broadcast_in_place, _itself, None),
-    "all_gather": (_all_gather, _fake_all_gather, _all_gather_gradient),
-    "reduce_scatter": (_reduce_scatter, _fake_reduce_scatter, _reduce_scatter_gradient),
-    "all_to_all": (_all_to_all, _fake_all_to_all, _all_to_all_gradient),
-    "reduce": (_reduce, _like, None),
-    "gather": (_gather, _fake_gather, None),
-    "scatter": (_scatter, _like, None),
-    "wait": (_wait, _itself, lambda ctx, grad: grad),
-    "wait_": (_wait, _itself, None),
+# name -> real kernel, shape rule
+_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "all_reduce": (_all_reduce, _like),
+    "all_reduce_": (_all_reduce_in_place, _itself),
+    "broadcast": (_broadcast, _like),
+    "broadcast_": (_broadcast_in_place, _itself),
+    "all_gather": (_all_gather, _fake_all_gather),
+    "reduce_scatter": (_reduce_scatter, _fake_reduce_scatter),
+    "all_to_all": (_all_to_all, _fake_all_to_all),
+    "reduce": (_reduce, _like),
+    "gather": (_gather, _fake_gather),
+    "scatter": (_scatter, _like),
+    "send": (_send, _like),
+    "recv": (_recv, _like),
+    "barrier": (_barrier, _like),
+    "wait": (_wait, _itself),
+    "wait_": (_wait, _itself),
 }
 
 for _name, _schema in SCHEMAS.items():
-    _kernel, _fake, _gradient = _RULES[_name]
+    _kernel, _fake = _RULES[_name]
     _library.define(_name + _schema)
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
     torch.library.register_fake(f"wholestep::{_name}", _fake, lib=_library)
-    if _gradient is not None:
-        torch.library.register_autograd(f"wholestep::{_name}", _gradient, setup_context=_keep, lib=_library)
+    has_side_effect(getattr(torch.ops.wholestep, _name).default)
+for _name, (_gradient, _keep) in gradients.RULES.items():
+    torch.library.register_autograd(f"wholestep::{_name}", _gradient, setup_context=_keep, lib=_library)

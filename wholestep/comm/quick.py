@@ -15,7 +15,7 @@ from wholestep.comm import recorder
 from wholestep.comm.backend import DeviceGroup
 from wholestep.comm.memory import native
 from wholestep.comm.process_group import ProcessGroup
-from wholestep.comm.reduce_op import RedOpType
+from wholestep.comm.reduce_op import RedOpType, as_op
 from wholestep.comm.shm import ALL_TO_ALL, ShmGroup, ShmWork
 from wholestep.comm.work import Work
 from wholestep.torch_compat import count_dispatch_modes
@@ -82,6 +82,8 @@ def learn(
     if not available or type(owner) is not ShmGroup or owner.latest is None:
         return
     if type(op) not in (RedOpType, str, type(None)) or (inp is not None and inp.dtype not in _QUICK):
+        return
+    if op is not None and as_op(op)[1] is not None:  # multiplied by a factor first, which no plan does
         return
     code, dtype, red, group_root, nbytes, shape, in_stride, out_stride, elem = owner.latest
     part = out_stride if code == ALL_TO_ALL else 0

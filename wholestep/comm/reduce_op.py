@@ -75,7 +75,7 @@ def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
 
 
 def as_op(op: Any) -> tuple[RedOpType, float | torch.Tensor | None]:
-    """Kind and factor of a `ReduceOp`, a kind or its lower-case name ("sum", "mean" for AVG).
+    """Kind and factor of a `ReduceOp`, a kind or its lower-case name ("sum", "mean" for AVG, "premul_sum:0.5").
 
     Raises:
         ValueError: the name is not that of a reduction.
@@ -84,8 +84,9 @@ def as_op(op: Any) -> tuple[RedOpType, float | torch.Tensor | None]:
         return op, None
     if type(op) is ReduceOp:
         return op.kind, op.factor
+    name, colon, factor = op.partition(":") if isinstance(op, str) else (op, "", "")
     try:
-        return RedOpType({"mean": "avg"}.get(op, op)), None
+        return RedOpType({"mean": "avg"}.get(name, name)), float(factor) if colon else None
     except ValueError:
         names = ", ".join(kind.value for kind in RedOpType)
-        raise ValueError(f"unknown reduction {op!r}: one of {names}, mean is required") from None
+        raise ValueError(f"unknown reduction {op!r}: one of {names}, mean, premul_sum:FACTOR is required") from None

@@ -12,7 +12,7 @@ import sys
 import torch
 
 from wholestep.comm import checks, traced
-from wholestep.comm.launching import Group, Op, group_root, launch, reducible, staged, traced_name
+from wholestep.comm.launching import Group, Op, group_root, launch, reducible, staged, traced_op
 from wholestep.comm.process_group import Options
 from wholestep.comm.quick import NEW, again, conclude, learn
 from wholestep.comm.reduce_op import ReduceOp, as_op
@@ -36,7 +36,10 @@ def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None,
         return None
     kind, factor = as_op(op)
     if traced.is_traced(tensor):
-        return traced.in_place("all_reduce", tensor, pg, async_op, traced_name(kind, "all_reduce"))
+        scaled, name = traced_op(tensor, kind, factor)
+        if scaled is not tensor:
+            tensor.copy_(scaled)
+        return traced.in_place("all_reduce", tensor, pg, async_op, name)
     plain, kind = reducible(checks.tensor(tensor, "tensor"), kind, "all_reduce")
     opts = Options(kind, factor, async_op=async_op)
     work = launch(
@@ -59,6 +62,8 @@ def all_reduce_coalesced(
         return None
     kind, factor = as_op(op)
     checks.same_dtype("all_reduce_coalesced", checks.tensors(tensors, "tensors"))
+    if tensors and traced.is_traced(tensors[0]):
+        return traced.together([all_reduce(one, op, group, async_op=True) for one in tensors], async_op)
     plain = [reducible(one, kind, "all_reduce_coalesced") for one in tensors]
     if not plain:
         return Finished([]) if async_op else None
@@ -84,7 +89,9 @@ def reduce(
     kind, factor = as_op(op)
     if traced.is_traced(tensor):
         root = group_root(group, dst, group_dst, "dst")
-        return traced.into("reduce", [tensor], tensor, pg, async_op, root, traced_name(kind, "reduce"))
+        scaled, name = traced_op(tensor, kind, factor)
+        outs = [tensor] if scaled is tensor or pg.rank() == root else []  # the others keep theirs, not scaled
+        return traced.into("reduce", outs, scaled, pg, async_op, root, name)
     plain, kind = reducible(checks.tensor(tensor, "tensor"), kind, "reduce")
     opts = Options(kind, factor, group_root(group, dst, group_dst, "dst"), async_op=async_op)
     return launch(
@@ -111,8 +118,8 @@ def reduce_scatter(
         )
     kind, factor = as_op(op)
     if traced.is_traced(output):
-        name = traced_name(kind, "reduce_scatter")
-        return traced.into("reduce_scatter", [output], traced.rows(input_list), pg, async_op, name)
+        scaled, name = traced_op(traced.rows(input_list), kind, factor)
+        return traced.into("reduce_scatter", [output], scaled, pg, async_op, name)
     out, plain_kind = reducible(output, kind, "reduce_scatter")
     parts = [reducible(part, kind, "reduce_scatter")[0].contiguous() for part in input_list]
     opts = Options(plain_kind, factor, async_op=async_op)
@@ -137,8 +144,8 @@ def reduce_scatter_tensor(
     checks.elements("reduce_scatter_tensor", "input", input.numel(), output.numel() * pg.size(), why)
     kind, factor = as_op(op)
     if traced.is_traced(output):
-        name = traced_name(kind, "reduce_scatter_tensor")
-        return traced.into("reduce_scatter", [output], input.reshape(-1), pg, async_op, name)
+        scaled, name = traced_op(input.reshape(-1), kind, factor)
+        return traced.into("reduce_scatter", [output], scaled, pg, async_op, name)
     out, plain_kind = reducible(output, kind, "reduce_scatter_tensor")
     inp = reducible(input, kind, "reduce_scatter_tensor")[0].contiguous()
     opts = Options(plain_kind, factor, async_op=async_op)

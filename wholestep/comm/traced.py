@@ -23,6 +23,11 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return dispatch_modes_active() or isinstance(tensor, FakeTensor)
 
 
+def is_recording() -> bool:
+    """True when a call without a tensor is to be recorded, not run."""
+    return dispatch_modes_active()
+
+
 class TracedWork(Work):
     """A collective in a recorded program: `wait` records the waiting, once."""
 
@@ -58,12 +63,15 @@ def in_place(name: str, tensor: torch.Tensor, group: ProcessGroup, async_op: boo
 def into(
     name: str, outputs: list[torch.Tensor], inputs: Any, group: ProcessGroup, async_op: bool, *args: Any
 ) -> Work | None:
-    """The pure operator now; at the wait its result is cut into the outputs, in order."""
+    """The pure operator now; at the wait its result is cut into the outputs, in order, if there are any."""
     ops = torch.ops.wholestep
     flat = getattr(ops, name)(inputs, *args, group.group_name)
 
     def finish() -> None:
-        whole = ops.wait(flat).reshape(-1)
+        whole = ops.wait(flat)
+        if not outputs:
+            return
+        whole = whole.reshape(-1)
         for out, part in zip(outputs, whole.split([out.numel() for out in outputs]), strict=True):
             out.copy_(part.view(out.shape))
 
@@ -73,3 +81,14 @@ def into(
 def rows(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Tensors one after the other, flat."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def together(works: list[Work | None], async_op: bool) -> Work | None:
+    """Several recorded collectives as one."""
+    started = [work for work in works if work is not None]
+
+    def finish() -> None:
+        for work in started:
+            work.wait()
+
+    return _done(TracedWork(finish, [one for work in started for one in work._result or []]), async_op)

@@ -83,7 +83,7 @@ def chain_step(node: fx.Node) -> Step | None:
 def _whole(value: Any, like: torch.Tensor) -> bool:
     """True for contiguous float32 memory of the CPU, of a given shape."""
     return (isinstance(value, torch.Tensor) and value.dtype is torch.float32 and value.device.type == "cpu"
-            and value.shape == like.shape and value.is_contiguous() and value.dim() > 0)  # fmt: skip
+            and value.shape == like.shape and value.is_contiguous() and value.dim() > 0 < value.numel())  # fmt: skip
 
 
 def _spelled(node: fx.Node, value: torch.Tensor) -> Step | None:

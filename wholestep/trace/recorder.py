@@ -90,8 +90,8 @@ class Recorder(Writes, TorchDispatchMode):
             what = f"the shape of the result of {func} depends on data"
             raise UnsupportedError(what, user_line(), "use dense tensors")
         out = self._execute(func, args, kwargs)
-        if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref"):  # gave its argument back
-            return out
+        if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref") and func.namespace != "wholestep":
+            return out  # gave its argument back; so does a collective's wait, which is a step of its own all the same
         place = STRIDED_COPIES.get(func, len(args))
         if place < len(args) and args[place] is not None:
             args = (*args[:place], args[place] - args[0].storage_offset(), *args[place + 1 :])
@@ -172,7 +172,7 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
         return DataDependentError(
             f"the shape or value of the result of {func} depends on data",
             user_line(),
-            "use a form with a fixed shape, such as torch.where or a mask",
+            "use a form with a fixed shape, such as torch.where or a mask, or pass guard_data=True to ws.compile",
         )
     return UnsupportedError(
         f"{func} has no rule for fake tensors: {error}",

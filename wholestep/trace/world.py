@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.ir import Count, Gradient, get_rng_state, set_rng_state
-from wholestep.torch_compat import FOREACH_TYPES, GET_VERSION, FakeTensor, no_modes, set_versions
+from wholestep.torch_compat import FOREACH_TYPES, GET_VERSION, FakeTensor, fake_refusal, no_modes, set_versions
 from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
@@ -75,6 +75,12 @@ class CallWindow(TorchFunctionMode):
             recorder.callee = func
         try:
             out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if fake_refusal(error) != "memory":
+                raise
+            name = getattr(func, "__name__", str(func))
+            what = f"{name} reads a tensor's memory in C++, which is only there when the step runs"
+            raise UnsupportedError(what, user_line(), "use padded tensors and masks, or call it outside") from error
         finally:
             recorder.in_call -= 1
         if recorder.in_call == 0 and len(recorder.tokens) > before:
