@@ -76,6 +76,16 @@ def _ours_two_ranks_fused() -> Step:
     return ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp"), passes=[fuse_optimizer])
 
 
+def _ours_sharded_optimizer() -> Step:
+    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return ws.compile(train_step, mesh=mesh, plan=ws.ShardedOptimizer("dp"))
+
+
+def _ours_sharded_optimizer_fused() -> Step:
+    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return ws.compile(train_step, mesh=mesh, plan=ws.ShardedOptimizer("dp"), passes=[fuse_optimizer])
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to run a step.
@@ -109,5 +119,9 @@ VARIANTS = {
     "compiled-ddp": Variant("torch.compile(DDP), Gloo", 2, "ddp", model=_compiled_ddp, slow_start=True),
     "fsdp2": Variant("FSDP2, Gloo", 2, "ddp", model=_fsdp2),
     "ours-dp": Variant("wholestep, DataParallel", 2, "ddp", step=_ours_two_ranks),
+    "ours-so": Variant("wholestep, ShardedOptimizer", 2, "ddp", step=_ours_sharded_optimizer),
+    "ours-so-fused": Variant(
+        "wholestep, ShardedOptimizer, fuse_optimizer", 2, "ddp", step=_ours_sharded_optimizer_fused
+    ),
     "ours-dp-fused": Variant("wholestep, DataParallel, fuse_optimizer", 2, "ddp", step=_ours_two_ranks_fused),
 }

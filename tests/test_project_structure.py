@@ -12,13 +12,14 @@ import wholestep
 
 PACKAGE = Path(wholestep.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-BASE = {"errors", "ir", "torch_compat"}
+BASE = {"errors", "ir", "parts", "torch_compat"}
 
 # A room -> the rooms it may import. A stage imports no later stage (left to right: the way a step flows).
 STAGES = ["capture", "trace", "autograd", "spmd", "passes", "lower", "runtime"]
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "torch_compat": {"errors"},
+    "parts": set(),
     "ir": {"errors", "torch_compat"},
     "comm": {"errors", "torch_compat"},
     **{stage: BASE | set(STAGES[:i]) for i, stage in enumerate(STAGES)},

@@ -1,7 +1,16 @@
 """Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""
 
 from wholestep.api import Compiled, compile, trace
-from wholestep.spmd import DataParallel, DeviceMesh, Partial, Replicate, Shard, init_device_mesh
+from wholestep.spmd import (
+    DataParallel,
+    DeviceMesh,
+    Partial,
+    Replicate,
+    Shard,
+    ShardedOptimizer,
+    full_state_dict,
+    init_device_mesh,
+)
 
 __version__ = "0.1.0"
 
@@ -12,8 +21,10 @@ __all__ = [
     "Partial",
     "Replicate",
     "Shard",
+    "ShardedOptimizer",
     "__version__",
     "compile",
+    "full_state_dict",
     "init_device_mesh",
     "trace",
 ]

@@ -67,7 +67,10 @@ def build(
             program = in_halves(step, traced, backend, halving or Halving())
         programs[traced.fingerprint] = program
     inputs = traced.step.signature.inputs[: traced.n_inputs]
-    launch.start(program.step, inputs, [item.value for item in traced.lifted[: len(inputs)]])
+    values = [item.value for item in traced.lifted[: len(inputs)]]
+    launch.start(program.step, inputs, values)
+    if launch.cut(program.step, inputs, values):  # other guards hold now
+        return build(fn, args, kwargs, launch, passes, backend, programs, varying, guard_data, halving, look)
     bound = [item.source for item in traced.lifted if item.source is not None]
     mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])

@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, info
-from wholestep.lower.lives import Lives, Store
+from wholestep.lower.lives import Lives, Store, variable
 from wholestep.lower.ops import (
     SELF_ONLY_INPLACE,
+    aten,
     base_name,
     inplace_variant,
     is_pointwise,
@@ -98,15 +99,36 @@ class Claims(Lives):
         if how is None or not self._may_write_over(node, placeholder, how):
             return False
         operands = tensor_operands(node)
-        if how in ("inplace", "scatter"):
-            first = operands[0]
-            if self.root[first] is not placeholder and not self._claim_dying(first, node, into):
+        if how in ("inplace", "scatter", "collective") and self.root[operands[0]] is not placeholder:
+            if not self._claim_dying(operands[0], node, into) and how != "collective":  # which copies what it is given
                 return False
         self.plan.store[node] = self.plan.store[placeholder]
         self.plan.name[node] = self.plan.name[placeholder]
         self.plan.how[node] = how
         if is_pointwise(node.target) and not any(self.root[o] is placeholder for o in operands):
             any(self._claim_dying(o, node, into) for o in operands)
+        if node.target is aten.slice_scatter.default and self._claim_slice(node, into):
+            self.plan.how[node] = "skip"
+        return True
+
+    def _claim_slice(self, scatter: fx.Node, into: int) -> bool:
+        """Computes new rows of an input where the old ones are, given that they are made from nothing else of it."""
+        placeholder, (new, *span) = self.inputs[into], scatter.args[1:]
+        if not isinstance(new, fx.Node) or self.root[new] is not new or new in self.plan.store or new in self.fixed:
+            return False
+        old = next((u for u in placeholder.users if u.target is aten.slice.Tensor and list(u.args[1:]) == span), None)
+        if old is None or self.readers[new] != [scatter] or not is_pointwise(new.target):
+            return False
+        readers = [r for r in self.readers[placeholder] if r is not scatter]
+        beside = [o for r in readers if self.item_of.get(r) == self.item_of[new] for o in tensor_operands(r)]
+        if any(self.root[o] is placeholder and o is not old for o in beside):
+            return False
+        late = [r for r in readers if r is not new and self._read_time(r, placeholder, None) >= self._write_time(new)]
+        how = self._ways(new)
+        if late or how != "out" or layout(info(new).value) != layout(info(old).value):
+            return False
+        self.plan.store[new], self.plan.how[new] = self.plan.store[placeholder], how
+        self.plan.name[new] = variable(old)
         return True
 
     def _claim_dying(self, operand: fx.Node, node: fx.Node, into: int) -> bool:

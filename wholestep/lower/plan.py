@@ -38,12 +38,11 @@ from wholestep.lower.values import (
     recyclable,
     tensor_operands,
 )
-from wholestep.torch_compat import OpOverload
 
 
 def works_on_shared_memory(node: fx.Node) -> bool:
     """True for a collective over a transport that copies nothing when its operand is in shared memory."""
-    if not isinstance(node.target, OpOverload) or node.target._schema.name != "wholestep::all_reduce":
+    if node.target not in (torch.ops.wholestep.all_reduce.default, torch.ops.wholestep.reduce_rows.default):
         return False
     return comm.is_initialized() and comm.get_group(node.args[2]).backend_name == "shm"  # type: ignore[arg-type]
 

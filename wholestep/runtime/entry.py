@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import fx
 from torch.autograd.graph import increment_version
 
 from wholestep.ir import info
+from wholestep.parts import Part, mark_part
 from wholestep.runtime.function import SECOND_TIME, CompiledFunction, Plan, Spent
 from wholestep.runtime.program import Program
 from wholestep.torch_compat import set_versions
@@ -56,6 +59,8 @@ class Entry:
         self.count = traced.n_inputs
         state = {id(item): index for index, item in enumerate(traced.hoisted.state)}
         self.hoisted = {i: state[id(item)] for i, item in enumerate(traced.lifted) if id(item) in state}
+        self.parts = _parts(program, self.hoisted)
+        self.beginnings = _beginnings(traced.hoisted.module, {self.hoisted[i]: p for i, p in self.parts.items()})
         self.flat = {i: [m.storage_offset() for m in x.members] for i, x in enumerate(traced.lifted) if x.members}
         self.bound = [i for i in range(len(traced.lifted)) if i not in self.hoisted]
         places = {id(item): i for i, item in enumerate(traced.lifted)}
@@ -197,9 +202,9 @@ class Entry:
         """Puts the beginnings of the state that this step makes in their places among the inputs."""
         numbers = dict(zip(self.bound, values, strict=True))
         with torch.no_grad():
-            made = self.traced.hoisted.module(*(numbers[i] for i in self.hoist_inputs))
+            made = self.beginnings(*(numbers[i] for i in self.hoist_inputs))
         for index in sorted(self.hoisted):
-            values.insert(index, made[self.hoisted[index]])
+            values.insert(index, mark_part(made[self.hoisted[index]], self.parts.get(index)))
 
     def _as_inference(self, outputs: Sequence[Any]) -> list[Any]:
         """The outputs, those that eager leaves as inference tensors copied into such."""
@@ -257,6 +262,36 @@ class Entry:
         if why.startswith(SECOND_TIME):
             return [self.handle]
         return [self.handle, *(v for v in values if isinstance(v, torch.Tensor) and v.requires_grad)]
+
+
+def _parts(program: Program, hoisted: dict[int, int]) -> dict[int, Part]:
+    """By input: the rows that this rank keeps of state that the step makes."""
+    placements = {i: info(node).placement for i, node in enumerate(program.step.placeholders) if i in hoisted}
+    return {i: part for i, part in placements.items() if isinstance(part, Part)}
+
+
+def _beginnings(module: fx.GraphModule, parts: dict[int, Part]) -> fx.GraphModule:
+    """The creation of state, of parts where a rank keeps parts.
+
+    Args:
+        parts: by output.
+    """
+    if not parts:
+        return module
+    graph = fx.Graph()
+    made: list[fx.Node] = list(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
+    for index, part in parts.items():
+        node, shape = made[index], [part.stop - part.start, *part.shape[1:]]
+        like = next(iter(node.all_input_nodes), None)
+        if like is not None and like.target is torch.ops.aten.empty_strided.default:
+            like.args = (shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))])
+        else:
+            with graph.inserting_after(node):
+                rows = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, part.start, part.stop))
+            with graph.inserting_after(rows):
+                made[index] = graph.call_function(torch.ops.aten.clone.default, (rows,))
+    graph.output(tuple(made))
+    return fx.GraphModule(module, graph)
 
 
 def _plan(traced: Traced, program: Program) -> Plan | None:

@@ -5,11 +5,13 @@ Takes the graph of one step and what a plan says about each mesh axis. Gives the
 May import: errors, ir, torch_compat, comm, capture, trace. Must not import passes, lower, runtime, api.
 """
 
+from wholestep.comm import row_ops as _row_ops  # noqa: F401 - makes its operators known
 from wholestep.spmd.launch import Launch, Plan
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
-from wholestep.spmd.plans import DataParallel
+from wholestep.spmd.plans import DataParallel, ShardedOptimizer
 from wholestep.spmd.redistribute import bytes_sent, redistribute
+from wholestep.spmd.whole_state import full_state_dict
 
 __all__ = [
     "DataParallel",
@@ -19,7 +21,9 @@ __all__ = [
     "Plan",
     "Replicate",
     "Shard",
+    "ShardedOptimizer",
     "bytes_sent",
+    "full_state_dict",
     "init_device_mesh",
     "redistribute",
 ]

@@ -84,13 +84,15 @@ def reduce_gradients(step: StepGraph, *, group: str, ranks: int, reduce: str, ca
     """
     step = copy_step(step, "reduce_gradients")
     if ranks > 1:
-        _Reducer(step, group, ranks, reduce).run(caps)
+        Reducer(step, group, ranks, reduce).run(caps)
         step.graph.lint()
         step.gm.recompile()
     return step
 
 
-class _Reducer:
+class Reducer:
+    """Adds the collectives to one step, in place."""
+
     def __init__(self, step: StepGraph, group: str, ranks: int, reduce: str) -> None:
         self.step, self.group, self.ranks, self.mean = step, group, ranks, reduce == "mean"
         self.runs = Runs(step)
@@ -105,13 +107,18 @@ class _Reducer:
         if not self.mean:
             for gradient in self.gradients:
                 self._count_once(gradient, late)
-        reduced: dict[str, str] = {}
-        for bucket in _buckets(pending, caps):
-            reduced |= self._reduce(bucket)
+        reduced = self._reduce_all(pending, caps)
         self.step.signature.gradients = [
             replace(g, before=reduced.get(g.before or "", g.before), after=reduced[g.after]) for g in late
         ]
         _check_updates(self.step, self.reduced)
+
+    def _reduce_all(self, pending: list[Pending], caps: tuple[int, int]) -> dict[str, str]:
+        """Writes all collectives; gives the names of the local values and of the reduced ones."""
+        reduced: dict[str, str] = {}
+        for bucket in _buckets(pending, caps):
+            reduced |= self._reduce(bucket)
+        return reduced
 
     # Which gradients
 

@@ -12,8 +12,9 @@ from torch import fx
 from wholestep import comm
 from wholestep.errors import PlanError
 from wholestep.ir import Input, StepGraph, info, is_effectful
+from wholestep.parts import narrow_to, part_of
 from wholestep.spmd.mesh import DeviceMesh
-from wholestep.torch_compat import OpOverload
+from wholestep.torch_compat import FakeTensor, OpOverload
 
 SHARED_KINDS = ("parameter", "buffer")
 
@@ -86,6 +87,29 @@ class Launch:
                 comm.broadcast(tensor.detach(), group=group, group_src=0)
         self._spread |= {id(tensor): weakref.ref(tensor) for tensor in new}
         self._agreed.add(words)
+
+    def cut(self, step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any]) -> bool:
+        """Cuts whole state tensors down to the rows that a program keeps, in place; True when there were any.
+
+        Args:
+            step, inputs, tensors: as for `start`.
+
+        Raises:
+            PlanError: a tensor holds other rows than the program keeps.
+        """
+        wanted = [info(node).placement for node in step.placeholders[: len(inputs)]]
+        triples = [(w, i, t) for w, i, t in zip(wanted, inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
+        for part, item, tensor in triples:
+            if part_of(tensor) not in (None, part):
+                raise PlanError(
+                    f"{item.source} holds {part_of(tensor)} of a sharded optimizer; this step needs "
+                    f"{part or 'the whole tensor'}\n  to do: load ws.full_state_dict(optimizer, group), taken before, "
+                    "into the optimizer, or compile the step with the mesh and plan that sharded it"
+                )
+        whole = [(part, t) for part, _, t in triples if part and part_of(t) is None and not isinstance(t, FakeTensor)]
+        for part, tensor in whole:
+            narrow_to(tensor, part)
+        return bool(whole)
 
     def withdraw(self, error: Exception) -> None:
         """This rank could not capture its first program: the others, which wait for it to start, are told why."""

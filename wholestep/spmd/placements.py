@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from wholestep.comm.rows import piece
 from wholestep.errors import PlanError
 from wholestep.spmd.mesh import Line
 
@@ -43,17 +44,6 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
-
-
-def piece_size(length: int, ranks: int) -> int:
-    """Elements of all pieces but the last ones."""
-    return -(-length // ranks)
-
-
-def piece(length: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Where one rank's piece of a dimension starts and stops."""
-    step = piece_size(length, ranks)
-    return min(rank * step, length), min((rank + 1) * step, length)
 
 
 def normal(placement: Placement, shape: Sequence[int], what: str = "a tensor") -> Placement:

@@ -11,6 +11,7 @@ from wholestep.errors import PlanError
 from wholestep.ir import StepGraph
 from wholestep.spmd.data_parallel import reduce_gradients
 from wholestep.spmd.mesh import DeviceMesh
+from wholestep.spmd.shard_optimizer import shard_optimizer
 
 MIB = 1 << 20
 
@@ -37,10 +38,7 @@ class DataParallel:
     first_bucket_bytes: int = MIB
 
     def __post_init__(self) -> None:
-        if self.reduce not in ("mean", "sum"):
-            raise PlanError(f"DataParallel: reduce={self.reduce!r}: 'mean' or 'sum' is required")
-        if self.bucket_bytes < 1 or self.first_bucket_bytes < 1:
-            raise PlanError("DataParallel: buckets of at least one byte are required")
+        _check(self)
 
     def passes(self, mesh: DeviceMesh) -> list[Callable[[StepGraph], StepGraph]]:
         """The passes that this plan adds to the head of the chain.
@@ -51,3 +49,51 @@ class DataParallel:
         group = mesh.get_group(self.axis)
         caps = (self.first_bucket_bytes, self.bucket_bytes)
         return [partial(reduce_gradients, group=group.group_name, ranks=group.size(), reduce=self.reduce, caps=caps)]
+
+
+@dataclass(frozen=True)
+class ShardedOptimizer:
+    """`DataParallel` in which each rank updates some rows of every large parameter and keeps their state (ZeRO-1).
+
+    Results are those of `DataParallel`. An update that is elementwise, as that of SGD, Adam and their kin, is shared
+    out; any other runs whole on every rank. A gradient that somebody else reads, such as `clip_grad_norm_`, or that
+    outlives the step, is reduced whole.
+
+    Optimizer state of such a parameter holds this rank's rows: those of `torch.chunk` along dimension 0, wherever
+    every rank gets one. State that is whole when the step meets it, from eager steps or `load_state_dict`, is cut
+    down then, in place. `wholestep.full_state_dict` gives the whole.
+
+    Attributes:
+        axis: name of the mesh axis.
+        reduce: "mean" over the ranks, or "sum".
+        min_bytes: smaller parameters are updated on every rank.
+        bucket_bytes: gradients that are reduced whole are so together up to so many bytes.
+        first_bucket_bytes: the same for the bucket that is ready first.
+    """
+
+    axis: str
+    reduce: Literal["mean", "sum"] = "mean"
+    min_bytes: int = 1 << 16
+    bucket_bytes: int = 25 * MIB
+    first_bucket_bytes: int = MIB
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def passes(self, mesh: DeviceMesh) -> list[Callable[[StepGraph], StepGraph]]:
+        """The passes that this plan adds to the head of the chain.
+
+        Raises:
+            PlanError: the mesh has no such axis.
+        """
+        caps = (self.first_bucket_bytes, self.bucket_bytes)
+        line = mesh.line(self.axis)
+        return [partial(shard_optimizer, line=line, reduce=self.reduce, caps=caps, min_bytes=self.min_bytes)]
+
+
+def _check(plan: DataParallel | ShardedOptimizer) -> None:
+    name = type(plan).__name__
+    if plan.reduce not in ("mean", "sum"):
+        raise PlanError(f"{name}: reduce={plan.reduce!r}: 'mean' or 'sum' is required")
+    if plan.bucket_bytes < 1 or plan.first_bucket_bytes < 1:
+        raise PlanError(f"{name}: buckets of at least one byte are required")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.comm.rows import piece, piece_size
 from wholestep.ir import Phase, info
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import (
@@ -26,8 +27,6 @@ from wholestep.spmd.placements import (
     Shard,
     local_shape,
     normal,
-    piece,
-    piece_size,
 )
 from wholestep.spmd.rewrite import call
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
+from wholestep.parts import part_of
 from wholestep.torch_compat import FakeTensor, below_autograd, empty_fake, no_modes, sequence_number, strict_fake_mode
 from wholestep.trace.alias import Geometry, Ref, Storage
 from wholestep.trace.host import HostNode, make_host
@@ -208,7 +209,7 @@ class Tape:
             raise UnsupportedError(f"{found.source} is a {type(tensor).__name__}, a tensor subclass", user_line())
         if memory_of(tensor) in self.shared:
             return self._member(tensor, found)
-        fake = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+        fake = self._fake(tensor)
         lifted = Lifted(self.placeholder(found.source, found.kind, fake), found.source, tensor)
         ref = self.root(fake, lifted.node)
         ref.storage.input = len(self.lifted)
@@ -216,6 +217,14 @@ class Tape:
         self.lifted.append(lifted)
         self.by_id[id(tensor)] = lifted
         return lifted
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of a real tensor; of the whole one that a part stands for."""
+        part = part_of(tensor)
+        if part is None:
+            return self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+        with self.fake_mode:
+            return torch.empty(part.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _member(self, tensor: torch.Tensor, found: Found) -> Lifted:
         """A tensor in a memory that other inputs share: a view of the memory, which is the input."""
