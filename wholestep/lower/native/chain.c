@@ -8,14 +8,12 @@
 #include <Python.h>
 
 #include <math.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define BLOCK 512         /* elements: operands and what is asked for ahead stay in the first cache; 1024 took 1.2 times as long */
-#define THREAD_FROM 65536 /* elements a thread must have to be worth its start, some 20 us */
-#define MOST_THREADS 64
+#define ALONE_FROM 65536 /* elements from which other Python threads may run meanwhile */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -120,63 +118,39 @@ typedef struct {
 } step_t;
 typedef struct {
     Py_ssize_t count, places, steps, scratch, given;
-    int threads;
     place_t *place;
     step_t *step;
 } chain_t;
-typedef struct {
-    const chain_t *chain;
-    const int64_t *given;
-    Py_ssize_t begin, end;
-} share_t;
 
-static float *at(const share_t *job, float *scratch, int64_t index, Py_ssize_t from) {
+static float *at(const chain_t *c, const int64_t *given, float *scratch, int64_t index, Py_ssize_t from) {
     if (index < 0) return NULL;
-    const place_t *p = &job->chain->place[index];
+    const place_t *p = &c->place[index];
     if (p->kind == SCRATCH) return scratch + p->value * BLOCK;
-    return (float *)(uintptr_t)(p->kind == GIVEN ? job->given[p->value] : p->value) + from;
+    return (float *)(uintptr_t)(p->kind == GIVEN ? given[p->value] : p->value) + from;
 }
 
 /* Asks for the next block of what a step is the first to touch: without it, the chain waits for memory at each block. */
-static void look_ahead(const share_t *job, const step_t *s, float *scratch, Py_ssize_t from) {
-    Py_ssize_t next = from + BLOCK, n = job->end - next < BLOCK ? job->end - next : BLOCK;
+static void look_ahead(const chain_t *c, const int64_t *given, const step_t *s, float *scratch, Py_ssize_t from) {
+    Py_ssize_t next = from + BLOCK, n = c->count - next < BLOCK ? c->count - next : BLOCK;
     for (int i = 0; i < 4; i++) {
         if (!(s->touches >> i & 1)) continue;
-        const float *there = at(job, scratch, (&s->result)[i], next);
+        const float *there = at(c, given, scratch, (&s->result)[i], next);
         for (Py_ssize_t j = 0; j < n; j += 16) __builtin_prefetch(there + j, 1, 3);
     }
 }
 
-static void *work(void *argument) {
-    const share_t *job = argument;
-    const chain_t *c = job->chain;
+static void work(const chain_t *c, const int64_t *given) {
     float scratch[(c->scratch + 1) * BLOCK] __attribute__((aligned(64)));
-    for (Py_ssize_t from = job->begin; from < job->end; from += BLOCK) {
-        Py_ssize_t n = job->end - from < BLOCK ? job->end - from : BLOCK;
+    for (Py_ssize_t from = 0; from < c->count; from += BLOCK) {
+        Py_ssize_t n = c->count - from < BLOCK ? c->count - from : BLOCK;
         for (const step_t *s = c->step; s < c->step + c->steps; s++) {
-            if (s->touches) look_ahead(job, s, scratch, from);
-            const float *number = at(job, scratch, s->number, 0);
-            KERNELS[s->kernel].run(n, at(job, scratch, s->result, from), at(job, scratch, s->a, from),
-                                   at(job, scratch, s->b, from), at(job, scratch, s->c, from), number ? *number : 0);
+            if (s->touches) look_ahead(c, given, s, scratch, from);
+            const float *number = at(c, given, scratch, s->number, 0);
+            KERNELS[s->kernel].run(n, at(c, given, scratch, s->result, from), at(c, given, scratch, s->a, from),
+                                   at(c, given, scratch, s->b, from), at(c, given, scratch, s->c, from),
+                                   number ? *number : 0);
         }
     }
-    return NULL;
-}
-
-static void work_together(const chain_t *c, const int64_t *given) {
-    pthread_t helpers[MOST_THREADS];
-    share_t share[MOST_THREADS];
-    Py_ssize_t parts = c->count / THREAD_FROM;
-    parts = parts > c->threads ? c->threads : parts < 1 ? 1 : parts;
-    Py_ssize_t blocks = (c->count + BLOCK - 1) / BLOCK, started = 0;
-    for (Py_ssize_t i = 0; i < parts; i++) {
-        Py_ssize_t end = blocks * (i + 1) / parts * BLOCK;
-        share[i] = (share_t){c, given, blocks * i / parts * BLOCK, end < c->count ? end : c->count};
-    }
-    for (Py_ssize_t i = 1; i < parts && !pthread_create(&helpers[i], NULL, work, &share[i]); i++) started = i;
-    work(&share[0]);
-    for (Py_ssize_t i = started + 1; i < parts; i++) work(&share[i]); /* no thread could be had for these */
-    for (Py_ssize_t i = 1; i <= started; i++) pthread_join(helpers[i], NULL);
 }
 
 static void forget(PyObject *capsule) {
@@ -201,16 +175,15 @@ static int read_rows(PyObject *rows, int64_t **into, Py_ssize_t *count, Py_ssize
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* chain(count, threads, places, steps) -> chain. A place is (kind, value), a step (kernel, result, a, b, c, number, touches). */
+/* chain(count, places, steps) -> chain. A place is (kind, value), a step (kernel, result, a, b, c, number, touches). */
 static PyObject *py_chain(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *places, *steps;
     chain_t *c = calloc(1, sizeof *c);
     if (!c) return PyErr_NoMemory();
-    if (!PyArg_ParseTuple(args, "niOO", &c->count, &c->threads, &places, &steps) ||
+    if (!PyArg_ParseTuple(args, "nOO", &c->count, &places, &steps) ||
         read_rows(places, (int64_t **)&c->place, &c->places, 2) || read_rows(steps, (int64_t **)&c->step, &c->steps, 7))
         goto wrong;
-    c->threads = c->threads > MOST_THREADS ? MOST_THREADS : c->threads;
     for (place_t *p = c->place; p < c->place + c->places; p++) {
         if (p->kind == SCRATCH && p->value >= c->scratch) c->scratch = p->value + 1;
         if (p->kind == GIVEN && p->value >= c->given) c->given = p->value + 1;
@@ -240,12 +213,11 @@ static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t given[n];
     for (Py_ssize_t i = 0; i < n - 1; i++) given[i] = (int64_t)PyLong_AsUnsignedLongLongMask(args[i + 1]);
     if (PyErr_Occurred()) return NULL;
-    if (c->count < THREAD_FROM) {
-        share_t all = {c, given, 0, c->count};
-        work(&all);
+    if (c->count < ALONE_FROM) {
+        work(c, given);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        work_together(c, given);
+        work(c, given);
         Py_END_ALLOW_THREADS
     }
     Py_RETURN_NONE;
