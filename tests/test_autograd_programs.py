@@ -27,10 +27,10 @@ KINDS = ("leaf", "result", "result", "plain")
 
 
 def programs() -> st.SearchStrategy[Program]:
-    small, position = st.integers(0, 3), st.integers(0, 9)
+    small, position = st.sampled_from(range(4)), st.sampled_from(range(10))
     ops = [*VIEWS, *WRITES, *WRITES, *PURE, *PURE, "autograd_grad"]
-    spec = st.tuples(st.integers(0, len(SHAPES) - 1), small, st.booleans(), st.sampled_from([-1, -1, -1, 0, 1]),
-                     st.integers(0, 23)).map(InputSpec._make)
+    spec = st.tuples(st.sampled_from(range(len(SHAPES))), small, st.booleans(), st.sampled_from([-1, -1, -1, 0, 1]),
+                     st.sampled_from(range(24))).map(InputSpec._make)
     instruction = st.tuples(st.sampled_from(ops), position, position, small, small, st.booleans())
     return st.tuples(
         st.lists(spec, min_size=1, max_size=4).map(tuple),

@@ -99,7 +99,7 @@ class Program:
         return [r.clone() if isinstance(r, torch.Tensor) else r for r in result]
 
 
-INDEX = st.integers(0, 7)
+INDEX = st.sampled_from(range(8))
 STEPS = st.lists(st.tuples(st.sampled_from(sorted(OPERATORS)), INDEX, INDEX), min_size=1, max_size=7)
 HOOKS = st.lists(st.tuples(st.sampled_from(["scale", "count", "keep", "in place", "clone"]), INDEX), max_size=3)
 ENDS = st.lists(st.sampled_from(["retain", "free", "grad", "zero", "first"]), min_size=1, max_size=3)

@@ -25,12 +25,22 @@ def entangled(inputs: list[Tensor], before: list[tuple[torch.Size, tuple[int, ..
     )
 
 
+FORBIDDEN = ("a view of a leaf Variable", "Can't detach views in-place", "view was created in no_grad mode")
+
+
+def served(program: Program, difference: str) -> bool:
+    """True where eager forbids a write to an input that is a view of another, and ours serves (README, Different)."""
+    forbids = difference.startswith("eager raises RuntimeError") and difference.endswith("compiled None")
+    return forbids and any(w in difference for w in FORBIDDEN) and any(spec.of >= 0 for spec in program.inputs)
+
+
 def judge(program: Program) -> None:
     """Compares a program with eager; a step that gives an input another shape may be refused at once."""
     try:
         compare(program)
     except (Different, UnsupportedError) as error:
-        if "changes the shape of L['inputs']" not in str(error) or not set(RESHAPES) & {i.op for i in program.body}:
+        reshaped = "changes the shape of L['inputs']" in str(error) and set(RESHAPES) & {i.op for i in program.body}
+        if not reshaped and not served(program, str(error)):
             raise
 
 
