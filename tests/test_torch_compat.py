@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import torch_compat
 from wholestep.autograd.structure import Shape
@@ -24,6 +23,7 @@ from wholestep.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    TorchDispatchMode,
     below_autograd,
     compile_with_inductor,
     count_dispatch_modes,
@@ -79,6 +79,15 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(func)
         return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_mode():
+    with Seen() as seen:
+        torch.ones(2).add_(1)
+    assert isinstance(seen, TorchDispatchMode)
+    assert seen.ops == [torch.ops.aten.ones.default, torch.ops.aten.add_.Tensor]
+    torch.ones(2)
+    assert len(seen.ops) == 2, "none after the block"
 
 
 class Heard(TorchFunctionMode):

@@ -13,11 +13,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.ir import Functionalized
 from wholestep.torch_compat import OpOverload as Overload
-from wholestep.torch_compat import has_native_kernel
+from wholestep.torch_compat import TorchDispatchMode, has_native_kernel
 
 aten = torch.ops.aten
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import UnderGrad
-from wholestep.torch_compat import FakeTensor, fake_refusal
+from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import geometry
