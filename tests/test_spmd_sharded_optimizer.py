@@ -104,7 +104,7 @@ def test_each_large_parameter_is_reduced_and_shared_by_rows():
     step = spread(train, small())
     assert sorted(kinds(step)) == ["all_reduce", *["reduce_rows"] * 2, *["share_rows"] * 2]
     held = [info(n).placement for n in step.placeholders if isinstance(info(n).placement, Part)]
-    assert sorted(set(held)) == [((6,), 3, 6), ((6, 8), 3, 6)], "one row cannot be shared out"
+    assert sorted(set(held)) == [Part.rows((6,), 3, 6), Part.rows((6, 8), 3, 6)], "one row cannot be shared out"
 
 
 def test_small_parameters_are_updated_everywhere():

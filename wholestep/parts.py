@@ -1,32 +1,71 @@
-"""Tensors of which each rank holds some rows alone, such as the state of a sharded optimizer.
+"""Tensors of which each rank holds a part alone, such as the state of a sharded optimizer.
 
-The mark is an attribute of the tensor, a plain tuple, so that it goes with `copy.deepcopy` and `torch.save`. While a
-step is traced such a tensor stands for the whole one; the program of a rank takes the rows.
+The mark is an attribute of the tensor, plain tuples, so that it goes with `copy.deepcopy` and `torch.save` (of a
+parameter, with `torch.save` alone). While a step is traced such a tensor stands for the whole one; the program of a
+rank takes the part.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 _NAME = "wholestep_part"
 
+Span = tuple[int, int]
+
 
 class Part(NamedTuple):
-    """Some rows of a contiguous tensor.
+    """A block of a tensor: a run of indices along each dimension.
 
     Attributes:
         shape: of the whole tensor.
-        start, stop: the rows, along its first dimension.
+        spans: (start, stop) along each of its dimensions.
     """
 
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], spans: Sequence[Span]) -> Part:
+        """A part; the shape may be a `torch.Size`."""
+        return cls(tuple(map(int, shape)), tuple((int(start), int(stop)) for start, stop in spans))
+
+    @classmethod
+    def rows(cls, shape: Sequence[int], start: int, stop: int) -> Part:
+        """Some rows: a part along the first dimension alone."""
+        return cls.of(shape, [(start, stop), *((0, size) for size in shape[1:])])
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of the part itself."""
+        return tuple(stop - start for start, stop in self.spans)
+
+    @property
+    def numel(self) -> int:
+        """How many elements the part has."""
+        return math.prod(self.size)
+
+    @property
+    def is_whole(self) -> bool:
+        """True when nothing is missing."""
+        return self.size == self.shape
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What picks the part out of the whole: ``whole[part.slices]``."""
+        return tuple(slice(start, stop) for start, stop in self.spans)
 
     def __str__(self) -> str:
-        return f"rows {self.start} to {self.stop} of {list(self.shape)}"
+        cut = [d for d, (span, size) in enumerate(zip(self.spans, self.shape, strict=True)) if span != (0, size)]
+        if not cut:
+            return f"all of {list(self.shape)}"
+        names = ["rows {} to {}".format(*self.spans[d]) if d == 0 else "{} to {} of dimension {}".format(
+            *self.spans[d], d) for d in cut]  # fmt: skip
+        return f"{', '.join(names)} of {list(self.shape)}"
 
 
 def part_of(tensor: torch.Tensor) -> Part | None:
@@ -45,6 +84,6 @@ def mark_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
 
 
 def narrow_to(tensor: torch.Tensor, part: Part) -> None:
-    """Makes a whole tensor a part of itself: the object stays, the other rows' memory is free."""
-    tensor.data = tensor.detach()[part.start : part.stop].clone(memory_format=torch.contiguous_format)
+    """Makes a whole tensor a part of itself: the object stays, the rest of its memory is free."""
+    tensor.data = tensor.detach()[part.slices].clone(memory_format=torch.contiguous_format)
     mark_part(tensor, part)

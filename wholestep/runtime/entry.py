@@ -265,9 +265,17 @@ class Entry:
 
 
 def _parts(program: Program, hoisted: dict[int, int]) -> dict[int, Part]:
-    """By input: the rows that this rank keeps of state that the step makes."""
+    """By input: the part that this rank keeps of state that the step makes."""
     placements = {i: info(node).placement for i, node in enumerate(program.step.placeholders) if i in hoisted}
     return {i: part for i, part in placements.items() if isinstance(part, Part)}
+
+
+# Factories whose result has the shape of their argument.
+_LIKE = {
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.full_like.default,
+}
 
 
 def _beginnings(module: fx.GraphModule, parts: dict[int, Part]) -> fx.GraphModule:
@@ -281,15 +289,18 @@ def _beginnings(module: fx.GraphModule, parts: dict[int, Part]) -> fx.GraphModul
     graph = fx.Graph()
     made: list[fx.Node] = list(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
     for index, part in parts.items():
-        node, shape = made[index], [part.stop - part.start, *part.shape[1:]]
+        node, shape = made[index], list(part.size)
         like = next(iter(node.all_input_nodes), None)
-        if like is not None and like.target is torch.ops.aten.empty_strided.default:
+        if node.target in _LIKE and like is not None and like.target is torch.ops.aten.empty_strided.default:
             like.args = (shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))])
         else:
+            for dim, span in enumerate(part.spans):
+                with graph.inserting_after(node):
+                    node = graph.call_function(torch.ops.aten.slice.Tensor, (node, dim, *span))
             with graph.inserting_after(node):
-                rows = graph.call_function(torch.ops.aten.slice.Tensor, (node, 0, part.start, part.stop))
-            with graph.inserting_after(rows):
-                made[index] = graph.call_function(torch.ops.aten.clone.default, (rows,))
+                made[index] = graph.call_function(
+                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+                )
     graph.output(tuple(made))
     return fx.GraphModule(module, graph)
 

@@ -137,7 +137,7 @@ class _Sharder(Reducer):
         for state in update.states:
             old = info(state)
             set_info(
-                state, replace(old, value=_rows(old.value, start, stop), placement=Part(tuple(like.shape), start, stop))
+                state, replace(old, value=_rows(old.value, start, stop), placement=Part.rows(like.shape, start, stop))
             )
         own = {*update.calls, *update.states}
         cuts: dict[fx.Node, fx.Node] = {}
