@@ -1,0 +1,95 @@
+"""Which way of running a call moves the fewest bytes, given where its operands are.
+
+Greedy, call by call. Two things keep it from short sight: nothing that every rank holds whole is split unless another
+operand is split alike or the gradient's own value was (so that plans alone begin a split), and addends among the
+results are charged with the reduction that they still need. Every rank chooses alike: only sizes decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
+from wholestep.spmd.redistribute import rule_of
+from wholestep.spmd.sharding import Call, R, Row
+
+
+@dataclass
+class Held:
+    """A value of the whole step, and the nodes of this rank that give it or its parts.
+
+    Attributes:
+        value: fake tensor of the whole shape.
+        first: the placement in which it was made.
+        versions: all placements in which it is at hand.
+    """
+
+    value: torch.Tensor
+    first: Placement
+    node: fx.Node
+    versions: dict[Placement, fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = {self.first: self.node}
+
+    def nearest(self, wanted: Placement, ranks: int) -> tuple[float, Placement]:
+        """Bytes to send for a placement, and the version to start from."""
+        if wanted in self.versions:
+            return 0, wanted
+        size = nbytes(self.value)
+        costs = [(rule_of(have, wanted).sends(size, ranks), i) for i, have in enumerate(self.versions)]
+        cost, index = min(costs)
+        return cost, list(self.versions)[index]
+
+
+def nbytes(value: torch.Tensor) -> int:
+    """Bytes of a whole tensor."""
+    return value.numel() * value.itemsize
+
+
+def replicated(call: Call) -> Row:
+    """The call on whole operands."""
+    return Row((R,) * len(call.operands), (R,) * len(call.results))
+
+
+def choose(call: Call, rows: Iterable[Row], held: Sequence[Held], wish: Placement | None = None) -> Row:
+    """The best row for a call.
+
+    Args:
+        held: of the operands.
+        wish: where the first result would best be, as far as that is free.
+    """
+    best = replicated(call)
+    cost = _cost(best, call, held)
+    for row in rows:
+        wished = wish is not None and bool(row.outs) and row.outs[0] == wish
+        if not wished and not _is_offered(row, held):
+            continue
+        other = _cost(row, call, held)
+        if other < cost or (wished and other == cost):
+            best, cost = row, other
+    return best
+
+
+def _is_offered(row: Row, held: Sequence[Held]) -> bool:
+    """True when some operand is split, or all that the row takes as addends are such."""
+    if any(isinstance(p, Shard) and p in h.versions for p, h in zip(row.ins, held, strict=True)):
+        return True
+    parts = [(p, h) for p, h in zip(row.ins, held, strict=True) if isinstance(p, Partial)]
+    return bool(parts) and all(p in h.versions and Replicate() not in h.versions for p, h in parts)
+
+
+def _cost(row: Row, call: Call, held: Sequence[Held]) -> float:
+    ranks = call.line.size
+    seen: set[tuple[int, Placement]] = set()
+    total = 0.0
+    for wanted, one in zip(row.ins, held, strict=True):
+        if (id(one), wanted) not in seen:
+            seen.add((id(one), wanted))
+            total += one.nearest(wanted, ranks)[0]
+    pending = (nbytes(v) for v, p in zip(call.results, row.outs, strict=True) if isinstance(p, Partial))
+    return total + sum(pending) * (ranks - 1) / ranks

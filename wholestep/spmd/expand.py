@@ -1,0 +1,252 @@
+"""Expansion: the graph of a step on one device -> the graph of one rank along one mesh axis.
+
+The graph is walked once, in order. Each call runs on parts in the way that moves the fewest bytes, given where its
+operands are by then: `choose.choose` says which `Row`. An operand that is elsewhere is brought there, once for all who
+want it there. What comes out is a step like any other, so that the next axis's expansion takes it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.comm.rows import piece
+from wholestep.ir import GETITEM, Input, NodeInfo, StepGraph, dead_code, info, set_info
+from wholestep.parts import Part
+from wholestep.spmd.choose import Held, choose, replicated
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.place import place
+from wholestep.spmd.placements import Placement, Shard, local_shape, normal
+from wholestep.spmd.redistribute import redistribute
+from wholestep.spmd.rules import rows
+from wholestep.spmd.rules.lists import columns_of, is_on_lists
+from wholestep.spmd.sharding import Build, Call, R, Row
+from wholestep.spmd.write import Writer
+
+PlacementOf = Callable[[Input, torch.Tensor], Placement]
+
+
+def expand(step: StepGraph, *, line: Line, placement_of: PlacementOf) -> StepGraph:
+    """The step of one rank of a line, which holds parts of some inputs.
+
+    Args:
+        step: left as it is; `place` marks in it are obeyed.
+        line: the ranks.
+        placement_of: where an input is between the calls of the step; for a tensor of its whole shape. What the step
+            gives back is whole on every rank.
+
+    Raises:
+        PlanError: a placement names a dimension that its tensor does not have.
+    """
+    return _Expansion(step, line, placement_of).run()
+
+
+class _Expansion:
+    def __init__(self, step: StepGraph, line: Line, placement_of: PlacementOf) -> None:
+        self.step, self.line, self.placement_of = step, line, placement_of
+        self.graph = fx.Graph()
+        self.held: dict[fx.Node, Any] = {}  # node of the step -> `Held`, a tree of them, or this rank's node
+        self.rest: list[Placement] = []
+        self.lives: dict[tuple[int | None, torch.Size], Placement] = {}  # by autograd sequence number and shape
+        self.write = Writer(self.graph, line, self._node_of)
+
+    def run(self) -> StepGraph:
+        old = self.step.signature
+        items = iter(old.inputs)
+        for node in self.step.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node, next(items))
+            elif node.op == "get_attr":
+                self._keep(node, self.write.copy(node), [R])
+            elif node.op == "call_function":
+                self._call(node)
+        self.graph.output(tuple(self._outputs()))
+        gm = fx.GraphModule(self.step.gm, self.graph)
+        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()))
+        return dead_code(StepGraph(gm, signature, "expand"))
+
+    # Inputs and outputs
+
+    def _input(self, node: fx.Node, item: Input) -> None:
+        record = info(node)
+        local = self.write.copy(node)
+        placement: Placement = R
+        if isinstance(record.value, torch.Tensor):
+            placement = normal(self.placement_of(item, record.value), record.value.shape, item.source)
+        if isinstance(placement, Shard):
+            set_info(local, _part_of(record, placement, self.line))
+        self.rest.append(placement)
+        self._keep(node, local, [placement])
+
+    def _outputs(self) -> Iterator[Any]:
+        mutations = self.step.signature.mutations
+        for index, value in enumerate(self.step.outputs):
+            held = self.held[value] if isinstance(value, fx.Node) else value
+            wanted = self.rest[mutations[index]] if index in mutations else R
+            yield self._at(held, wanted, replace(info(value), phase="optimizer")) if isinstance(held, Held) else held
+
+    def _gradients(self) -> Iterator[Any]:
+        """The gradients of the step, where they are when it ends, for plans along other axes."""
+        sources = {item.source: i for i, item in enumerate(self.step.signature.inputs)}
+        nodes = {node.name: node for node in self.step.graph.nodes}
+        for gradient in self.step.signature.gradients:
+            held = self.held.get(nodes.get(gradient.after))  # type: ignore[arg-type]
+            rest = self.rest[sources[gradient.parameter]] if gradient.parameter in sources else R
+            if not isinstance(held, Held) or rest not in held.versions:
+                continue
+            before = self.held.get(nodes.get(gradient.before or ""))  # type: ignore[arg-type]
+            size, stride, offset = gradient.place
+            after = held.versions[rest]
+            if isinstance(rest, Shard):
+                size, stride = tuple(info(after).value.shape), tuple(info(after).value.stride())
+            name = before.versions[rest].name if isinstance(before, Held) and rest in before.versions else None
+            yield replace(gradient, before=name, after=after.name, place=(size, stride, offset))
+
+    # Calls
+
+    def _call(self, node: fx.Node) -> None:
+        record = info(node)
+        if node.target is GETITEM and isinstance(self.held[node.args[0]], (list, tuple)):
+            self.held[node] = self.held[node.args[0]][node.args[1]]
+        elif node.target is place:
+            wanted = normal(record.placement, record.value.shape)
+            source: Held = self.held[node.args[0]]
+            fresh = Held(source.value, source.first, source.node)  # a mark is brought there anew, and let go of alone
+            self.held[node] = Held(record.value, wanted, self._at(fresh, wanted, record))
+        elif is_on_lists(node.target):
+            self._run_on_lists(node)
+        else:
+            self._run(node)
+
+    def _run(self, node: fx.Node) -> None:
+        """Runs one call in the way that is best now."""
+        call = _call_of(node, self.line)
+        row = self._choose(call, info(node))
+        local = self._operands(call, row, info(node))
+        if row.emit is None:
+            self._keep(node, self.write.call(node, row, local), list(row.outs))
+        else:
+            self.held[node] = self._built(call, row, local, info(node))
+
+    def _run_on_lists(self, node: fx.Node) -> None:
+        """Each column goes its own way; those that take other calls leave the lists."""
+        record = info(node)
+        columns = list(columns_of(_call_of(node, self.line)))
+        chosen = [self._choose(column.call, record) for column in columns]
+        locals_ = [self._operands(c.call, row, record) for c, row in zip(columns, chosen, strict=True)]
+        together = [i for i, row in enumerate(chosen) if row.emit is None]
+        made = self.write.lists(node, together, [columns[i].call for i in together], [locals_[i] for i in together])
+        found: list[Any] = []
+        for index, (column, row) in enumerate(zip(columns, chosen, strict=True)):
+            if row.emit is None:
+                nodes = made[together.index(index)]
+                sides = zip(column.call.results, row.outs, nodes, strict=True)
+                found.append([Held(value, placement, one) for value, placement, one in sides])
+            else:
+                found.append(_leaves(self._built(column.call, row, locals_[index], record)))
+        self.held[node] = _by_list(record.value, found)
+
+    def _choose(self, call: Call, record: NodeInfo) -> Row:
+        if not call.operands or not call.results:
+            return replicated(call)
+        held = [self.held[operand] for operand in call.operands]
+        wish = self.lives.get((record.seq, call.results[0].shape)) if record.phase == "backward" else None
+        row = choose(call, rows(call), held, wish)
+        if record.phase == "forward" and record.seq is not None:
+            for value, placement in (*zip(call.values, row.ins, strict=True), *zip(call.results, row.outs, strict=True)):
+                if isinstance(placement, Shard):
+                    self.lives.setdefault((record.seq, value.shape), placement)
+        return row
+
+    def _operands(self, call: Call, row: Row, record: NodeInfo) -> list[fx.Node]:
+        return [self._at(self.held[o], p, record) for o, p in zip(call.operands, row.ins, strict=True)]
+
+    def _built(self, call: Call, row: Row, local: Sequence[fx.Node], record: NodeInfo) -> Any:
+        assert row.emit is not None
+        nodes = row.emit(Build(self.graph, record, self.line), call, local)
+        leaves = iter([Held(v, p, n) for v, p, n in zip(call.results, row.outs, nodes, strict=True)])
+        return _tree(call.result, lambda value: next(leaves))
+
+    # Values
+
+    def _at(self, held: Held, wanted: Placement, record: NodeInfo) -> fx.Node:
+        """This rank's node for a value in a placement; made where it is not at hand."""
+        if wanted not in held.versions:
+            start = held.nearest(wanted, self.line.size)[1]
+            held.versions[wanted] = redistribute(
+                self.graph, held.versions[start], held.value.shape, [start], [wanted], [self.line],
+                phase=record.phase, seq=record.seq, where=record.where, module=record.module,
+            )  # fmt: skip
+        return held.versions[wanted]
+
+    def _keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:
+        """Remembers what a call of this rank stands for."""
+        value = info(node).value
+        if isinstance(value, torch.Tensor):
+            self.held[node] = Held(value, placements[0], local)
+        elif isinstance(value, (list, tuple)):
+            sides = iter(placements)
+            self.held[node] = self._split(value, local, sides)
+        else:
+            self.held[node] = local
+
+    def _split(self, value: Any, local: fx.Node, placements: Iterator[Placement]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return Held(value, next(placements), local)
+        if not isinstance(value, (list, tuple)):
+            return local
+        return [self._split(one, self.write.pick(local, i), placements) for i, one in enumerate(value)]
+
+    def _node_of(self, node: fx.Node) -> fx.Node:
+        """This rank's node for a number."""
+        found = self.held[node]
+        assert isinstance(found, fx.Node), f"{node} gives tensors"
+        return found
+
+
+def _call_of(node: fx.Node, line: Line) -> Call:
+    operands: list[fx.Node] = []
+
+    def take(one: fx.Node) -> fx.Node:
+        if isinstance(info(one).value, torch.Tensor):
+            operands.append(one)
+        return one
+
+    fx.map_arg((node.args, node.kwargs), take)
+    values = tuple(info(one).value for one in operands)
+    return Call(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, line)
+
+
+def _part_of(record: NodeInfo, placement: Shard, line: Line) -> NodeInfo:
+    """The record of an input of which a rank holds a part."""
+    whole = record.value
+    with whole.fake_mode:
+        local = whole.new_empty(local_shape(whole.shape, [placement], [line]))
+    outer: Part = record.placement or Part(tuple(whole.shape), tuple((0, size) for size in whole.shape))
+    start = outer.spans[placement.dim][0]
+    first, last = piece(whole.shape[placement.dim], line.size, line.rank)
+    spans = (*outer.spans[: placement.dim], (start + first, start + last), *outer.spans[placement.dim + 1 :])
+    return replace(record, value=local, placement=Part(outer.shape, spans))
+
+
+def _tree(result: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(result, torch.Tensor):
+        return leaf(result)
+    return [_tree(one, leaf) for one in result] if isinstance(result, (list, tuple)) else result
+
+
+def _leaves(tree: Any) -> list[Held]:
+    return [leaf for one in tree for leaf in _leaves(one)] if isinstance(tree, list) else [tree]
+
+
+def _by_list(result: Any, columns: Sequence[Sequence[Held]]) -> list[Any]:
+    """Columns of results as the operator gives them: one list, or several."""
+    if result and isinstance(result[0], (list, tuple)):
+        filled = iter(range(len(result)))
+        rows = {i: k for k, i in enumerate(i for i in filled if result[i])}
+        return [[column[rows[i]] for column in columns] if i in rows else [] for i in range(len(result))]
+    return [column[0] for column in columns]

@@ -1,0 +1,64 @@
+"""Sharding rules: one table, operator -> rule. What has no row here runs whole on every rank.
+
+`register` adds a row, also a user's for an operator of their own:
+
+    @ws.register_sharding(torch.ops.mylib.scale.default)
+    def scale(call):                       # values by row: a batch of any split, a factor that is whole
+        return Dims(["ab", ""], ["ab"]).rows(call)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from wholestep.ir import Functionalized, UnderGrad
+from wholestep.spmd.rules import contractions, norms, pointwise, random, reductions, views
+from wholestep.spmd.rules.lists import is_on_lists
+from wholestep.spmd.sharding import Call, Row, Rule
+from wholestep.torch_compat import OpOverload
+
+TABLE: dict[str, Rule] = {
+    **contractions.RULES,
+    **reductions.RULES,
+    **norms.RULES,
+    **random.RULES,
+    **views.RULES,
+    **pointwise.RULES,
+}
+
+
+def name_of(target: object) -> str:
+    """An operator's name in the table: ``aten.mm``; overloads share a row. ``functional(aten.x_)`` for pure forms."""
+    if isinstance(target, OpOverload):
+        return str(target._overloadpacket)
+    if isinstance(target, Functionalized):
+        return f"functional({target.op._overloadpacket})"
+    if isinstance(target, UnderGrad):
+        return f"under_grad({target.op._overloadpacket})"
+    return str(target)
+
+
+def rule_of(target: object) -> Rule | None:
+    """The rule of a call; None when it has none."""
+    found = TABLE.get(name_of(target))
+    if found is None and isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or is_on_lists(target)):
+        return pointwise.pointwise
+    return found
+
+
+def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:
+    """A decorator that gives operators a sharding rule: a function from a `Call` to its `Row`s."""
+
+    def decorate(rule: Rule) -> Rule:
+        TABLE.update({name_of(target): rule for target in targets})
+        return rule
+
+    return decorate
+
+
+def rows(call: Call) -> Iterable[Row]:
+    """The ways in which a call can run on parts."""
+    rule = rule_of(call.target)
+    return () if rule is None else rule(call)

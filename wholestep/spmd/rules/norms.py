@@ -1,0 +1,50 @@
+"""Norms: over split dimensions, the ranks' powers are added up before the root is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from wholestep.spmd.placements import Partial, Shard
+from wholestep.spmd.rules.reductions import names_of
+from wholestep.spmd.sharding import Build, Call, Dims, R, Row, Rule
+
+aten = torch.ops.aten
+
+
+def _norm(call: Call) -> Iterator[Row]:
+    letters, result, gone = names_of(call)
+    yield from Dims([letters], [result]).rows(call)
+    order = float(call.argument("ord", 2.0))
+    if order in (math.inf, -math.inf):
+        how = dict.fromkeys(gone, "max" if order > 0 else "min")
+        yield from Dims([letters], [result], how).rows(call)  # type: ignore[arg-type]
+        return
+    for letter in gone:
+        yield Row((Shard(letters.index(letter)),), (R,), _root_of_powers)
+
+
+def _root_of_powers(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    order = float(call.argument("ord", 2.0))
+    dims = call.argument("dim")
+    local = build.call(aten.linalg_vector_norm.default, ins[0], order, dims, bool(call.argument("keepdim", False)),
+                       dtype=call.results[0].dtype)  # fmt: skip
+    if order == 0:  # a count
+        return [build.all_reduce(local)]
+    powers = build.all_reduce(build.call(aten.pow.Tensor_Scalar, local, order))
+    return [build.call(aten.pow.Tensor_Scalar, powers, 1 / order)]
+
+
+def _joined(call: Call) -> Iterator[Row]:
+    """`cat`, along a dimension that is not split; addends are joined to addends."""
+    dim = int(call.argument("dim", 0)) % max(call.results[0].dim(), 1)
+    letters = [None if i == dim else chr(ord("a") + i) for i in range(call.results[0].dim())]
+    if all(value.dim() == len(letters) for value in call.values):
+        yield from Dims([letters] * len(call.values), [letters]).rows(call)
+    yield Row((Partial(),) * len(call.values), (Partial(),))
+
+
+RULES: dict[str, Rule] = {"aten.linalg_vector_norm": _norm, "aten._foreach_norm": _norm, "aten.cat": _joined}

@@ -1,0 +1,71 @@
+"""Reductions: over dimensions that are kept, results are split; over others, reduced once more over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from wholestep.spmd.placements import Op
+from wholestep.spmd.sharding import Build, Call, Dims, Names, Row, Rule, alphabet, linear_rows
+
+aten = torch.ops.aten
+
+
+def reduced_dims(call: Call) -> list[int]:
+    """The dimensions that a reduction is over: all where none is given."""
+    dims = call.argument("dim")
+    count = call.values[0].dim()
+    if dims is None or dims == []:
+        return list(range(count))
+    return [dim % max(count, 1) for dim in ([dims] if isinstance(dims, int) else dims)]
+
+
+def names_of(call: Call) -> tuple[Names, Names, list[str]]:
+    """Letters of operand and result, and those that are reduced over."""
+    letters = alphabet(call.values[0].dim())
+    gone = reduced_dims(call)
+    keep = bool(call.argument("keepdim", False))
+    result = [None if i in gone else a for i, a in enumerate(letters) if keep or i not in gone]
+    return letters, result, [letters[i] for i in gone if i < len(letters)]
+
+
+def reduction(op: Op | None, *, is_linear: bool = False) -> Rule:
+    """Over whole dimensions, or by ``op`` over split ones."""
+
+    def rule(call: Call) -> Iterator[Row]:
+        letters, result, gone = names_of(call)
+        how = dict.fromkeys(gone, op) if op is not None else {}
+        yield from Dims([letters], [result] * len(call.results), how).rows(call)  # type: ignore[arg-type]
+        if is_linear:
+            yield from linear_rows(call, [(0,)])
+
+    return rule
+
+
+def _mean(call: Call) -> Iterator[Row]:
+    """A mean over split dimensions is the sum of what each rank's elements add to it."""
+    letters, result, gone = names_of(call)
+    yield from Dims([letters], [result]).rows(call)
+    yield from Dims([letters], [result], dict.fromkeys(gone, "sum"), emit=_part_of_mean).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+def _part_of_mean(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+    gone = reduced_dims(call)
+    count = 1
+    for dim in gone:
+        count *= call.values[0].shape[dim]
+    total = build.call(aten.sum.dim_IntList, ins[0], gone, bool(call.argument("keepdim", False)),
+                       dtype=call.results[0].dtype)  # fmt: skip
+    return [build.call(aten.div.Scalar, total, count)]
+
+
+RULES: dict[str, Rule] = {
+    "aten.sum": reduction("sum", is_linear=True),
+    "aten.mean": _mean,
+    "aten.amax": reduction("max"),
+    "aten.amin": reduction("min"),
+    "aten.prod": reduction("product"),
+    **dict.fromkeys(["aten.var", "aten.std", "aten.argmax", "aten.argmin", "aten.logsumexp"], reduction(None)),
+}
