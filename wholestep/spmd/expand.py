@@ -110,11 +110,12 @@ class _Expansion:
 
     def _call(self, node: fx.Node) -> None:
         record = info(node)
-        if node.target is GETITEM and isinstance(self.held[node.args[0]], (list, tuple)):
-            self.held[node] = self.held[node.args[0]][node.args[1]]
+        source = self.held.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+        if node.target is GETITEM and isinstance(source, (list, tuple)):
+            self.held[node] = source[node.args[1]]  # type: ignore[index]
         elif node.target is place:
+            assert isinstance(source, Held)
             wanted = normal(record.placement, record.value.shape)
-            source: Held = self.held[node.args[0]]
             fresh = Held(source.value, source.first, source.node)  # a mark is brought there anew, and let go of alone
             self.held[node] = Held(record.value, wanted, self._at(fresh, wanted, record))
         elif is_on_lists(node.target):
@@ -157,7 +158,8 @@ class _Expansion:
         wish = self.lives.get((record.seq, call.results[0].shape)) if record.phase == "backward" else None
         row = choose(call, rows(call), held, wish)
         if record.phase == "forward" and record.seq is not None:
-            for value, placement in (*zip(call.values, row.ins, strict=True), *zip(call.results, row.outs, strict=True)):
+            sides = zip((*call.values, *call.results), (*row.ins, *row.outs), strict=True)
+            for value, placement in sides:
                 if isinstance(placement, Shard):
                     self.lives.setdefault((record.seq, value.shape), placement)
         return row
@@ -226,7 +228,7 @@ def _part_of(record: NodeInfo, placement: Shard, line: Line) -> NodeInfo:
     whole = record.value
     with whole.fake_mode:
         local = whole.new_empty(local_shape(whole.shape, [placement], [line]))
-    outer: Part = record.placement or Part(tuple(whole.shape), tuple((0, size) for size in whole.shape))
+    outer: Part = record.placement or Part.of(whole.shape, [(0, size) for size in whole.shape])
     start = outer.spans[placement.dim][0]
     first, last = piece(whole.shape[placement.dim], line.size, line.rank)
     spans = (*outer.spans[: placement.dim], (start + first, start + last), *outer.spans[placement.dim + 1 :])

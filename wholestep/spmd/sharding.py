@@ -154,6 +154,7 @@ class Dims:
                 yield row
 
     def _row(self, letter: str) -> Row | None:
+        ins: tuple[Placement, ...]
         ins = tuple(Shard(names.index(letter)) if letter in names else R for names in self.ins)
         if all(letter in names for names in self.outs):
             return Row(ins, tuple(Shard(names.index(letter)) for names in self.outs), self.emit)

@@ -1,6 +1,6 @@
 """Random operators: every rank draws for the whole tensor and keeps its part, as one device would have drawn it.
 
-All ranks' generators are in one state at the start of a step, and stay so: each draws the same numbers in the same order.
+All ranks' generators are in one state when a step starts, and stay so: each draws the same numbers in one order.
 """
 
 from __future__ import annotations

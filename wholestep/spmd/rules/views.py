@@ -51,7 +51,7 @@ def _expand(call: Call) -> Iterator[Row]:
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Which dimensions of one shape become which of another, as few together as can be; those of size 1 are left out."""
+    """Which dimensions of one shape become which of another, as few together as can be; without those of size 1."""
     left = [i for i, size in enumerate(old) if size != 1]
     right = [i for i, size in enumerate(new) if size != 1]
     while left and right:
