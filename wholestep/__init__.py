@@ -1,6 +1,7 @@
 """Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""
 
 from wholestep.api import Compiled, compile, trace
+from wholestep.override import Override
 from wholestep.spmd import (
     DataParallel,
     DeviceMesh,
@@ -18,6 +19,7 @@ __all__ = [
     "Compiled",
     "DataParallel",
     "DeviceMesh",
+    "Override",
     "Partial",
     "Replicate",
     "Shard",

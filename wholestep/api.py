@@ -17,6 +17,8 @@ from wholestep.capture import Snapshot, compile_binder, new_values, no_collectio
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
+from wholestep.override import Override, Overrides
+from wholestep.passes import transformed
 from wholestep.runtime import Backward, Entry, Missed, Program, compiled_module, give_back, saved_places
 from wholestep.spmd import DeviceMesh, Launch, Plan
 from wholestep.trace import SharedMemory, Traced, trace_step
@@ -43,6 +45,7 @@ def build(
     guard_data: bool = False,
     halving: Halving | None = None,
     look: Look = snapshot,
+    overrides: Sequence[Override] = (),
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.
 
@@ -53,12 +56,13 @@ def build(
         guard_data: numbers and shapes that depend on data become guards, not errors.
         halving: how a joint graph of forward and backward becomes two programs.
         look: takes the snapshot.
+        overrides: transform the graph that the plans have made.
     """
     world, traced = capture(fn, args, kwargs, varying, guard_data, not launch.passes, look)
     program = programs.get(traced.fingerprint)
     if program is None:
         step = check(traced.step, "trace")
-        for transform in (*launch.passes, *passes):
+        for transform in (*launch.passes, *_last_words(overrides, traced), *passes):
             step = check(transform(step), _name(transform))
         examples = [info(node).value for node in step.placeholders]
         if traced.derivative is None:
@@ -70,12 +74,26 @@ def build(
     values = [item.value for item in traced.lifted[: len(inputs)]]
     launch.start(program.step, inputs, values)
     if launch.cut(program.step, inputs, values):  # other guards hold now
-        return build(fn, args, kwargs, launch, passes, backend, programs, varying, guard_data, halving, look)
+        return build(fn, args, kwargs, launch, passes, backend, programs, varying, guard_data, halving, look, overrides)
     bound = [item.source for item in traced.lifted if item.source is not None]
     mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])
     binder.prepare(traced.effects, traced.result, args, kwargs)
     return Entry(traced, binder, program, releases=backend == "aten")
+
+
+def _last_words(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
+    """The overrides' transformations as passes."""
+    if not overrides:
+        return []
+    beginnings = dict(zip(map(id, traced.hoisted.state), traced.hoisted.begin(), strict=True))
+    flat = [beginnings.get(id(item), item.value) for item in traced.lifted[: traced.n_inputs]]
+
+    def last_word(override: Override) -> Pass:
+        name = f"{type(override).__qualname__}.transform"
+        return functools.partial(transformed, transform=lambda gm: override.transform(gm, flat), name=name)
+
+    return [last_word(override) for override in overrides]
 
 
 @dataclass(frozen=True)
@@ -135,7 +153,8 @@ def capture(
             world.put_twins()
             names = world.module_names()
             with _capturing:
-                return world, trace_step(fn, args, kwargs, world, names, new_values, shared, guard_data, backward)
+                step = world.twins.exchange(fn)
+                return world, trace_step(step, args, kwargs, world, names, new_values, shared, guard_data, backward)
         except SharedMemory as request:
             shared = request.memories
         finally:
@@ -159,16 +178,18 @@ class Compiled:
         guard_data: bool = False,
         look: Look = snapshot,
         halving: Halving | None = None,
+        module_override: Sequence[Override] = (),
     ) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._look = look
+        self._look, self._module_override = look, module_override
         self._fn, self._launch, self._passes, self._backend = fn, launch, tuple(passes), backend
         self._guard_data, self._halving = guard_data, halving
         self._lock = threading.RLock()
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all captures."""
+        """Forgets all captures, and which modules are replaced."""
+        self._overrides = Overrides(self._module_override)
         self._entries: list[Entry] = []
         self._programs: dict[str, Program] = {}
         self._varying: frozenset[str] = frozenset()
@@ -238,8 +259,9 @@ class Compiled:
             self._backend,
             self._programs,
             guard_data=self._guard_data,
-            look=self._look,
+            look=self._view,
             halving=self._halving,
+            overrides=self._overrides.transforming,
         )
         if varying <= self._varying:
             return make(self._varying)
@@ -254,12 +276,17 @@ class Compiled:
         self._varying |= varying
         return entry
 
+    @property
+    def _view(self) -> Look:
+        """How this step takes snapshots."""
+        return functools.partial(self._look, replace=self._overrides.replace) if self._module_override else self._look
+
     def _can_vary(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
     ) -> frozenset[str]:
         """The path, if the number there can be an input."""
         try:
-            capture(self._fn, args, kwargs, others | {path}, self._guard_data, look=self._look)
+            capture(self._fn, args, kwargs, others | {path}, self._guard_data, look=self._view)
         except Exception:
             return frozenset()
         return frozenset([path])
@@ -293,6 +320,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     backend: Backend = "aten",
     passes: Sequence[Pass] = (),
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    module_override: Sequence[Override] = (),
     guard_data: bool = False,
 ) -> Any:
     """Makes a training step run as one captured program.
@@ -305,6 +333,8 @@ def compile(  # noqa: A001 - the ecosystem's name
             ``(gm, example_inputs) -> callable``.
         passes: functions ``StepGraph -> StepGraph``, applied in order; those that change rounding are here.
         gm_transformation: a function ``GraphModule -> GraphModule``, called once per program, last.
+        module_override: instances of `Override`: other modules to trace in the place of some, and functions on the
+            graph that the plans have made.
         guard_data: what Python or a shape needs of the data (``if loss > 0``, ``x[mask]``, ``int(t)``) becomes a guard
             instead of an error. Whatever it follows from is then computed once more before each call, and another
             value means another capture.
@@ -319,25 +349,25 @@ def compile(  # noqa: A001 - the ecosystem's name
     """
     if fn is None:
         options: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": passes}
-        return functools.partial(compile, **options, gm_transformation=gm_transformation, guard_data=guard_data)
+        options |= {"module_override": module_override, "guard_data": guard_data}
+        return functools.partial(compile, **options, gm_transformation=gm_transformation)
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
 
     def make(callee: Callable[..., Any]) -> Compiled:
-        return Compiled(callee, Launch(mesh, plan), chain, backend, guard_data)
+        return Compiled(callee, Launch(mesh, plan), chain, backend, guard_data, module_override=module_override)
 
     if not isinstance(fn, nn.Module):
         return make(fn)
-    again: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": chain, "guard_data": guard_data}
+    again: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": chain}
+    again |= {"module_override": module_override, "guard_data": guard_data}
     return compiled_module(fn, make, functools.partial(compile, **again))
 
 
 def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:
     def gm_transformation(step: StepGraph) -> StepGraph:
-        gm = transform(step.gm)
-        gm.recompile()
-        return StepGraph(gm, step.signature, "gm_transformation")
+        return transformed(step, transform, "gm_transformation")
 
     return gm_transformation
 

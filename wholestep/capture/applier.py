@@ -48,7 +48,8 @@ class Applier:
 
     def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath, call: Call) -> None:
         self.path, self.call = path, call
-        self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn, "fill": fill,
+        self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn,
+                                      "replaced": call.replaced, "fill": fill,
                                       "assemble": assemble, "assemble_record": assemble_record}
         self.dynamic = False
         self.built: dict[int, str] = {}  # id of a Tree or Record -> the variable that holds it
@@ -59,7 +60,7 @@ class Applier:
         outcome = self._value(result)
         for index, effect in enumerate(effects):
             self._effect(index, effect)
-        head = ["call = Call(fn, args, kwargs)"] if self.dynamic else []
+        head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
         lines = [*head, *self.reads, *self.writes, f"return {outcome}"]
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
         exec(compiled(self.code), self.space)

@@ -33,7 +33,7 @@ class Binder:
         self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]
     ) -> None:
         self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
-        self.names, self.varying = snap.names, snap.varying
+        self.names, self.varying, self.replace = snap.names, snap.varying, snap.replace
         self.mutated = frozenset(source.path for source in mutated)
         self.slow_calls = 0
         self._sharing = _sharing(snap, self.mutated)
@@ -42,7 +42,7 @@ class Binder:
 
     def _compile(self, snap: Snapshot) -> Fast:
         self._path: FastPath | None = FastPath(snap, self.inputs, self.mutated)
-        path = self._path
+        path, self._replaced = self._path, snap.call.replaced
         self._applied: Sequence[Effect] | None = None
         self.code = path.code
         return path.function
@@ -57,7 +57,7 @@ class Binder:
             return self._anew(args, kwargs)
 
     def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
-        later = snapshot(self.fn, args, kwargs, self.names, self.varying)
+        later = snapshot(self.fn, args, kwargs, self.names, self.varying, self.replace)
         failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure
@@ -104,7 +104,7 @@ class Binder:
         """Generates what `apply` and `release` run, while the world is as it was when the binder was made."""
         if self._applied is not effects:
             assert self._path is not None, "one binder, one list of effects"
-            made = Applier(effects, result, self._path, Call(self.fn, args, kwargs))
+            made = Applier(effects, result, self._path, Call(self.fn, args, kwargs, self._replaced))
             self._apply, self._release, self._applied = made.function, made.release, effects
             self._path = None  # and with it the world at the time of its making
 

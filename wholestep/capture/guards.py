@@ -15,7 +15,7 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.source import Source
-from wholestep.capture.walk import META, Place, Walk, is_one_of_a_kind, is_plain
+from wholestep.capture.walk import META, OPERATORS, Place, Walk, is_one_of_a_kind, is_plain
 
 STATE = "global state"
 
@@ -109,7 +109,7 @@ def _value_guard(walk: Walk, source: Source, value: Any, found: list[Guard]) -> 
         found.append(Guard(source, "value", value))
     elif isinstance(value, types.FunctionType):
         found.append(Guard(source, "code", value.__code__))
-    elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator)) or \
+    elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
     elif first is None or isinstance(value, (tuple, frozenset, types.MethodType)):

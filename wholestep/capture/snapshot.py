@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 from collections import deque
@@ -17,10 +18,13 @@ from wholestep.capture import guards as guarding
 from wholestep.capture.effects import CallStep, Effect, Value, differences
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
-from wholestep.capture.source import Call, Local, Source
+from wholestep.capture.source import Call, Local, Replacement, Source, in_replacement
 from wholestep.capture.twins import Twins
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
 from wholestep.torch_compat import set_versions
+
+# Path of a module below the outermost one in sight, and the module -> the module to trace in its place.
+Replace = Callable[[str, torch.nn.Module], torch.nn.Module]
 
 
 class Snapshot:
@@ -32,17 +36,21 @@ class Snapshot:
         tensors: id of a tensor -> where it was found and what it is for.
         numbers: floats among optimizers' settings and numbers that vary, which are inputs of the step.
         differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
+        replaced: modules, each with the one that takes its place while the step is traced.
     """
 
     differentiable = True
 
     def __init__(self, call: Call, names: frozenset[str] = frozenset(),
-                 varying: frozenset[str] = frozenset()) -> None:
-        self.call, self.names, self.varying = call, names, varying
+                 varying: frozenset[str] = frozenset(), replace: Replace | None = None) -> None:
+        self.call, self.names, self.varying, self.replace = call, names, varying, replace
         self.walk = Walk(call, names, varying)
         self.places: list[Place] = self.walk.places
         self.tensors: dict[int, Found] = self.walk.tensors
         self.numbers: list[Number] = self.walk.numbers
+        self.replaced: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        if replace is not None:
+            self._replace(replace)
         self.stand_ins: list[object] = []
         self._lifted: dict[tuple[int, Any], Any] = {}
         self.noted: list[Noted] = []
@@ -52,6 +60,42 @@ class Snapshot:
         self._versions: list[tuple[torch.Tensor, int, Any]] = []
         self.twins = Twins(())
         self._count_versions()
+
+    def _replace(self, replace: Replace) -> None:
+        """Asks for each module in sight what takes its place, and walks that too."""
+        asked: dict[int, str] = {}
+        modules: dict[str, torch.nn.Module] = {}
+        for place in list(self.places):
+            if not isinstance(place.owner, torch.nn.Module) or id(place.owner) in asked:
+                continue
+            for path, module in place.owner.named_modules():
+                source = self.walk.first.get(id(module))
+                if id(module) in asked or source is None:
+                    continue
+                asked[id(module)] = path
+                new = replace(path, module)
+                if new is not module:
+                    self.replaced.append((module, new))
+                    modules[source.path] = new
+                    self.walk.queue(new, Replacement(source))
+        self.call = self.walk.call = dataclasses.replace(self.call, replaced=modules)
+        self.walk.run()
+
+    def _train_alike(self) -> None:
+        """Replacements are in training where those whose place they take are."""
+        ours = {id(inner) for old, _ in self.replaced for inner in old.modules()}
+        for old, new in self.replaced:
+            for module in new.modules():
+                if id(module) not in ours:
+                    vars(module)["training"] = self._lifted[id(vars(module)), "training"] = old.training
+
+    def _hand_back_training(self) -> None:
+        """A `train()` or `eval()` in the step has met the replacement; it was meant for the module itself."""
+        for old, new in self.replaced:
+            if new.training is not old.training:
+                for module in old.modules():
+                    vars(module)["training"] = new.training
+        self._train_alike()
 
     def find(self, tensor: torch.Tensor) -> Found | None:
         """Where a tensor was found; None for one that the step made itself.
@@ -126,14 +170,19 @@ class Snapshot:
 
     def put_twins(self) -> None:
         """Puts twins in the place of tensors with a history, until `restore`; `lift` gives those among arguments."""
-        self.twins = twins = Twins(self.tensors.values() if self.differentiable else ())
+        replaced = {id(old): new for old, new in self.replaced}
+        self.twins = twins = Twins(self.tensors.values() if self.differentiable else (), replaced)
         if twins.of:
             for place in self.places:
                 if place.box not in (boxes.TENSOR, boxes.TUPLE):
                     self._exchange(place)
+        self._train_alike()
 
     def _exchange(self, place: Place) -> None:
         contents = {key: self.twins.exchange(value) for key, value in place.before.items()}
+        if self.replaced and in_replacement(place.source):  # a replacement may run the module that it replaces
+            modules = {key: value for key, value in place.before.items() if isinstance(value, torch.nn.Module)}
+            contents |= modules
         changed = {key: new for key, new in contents.items() if new is not place.before[key]}
         if changed:
             place.box.write(place.holder, contents)
@@ -163,6 +212,8 @@ class Snapshot:
         Raises:
             LeakError: a new tensor is held where a replay cannot put its successor.
         """
+        if self.replaced:
+            self._hand_back_training()
         for scheduler, _ in self.walk.schedulers:
             if isinstance(vars(scheduler).get("step"), Deferred):
                 del vars(scheduler)["step"]
@@ -245,18 +296,20 @@ def no_collection() -> Iterator[None]:
 
 
 def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
-             names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset()) -> Snapshot:
+             names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
+             replace: Replace | None = None) -> Snapshot:
     """Walks what a call of ``fn`` could see and records it.
 
     Args:
         names: attributes that count as named by the step's code, besides those that are.
         varying: paths of numbers that are inputs rather than guards.
+        replace: gives the modules to trace in the place of others.
 
     Raises:
         CaptureError: something is in reach that cannot be captured.
     """
     with no_collection():
-        return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names, varying)
+        return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names, varying, replace)
 
 
 __all__ = ["Snapshot", "boxes", "same", "snapshot"]

@@ -8,7 +8,7 @@ A source is a chain from the step's function or arguments down to the value. ``t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,11 +19,16 @@ REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a step: the function and what it was called with."""
+    """One call of a step: the function and what it was called with.
+
+    Attributes:
+        replaced: path of a module -> the module that stands in its place while the step is traced.
+    """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    replaced: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +126,15 @@ class Vars(Child):
         return vars(holder)
 
 
+def in_replacement(source: Source) -> bool:
+    """True for what is found in a module that stands in another's place."""
+    while isinstance(source, Child):
+        if isinstance(source, Replacement):
+            return True
+        source = source.base
+    return False
+
+
 def _plain(key: Any, of_tensor: Callable[[torch.Tensor], object]) -> str:
     """A key as text; a tensor's values change, so something that stays stands for it."""
     return f"tensor {of_tensor(key)}" if isinstance(key, torch.Tensor) else repr(key)
@@ -171,6 +185,22 @@ class Attr(Child):
 
     def step(self, holder: Any) -> Any:
         return getattr(holder, self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Replacement(Child):
+    """The module that stands in the place of another one while the step is traced."""
+
+    @cached_property
+    def path(self) -> str:
+        return f"replaced[{self.base.path}]"
+
+    @cached_property
+    def text(self) -> str:
+        return f"{self.base.text}.replacement"
+
+    def read(self, call: Call) -> Any:
+        return call.replaced[self.base.path]
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,13 +32,16 @@ class Beginning(torch.autograd.Function):
 class Twins:
     """The twins of one snapshot's tensors.
 
+    Args:
+        replaced: id of a module -> the module that takes its place.
+
     Attributes:
         of: id of an original -> its twin.
         found: id of a twin -> where its original was found.
     """
 
-    def __init__(self, tensors: Iterable[Found]) -> None:
-        self.of: dict[int, torch.Tensor] = {}
+    def __init__(self, tensors: Iterable[Found], replaced: Mapping[int, torch.nn.Module] | None = None) -> None:
+        self.of: dict[int, Any] = dict(replaced or {})
         self.found: dict[int, Found] = {}
         if not torch.is_grad_enabled():
             return
@@ -60,7 +63,7 @@ class Twins:
     def _twin(self, found: Found) -> torch.Tensor:
         tensor = found.tensor
         if id(tensor) in self.of:
-            return self.of[id(tensor)]
+            return self.of[id(tensor)]  # type: ignore[no-any-return]
         base = self._known.get(id(tensor._base)) if tensor._base is not None else None
         if base is not None and type(base.tensor) is torch.Tensor and not (base.tensor.requires_grad
                                                                            and base.tensor.is_leaf):
@@ -84,8 +87,8 @@ class Twins:
         return twin
 
     def exchange(self, value: Any) -> Any:
-        """A value with each tensor replaced by its twin; tuples are made anew around theirs, others stay."""
-        if isinstance(value, torch.Tensor):
+        """A value with each tensor and module replaced by its twin; tuples are made anew around theirs, others stay."""
+        if isinstance(value, (torch.Tensor, torch.nn.Module)):
             return self.of.get(id(value), value)
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
             parts = [self.exchange(item) for item in value]

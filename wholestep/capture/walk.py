@@ -206,6 +206,10 @@ class Walk:
                         place.lifted |= {key}
                         place.ignored |= {key}
 
+    def queue(self, value: Any, source: Source) -> None:
+        """Has a value walked at the next `run`."""
+        self._todo.append((value, source))
+
     def run(self) -> None:
         """Walks until nothing is left that the step's code can name."""
         while self._todo or self._reveal() or self._later or self._last:
@@ -435,8 +439,11 @@ HANDLERS: dict[type, Handler] = {
 _VARYING = (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SLOTS, boxes.LIST, boxes.CELL, boxes.NAMES, boxes.MODULE)
 _NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.MODULE)
 _LATER = (_optimizer, _scheduler, _class)
-# Registered operators keep books of their own, which change when one is first run.
-OPAQUE: tuple[type, ...] = (types.BuiltinFunctionType, torch.Generator, weakref.ref, torch.library.CustomOpDef)
+# Registered operators and their namespaces keep books of their own, which change when one is first run.
+OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)),)
+OPAQUE: tuple[type, ...] = (
+    types.BuiltinFunctionType, torch.Generator, weakref.ref, torch.library.CustomOpDef, *OPERATORS
+)
 
 
 @functools.lru_cache(maxsize=4096)

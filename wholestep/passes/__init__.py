@@ -7,5 +7,6 @@ May import `ir`, `errors` and `torch_compat`; not capture, trace, lower or runti
 
 from wholestep.passes.cleanup import Pass, run_passes, same_values
 from wholestep.passes.fuse_optimizer import fuse_optimizer
+from wholestep.passes.transformed import transformed
 
-__all__ = ["Pass", "fuse_optimizer", "run_passes", "same_values"]
+__all__ = ["Pass", "fuse_optimizer", "run_passes", "same_values", "transformed"]

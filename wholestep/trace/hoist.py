@@ -46,6 +46,13 @@ class Hoisted:
     inputs: list[Lifted] = field(default_factory=list)
     state: list[Lifted] = field(default_factory=list)
 
+    def begin(self) -> tuple[torch.Tensor, ...]:
+        """The beginnings as they are in the traced call."""
+        if not self.state:
+            return ()
+        with torch.no_grad():
+            return self.module(*(item.value for item in self.inputs))  # type: ignore[no-any-return]
+
 
 def hoist(recorder: Recorder, tensors: list[torch.Tensor]) -> Hoisted:
     """Hoists those of the given tensors, which the step leaves behind, that were made from nothing."""

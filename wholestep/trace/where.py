@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -15,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from wholestep.ir import Phase
-from wholestep.torch_compat import current_autograd_node
+from wholestep.torch_compat import current_autograd_node, dispatch_modes_active
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -33,6 +34,17 @@ def user_line() -> str:
     return ""
 
 
+class Thread:
+    """The thread that traces: what others do meanwhile is not part of the step."""
+
+    def __init__(self) -> None:
+        self.ident = threading.get_ident()
+
+    def is_here(self) -> bool:
+        """True in the thread itself, and in those that the autograd engine lends it."""
+        return threading.get_ident() == self.ident or dispatch_modes_active()
+
+
 class Whereabouts:
     """Follows modules and optimizers while the step runs, through torch's global hooks."""
 
@@ -41,6 +53,7 @@ class Whereabouts:
         self.modules: list[str] = []
         self.optimizers = 0
         self.module_of_seq: dict[int, str] = {}
+        self.thread = Thread()
 
     def phase(self) -> Phase:
         if self.optimizers:
@@ -59,16 +72,18 @@ class Whereabouts:
     @contextmanager
     def following(self) -> Iterator[None]:
         def enter(module: nn.Module, args: Any) -> None:
-            self.modules.append(self.names.get(id(module), type(module).__name__))
+            if self.thread.is_here():
+                self.modules.append(self.names.get(id(module), type(module).__name__))
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
-            self.modules.pop()
+            if self.thread.is_here():
+                self.modules.pop()
 
         def start(*_: Any) -> None:
-            self.optimizers += 1
+            self.optimizers += self.thread.is_here()
 
         def stop(*_: Any) -> None:
-            self.optimizers -= 1
+            self.optimizers -= self.thread.is_here()
 
         handles = [
             register_module_forward_pre_hook(enter),

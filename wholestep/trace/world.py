@@ -13,6 +13,7 @@ import operator
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import numpy
@@ -26,7 +27,7 @@ from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.storages import OWNERS
-from wholestep.trace.where import user_line
+from wholestep.trace.where import Thread, user_line
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -294,6 +295,15 @@ def same_python_randomness() -> Iterator[None]:
         numpy.random.set_state(theirs)
 
 
+def _only_in(thread: Thread, replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """The replacement in the thread that traces, the function itself in all others."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if thread.is_here() else original)(*args, **kwargs)
+
+    return call
+
+
 @contextmanager
 def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[None]:
     """Replaces what must be seen while tracing; everything is as before on exit, however it ends."""
@@ -316,8 +326,10 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
         (torch.distributions.Distribution, "_validate_args", False),
     ]
     saved = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
-    for owner, name, replacement in replacements:
-        setattr(owner, name, replacement)
+    thread = Thread()
+    for (owner, name, replacement), (_, _, original) in zip(replacements, saved, strict=True):
+        is_function = isinstance(original, FunctionType)
+        setattr(owner, name, _only_in(thread, replacement, original) if is_function else replacement)
     FOREACH_TYPES.append(FakeTensor)
     log = logging.getLogger(FakeTensor.__module__)  # it reports each of eager's own errors as its own
     level = log.level
