@@ -194,3 +194,59 @@ def test_dynamos_front_end_gives_its_graphs_to_our_backend() -> None:
     points = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf8"))
     module, _, name = points["project"]["entry-points"]["torch_dynamo_backends"]["wholestep"].partition(":")
     assert getattr(importlib.import_module(module), name) is dynamo_backend
+
+
+def leaf_result_and_views() -> list[Tensor]:
+    leaf = torch.arange(6.0).view(2, 3).requires_grad_()
+    base = leaf * 1
+    view = base.view(-1)
+    return [leaf, base, view, view.view(6)]
+
+
+def write_to_a_view(base: Tensor, view: Tensor, again: Tensor) -> Tensor:
+    """The base is given, but only the view is used."""
+    view.mul_(2)
+    return again.square()
+
+
+def gradient_between_inputs(base: Tensor, view: Tensor, again: Tensor) -> Tensor:
+    """One input is a view of another, which is a view of a third."""
+    grad = torch.autograd.grad(again.square().sum(), view, retain_graph=True)[0]
+    again += 1
+    return grad
+
+
+@pytest.mark.parametrize("fn", [write_to_a_view, gradient_between_inputs])
+def test_inputs_that_are_views_of_views(fn) -> None:
+    seen = []
+    for run in (fn, ws.compile(fn)):
+        leaf, *inputs = leaf_result_and_views()
+        result = run(*inputs)
+        loss = sum(t.sum() for t in (*inputs, result))
+        seen.append([*inputs, result, *torch.autograd.grad(loss, leaf)])  # type: ignore[arg-type]
+    assert same(*seen)
+
+
+def test_a_capture_leaves_the_histories_of_views_alone() -> None:
+    leaf, *inputs = leaf_result_and_views()
+    nodes = [t.grad_fn for t in inputs]
+    ws.trace(gradient_between_inputs, *inputs)
+    assert all(t.grad_fn is node for t, node in zip(inputs, nodes, strict=True))
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_one_of_several_views_is_guarded_as_in_eager(written: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        part = y.unbind(0)[1]
+        if written:
+            y.add_(1)
+        return part
+
+    errors = []
+    for run in (fn, ws.compile(fn)):
+        part = run(torch.ones(2, 3, requires_grad=True))
+        with pytest.raises(RuntimeError) as error:
+            part.sum() if written else part.add_(1)
+        errors.append(str(error.value).split(" is a view and ")[1])
+    assert errors[0] == errors[1]

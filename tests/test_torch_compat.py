@@ -36,6 +36,8 @@ from wholestep.torch_compat import (
     free_saved_tensors,
     gloo_options,
     has_native_kernel,
+    is_one_of_several,
+    make_one_of_several,
     mkl_square_root,
     no_modes,
     sequence_number,
@@ -171,6 +173,20 @@ def test_versions_are_set():
     assert [t._version for t in tensors] == [3, 7]
     tensors[0].add_(1)
     assert tensors[0]._version == 4
+
+
+def test_views_become_some_of_several_and_outdated():
+    base = torch.ones(4, 2, requires_grad=True) * 2
+    views = [base.split(2)[1], *(base.as_strided((2, 2), (2, 1), 4) for _ in range(2))]
+    assert [is_one_of_several(v) for v in (base, *views)] == [False, True, False, False]
+    for view, outdated in zip(views[1:], (False, True), strict=True):
+        make_one_of_several(view, outdated)
+        assert is_one_of_several(view) and view._version == 0
+    assert views[1].sum().item() == 8
+    with pytest.raises(RuntimeError, match="does not|do not allow the output views to be modified"):
+        views[1].add_(1)
+    with pytest.raises(RuntimeError, match="its base or another view of its base has been modified"):
+        views[2].sum()
 
 
 def test_the_current_node_is_the_one_that_the_engine_runs():

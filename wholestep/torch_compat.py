@@ -39,6 +39,26 @@ def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
+def is_one_of_several(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as one of several views that one call made, which nobody may write."""
+    several = torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
+    return tensor._is_view() and torch._C._autograd._get_creation_meta(tensor) == several
+
+
+def make_one_of_several(view: torch.Tensor, outdated: bool) -> None:
+    """Has autograd treat a view as one of several that one call made.
+
+    Args:
+        outdated: whether its base was written since: then nobody may use it.
+    """
+    version = view._version
+    if outdated:
+        set_versions((view,), (1 << 30,))  # one that no count comes to
+    _ = view.grad_fn  # made now, for this version
+    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE)
+    set_versions((view,), (version,))
+
+
 def current_autograd_node() -> Any:
     """The autograd node that the engine is running on this thread, if any."""
     return torch._C._current_autograd_node()  # type: ignore[attr-defined, no-any-return]

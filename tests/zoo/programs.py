@@ -8,7 +8,8 @@ eager refuses are as welcome, since a compiled program must refuse them alike. N
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -125,8 +126,41 @@ def _fits(source: Tensor, target: Tensor) -> bool:
         return False
 
 
+_overlaps: list[tuple[Tensor, Tensor]] | None = None
+
+
+@contextmanager
+def overlaps() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Collects operands that share some of the memory that their call writes, in programs that run eagerly.
+
+    ATen's kernels refuse such calls where they notice; else they read what was there before or after, as it comes.
+    """
+    global _overlaps
+    _overlaps = found = []
+    try:
+        yield found
+    finally:
+        _overlaps = None
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors share some memory, unless each element lies where the other's does."""
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
+        return False
+    if (x.shape, x.stride(), x.storage_offset()) == (y.shape, y.stride(), y.storage_offset()):
+        return False
+    (a, b), (c, d) = ((t.storage_offset(), t.storage_offset() + _reach(t)) for t in (x, y))
+    return a <= d and c <= b
+
+
+def _reach(x: Tensor) -> int:
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
 def _other(x: Tensor, y: Tensor) -> Tensor | float:
     """``y`` where it may be written into ``x``, else a number."""
+    if _overlaps is not None and _fits(y, x) and _overlap(x, y):
+        _overlaps.append((x, y))
     return y if _fits(y, x) and torch.can_cast(y.dtype, x.dtype) else 2.0 if x.is_floating_point() else 2
 
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, empty_fake
 from wholestep.trace.recorder import Recorder
-from wholestep.trace.results import Differentiated, Outlet
+from wholestep.trace.results import Differentiated, Outlet, is_leaf
 from wholestep.trace.tape import Lifted
 
 IN_PLACE = (
@@ -111,7 +111,7 @@ def differentiate(
 
 
 def _has_history(value: Any) -> bool:
-    return isinstance(value, FakeTensor) and value.requires_grad and not value.is_leaf
+    return isinstance(value, FakeTensor) and value.requires_grad and not is_leaf(value)
 
 
 def _own_tensors(recorder: Recorder) -> list[torch.Tensor]:
@@ -139,7 +139,7 @@ def _roots(recorder: Recorder) -> list[_Root]:
 
 def _leaves(outlet: Outlet, values: list[Any]) -> list[_Root]:
     """The leaves that the step makes and leaves behind, such as new parameters."""
-    tensors = {id(v): v for v in values if isinstance(v, FakeTensor) and v.requires_grad and v.is_leaf}
+    tensors = {id(v): v for v in values if isinstance(v, FakeTensor) and v.requires_grad and is_leaf(v)}
     return [_Root(None, tensor, tensor, outlet.slot(tensor)) for tensor in tensors.values()]
 
 
@@ -155,7 +155,7 @@ def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Out
                 outlet.move(value, recorder.lift_once(base))
             continue
         whole = value if base is None else base
-        if not whole.requires_grad or whole.is_leaf:
+        if not whole.requires_grad or is_leaf(whole):
             continue
         slot = outlet.slot(whole)
         found.setdefault(slot, _Output(whole, slot))

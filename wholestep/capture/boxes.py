@@ -161,16 +161,24 @@ def _write_class(kind: type, contents: Contents) -> None:
             setattr(kind, name, value)
 
 
+def _has_grad(tensor: torch.Tensor) -> bool:
+    """Whether autograd keeps a gradient for a tensor.
+
+    A view is not asked whether it is a leaf: when its base was written, autograd would make it another history.
+    """
+    view = tensor.requires_grad and tensor._is_view() and tensor._base is not None and tensor._base.requires_grad
+    return tensor.retains_grad or (not view and tensor.is_leaf)
+
+
 def _read_tensor(tensor: torch.Tensor) -> Contents:
-    own_grad = tensor.is_leaf or tensor.retains_grad
-    contents: Contents = {"grad": tensor.grad if own_grad else None, "requires_grad": tensor.requires_grad}
+    contents: Contents = {"grad": tensor.grad if _has_grad(tensor) else None, "requires_grad": tensor.requires_grad}
     return contents | {name: getattr(tensor, name) for name in HOOK_TABLES}
 
 
 def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:
     """Puts back ``.grad``, hooks and ``requires_grad``; an in-place write may have made the leaf a non-leaf."""
     for name, value in contents.items():
-        if name == "grad" and (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not value:
+        if name == "grad" and _has_grad(tensor) and tensor.grad is not value:
             tensor.grad = value
         elif name == "requires_grad" and tensor.requires_grad != value:
             if tensor.grad_fn is not None and not value:

@@ -46,7 +46,9 @@ class Twins:
         if not torch.is_grad_enabled():
             return
         self._known = {id(f.tensor): f for f in tensors}
-        self._hidden = Counter(id(f.tensor._base) for f in self._known.values() if f.tensor._base is not None)
+        views = [f for f in self._known.values() if f.tensor._base is not None]
+        self._views = {_node(f.tensor): f for f in views}
+        self._hidden = Counter(id(f.tensor._base) for f in views)
         for found in self._known.values():
             if self._needs(found.tensor):
                 self._twin(found)
@@ -65,8 +67,11 @@ class Twins:
         if id(tensor) in self.of:
             return self.of[id(tensor)]  # type: ignore[no-any-return]
         base = self._known.get(id(tensor._base)) if tensor._base is not None else None
-        if base is not None and type(base.tensor) is torch.Tensor and not (base.tensor.requires_grad
-                                                                           and base.tensor.is_leaf):
+        above = self._above(tensor, base.tensor) if base is not None else None
+        if above is not None:
+            whole = self._twin(above)
+        elif base is not None and type(base.tensor) is torch.Tensor and not (base.tensor.requires_grad
+                                                                             and base.tensor.is_leaf):
             whole = self._twin(base)
         else:
             whole = base.tensor if base is not None else tensor
@@ -86,6 +91,15 @@ class Twins:
         self.found[id(twin)] = Found(twin, found.source, found.kind, beginning, entangled)
         return twin
 
+    def _above(self, tensor: torch.Tensor, base: torch.Tensor) -> Found | None:
+        """Among the views of a base that the step is given, the nearest that a tensor is a view of in turn."""
+        node = _node(tensor)
+        while node is not None and node is not base.grad_fn and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+            if node in self._views and self._views[node].tensor._base is base:
+                return self._views[node]
+        return None
+
     def exchange(self, value: Any) -> Any:
         """A value with each tensor and module replaced by its twin; tuples are made anew around theirs, others stay."""
         if isinstance(value, (torch.Tensor, torch.nn.Module)):
@@ -97,3 +111,11 @@ class Twins:
             kind: Any = type(value)
             return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
         return value
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    """A tensor's place in the autograd graph; None for one that autograd lets nobody use."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None

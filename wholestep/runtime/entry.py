@@ -16,7 +16,7 @@ from wholestep.ir import info
 from wholestep.parts import Part, mark_part
 from wholestep.runtime.function import SECOND_TIME, CompiledFunction, Plan, Spent
 from wholestep.runtime.program import Program
-from wholestep.torch_compat import set_versions
+from wholestep.torch_compat import make_one_of_several, set_versions
 from wholestep.trace import Traced
 from wholestep.trace.results import Slot
 from wholestep.trace.tape import flat_memory, memory_of
@@ -78,15 +78,18 @@ class Entry:
         counted = [i for i, s in enumerate(traced.slots) if s.own_counter and (s.version or s.input in self.hoisted)]
         self.fresh = [i for i in counted if not traced.slots[i].inference]
         self.inference = {slot.output for slot in traced.slots if slot.inference and slot.output is not None}
+        several = [i for i, s in enumerate(traced.slots) if s.several and s.geometry is not None]
+        self.several = [i for i in several if not traced.slots[i].inference]
         self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
         self.plan = _plan(traced, program)
         # an input's memory is written again, with a history, when the forward has run
         self.copied = set(traced.step.signature.mutations) if rewritten else set()
         if self.plan is not None:
-            whole = {o for _, o in self.plan.backward.saved}
-            versions = {s.output: s.version for s in traced.slots if s.geometry is None and s.output in whole}
-            self.saved_versions = {o: v for o, v in versions.items() if v and o is not None}
+            whole = [s for s in traced.slots if s.geometry is None]
+            versions = {("output", s.output): s.version for s in whole if s.version}
+            versions |= {("input", s.input): s.version for s in whole if s.input in self.hoisted}
+            self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
         # the first call's tensors and a second graph would else live as long as the program
         lifted = [item if item.members else replace(item, value=0.0, ref=None, fake=None) for item in traced.lifted]
         self.traced = replace(traced, step=program.step, lifted=lifted)
@@ -155,6 +158,8 @@ class Entry:
             set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
         if self.fresh:
             set_versions(tuple([slots[i] for i in self.fresh]), self.slot_versions)
+        for index in self.several:
+            make_one_of_several(slots[index], traced.slots[index].outdated)
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
 
@@ -175,11 +180,12 @@ class Entry:
         traced, derivative = self.traced, plan.derivative
         outputs = list(self.program.run(*values[: self.count]))
         self._count(values)
-        if self.shared_writes or self.saved_versions:
-            set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
-            set_versions(tuple([outputs[o] for o in self.saved_versions]), tuple(self.saved_versions.values()))
         places = plan.backward.saved
         saved = [values[i] if where == "input" else outputs[i] for where, i in places]
+        if self.shared_writes or self.saved_versions:
+            set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
+            counted = [value for value, place in zip(saved, places, strict=True) if place in self.saved_versions]
+            set_versions(tuple(counted), tuple(self.saved_versions.values()))
         if self.copied:
             again = [where == "output" and i in self.copied for where, i in places]
             saved = [v.detach().clone() if copy else v for v, copy in zip(saved, again, strict=True)]

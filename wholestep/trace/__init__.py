@@ -141,7 +141,11 @@ def trace_step(
     with recording():
         args, kwargs = world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
         with same_python_randomness():
-            result = fn(*args, **kwargs)
+            try:
+                result = fn(*args, **kwargs)
+            except Exception:
+                _refuse_shared_writes(recorder)  # had it been known, another error may have come first
+                raise
     torch.clear_autocast_cache()
     _refuse_shared_writes(recorder)
     outlet = Outlet(recorder)
@@ -157,6 +161,7 @@ def trace_step(
     differentiated = differentiate(recorder, outlet, made, recording) if differentiate else None
     if differentiated:
         _refuse_late_effects(world, effects)
+        _refuse_shared_writes(recorder)  # of inputs that it met besides: bases of those that the step writes
     traced = _finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated)
     if torch.is_grad_enabled() != grad_mode:
         traced.grad_mode = not grad_mode
@@ -177,8 +182,11 @@ def _refuse_late_effects(world: World, effects: list[Any]) -> None:
 def _refuse_shared_writes(recorder: Recorder) -> None:
     by_memory: dict[int, list[Lifted]] = {}
     for item in recorder.lifted:
-        if isinstance(item.value, torch.Tensor) and not item.members and item.value.numel() and memory_of(item.value):
-            by_memory.setdefault(memory_of(item.value), []).append(item)
+        tensor = item.value
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or item.members:
+            continue
+        if tensor.numel() and memory_of(tensor):
+            by_memory.setdefault(memory_of(tensor), []).append(item)
     written = [m for m, items in by_memory.items() if len(items) > 1 and any(_is_written(i) for i in items)]
     if written:
         raise SharedMemory(recorder.shared | frozenset(written))

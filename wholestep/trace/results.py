@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.torch_compat import FakeTensor, set_versions
+from wholestep.torch_compat import FakeTensor, is_one_of_several, set_versions
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.tape import Lifted
 
@@ -31,6 +31,8 @@ class Slot:
         version: in-place writes that its version counter counts.
         is_view: whether autograd knows it as a view of another tensor.
         inference: whether it is an inference tensor, which has no counter.
+        several: whether it is one of several views that one call made, as `split` does; autograd lets nobody write it.
+        outdated: whether the base of such a view was written since; autograd lets nobody use it.
         own_counter: whether its version counter is its own, not that of the input it lies in.
         base: index of the slot that autograd knows it as a view of.
         parameter: whether it is a `torch.nn.Parameter`.
@@ -45,6 +47,8 @@ class Slot:
     version: int = 0
     is_view: bool = False
     inference: bool = False
+    several: bool = False
+    outdated: bool = False
     own_counter: bool = True
     base: int | None = None
     refusal: str = ""
@@ -126,7 +130,7 @@ class Outlet:
         self.by_storage: dict[int, int] = {}
         self.by_object: set[int] = set()
         self.keep: list[Any] = []
-        self.facts: dict[int, tuple[bool, bool, int, bool, bool]] = {}
+        self.facts: dict[int, dict[str, Any]] = {}
 
     def observe(self, values: list[Any]) -> None:
         """Notes what autograd says of the tensors to come, before anything is done to find out more."""
@@ -137,16 +141,15 @@ class Outlet:
 
     def slot(self, tensor: torch.Tensor) -> int:
         """The index of the slot for a tensor made in the step."""
-        known = self.by_tensor.get(id(tensor))
-        if known is not None:
-            return known
+        if id(tensor) in self.by_tensor:
+            return self.by_tensor[id(tensor)]
         ref = self.recorder.ref(tensor)
         storage, root = ref.storage, ref.storage.root
         assert root is not None
         here, whole = ref.geometry, root.geometry
         if here.dtype != whole.dtype or here.lazy:
             output = self._output(ref.read(self.recorder.emit))
-            return self._add(tensor, Slot(output, None, None, *self.facts[id(tensor)]))
+            return self._add(tensor, Slot(output, None, None, **self.facts[id(tensor)]))
         place = (tuple(here.shape), here.stride, here.offset - whole.offset)
         base = tensor._base if tensor._is_view() else None
         parent = self.slot(base) if isinstance(base, FakeTensor) and self._same_kind(base, tensor) else None
@@ -158,12 +161,13 @@ class Outlet:
             itself = item.source is None and is_first  # state that the step makes is the input
             inside: list[Any] = [*item.members] or [item.value]
             own = all(_counts_alone(tensor, real) for real in inside)
-            slot = Slot(None, storage.input, None if itself else place, *self.facts[id(tensor)], own, parent)
+            known = self.facts[id(tensor)]
+            slot = Slot(None, storage.input, None if itself else place, **known, own_counter=own, base=parent)
         else:
             if id(storage) not in self.by_storage:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
             output = self.by_storage[id(storage)]
-            slot = Slot(output, None, None if is_first else place, *self.facts[id(tensor)], base=parent)
+            slot = Slot(output, None, None if is_first else place, **self.facts[id(tensor)], base=parent)
         return self._add(tensor, slot)
 
     def _same_kind(self, base: torch.Tensor, view: torch.Tensor) -> bool:
@@ -214,10 +218,30 @@ class Outlet:
         return Made(output=self._output(value.node.fx_node))
 
 
-def _autograd(tensor: torch.Tensor) -> tuple[bool, bool, int, bool, bool]:
-    inference = tensor.is_inference()
-    version = 0 if inference else tensor._version
-    return tensor.requires_grad, tensor.is_leaf, version, tensor._is_view(), inference
+def _autograd(tensor: torch.Tensor) -> dict[str, Any]:
+    """What autograd knows of a tensor, in the words of `Slot`."""
+    inference, several, leaf = tensor.is_inference(), is_one_of_several(tensor), is_leaf(tensor)
+    return {
+        "requires_grad": tensor.requires_grad,
+        "leaf": bool(leaf),
+        "version": 0 if inference else tensor._version,
+        "is_view": tensor._is_view(),
+        "inference": inference,
+        "several": several,
+        "outdated": several and leaf is None,
+    }
+
+
+def is_leaf(tensor: torch.Tensor) -> bool | None:
+    """As ``tensor.is_leaf``; None for a tensor whose use autograd forbids.
+
+    Of several views that one call made, as `split` does, it forbids each one once their base was written by a value
+    that requires grad.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return None
 
 
 def _counts_alone(tensor: torch.Tensor, real: object) -> bool:

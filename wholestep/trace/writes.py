@@ -47,7 +47,8 @@ class Writes(Storages):
             return None
         twin = pure_twin(func)
         written = self._written(func, args, kwargs, written_arguments(func))
-        if func not in CONSTANT_WRITES:
+        to_itself = func is aten.copy_.default and args[0] is args[1]
+        if func not in CONSTANT_WRITES and not to_itself:
             self._refuse_repeats(func, [self.ref(t).geometry for t in written])
         if not _is_list_op(func) and func not in CONSTANT_WRITES:
             self._refuse_partial_overlap(written, args, kwargs)
