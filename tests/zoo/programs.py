@@ -8,6 +8,7 @@ eager refuses are as welcome, since a compiled program must refuse them alike. N
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -57,6 +58,20 @@ class Program(NamedTuple):
         return "Program:\n" + "\n".join(lines) + f"\n  return {list(self.outputs)}"
 
 
+_notes: list[str] | None = None
+
+
+@contextmanager
+def questionable() -> Iterator[list[str]]:
+    """Collects what programs that run eagerly do, and what eager has no one answer to."""
+    global _notes
+    _notes = found = []
+    try:
+        yield found
+    finally:
+        _notes = None
+
+
 def _dim(x: Tensor, i: int) -> int:
     return i % max(x.ndim, 1)
 
@@ -74,7 +89,16 @@ def _narrow(x: Tensor, i: int, j: int) -> Tensor:
 def _as_strided(x: Tensor, i: int, j: int) -> Tensor:
     n = min(x.numel(), 2 + i % 2)
     step = 1 if x.numel() < 2 * n else 1 + j % 2
+    if _notes is not None and n and not {k * step for k in range(n)} <= _places(x):
+        _notes.append("as_strided reaches elements that its tensor does not have: their gradients are lost on the way")
     return x.as_strided((n,), (step,), x.storage_offset())
+
+
+def _places(x: Tensor) -> set[int]:
+    """Where a tensor's elements lie, from the first."""
+    ways = (range(0, size * stride, stride) if stride else [0] * size
+            for size, stride in zip(x.shape, x.stride(), strict=True))
+    return set(map(sum, itertools.product(*ways)))
 
 
 def _unfold(x: Tensor, i: int, j: int) -> Tensor:
@@ -126,23 +150,6 @@ def _fits(source: Tensor, target: Tensor) -> bool:
         return False
 
 
-_overlaps: list[tuple[Tensor, Tensor]] | None = None
-
-
-@contextmanager
-def overlaps() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Collects operands that share some of the memory that their call writes, in programs that run eagerly.
-
-    ATen's kernels refuse such calls where they notice; else they read what was there before or after, as it comes.
-    """
-    global _overlaps
-    _overlaps = found = []
-    try:
-        yield found
-    finally:
-        _overlaps = None
-
-
 def _overlap(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors share some memory, unless each element lies where the other's does."""
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
@@ -159,8 +166,8 @@ def _reach(x: Tensor) -> int:
 
 def _other(x: Tensor, y: Tensor) -> Tensor | float:
     """``y`` where it may be written into ``x``, else a number."""
-    if _overlaps is not None and _fits(y, x) and _overlap(x, y):
-        _overlaps.append((x, y))
+    if _notes is not None and _fits(y, x) and _overlap(x, y):
+        _notes.append("a call reads some of the memory that it writes: what was there before or after, as it comes")
     return y if _fits(y, x) and torch.can_cast(y.dtype, x.dtype) else 2.0 if x.is_floating_point() else 2
 
 

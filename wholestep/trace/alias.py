@@ -130,6 +130,8 @@ class Ref:
 
     def write(self, new: fx.Node, emit: Emit) -> None:
         """Makes ``new`` (of this tensor's shape and dtype) the content, visible to every alias."""
+        if self.parent is not None and not self.geometry.shape.numel():
+            return
         if self.parent is None:
             if self.storage.moved:
                 what = "a write through a view of memory that was given away by an assignment to .data"
