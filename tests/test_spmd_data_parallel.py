@@ -16,7 +16,7 @@ from wholestep.errors import PlanError
 from wholestep.ir import check
 from wholestep.lower import lower
 from wholestep.spmd.data_parallel import reduce_gradients
-from wholestep.spmd.launch import communication
+from wholestep.spmd.meeting import communication
 from wholestep.testing import run_ranks
 
 

@@ -16,7 +16,7 @@ from wholestep.errors import PlanError
 from wholestep.ir import check, info
 from wholestep.lower import lower
 from wholestep.parts import Part
-from wholestep.spmd.launch import communication
+from wholestep.spmd.meeting import communication
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.shard_optimizer import shard_optimizer
 from wholestep.testing import run_ranks

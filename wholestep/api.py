@@ -13,7 +13,7 @@ from torch import fx, nn
 from wholestep.autograd import Joint, Partition, default_partition
 from wholestep.autograd.compiled_backward import CompiledBackward
 from wholestep.autograd.differentiate import differentiate
-from wholestep.capture import Snapshot, compile_binder, new_values, no_collection, snapshot
+from wholestep.capture import PartOf, Snapshot, compile_binder, new_values, no_collection, snapshot
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
@@ -58,8 +58,9 @@ def build(
         look: takes the snapshot.
         overrides: transform the graph that the plans have made.
     """
-    world, traced = capture(fn, args, kwargs, varying, guard_data, not launch.passes, look)
-    program = programs.get(traced.fingerprint)
+    world, traced = capture(fn, args, kwargs, varying, guard_data, not launch.passes, look, launch.part)
+    key = launch.key(traced.step, traced.fingerprint)
+    program = programs.get(key)
     if program is None:
         step = check(traced.step, "trace")
         for transform in (*launch.passes, *_last_words(overrides, traced), *passes):
@@ -69,17 +70,20 @@ def build(
             program = Program(step, lower(step, examples, backend), traced.fingerprint)
         else:
             program = in_halves(step, traced, backend, halving or Halving())
-        programs[traced.fingerprint] = program
+        programs[key] = program
     inputs = traced.step.signature.inputs[: traced.n_inputs]
     values = [item.value for item in traced.lifted[: len(inputs)]]
-    launch.start(program.step, inputs, values)
-    if launch.cut(program.step, inputs, values):  # other guards hold now
+    terms = launch.start(traced.step, program.step, inputs, values, world.parts)
+    cut = launch.cut(program.step, inputs, values, world.parts)
+    if cut.moved:
         return build(fn, args, kwargs, launch, passes, backend, programs, varying, guard_data, halving, look, overrides)
+    if cut.any:
+        world = look(fn, args, kwargs, names=world.names, varying=varying)
     bound = [item.source for item in traced.lifted if item.source is not None]
     mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])
     binder.prepare(traced.effects, traced.result, args, kwargs)
-    return Entry(traced, binder, program, releases=backend == "aten")
+    return Entry(traced, binder, program, releases=backend == "aten", terms=terms)
 
 
 def _last_words(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
@@ -137,12 +141,14 @@ def capture(
     guard_data: bool = False,
     differentiable: bool = True,
     look: Look = snapshot,
+    part: PartOf | None = None,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
 
     Args:
         guard_data: numbers and shapes that depend on data become guards, not errors.
         differentiable: whether results that require grad shall be differentiable outside of the step.
+        part: in the global view, what a tensor without a mark is of a whole one.
     """
     world = look(fn, args, kwargs, varying=varying)
     shared: frozenset[int] = frozenset()
@@ -150,9 +156,10 @@ def capture(
     while True:
         try:
             _tracing.active = True
-            world.put_twins()
             names = world.module_names()
             with _capturing:
+                world.put_wholes(part)
+                world.put_twins()
                 step = world.twins.exchange(fn)
                 return world, trace_step(step, args, kwargs, world, names, new_values, shared, guard_data, backward)
         except SharedMemory as request:
@@ -210,21 +217,32 @@ class Compiled:
         with self._lock:
             missed = Missed("")
             for entry in self._entries:
-                outcome = entry(args, kwargs, ready)
+                outcome = entry(args, kwargs, self._begin(entry, ready) if self._launch.view else ready)
                 if type(outcome) is not Missed:
                     if entry is not self._entries[0]:
                         self._entries.remove(entry)
                         self._entries.insert(0, entry)
                     return outcome
                 missed = missed if missed.reason else outcome
+            self._launch.miss()
             try:
                 entry = self._capture(args, kwargs, missed)
             except LazyError:  # the call that gives lazy modules their parameters
+                if self._launch.view:
+                    raise
                 return self._fn(*args, **kwargs)
             outcome = entry(args, kwargs, ready)
             if type(outcome) is Missed:
                 raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")
             return outcome
+
+    def _begin(self, entry: Entry, ready: Callable[[], Any] | None) -> Callable[[], Any]:
+        def begin() -> None:
+            self._launch.begin(entry.terms)
+            if ready is not None:
+                ready()
+
+        return begin
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Missed) -> Entry:
         if len(self._entries) >= MAX_ENTRIES:

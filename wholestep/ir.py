@@ -28,7 +28,7 @@ from wholestep.errors import CaptureError, GraphError
 from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
-InputKind = Literal["parameter", "buffer", "grad", "state", "tensor", "number"]
+InputKind = Literal["parameter", "buffer", "grad", "state", "batch", "tensor", "number"]
 
 
 @dataclass
@@ -54,7 +54,10 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class Input:
-    """One placeholder: where its value comes from and what it is for."""
+    """One placeholder: where its value comes from and what it is for.
+
+    Of kind "batch" are tensors in the arguments that no module, optimizer or object of the user's own keeps.
+    """
 
     name: str
     source: str
@@ -91,6 +94,7 @@ class Signature:
             lowered program writes into the input's own memory. All other outputs are fresh memory that
             the caller owns.
         gradients: one per parameter and `backward()`, for data parallelism.
+        homes: output index -> the gradient or optimizer state that the step leaves there, named as an input is.
         dying: indices of inputs that nobody else reads once the program has: given in a list, which it empties, their
             memory is free after their last reader.
         kept: how many of the last outputs are held until a backward: their memory is not reused by the next call.
@@ -100,6 +104,7 @@ class Signature:
     n_outputs: int = 0
     mutations: dict[int, int] = field(default_factory=dict)
     gradients: list[Gradient] = field(default_factory=list)
+    homes: dict[int, Input] = field(default_factory=dict)
     dying: frozenset[int] = frozenset()
     kept: int = 0
 

@@ -3,7 +3,7 @@
 Takes a function and one call's arguments. Gives a `Snapshot` (tensors and numbers with their sources, everything
 in reach put back by `restore`, changes described by `effects`), the guards that must hold later, and a `Binder`:
 the fast check that a call passes before a captured program serves it.
-May import: errors, ir, torch_compat. Must not import trace, autograd, spmd, passes, lower, runtime, api.
+May import: errors, ir, parts, torch_compat. Must not import trace, autograd, spmd, passes, lower, runtime, api.
 """
 
 from wholestep.capture.binder import Binder, compile_binder
@@ -27,6 +27,7 @@ from wholestep.capture.replay import replay
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.walk import Found, Number
+from wholestep.capture.wholes import PartOf, Wholes
 
 __all__ = [
     "Binder",
@@ -42,6 +43,7 @@ __all__ = [
     "GuardFailure",
     "New",
     "Number",
+    "PartOf",
     "SetAttr",
     "SetContents",
     "SetGrad",
@@ -49,6 +51,7 @@ __all__ = [
     "Snapshot",
     "Source",
     "Tree",
+    "Wholes",
     "compile_binder",
     "new_values",
     "no_collection",

@@ -7,6 +7,7 @@ exchange values do not disturb each other.
 
 from __future__ import annotations
 
+import re
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from wholestep.capture.boxes import Contents
 from wholestep.capture.source import Source, Version
 from wholestep.capture.walk import Place, is_plain
 from wholestep.errors import LeakError
-from wholestep.ir import Count
+from wholestep.ir import Count, InputKind
 
 if TYPE_CHECKING:
     from wholestep.capture.snapshot import Snapshot
@@ -353,6 +354,33 @@ def new_values(effects: Sequence[Effect], result: Value = NOTHING) -> list[Any]:
     for effect in effects:
         look(getattr(effect, "value", None))
     return [found[index] for index in sorted(found)]
+
+
+def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
+    """Where effects leave the gradients and the optimizer state that the step makes: `New.index` -> source, kind.
+
+    Sources are written as those of inputs are, so that a later step finds the same words for what is there then.
+    """
+    found: dict[int, tuple[str, InputKind]] = {}
+
+    def look(value: Value, where: str) -> None:
+        if isinstance(value, New) and _STATE.search(where):
+            found.setdefault(value.index, (where, "state"))
+        elif isinstance(value, Tree):
+            for key, inner in zip(value.keys, value.values, strict=True):
+                look(inner, f"{where}[{key}]")
+
+    for effect in effects:
+        if isinstance(effect, SetGrad) and isinstance(effect.value, New):
+            found[effect.value.index] = f"{effect.source}.grad", "grad"
+        elif isinstance(effect, SetItem):
+            look(effect.value, f"{effect.source}[{effect.key}]")
+        elif isinstance(effect, SetContents):
+            look(effect.value, str(effect.source))
+    return found
+
+
+_STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")
 
 
 def assemble(prototype: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:

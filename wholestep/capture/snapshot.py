@@ -15,12 +15,15 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture import guards as guarding
-from wholestep.capture.effects import CallStep, Effect, Value, differences
+from wholestep.capture.effects import CallStep, Effect, Value, differences, homes
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
 from wholestep.capture.source import Call, Local, Replacement, Source, in_replacement
 from wholestep.capture.twins import Twins
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
+from wholestep.capture.wholes import PartOf, Wholes
+from wholestep.ir import InputKind
+from wholestep.parts import Part
 from wholestep.torch_compat import set_versions
 
 # Path of a module below the outermost one in sight, and the module -> the module to trace in its place.
@@ -37,6 +40,8 @@ class Snapshot:
         numbers: floats among optimizers' settings and numbers that vary, which are inputs of the step.
         differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
         replaced: modules, each with the one that takes its place while the step is traced.
+        parts: id of a tensor -> what it holds of the whole one that it stands for.
+        spread: whether each rank may come to hold a part of any tensor.
     """
 
     differentiable = True
@@ -59,6 +64,7 @@ class Snapshot:
         self._hidden: dict[int, str] | None = None
         self._versions: list[tuple[torch.Tensor, int, Any]] = []
         self.twins = Twins(())
+        self.wholes, self.spread = Wholes((), no_part), False
         self._count_versions()
 
     def _replace(self, replace: Replace) -> None:
@@ -168,6 +174,20 @@ class Snapshot:
             vars(scheduler)["step"] = Deferred(scheduler, source, self._note)
         return tuple(args), kwargs
 
+    def put_wholes(self, part: PartOf | None) -> None:
+        """Gives tensors that the rank holds as parts the shapes of the whole ones, until `restore`.
+
+        Args:
+            part: what a tensor that carries no mark holds all the same; None when the step is not spread over ranks.
+        """
+        self.spread = part is not None
+        self.wholes = Wholes(self.tensors.values(), part or no_part)
+        self.wholes.put()
+
+    @property
+    def parts(self) -> dict[int, Part]:
+        return self.wholes.parts
+
     def put_twins(self) -> None:
         """Puts twins in the place of tensors with a history, until `restore`; `lift` gives those among arguments."""
         replaced = {id(old): new for old, new in self.replaced}
@@ -220,10 +240,15 @@ class Snapshot:
         effects, described = differences(self, is_new, result)
         return [*effects, *(CallStep(n.source, n.args) for n in self.noted)], described
 
+    def homes(self, effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
+        """Where effects leave gradients and optimizer state that the step makes: `New.index` -> source, kind."""
+        return homes(effects)
+
     def restore(self) -> None:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""
         torch.set_grad_enabled(self._grad_mode)
         torch.clear_autocast_cache()
+        self.wholes.back()
         failures: list[Exception] = []
         for place in self.places:
             try:
@@ -252,6 +277,11 @@ class Snapshot:
                 path = re.sub(r"^\w+\['(\w+)'\]", r"\1", str(place.source))
                 names.setdefault(id(place.owner), path.removesuffix(".__dict__"))
         return names
+
+
+def no_part(found: Found) -> Part | None:
+    """Whatever carries no mark is whole."""
+    return None
 
 
 def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -174,6 +174,7 @@ class Walk:
         self.state = global_state()
         self.metadata: dict[int, tuple[Any, ...]] = {}
         self.numbers: list[Number] = []
+        self.holders: set[str] = set()  # paths of objects whose tensors are no batch: modules, optimizers, the user's
         self.named: set[tuple[int, str]] = set()  # globals met: id of the module's table, name
         self._keep: list[Any] = []  # ids stay valid while the walk lives
         self._todo: list[tuple[Any, Source]] = []
@@ -279,7 +280,7 @@ Handler = Callable[[Walk, Any, Source], None]
 def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
     if is_lazy(tensor):
         raise LazyError(f"{source} has no shape yet", remedy="call the module once, which gives it one")
-    walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(tensor, source))
+    walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(walk, tensor, source))
     walk.metadata[id(tensor)] = metadata(tensor)
     # hooks of a tensor that an earlier computation made belong to that computation, not to the step
     walk.add(tensor, source, boxes.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
@@ -288,7 +289,7 @@ def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
         walk.add(attributes, Vars(source), boxes.ATTRIBUTES, tensor)
 
 
-def _tensor_kind(tensor: torch.Tensor, source: Source) -> InputKind:
+def _tensor_kind(walk: Walk, tensor: torch.Tensor, source: Source) -> InputKind:
     if isinstance(source, Attr) and source.name == "grad":
         return "grad"
     if isinstance(tensor, torch.nn.Parameter):
@@ -300,7 +301,18 @@ def _tensor_kind(tensor: torch.Tensor, source: Source) -> InputKind:
         step = step.base
     if len(steps) == 2 and steps[1] == "_buffers":
         return "buffer"
-    return "state" if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], Source) else "tensor"
+    if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], Source):
+        return "state"
+    return "batch" if _is_batch(walk, source) else "tensor"
+
+
+def _is_batch(walk: Walk, source: Source) -> bool:
+    """True for what an argument is or holds: data in containers, not what an object keeps between calls."""
+    while isinstance(source, (Item, Vars, Attr)) and source.path not in walk.holders:
+        if isinstance(source, Attr) and source.name.startswith("__"):  # of a function
+            return False
+        source = source.base
+    return isinstance(source, Local)
 
 
 def _mapping(walk: Walk, holder: dict[Any, Any], source: Source) -> None:
@@ -327,6 +339,8 @@ def _plain_attributes(walk: Walk, value: Any, source: Source) -> None:
 
 def _object(walk: Walk, value: Any, source: Source) -> None:
     kind = type(value)
+    if not (issubclass(kind, DATA) or is_dataclass(kind)):
+        walk.holders.add(source.path)
     _plain_attributes(walk, value, source)
     if boxes.slot_names(kind):
         walk.add(value, source, boxes.SLOTS)
@@ -347,6 +361,7 @@ def _class(walk: Walk, kind: type, source: Source) -> None:
 
 
 def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> None:
+    walk.holders.add(source.path)
     for index, group in enumerate(optimizer.param_groups):
         where = Item(Item(Item(Vars(source), "param_groups"), index), "")
         later = frozenset(key for key in group if key not in optimizer.defaults and key != "params")
@@ -436,6 +451,7 @@ HANDLERS: dict[type, Handler] = {
     UserList: _object,
     type: _class,
 }
+DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
 _VARYING = (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SLOTS, boxes.LIST, boxes.CELL, boxes.NAMES, boxes.MODULE)
 _NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.MODULE)
 _LATER = (_optimizer, _scheduler, _class)

@@ -51,16 +51,22 @@ class Entry:
         program: shared with other entries of the same fingerprint.
         releases: whether gradients that the step replaces unread go before it runs: not where a program of the
             user's own may fail and everything shall then be as it was.
+        terms: what the ranks have agreed on, for them to compare.
     """
 
-    def __init__(self, traced: Traced, binder: Binder, program: Program, releases: bool = False) -> None:
-        self.traced, self.binder, self.program, self.releases = traced, binder, program, releases
+    def __init__(
+        self, traced: Traced, binder: Binder, program: Program, releases: bool = False, terms: Any = None
+    ) -> None:
+        self.traced, self.binder, self.program, self.releases, self.terms = traced, binder, program, releases, terms
         derivative = traced.derivative
         self.count = traced.n_inputs
         state = {id(item): index for index, item in enumerate(traced.hoisted.state)}
         self.hoisted = {i: state[id(item)] for i, item in enumerate(traced.lifted) if id(item) in state}
         self.parts = _parts(program, self.hoisted)
         self.beginnings = _beginnings(traced.hoisted.module, {self.hoisted[i]: p for i, p in self.parts.items()})
+        placements = [info(node).placement if isinstance(node, fx.Node) else None for node in program.step.outputs]
+        kept = {o: p for o, p in enumerate(placements) if isinstance(p, Part)}
+        self.kept = {k: kept[s.output] for k, s in enumerate(traced.slots) if s.output in kept}
         self.flat = {i: [m.storage_offset() for m in x.members] for i, x in enumerate(traced.lifted) if x.members}
         self.bound = [i for i in range(len(traced.lifted)) if i not in self.hoisted]
         places = {id(item): i for i, item in enumerate(traced.lifted)}
@@ -160,6 +166,8 @@ class Entry:
             set_versions(tuple([slots[i] for i in self.fresh]), self.slot_versions)
         for index in self.several:
             make_one_of_several(slots[index], traced.slots[index].outdated)
+        for index, part in self.kept.items():
+            mark_part(slots[index], part)
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
 

@@ -6,6 +6,7 @@ May import: errors, ir, torch_compat, comm, capture, trace. Must not import pass
 """
 
 from wholestep.comm import row_ops as _row_ops  # noqa: F401 - makes its operators known
+from wholestep.spmd.global_view import AtRest, GlobalPlan, View
 from wholestep.spmd.launch import Launch, Plan
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
@@ -14,14 +15,17 @@ from wholestep.spmd.redistribute import bytes_sent, redistribute
 from wholestep.spmd.whole_state import full_state_dict
 
 __all__ = [
+    "AtRest",
     "DataParallel",
     "DeviceMesh",
+    "GlobalPlan",
     "Launch",
     "Partial",
     "Plan",
     "Replicate",
     "Shard",
     "ShardedOptimizer",
+    "View",
     "bytes_sent",
     "full_state_dict",
     "init_device_mesh",

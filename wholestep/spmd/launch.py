@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import fx
 
 from wholestep import comm
+from wholestep.capture import Found
 from wholestep.errors import PlanError
-from wholestep.ir import Input, StepGraph, info, is_effectful
-from wholestep.parts import narrow_to, part_of
+from wholestep.ir import Input, StepGraph, info
+from wholestep.parts import Part, mark_part, narrow_to
+from wholestep.spmd.global_view import GlobalPlan, View
+from wholestep.spmd.meeting import MISS, SHARED_KINDS, Meeting, Terms, terms_of
 from wholestep.spmd.mesh import DeviceMesh
-from wholestep.torch_compat import FakeTensor, OpOverload
-
-SHARED_KINDS = ("parameter", "buffer")
+from wholestep.torch_compat import FakeTensor
 
 
 class Plan(Protocol):
@@ -27,11 +27,24 @@ class Plan(Protocol):
     def passes(self, mesh: DeviceMesh) -> list[Callable[[StepGraph], StepGraph]]: ...
 
 
+class Cut(NamedTuple):
+    """What became of the tensors of a step.
+
+    Attributes:
+        any: some are parts now, so that other guards hold.
+        moved: some were laid out as parts are not, so that the program does not fit them.
+    """
+
+    any: bool
+    moved: bool
+
+
 class Launch:
     """A mesh and its plans, for one compiled step.
 
     Attributes:
         passes: those of all plans, in order.
+        view: the plans of the global view; None when there are none.
 
     Raises:
         PlanError: plans without a mesh, a mesh without plans, or an axis that the mesh does not have.
@@ -46,135 +59,152 @@ class Launch:
                 f"ws.compile: {mesh!r} without a plan: pass plan=ws.DataParallel({mesh.mesh_dim_names[0]!r})"
             )
         self.passes: list[Callable[[StepGraph], StepGraph]] = []
-        self._groups: list[comm.ProcessGroup] = []
+        groups: list[comm.ProcessGroup] = []
         for one in plans:
             if not callable(getattr(one, "passes", None)):
                 raise TypeError(f"ws.compile: a plan such as ws.DataParallel is required, found {type(one).__name__}")
             assert mesh is not None
             self.passes += one.passes(mesh)
-            self._groups.append(mesh.get_group(one.axis))
-        self._axes = {group.group_name: one.axis for one, group in zip(plans, self._groups, strict=True)}
-        self._agreed: set[tuple[str, ...]] = set()
+            groups.append(mesh.get_group(one.axis))
+        spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
+        self.view = View(spread, tuple(mesh.line(one.axis) for one in spread)) if mesh and spread else None
+        self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
+        self._meeting = Meeting(list(dict.fromkeys(groups)))
+        self._agreed: set[Terms] = set()
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._met = False
 
-    def start(self, step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any]) -> None:
+    @property
+    def part(self) -> Callable[[Found], Part | None] | None:
+        """What a tensor that carries no mark is of a whole one; None outside of the global view."""
+        view = self.view
+        return None if view is None else lambda found: _given(view, found)
+
+    def key(self, step: StepGraph, fingerprint: str) -> str:
+        """What programs must have alike to be one: in the global view the names, too, by which plans place tensors."""
+        if self.view is None:
+            return fingerprint
+        return "\n".join([fingerprint, *(i.source for i in step.signature.inputs),
+                          *(f"{o} {i.source}" for o, i in sorted(step.signature.homes.items()))])  # fmt: skip
+
+    def start(
+        self, whole: StepGraph, step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any],
+        parts: Mapping[int, Part],
+    ) -> Terms:  # fmt: skip
         """Brings the ranks together before they run a program for the first time.
 
         All must issue the same collectives and update the same parameters. Then rank 0's parameters and buffers
-        go to all others, once for each tensor. A later program that communicates alike needs no meeting: a rank
-        may recapture alone, for a batch of another size.
+        go to all others, once for each tensor. In the global view they run one program on batches of one shape with
+        one state of the random generator, rank 0's. A later program that communicates alike needs no meeting in the
+        local view: a rank may recapture alone, for a batch of another size.
 
         Args:
-            step: the program of this rank, after all passes.
+            whole: the graph before all passes.
+            step: the program of this rank, after them.
             inputs, tensors: what it was traced with: parameters and buffers among them are spread.
+            parts: id of a tensor -> what the rank holds of it.
+
+        Returns:
+            what the ranks have agreed on.
 
         Raises:
             PlanError: on every rank, when the ranks' programs do not fit each other.
         """
-        words = (
-            *communication(step, self._axes),
-            *(_describe(i, t) for i, t in zip(inputs, tensors, strict=True) if _shared(i, t)),
-        )
-        if not self._groups or words in self._agreed:
-            return
-        trouble = self._meet(words, "")
-        if trouble:
-            raise PlanError(trouble)
-        new = [t for i, t in zip(inputs, tensors, strict=True) if _shared(i, t) and not self._is_spread(t)]
-        for group in self._groups:
+        terms = terms_of(step, inputs, tensors, self._axes, whole if self.view else None)
+        groups = self._meeting.groups
+        if not groups or (terms in self._agreed and not self.view):
+            return terms
+        self._compare(terms)
+        new = [
+            t
+            for i, t in zip(inputs, tensors, strict=True)
+            if i.kind in SHARED_KINDS and isinstance(t, torch.Tensor) and id(t) not in parts and not self._is_spread(t)
+        ]
+        for group in groups:
             for tensor in new:
                 comm.broadcast(tensor.detach(), group=group, group_src=0)
+        if self.view and not self._agreed:
+            _share_randomness(groups)
         self._spread |= {id(tensor): weakref.ref(tensor) for tensor in new}
-        self._agreed.add(words)
+        self._agreed.add(terms)
+        return terms
 
-    def cut(self, step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any]) -> bool:
-        """Cuts whole state tensors down to the rows that a program keeps, in place; True when there were any.
-
-        Args:
-            step, inputs, tensors: as for `start`.
+    def begin(self, terms: Terms) -> None:
+        """In the global view, before a program serves a call: all ranks are to run it, on batches of one shape.
 
         Raises:
-            PlanError: a tensor holds other rows than the program keeps.
+            PlanError: on every rank, when they are not.
+        """
+        if not self._meeting.agree(terms.number):
+            self._compare(terms)
+
+    def miss(self) -> None:
+        """In the global view, before a capture: the others are told, and meet this rank when it is done."""
+        if self.view:
+            self._meeting.agree(MISS)
+
+    def cut(
+        self, step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
+    ) -> Cut:
+        """Cuts whole tensors down to the parts that a program keeps, in place.
+
+        Args:
+            step, inputs, tensors, parts: as for `start`.
+
+        Raises:
+            PlanError: a tensor holds another part than the program keeps.
         """
         wanted = [info(node).placement for node in step.placeholders[: len(inputs)]]
-        triples = [(w, i, t) for w, i, t in zip(wanted, inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
-        for part, item, tensor in triples:
-            if part_of(tensor) not in (None, part):
+        kept = [
+            (part if isinstance(part, Part) else None, item, tensor)
+            for part, item, tensor in zip(wanted, inputs, tensors, strict=True)
+            if isinstance(tensor, torch.Tensor) and item.kind != "batch"
+        ]
+        for part, item, tensor in kept:
+            held = parts.get(id(tensor))
+            if held not in (None, part):
                 raise PlanError(
-                    f"{item.source} holds {part_of(tensor)} of a sharded optimizer; this step needs "
-                    f"{part or 'the whole tensor'}\n  to do: load ws.full_state_dict(optimizer, group), taken before, "
-                    "into the optimizer, or compile the step with the mesh and plan that sharded it"
+                    f"{item.source} holds {held}; this step needs {part or 'the whole tensor'}\n"
+                    "  to do: load ws.full_state_dict(optimizer or model, group), taken before, or compile the step "
+                    "with the mesh and plan that cut it"
                 )
-        whole = [(part, t) for part, _, t in triples if part and part_of(t) is None and not isinstance(t, FakeTensor)]
-        for part, tensor in whole:
+        before: list[bool] = []
+        for part, _, tensor in kept:
+            if part is None or isinstance(tensor, FakeTensor):
+                continue
+            if id(tensor) in parts:
+                mark_part(tensor, part)
+                continue
+            before.append(tensor.is_contiguous())
             narrow_to(tensor, part)
-        return bool(whole)
+            if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == part.shape:
+                narrow_to(tensor.grad, part)
+        return Cut(bool(before), not all(before))
 
     def withdraw(self, error: Exception) -> None:
-        """This rank could not capture its first program: the others, which wait for it to start, are told why."""
-        if self._groups and not self._met:
+        """This rank could not capture a program: the others, which wait for it to start, are told why."""
+        if self._meeting.expected:
             rank = comm.get_rank()
-            self._meet((), f"rank {rank} could not capture the step: {type(error).__name__}: {error}")
+            self._meeting.compare(Terms(()), f"rank {rank} could not capture the step: {type(error).__name__}: {error}")
 
-    def _meet(self, words: tuple[str, ...], trouble: str) -> str:
-        """Compares the ranks' words along every axis; gives what is wrong, the same on all ranks, or nothing."""
-        self._met = True
-        for group in self._groups:
-            everybody: list[Any] = [None] * group.size()
-            comm.all_gather_object(everybody, (words, trouble), group)
-            trouble = next((text for _, text in everybody if text), "") or _compare([said for said, _ in everybody])
-        return trouble
+    def _compare(self, terms: Terms) -> None:
+        trouble = self._meeting.compare(terms)
+        if trouble:
+            raise PlanError(trouble)
 
     def _is_spread(self, tensor: torch.Tensor) -> bool:
         known = self._spread.get(id(tensor))
         return known is not None and known() is tensor
 
 
-def communication(step: StepGraph, axes: Mapping[str, str]) -> list[str]:
-    """The collectives of a program, in order: what all ranks must have alike.
-
-    Args:
-        axes: group's name -> axis, for words that are the same on all ranks.
-    """
-    return [_collective(node, axes) for node in step.graph.nodes if _is_collective(node)]
+def _given(view: View, found: Found) -> Part | None:
+    if found.kind != "batch" or not found.tensor.dim():
+        return None
+    return view.given(Input("", found.source.text, found.kind), found.tensor)
 
 
-def _is_collective(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep" and is_effectful(node)
-
-
-def _collective(node: fx.Node, axes: Mapping[str, str]) -> str:
-    value, target = info(node).value, node.target
-    settings = ", ".join(axes.get(str(a), str(a)) for a in node.args if not isinstance(a, fx.Node))
-    names = ", ".join(info(node).placement or ())
-    return f"{target._schema.name}({settings}) of {_form(value)}: {names}"  # type: ignore[union-attr]
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _shared(item: Input, tensor: Any) -> bool:
-    return item.kind in SHARED_KINDS and isinstance(tensor, torch.Tensor)
-
-
-def _describe(item: Input, tensor: torch.Tensor) -> str:
-    return f"{item.kind} {item.source}: {_form(tensor)}"
-
-
-def _compare(everybody: Sequence[Sequence[str]]) -> str:
-    """Says where one rank's words differ from rank 0's; nothing when none do."""
-    first = everybody[0]
-    for rank, words in enumerate(everybody):
-        if words == first:
-            continue
-        place = next(
-            (i for i, (a, b) in enumerate(zip(first, words, strict=False)) if a != b), min(len(first), len(words))
-        )
-        here, there = (w[place] if place < len(w) else "nothing more" for w in (first, words))
-        return (
-            f"the ranks' programs do not fit each other: rank 0 has {here}; rank {rank} has {there}\n"
-            "  to do: build the same model, optimizer and step on every rank; only the data may differ"
-        )
-    return ""
+def _share_randomness(groups: Sequence[comm.ProcessGroup]) -> None:
+    """Gives all ranks rank 0's random generator."""
+    state = torch.get_rng_state()
+    for group in groups:
+        comm.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, fake_tensors, info, set_info
+from wholestep.parts import Part
 from wholestep.torch_compat import OpOverload, below_autograd
 
 Choice = Callable[[fx.Node], bool]
@@ -27,7 +29,7 @@ def copy_step(step: StepGraph, stage: str) -> StepGraph:
         for g in old.gradients
         if g.after in names
     ]
-    signature = replace(old, mutations=dict(old.mutations), gradients=gradients)
+    signature = replace(old, mutations=dict(old.mutations), gradients=gradients, homes=dict(old.homes))
     return StepGraph(fx.GraphModule(step.gm, graph), signature, stage)
 
 
@@ -103,3 +105,17 @@ def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
                 twin = old.graph.node_copy(user, lambda n: new if n is old else n)
             set_info(twin, replace(info(user), phase=phase))
             reroute(user, twin, chosen, phase)
+
+
+def part_value(value: torch.Tensor, part: Part) -> torch.Tensor:
+    """A fake of the part that a rank holds of a whole fake, in the same order of dimensions, with the same gaps."""
+    strides = list(value.stride())
+    if value.is_contiguous():
+        strides = [math.prod(part.size[dim + 1 :]) for dim in range(value.dim())]
+    else:
+        for dim, (own, whole) in enumerate(zip(part.size, part.shape, strict=True)):
+            for other, stride in enumerate(value.stride()):
+                if own != whole and stride > value.stride(dim):
+                    strides[other] = strides[other] * own // whole
+    with value.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
+        return torch.empty_strided(part.size, strides, dtype=value.dtype, device=value.device)

@@ -19,7 +19,7 @@ from wholestep.ir import StepGraph, fake_tensors, info, set_info
 from wholestep.parts import Part
 from wholestep.spmd.data_parallel import Pending, Reducer
 from wholestep.spmd.mesh import Line
-from wholestep.spmd.rewrite import call, copy_step, is_view, readers
+from wholestep.spmd.rewrite import call, copy_step, is_view, part_value, readers
 from wholestep.spmd.updates import Update, column_of, find_updates
 from wholestep.torch_compat import below_autograd
 
@@ -133,12 +133,10 @@ class _Sharder(Reducer):
     def _narrow(self, update: Update) -> None:
         """Makes all calls of an update work on this rank's rows."""
         like = info(update.parameter).value
-        start, stop = self._mine(like)
+        part = Part.rows(like.shape, *self._mine(like))
         for state in update.states:
             old = info(state)
-            set_info(
-                state, replace(old, value=_rows(old.value, start, stop), placement=Part.rows(like.shape, start, stop))
-            )
+            set_info(state, replace(old, value=part_value(old.value, part), placement=part))
         own = {*update.calls, *update.states}
         cuts: dict[fx.Node, fx.Node] = {}
 
@@ -200,11 +198,6 @@ class _Sharder(Reducer):
         while column is not None and following in _picks(column[0]):
             following = following.next
         return following
-
-
-def _rows(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    with value.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
-        return value.new_empty((stop - start, *value.shape[1:]))
 
 
 def _views(node: fx.Node) -> list[fx.Node]:

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import LeakError, UnsupportedError
-from wholestep.ir import Phase, Signature, StepGraph, dead_code, info, set_info
+from wholestep.ir import Input, InputKind, Phase, Signature, StepGraph, dead_code, info, set_info
+from wholestep.parts import Part
 from wholestep.torch_compat import FakeTensor
 from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
 from wholestep.trace.hoist import Hoisted, hoist
@@ -41,6 +42,11 @@ class World(Protocol):
     def versions(self) -> dict[int, int]: ...
     def find(self, tensor: torch.Tensor) -> Found | None: ...
     def lift(self, stand_ins: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    @property
+    def parts(self) -> dict[int, Part]: ...
+    @property
+    def spread(self) -> bool: ...
+    def homes(self, effects: list[Any]) -> dict[int, tuple[str, InputKind]]: ...
     def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
 
 
@@ -127,7 +133,7 @@ def trace_step(
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory: restore the world and try again.
     """
-    recorder = Recorder(world.find, Whereabouts(names), shared, guard_data)
+    recorder = Recorder(world.find, Whereabouts(names), shared, guard_data, world.parts)
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     before = world.versions()
     torch.clear_autocast_cache()
@@ -148,7 +154,7 @@ def trace_step(
                 raise
     torch.clear_autocast_cache()
     _refuse_shared_writes(recorder)
-    outlet = Outlet(recorder)
+    outlet = Outlet(recorder, world.spread)
     try:
         effects, value = world.outcome(lambda t: isinstance(t, FakeTensor), result)
     except LeakError as error:
@@ -156,13 +162,14 @@ def trace_step(
     made = new_values(effects, value)
     outlet.observe(made)
     versions = _versions(recorder, before)
-    hoisted = hoist(recorder, made)
-    places = [outlet.place(v) for v in made]
+    homes = {index: Input("", source, kind) for index, (source, kind) in world.homes(effects).items()}
+    hoisted = hoist(recorder, made, homes)
+    places = [outlet.place(v, index in homes) for index, v in enumerate(made)]
     differentiated = differentiate(recorder, outlet, made, recording) if differentiate else None
     if differentiated:
         _refuse_late_effects(world, effects)
         _refuse_shared_writes(recorder)  # of inputs that it met besides: bases of those that the step writes
-    traced = _finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated)
+    traced = _finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated, homes)
     if torch.is_grad_enabled() != grad_mode:
         traced.grad_mode = not grad_mode
     return traced
@@ -218,6 +225,7 @@ def _finish(
     hoisted: Hoisted,
     versions: dict[Any, int],
     backward: Differentiated | None,
+    homes: dict[int, Input],
 ) -> Traced:
     rewritten = {id(item) for item, _, _ in (*backward.rewritten, *backward.refused)} if backward else set()
     rewritten |= {id(m.item) for m in recorder.memories.values() if not m.now}  # nowhere is left to write to
@@ -261,6 +269,7 @@ def _finish(
             len(outlet.outputs) + len(gradients),
             {output: new_index[id(item)] for output, item in mutated.items()},
             recorder.gradients,
+            {output: home for index, home in homes.items() if (output := _own_output(outlet, made[index])) is not None},
         ),
     )
     derivative = None
@@ -290,6 +299,12 @@ def _finish(
         [(new_index[id(m.item)], m.before, m.now) for m in recorder.memories.values()],
         refused=[(new_index[id(item)], output, why) for item, output, why in refused],
     )
+
+
+def _own_output(outlet: Outlet, place: Made) -> int | None:
+    """The output that is all of what the step leaves at a place."""
+    slot = None if place.slot is None else outlet.slots[place.slot]
+    return slot.output if slot is not None and slot.geometry is None else None
 
 
 def _set_phases(graph: fx.Graph, last: fx.Node) -> None:

@@ -8,13 +8,14 @@ graph of its own makes its beginning.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.ir import is_effectful
+from wholestep.ir import Input, is_effectful
 from wholestep.torch_compat import FakeTensor
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.tape import Lifted
@@ -54,29 +55,34 @@ class Hoisted:
             return self.module(*(item.value for item in self.inputs))  # type: ignore[no-any-return]
 
 
-def hoist(recorder: Recorder, tensors: list[torch.Tensor]) -> Hoisted:
-    """Hoists those of the given tensors, which the step leaves behind, that were made from nothing."""
+def hoist(recorder: Recorder, tensors: list[torch.Tensor], homes: Mapping[int, Input]) -> Hoisted:
+    """Hoists those of the given tensors, which the step leaves behind, that were made from nothing.
+
+    Args:
+        homes: place in the list -> where the step leaves a tensor.
+    """
     graph = fx.Graph()
     builder = _Builder(recorder, graph)
     firsts: list[fx.Node] = []
     state: list[Lifted] = []
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if not isinstance(tensor, FakeTensor):
             continue
         ref = recorder.ref(tensor)
         if ref.parent is not None or ref.storage.input is not None or not builder.from_nothing(ref.storage.first):
             continue
         firsts.append(builder.copy(ref.storage.first))
-        state.append(_as_input(recorder, tensor))
+        state.append(_as_input(recorder, tensor, homes.get(index)))
     graph.output(tuple(firsts))
     return Hoisted(fx.GraphModule(recorder.constants, graph), builder.numbers, state)
 
 
-def _as_input(recorder: Recorder, tensor: torch.Tensor) -> Lifted:
+def _as_input(recorder: Recorder, tensor: torch.Tensor, home: Input | None) -> Lifted:
     ref = recorder.ref(tensor)
     first = ref.storage.first
     value = first.meta["info"].value
-    node = recorder.placeholder(f"state {len(recorder.lifted)}", "state", value)
+    source = home.source if home is not None else f"state {len(recorder.lifted)}"
+    node = recorder.placeholder(source, "state", value)
     first.replace_all_uses_with(node)
     recorder.gradients = [replace(g, after=node.name) if g.after == first.name else g for g in recorder.gradients]
     lifted = Lifted(node, None, tensor, ref)

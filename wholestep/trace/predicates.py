@@ -9,7 +9,7 @@ asked for such guards too (`guard_data`): then whatever it follows from is compu
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,6 +96,7 @@ def decide(
     data: Callable[[fx.Node], bool],
     line: str,
     guard_data: bool = False,
+    absent: Set[fx.Node] = frozenset(),
 ) -> Predicate:
     """Computes a decision now, from the real inputs, and makes it a guard.
 
@@ -103,11 +104,13 @@ def decide(
         node: gives the number, or the sizes, on which Python decides.
         data: tells placeholders of data from those of parameters, gradients and optimizer state.
         guard_data: it may follow from any tensor, at any cost.
+        absent: inputs of which each rank holds a part, so that none knows the whole.
 
     Raises:
         DataDependentError: it cannot be computed cheaply from the inputs, or takes random numbers.
     """
     needed = _slice(node, data, line, guard_data)
+    _refuse_parts([n for n in needed if n in absent], lifted, line)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     positions = {item.node: index for index, item in enumerate(lifted)}
     inputs: list[int] = []
@@ -127,6 +130,16 @@ def decide(
     names = {item.node: str(item.source) for item in lifted}
     text = _text(node, names)
     return Predicate(module, tuple(inputs), expected, text if len(text) <= 160 else f"{text[:157]}…", line)
+
+
+def _refuse_parts(nodes: Sequence[fx.Node], lifted: Sequence[LiftedLike], line: str) -> None:
+    if nodes:
+        source = next(item.source for item in lifted if item.node is nodes[0])
+        raise DataDependentError(
+            f"Python decides on the values of {source}, of which each rank holds a part",
+            line,
+            "use torch.where, decide outside of the step, or give every rank the whole batch: batch=ws.Replicate()",
+        )
 
 
 def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:

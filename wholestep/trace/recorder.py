@@ -10,7 +10,7 @@ engine run as they always do, while nothing real changes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import UnderGrad
+from wholestep.parts import Part
 from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
@@ -38,9 +39,10 @@ class Recorder(Writes, TorchDispatchMode):
         whereabouts: Whereabouts,
         shared: frozenset[int] = frozenset(),
         guard_data: bool = False,
+        parts: Mapping[int, Part] | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)
-        Writes.__init__(self, find, whereabouts, shared, guard_data)
+        Writes.__init__(self, find, whereabouts, shared, guard_data, parts)
 
     # -- dispatch --------------------------------------------------------------------------------------
 

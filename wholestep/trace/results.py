@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from wholestep.torch_compat import FakeTensor, is_one_of_several, set_versions
+from wholestep.trace.alias import Ref
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.tape import Lifted
 
@@ -120,10 +121,15 @@ class Made:
 
 
 class Outlet:
-    """Collects the graph's outputs and the slots that refer to them."""
+    """Collects the graph's outputs and the slots that refer to them.
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    Args:
+        apart: each rank may come to hold a part of any tensor: strides of a whole one lead nowhere in it, so that what
+            stays for later steps, and results in the memory of inputs, are values of their own.
+    """
+
+    def __init__(self, recorder: Recorder, apart: bool = False) -> None:
+        self.recorder, self.apart = recorder, apart
         self.outputs: list[fx.Node] = []
         self.slots: list[Slot] = []
         self.by_tensor: dict[int, int] = {}
@@ -139,8 +145,8 @@ class Outlet:
                 bases = [value._base] if value._is_view() and isinstance(value._base, FakeTensor) else []
                 self.facts |= {id(v): _autograd(v) for v in (value, *bases)}
 
-    def slot(self, tensor: torch.Tensor) -> int:
-        """The index of the slot for a tensor made in the step."""
+    def slot(self, tensor: torch.Tensor, stays: bool = False) -> int:
+        """The index of the slot for a tensor made in the step; ``stays`` where its object is kept for later steps."""
         if id(tensor) in self.by_tensor:
             return self.by_tensor[id(tensor)]
         ref = self.recorder.ref(tensor)
@@ -152,8 +158,12 @@ class Outlet:
             return self._add(tensor, Slot(output, None, None, **self.facts[id(tensor)]))
         place = (tuple(here.shape), here.stride, here.offset - whole.offset)
         base = tensor._base if tensor._is_view() else None
-        parent = self.slot(base) if isinstance(base, FakeTensor) and self._same_kind(base, tensor) else None
         is_first = base is None and here == whole and id(storage) not in self.by_object
+        if self.apart and self._leads_nowhere(ref, stays, is_first):
+            copy = self.recorder.emit(torch.ops.aten.clone.default, (ref.read(self.recorder.emit),))
+            alone = self.facts[id(tensor)] | {"is_view": False, "several": False, "outdated": False}
+            return self._add(tensor, Slot(self._output(copy), None, None, **alone))
+        parent = self.slot(base) if isinstance(base, FakeTensor) and self._same_kind(base, tensor) else None
         if is_first:  # a second tensor of the whole memory is another object
             self.by_object.add(id(storage))
         if storage.input is not None:
@@ -169,6 +179,11 @@ class Outlet:
             output = self.by_storage[id(storage)]
             slot = Slot(output, None, None if is_first else place, **self.facts[id(tensor)], base=parent)
         return self._add(tensor, slot)
+
+    def _leads_nowhere(self, ref: Ref, stays: bool, is_first: bool) -> bool:
+        if ref.storage.input is None:
+            return stays and not is_first
+        return self.recorder.lifted[ref.storage.input].source is not None or not is_first
 
     def _same_kind(self, base: torch.Tensor, view: torch.Tensor) -> bool:
         """Whether a view can be made again from its base by strides alone."""
@@ -211,10 +226,10 @@ class Outlet:
         self.outputs.append(node)
         return len(self.outputs) - 1
 
-    def place(self, value: Any) -> Made:
-        """Where a replay finds a tensor or a number that the step made."""
+    def place(self, value: Any, stays: bool = False) -> Made:
+        """Where a replay finds a tensor or a number that the step made; see `slot`."""
         if isinstance(value, FakeTensor):
-            return Made(slot=self.slot(value))
+            return Made(slot=self.slot(value, stays))
         return Made(output=self._output(value.node.fx_node))
 
 

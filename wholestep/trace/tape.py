@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
-from wholestep.parts import part_of
+from wholestep.parts import Part
 from wholestep.torch_compat import FakeTensor, below_autograd, empty_fake, no_modes, sequence_number, strict_fake_mode
 from wholestep.trace.alias import Geometry, Ref, Storage
 from wholestep.trace.host import HostNode, make_host
@@ -70,6 +70,7 @@ class Tape:
         find: gives the source of a real tensor, or None when it is reachable from nowhere known.
         whereabouts: follows modules and optimizers.
         shared: memories in which several inputs lie of which one is written; each becomes one input.
+        parts: id of a real tensor -> what the rank holds of it; its memory has no values while the step is traced.
         guard_data: numbers and shapes that depend on data become guards, not errors.
     """
 
@@ -79,8 +80,10 @@ class Tape:
         whereabouts: Whereabouts,
         shared: frozenset[int] = frozenset(),
         guard_data: bool = False,
+        parts: Mapping[int, Part] | None = None,
     ) -> None:
         self.find, self.whereabouts, self.shared, self.guard_data = find, whereabouts, shared, guard_data
+        self.parts = parts or {}
         self.flat: dict[int, Lifted] = {}
         self.graph = fx.Graph()
         self.fake_mode = strict_fake_mode()
@@ -209,7 +212,7 @@ class Tape:
             raise UnsupportedError(f"{found.source} is a {type(tensor).__name__}, a tensor subclass", user_line())
         if memory_of(tensor) in self.shared:
             return self._member(tensor, found)
-        fake = self._fake(tensor)
+        fake = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
         lifted = Lifted(self.placeholder(found.source, found.kind, fake), found.source, tensor)
         ref = self.root(fake, lifted.node)
         ref.storage.input = len(self.lifted)
@@ -217,14 +220,6 @@ class Tape:
         self.lifted.append(lifted)
         self.by_id[id(tensor)] = lifted
         return lifted
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake of a real tensor; of the whole one that a part stands for."""
-        part = part_of(tensor)
-        if part is None:
-            return self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
-        with self.fake_mode:
-            return torch.empty(part.shape, dtype=tensor.dtype, device=tensor.device)
 
     def _member(self, tensor: torch.Tensor, found: Found) -> Lifted:
         """A tensor in a memory that other inputs share: a view of the memory, which is the input."""
@@ -326,12 +321,13 @@ class Tape:
         """Python branches on a host number: its value now becomes a guard, if it is cheap to know."""
         predicate = self.predicates.get(node)
         if predicate is None:
-            predicate = decide(node, self.lifted, self.constants, self._is_data, line, self.guard_data)
+            absent = {item.node for item in self.lifted if id(item.value) in self.parts}
+            predicate = decide(node, self.lifted, self.constants, self._is_data, line, self.guard_data, absent)
             self.predicates[node] = predicate
         return predicate.expected
 
     def _is_data(self, node: fx.Node) -> bool:
-        return any(i.name == node.target and i.kind in ("tensor", "buffer") for i in self.inputs)
+        return any(i.name == node.target and i.kind in ("batch", "tensor", "buffer") for i in self.inputs)
 
     def token(self, number: HostNode) -> float:
         """A float that stands for a host number where C++ wants a double."""

@@ -1,0 +1,80 @@
+"""Wholes: what a rank holds as a part has the shape of the whole tensor while a step is traced.
+
+The user's Python reads `x.shape` and `weight.numel()`, and autograd's C++ reads the sizes of leaves and of gradients,
+so the objects themselves must have whole shapes. Their data is exchanged for memory of the whole size that nobody
+touches (a kernel gives pages when they are written), and put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from wholestep.capture.walk import Found
+from wholestep.errors import UnsupportedError
+from wholestep.parts import Part, part_of
+
+PartOf = Callable[[Found], Part | None]  # what a tensor that carries no mark holds all the same
+
+
+class Wholes:
+    """The tensors of one snapshot that stand for whole ones.
+
+    Attributes:
+        parts: id of a tensor -> what it holds.
+    """
+
+    def __init__(self, tensors: Iterable[Found], part: PartOf) -> None:
+        known = list(tensors)
+        self.parts: dict[int, Part] = {}
+        self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for found in known:
+            mark = part_of(found.tensor) or part(found)
+            if mark is not None:
+                self.parts[id(found.tensor)] = mark
+                if found.tensor.is_leaf and found.tensor.grad is not None:  # of the same part as its tensor
+                    self.parts[id(found.tensor.grad)] = mark
+        self._held = [(found, self.parts[id(found.tensor)]) for found in known if id(found.tensor) in self.parts]
+
+    def put(self) -> None:
+        """Gives the tensors their whole shapes, until `back`."""
+        for found, part in self._held:
+            tensor = found.tensor
+            if tensor.is_inference():
+                raise UnsupportedError(
+                    f"{found.source}, of which each rank holds a part, is an inference tensor",
+                    remedy="make batches outside of torch.inference_mode()",
+                )
+            mine = tensor.detach()
+            tensor.data = _untouched(tensor, part)
+            self._data.append((tensor, mine))
+
+    def back(self) -> None:
+        """Gives the tensors their own data back."""
+        while self._data:
+            tensor, mine = self._data.pop()
+            tensor.data = mine
+
+
+def _untouched(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """A tensor of the whole shape, laid out as the part is, in memory that nobody has written."""
+    strides = whole_strides(tensor, part)
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, strides, strict=True))
+    memory = torch.UntypedStorage(reach * tensor.element_size() if part.shape and 0 not in part.shape else 0,
+                                  device=tensor.device)  # fmt: skip
+    with torch.no_grad():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory, 0, part.shape, strides)
+
+
+def whole_strides(tensor: torch.Tensor, part: Part) -> tuple[int, ...]:
+    """Strides of the whole tensor that a part would be cut from: the same order of dimensions, the same gaps."""
+    if tensor.is_contiguous():
+        return torch.empty(part.shape, device="meta").stride()
+    strides = list(tensor.stride())
+    for dim, (own, whole) in enumerate(zip(part.size, part.shape, strict=True)):
+        inner = tensor.stride(dim)
+        for other, stride in enumerate(tensor.stride()):
+            if own and own != whole and stride > inner:
+                strides[other] = strides[other] * whole // own
+    return tuple(strides)

@@ -1,0 +1,141 @@
+"""Where the ranks of a step compare what they are about to run, so that none waits for a call that never comes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep import comm
+from wholestep.ir import Input, StepGraph, info, is_effectful
+from wholestep.parts import part_of
+from wholestep.torch_compat import OpOverload
+
+SHARED_KINDS = ("parameter", "buffer")
+MISS = -1  # the number of a rank that has no program for a call yet
+
+_DO = {
+    "batch": "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
+    "": "build the same model, optimizer and step on every rank; only the data may differ",
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all ranks must have alike to run a program, in words."""
+
+    words: tuple[str, ...]
+
+    @cached_property
+    def number(self) -> int:
+        """One for the words, at least 0."""
+        return int.from_bytes(hashlib.sha256("\n".join(self.words).encode()).digest()[:7], "big")
+
+
+def terms_of(
+    step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any], axes: Mapping[str, str], whole: StepGraph | None
+) -> Terms:
+    """The terms of a program.
+
+    Args:
+        step: the program of this rank, after all passes.
+        inputs, tensors: what it was traced with.
+        axes: group's name -> axis, for words that are the same on all ranks.
+        whole: in the global view, the graph of the whole step, which is one for all ranks.
+    """
+    pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
+    words = [_describe(item, t) for item, t in pairs if whole is not None and item.kind == "batch"]
+    words += [*communication(step, axes), *(_describe(item, t) for item, t in pairs if item.kind in SHARED_KINDS)]
+    return Terms((*words, *([f"program {_digest(whole)}"] if whole is not None else [])))
+
+
+class Meeting:
+    """The groups of one step's ranks, and what they tell each other.
+
+    Attributes:
+        expected: whether other ranks may be waiting for this one to `compare`.
+    """
+
+    def __init__(self, groups: Sequence[comm.ProcessGroup]) -> None:
+        self.groups, self.expected = list(groups), bool(groups)
+
+    def compare(self, terms: Terms, trouble: str = "") -> str:
+        """Compares the ranks' terms along every axis; gives what is wrong, the same on all ranks, or nothing."""
+        self.expected = False
+        for group in self.groups:
+            everybody: list[Any] = [None] * group.size()
+            comm.all_gather_object(everybody, (terms.words, trouble), group)
+            trouble = next((text for _, text in everybody if text), "") or _difference([said for said, _ in everybody])
+        return trouble
+
+    def agree(self, number: int) -> bool:
+        """True when all ranks give one number other than `MISS`; if not, all are to `compare`."""
+        bounds = torch.tensor([number, -number])
+        for group in self.groups:
+            comm.all_reduce(bounds, comm.ReduceOp.MAX, group)
+        most, least = bounds.tolist()
+        self.expected = most != -least or most == MISS
+        return not self.expected
+
+
+def communication(step: StepGraph, axes: Mapping[str, str]) -> list[str]:
+    """The collectives of a program, in order: what all ranks must have alike.
+
+    Args:
+        axes: group's name -> axis, for words that are the same on all ranks.
+    """
+    return [_collective(node, axes) for node in step.graph.nodes if _is_collective(node)]
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep" and is_effectful(node)
+
+
+def _collective(node: fx.Node, axes: Mapping[str, str]) -> str:
+    value, target = info(node).value, node.target
+    settings = ", ".join(axes.get(str(a), str(a)) for a in node.args if not isinstance(a, fx.Node))
+    names = ", ".join(info(node).placement or ())
+    return f"{target._schema.name}({settings}) of {_form(value)}: {names}"  # type: ignore[union-attr]
+
+
+def _form(tensor: torch.Tensor) -> str:
+    part, kind = part_of(tensor), str(tensor.dtype).removeprefix("torch.")
+    return f"{kind} {list(tensor.shape)}" if part is None else f"a part of {kind} {list(part.shape)}"
+
+
+def _describe(item: Input, tensor: torch.Tensor) -> str:
+    return f"{item.kind} {item.source}: {_form(tensor)}"
+
+
+def _digest(step: StepGraph) -> str:
+    """A few letters for a graph, the same in every process."""
+    digest = hashlib.sha256()
+    for node in step.graph.nodes:
+        value = info(node).value if node.op != "output" else None
+        shape = list(value.shape) if isinstance(value, torch.Tensor) else ""
+        name = str(node.target) if isinstance(node.target, (str, OpOverload)) else getattr(node.target, "__name__", "")
+        digest.update(f"{name if node.op != 'placeholder' else ''} {shape} {len(node.all_input_nodes)};".encode())
+    return f"{len(step.graph.nodes)} calls, {digest.hexdigest()[:8]}"
+
+
+def _difference(everybody: Sequence[Sequence[str]]) -> str:
+    """Says where one rank's words differ from rank 0's; nothing when none do."""
+    first = everybody[0]
+    for rank, words in enumerate(everybody):
+        if words == first:
+            continue
+        place = next(
+            (i for i, (a, b) in enumerate(zip(first, words, strict=False)) if a != b), min(len(first), len(words))
+        )
+        here, there = (w[place] if place < len(w) else "nothing more" for w in (first, words))
+        kind = next((kind for kind in _DO if kind and here.startswith(kind) and there.startswith(kind)), "")
+        return (
+            f"the ranks' {'batches' if kind else 'programs'} do not fit each other: rank 0 has {here}; "
+            f"rank {rank} has {there}\n  to do: {_DO[kind]}"
+        )
+    return ""
