@@ -28,6 +28,7 @@ from wholestep.torch_compat import (
     compile_with_inductor,
     count_dispatch_modes,
     current_autograd_node,
+    default_device,
     direct_call,
     dispatch_modes_active,
     empty_fake,
@@ -42,10 +43,12 @@ from wholestep.torch_compat import (
     no_modes,
     sequence_number,
     set_backward_engine,
+    set_grad_mode,
     set_versions,
     storage_id,
     storage_uses,
     strict_fake_mode,
+    transforms_active,
 )
 
 aten = torch.ops.aten
@@ -173,6 +176,25 @@ def test_versions_are_set():
     assert [t._version for t in tensors] == [3, 7]
     tensors[0].add_(1)
     assert tensors[0]._version == 4
+
+
+def test_the_default_device_is_known_by_function_modes():
+    assert default_device() == torch.get_default_device() == torch.device("cpu")
+    with torch.device("meta"):
+        assert default_device() == torch.device("meta")
+    torch.set_default_device("meta")
+    try:
+        assert default_device() == torch.device("meta")
+    finally:
+        torch.set_default_device(None)  # type: ignore[arg-type]
+
+
+def test_grad_mode_is_set_and_transforms_are_seen():
+    set_grad_mode(False)
+    assert not torch.is_grad_enabled()
+    set_grad_mode(True)
+    assert torch.is_grad_enabled() and not transforms_active()
+    assert torch.func.grad(lambda x: x if transforms_active() else x * float("nan"))(torch.ones(())).item() == 1
 
 
 def test_views_become_some_of_several_and_outdated():

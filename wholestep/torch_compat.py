@@ -130,6 +130,14 @@ GET_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+_CPU = torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """`torch.get_default_device`; where no function mode is active, none can have changed it (0.1 instead of 3 µs)."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+
+
 # Types for which torch.optim and the gradient clipping functions choose their foreach forms.
 FOREACH_TYPES: list[type[torch.Tensor]] = _foreach_utils._foreach_supported_types
 
@@ -210,6 +218,12 @@ def dispatch_modes_active() -> bool:
 
 
 # --- autograd --------------------------------------------------------------------------------------------
+
+set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
+"""`torch.set_grad_enabled` as a plain call."""
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""True inside of `torch.func`'s transforms."""
 
 
 @contextmanager

@@ -425,6 +425,8 @@ class FastPath:
         names = ", ".join(name for name, _ in self.volatile_tensors)
         self.lines.append(f"ids = {{*map(id, ({names},))}}")
         self._require(f"len(ids) == {len(self.volatile_tensors)} and anchored.ids.isdisjoint(ids)")
+        if not written and not any(volatile_written):  # memory is no matter
+            return
         addresses = [memory(t) for _, t in self.volatile_tensors]
         self.lines.append(f"m = [*map(memory, ({names},))]")
         if any(volatile_written) or not anchored.memory.isdisjoint(addresses):

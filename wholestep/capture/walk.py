@@ -39,7 +39,7 @@ from wholestep.capture.code import (
 from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Method, Source, Vars
 from wholestep.errors import LazyError
 from wholestep.ir import InputKind
-from wholestep.torch_compat import HOOK_TABLES
+from wholestep.torch_compat import HOOK_TABLES, default_device
 
 PLAIN: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
@@ -123,7 +123,7 @@ def global_state() -> tuple[Any, ...]:
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(), default_device(), torch.are_deterministic_algorithms_enabled(),
     )
 
 

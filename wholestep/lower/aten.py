@@ -23,7 +23,7 @@ from wholestep.lower.naive import interpret
 from wholestep.lower.order import arrange
 from wholestep.lower.plan import make_plan
 from wholestep.passes.normal import copy_step, expand_foreach, plain_views, shared_host, spell_lists
-from wholestep.torch_compat import below_autograd
+from wholestep.torch_compat import below_autograd, set_grad_mode
 
 _same = operator.is_
 _pointer = torch.Tensor.data_ptr
@@ -94,10 +94,17 @@ class Program:
 
         Memory of the signature's `dying` inputs is free after their last reader, if nobody else holds them.
         """
-        with torch.no_grad(), below_autograd():
-            if self._run is None or not self._as_bound(inputs):
-                self._rebind(inputs)
-            return self._run(inputs)  # type: ignore[misc]
+        graded = torch.is_grad_enabled()
+        if graded:
+            set_grad_mode(False)
+        try:
+            with below_autograd():
+                if self._run is None or not self._as_bound(inputs):
+                    self._rebind(inputs)
+                return self._run(inputs)  # type: ignore[misc]
+        finally:
+            if graded:
+                set_grad_mode(True)
 
     def rest(self) -> None:
         """Gives back arena, scratch and memory kept for results; the next call takes them anew."""

@@ -115,7 +115,7 @@ def _drops_kept(source: fx.Node, viewed: torch.Tensor) -> bool:
     summed, dims = info(source).value, source.args[1]
     if not isinstance(dims, (list, tuple)) or not dims:
         return False
-    gone = {int(d) % summed.dim() for d in dims}  # type: ignore[arg-type]
+    gone = {int(d) % max(1, summed.dim()) for d in dims}  # type: ignore[arg-type]
     return tuple(viewed.shape) == tuple(size for dim, size in enumerate(summed.shape) if dim not in gone)
 
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from wholestep.ir import info
 from wholestep.parts import Part, mark_part
-from wholestep.runtime.function import SECOND_TIME, CompiledFunction, Plan, Spent
+from wholestep.runtime.function import SECOND_TIME, CompiledFunction, Plan, Ran, Spent
 from wholestep.runtime.program import Program
 from wholestep.torch_compat import make_one_of_several, set_versions
 from wholestep.trace import Traced
@@ -143,7 +143,7 @@ class Entry:
         for index, before, after in traced.memories:
             if after > before:
                 values[index].untyped_storage().resize_(after)
-        versions = tuple([values[i]._version + times for i, times in self.shared_writes])
+        versions = tuple([values[i]._version + times for i, times in self.shared_writes]) if self.shared_writes else ()
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:
             outputs = self.program.run(*values[: self.count])
@@ -186,31 +186,39 @@ class Entry:
         Counters are set before values are saved: one that moves afterwards is an error in the backward.
         """
         traced, derivative = self.traced, plan.derivative
-        outputs = list(self.program.run(*values[: self.count]))
-        self._count(values)
-        places = plan.backward.saved
-        saved = [values[i] if where == "input" else outputs[i] for where, i in places]
+        inputs = values if self.count == len(values) else values[: self.count]
+        outputs = list(self.program.run(*inputs))
+        if self.writes:
+            self._count(values)
+        saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
         if self.shared_writes or self.saved_versions:
-            set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
-            counted = [value for value, place in zip(saved, places, strict=True) if place in self.saved_versions]
-            set_versions(tuple(counted), tuple(self.saved_versions.values()))
+            self._count_saved(plan, values, saved, versions)
         if self.copied:
-            again = [where == "output" and i in self.copied for where, i in places]
+            again = [where == "output" and i in self.copied for where, i in plan.backward.saved]
             saved = [v.detach().clone() if copy else v for v, copy in zip(saved, again, strict=True)]
         del outputs[derivative.n_forward :]
-        new_value = {k: out for _, out, k in derivative.rewritten}
+        new_value = {k: out for _, out, k in derivative.rewritten} if derivative.rewritten else {}
         bare = tuple([
             outputs[new_value[k]] if slot is None else self._slot(traced.slots[slot], outputs, values, {}, False)
             for k, slot in enumerate(derivative.outputs)
         ])
-        late = [values[i] for i in derivative.late]
         slots = {k: self._slot(traced.slots[k], outputs, values, {}) for k in derivative.made}
-        inputs = [*[values[i] for i in derivative.inputs], *slots.values()]
+        ran = Ran(bare, saved, [values[i] for i in derivative.late] if derivative.late else ())
         with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-            results = CompiledFunction.apply(plan, lambda: (bare, saved, late), *inputs)  # type: ignore[no-untyped-call]
+            results = CompiledFunction.apply(plan, ran, *[values[i] for i in derivative.inputs], *slots.values())
             for index, _, k in derivative.rewritten:
                 values[index].copy_(results[k])
-        return outputs, slots | {s: t for s, t in zip(derivative.outputs, results, strict=True) if s is not None}
+        for slot, tensor in zip(derivative.outputs, results, strict=True):
+            if slot is not None:
+                slots[slot] = tensor
+        return outputs, slots
+
+    def _count_saved(self, plan: Plan, values: list[Any], saved: list[Any], versions: tuple[int, ...]) -> None:
+        """Counts writes to shared memory, and to what is saved, before it is saved."""
+        set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
+        places = zip(saved, plan.backward.saved, strict=True)
+        counted = [value for value, place in places if place in self.saved_versions]
+        set_versions(tuple(counted), tuple(self.saved_versions.values()))
 
     def _begin(self, values: list[Any]) -> None:
         """Puts the beginnings of the state that this step makes in their places among the inputs."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
 
 from wholestep.lower.naive import run_nodes
 from wholestep.runtime.program import Backward
-from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors
+from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, transforms_active
 from wholestep.trace.results import Derivative
 
 NO_DOUBLE_BACKWARD = (
@@ -22,8 +24,19 @@ NO_DOUBLE_BACKWARD = (
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
-# The forward of one call: what autograd sees as results, the values to save, and the inputs that the backward writes.
-Forward = Callable[[], tuple[tuple[torch.Tensor, ...], list[Any], list[torch.Tensor]]]
+@dataclass(slots=True)
+class Ran:
+    """A forward that has run.
+
+    Attributes:
+        outputs: what autograd is to see as results.
+        saved: the values to save, in the order in which the backward takes them.
+        late: the inputs that the backward writes.
+    """
+
+    outputs: tuple[torch.Tensor, ...]
+    saved: Sequence[Any]
+    late: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +57,7 @@ class Plan:
 
 
 class CompiledFunction(torch.autograd.Function):
-    """Runs a program's forward, saves exactly what its partition says, and runs its backward.
+    """Takes what a program's forward gave, saves exactly what its partition says, and runs its backward.
 
     Each node has, as attributes of its ``ctx``: ``plan`` (whose ``backward.halves`` are the graphs), ``numbers`` (the
     host numbers among the saved values, by position), ``saved_tensors`` (the others, in order) and ``late`` (the
@@ -52,26 +65,28 @@ class CompiledFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, run: Forward, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, saved, late = run()
+    def forward(ctx: Any, plan: Plan, ran: Ran, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        saved, apart = ran.saved, plan.apart
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.late = plan, late
-        ctx.numbers = {i: saved[i] for i in plan.apart}
-        ctx.save_for_backward(*[v for i, v in enumerate(saved) if i not in plan.apart] if plan.apart else saved)
-        return outputs
+        ctx.plan, ctx.late = plan, ran.late
+        ctx.numbers = {i: saved[i] for i in apart} if apart else {}
+        ctx.save_for_backward(*[v for i, v in enumerate(saved) if i not in apart] if apart else saved)
+        return ran.outputs
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
-        backward = plan.backward
-        values = all_saved(ctx) + [_laid_out(tangents[i], plan.layouts[i]) for i in backward.halves.tangents]
+        backward, derivative, layouts = plan.backward, plan.derivative, plan.layouts
+        values = all_saved(ctx)
+        for index in backward.halves.tangents:
+            values.append(_laid_out(tangents[index], layouts[index]))
         behind = list(values) if torch.is_grad_enabled() else ()
         if dispatch_modes_active():  # part of another trace, which sees each operator
             gradients: Sequence[Any] = run_nodes(backward.halves.backward, values)
         else:
             free_saved_tensors(ctx)
             gradients = backward.consume(values)
-        count, made = plan.derivative.n_given, len(plan.derivative.made)
+        count, made = derivative.n_given, len(derivative.made)
         if ctx.late:
             with torch.no_grad():
                 for tensor, value in zip(ctx.late, gradients[count + made :], strict=True):
@@ -79,13 +94,23 @@ class CompiledFunction(torch.autograd.Function):
             gradients = gradients[: count + made]
         if behind:
             gradients = _refusing(gradients, behind)
-        silent = [None] * (len(plan.derivative.inputs) - count)
-        gradients = [*gradients[:count], *silent, *gradients[count:]]
-        present = [i for i, t in enumerate(tangents) if t is not None]
-        if len(present) == len(tangents):
+        silent = len(derivative.inputs) - count
+        if silent:
+            gradients = [*gradients[:count], *[None] * silent, *gradients[count:]]
+        if not any(map(_is_none, tangents)):
             return (None, None, *gradients)
-        reached = frozenset().union(*(plan.derivative.reaches[i] for i in present))
+        present = [i for i, t in enumerate(tangents) if t is not None]
+        reached = frozenset().union(*(derivative.reaches[i] for i in present))
         return (None, None, *(g if i in reached else None for i, g in enumerate(gradients)))
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch's, without its Python (2 µs) where nothing asks for it."""
+        return super().apply(*args) if transforms_active() else _apply(*args)  # type: ignore[no-untyped-call]
+
+
+_apply = super(torch.autograd.Function, CompiledFunction).apply
+_is_none = partial(is_, None)
 
 
 def all_saved(ctx: Any) -> list[Any]:
