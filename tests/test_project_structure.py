@@ -26,6 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "parallel": BASE | {"comm"},
     "simulate": BASE | {"spmd", "comm"},
     "override": set(),
+    "checkpoint": {"errors", "parts", "comm"},
     "report": BASE | {*STAGES, "comm", "simulate"},
     "api": BASE | {*STAGES, "comm", "override", "parallel", "simulate", "report"},
     "aot": BASE | {*STAGES, "api"},

@@ -107,6 +107,18 @@ def test_each_large_parameter_is_reduced_and_shared_by_rows():
     assert sorted(set(held)) == [Part.rows((6,), 3, 6), Part.rows((6, 8), 3, 6)], "one row cannot be shared out"
 
 
+def test_a_gradient_that_is_the_sum_of_two_uses_is_reduced_before_it_is_cut():
+    def twice(model, opt, x):
+        (model(x).sum() + model(x + 1).square().sum()).backward()
+        opt.step()
+        opt.zero_grad()
+
+    step = spread(twice, small())
+    reduced = [node for node in step.graph.nodes if "reduce_rows" in str(node.target)]
+    assert [info(node.args[0]).value.shape for node in reduced] == [info(node).value.shape for node in reduced]
+    assert {tuple(info(node).value.shape) for node in reduced} == {(6,), (6, 8)}
+
+
 def test_small_parameters_are_updated_everywhere():
     step = spread(train, small(), min_bytes=100)
     assert sorted(kinds(step)) == ["all_reduce", "reduce_rows", "share_rows"]

@@ -1,6 +1,8 @@
 """Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""
 
+from wholestep import checkpoint
 from wholestep.api import Compiled, compile, trace
+from wholestep.checkpoint import load, save
 from wholestep.override import Override
 from wholestep.spmd import (
     DataParallel,
@@ -25,8 +27,11 @@ __all__ = [
     "Shard",
     "ShardedOptimizer",
     "__version__",
+    "checkpoint",
     "compile",
     "full_state_dict",
     "init_device_mesh",
+    "load",
+    "save",
     "trace",
 ]

@@ -9,6 +9,7 @@ WholestepError
 ├── GraphError (also AssertionError)      a graph breaks an invariant of its stage: our mistake
 ├── LoweringError (also RuntimeError)     a backend could not turn a graph into a callable
 ├── PlanError (also ValueError)           a plan, mesh or placement that does not fit
+├── CheckpointError (also ValueError)     a checkpoint that is not whole, or of another model
 └── DistError (also RuntimeError)         communication failed; its children live in `comm/`
 
 A mistake in calling our functions is a plain `ValueError` or `TypeError`.
@@ -72,6 +73,10 @@ class LoweringError(WholestepError, RuntimeError):
 
 class PlanError(WholestepError, ValueError):
     """A plan, mesh or placement that does not fit the model, the batch or the world."""
+
+
+class CheckpointError(WholestepError, ValueError):
+    """What cannot be saved, or a checkpoint that is not whole or does not fit."""
 
 
 class DistError(WholestepError, RuntimeError):

@@ -99,6 +99,8 @@ class _Search:
     def _owner(self, node: fx.Node, news: dict[fx.Node, fx.Node]) -> fx.Node | None:
         """The one parameter whose update all readers of a call belong to."""
         ends = self.ends.get(node, [])
+        if info(node).phase == "backward":  # the sum of a gradient of two uses: it is reduced before it is cut
+            return None
         if any(into is None or self.kind[into] != "state" for into in ends):
             return None
         found = {self.of.get(reader) for reader in self._readers(node)}

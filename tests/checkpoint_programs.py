@@ -1,0 +1,127 @@
+"""Checkpoints in every rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import wholestep as ws
+from wholestep import comm
+from wholestep.checkpoint.read import Reader
+from wholestep.errors import CheckpointError
+from wholestep.parts import Part, mark_part, narrow_to, part_of
+
+
+def net(seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)  # ranks that are threads share the default one
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.BatchNorm1d(12), nn.Linear(12, 5, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-1, 1, generator=generator)
+    return model
+
+
+def train_step(model, opt, x):
+    loss = F.layer_norm(model(x), (5,)).square().mean() + model(x).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def step_of(plan: str) -> Any:
+    if plan == "alone":
+        return train_step
+    mesh = ws.init_device_mesh("cpu", (comm.get_world_size(),), mesh_dim_names=("dp",))
+    kind = {"whole": lambda: ws.DataParallel("dp"), "sharded": lambda: ws.ShardedOptimizer("dp", min_bytes=1)}[plan]
+    return ws.compile(train_step, mesh=mesh, plan=kind())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def batch(number: int) -> torch.Tensor:
+    """The same on every rank: then any number of ranks trains alike, batch statistics included."""
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+
+
+def train(plan: str, path: str, steps: int) -> dict[str, torch.Tensor]:
+    """Trains and saves; gives what a run that goes on has after as many steps again."""
+    model = net()
+    opt, step = adamw(model), step_of(plan)
+    for number in range(steps):
+        step(model, opt, batch(number))
+    ws.save(path, ws.compile(model), opt)
+    for number in range(steps, 2 * steps):
+        step(model, opt, batch(number))
+    return copy.deepcopy(model.state_dict())
+
+
+def resume(plan: str, path: str, steps: int) -> dict[str, Any]:
+    """Goes on from a checkpoint in a model that began otherwise."""
+    model = net(1)
+    opt, step = adamw(model), step_of(plan)
+    opt.param_groups[0]["lr"] = 7.0
+    ws.load(path, model, opt)
+    parts = 0
+    for number in range(steps, 2 * steps):
+        step(model, opt, batch(number))
+        parts = sum(part_of(v) is not None for held in opt.state.values() for v in held.values())
+    ws.save(f"{path}-again", model, opt)
+    return {"weights": copy.deepcopy(model.state_dict()), "parts": parts}
+
+
+# Blocks of a matrix over a mesh ------------------------------------------------------------------------------------
+
+
+def blocks(path: str) -> str:
+    """Each of four ranks saves a quarter of a matrix, and half of a bias that another holds too."""
+    row, column = divmod(comm.get_rank(), 2)
+    layer = nn.Linear(4, 6)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(24.0).view(6, 4))
+        layer.bias.copy_(torch.arange(6.0))
+    narrow_to(layer.weight, Part.of((6, 4), [(3 * row, 3 * row + 3), (2 * column, 2 * column + 2)]))
+    narrow_to(layer.bias, Part.rows((6,), 3 * row, 3 * row + 3))
+    ws.save(path, layer)
+    layer.weight.data += 1
+    mark_part(layer.weight, Part.of((6, 4), [(0, 3), (0, 2)]))
+    try:
+        ws.save(path, layer)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def columns(path: str) -> tuple[torch.Tensor, int]:
+    """Each rank loads some columns of the matrix; gives them, and how many bytes were read for them."""
+    rank, size = comm.get_rank(), comm.get_world_size()
+    width = 4 // size
+    weight = torch.zeros(6, width)
+    part = Part.of((6, 4), [(0, 6), (rank * width, rank * width + width)])
+    reader = Reader(path)
+    reader.read("model", "weight", part, weight)
+    layer = nn.Linear(4, 6)
+    narrow_to(layer.weight, part)
+    ws.load(path, layer)
+    assert torch.equal(layer.weight, weight) and torch.equal(layer.bias, torch.arange(6.0))
+    return weight, reader.nbytes
+
+
+def mistakes(path: str) -> dict[str, str]:
+    """What every rank says when one alone has another model, on saving and on loading."""
+    rank, found = comm.get_rank(), {}
+    ws.save(path, nn.Linear(3, 2))
+    other = nn.Linear(3, 2, bias=rank != 1) if rank else nn.Linear(3, 2)
+    before = copy.deepcopy(other.state_dict())
+    for name, call in (("load", ws.load), ("save", lambda p, m: ws.save(p, nn.Linear(3, 2 + rank)))):
+        try:
+            call(path, other)
+        except CheckpointError as error:
+            found[name] = str(error)
+    found["unchanged"] = all(torch.equal(before[key], value) for key, value in other.state_dict().items())
+    return found

@@ -1,0 +1,192 @@
+"""Loading: each rank reads what it needs into the objects that it has, on any number of ranks."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep.checkpoint.held import Contents, model_contents, optimizer_contents, parameter_names, rebuild, tensors_of
+from wholestep.checkpoint.progress import Progress
+from wholestep.checkpoint.ranks import Ranks
+from wholestep.checkpoint.read import Reader
+from wholestep.errors import CheckpointError
+from wholestep.parts import mark_part, part_of
+
+SHOWN = 8  # names of each kind of mistake
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Loads a checkpoint into a model and its optimizer, in place.
+
+    A collective when there is a process group. The ranks may be as many as they like and hold any parts; each reads
+    its own alone. Values are cast to the types of the model. Optimizer state that is not there yet is made: like the
+    parameter's part where it has the parameter's shape, else whole.
+
+    Args:
+        path: what `save` was given.
+        model, optimizer: as they were built for training; wrapped otherwise than before as may be.
+
+    Raises:
+        CheckpointError: on every rank, and nothing has changed: the checkpoint is not complete, or of another model;
+            then it names the tensors that are missing, not expected, or of another shape.
+    """
+    ranks, trouble = Ranks(), ""
+    try:
+        plan = Loading(Reader(path), model, optimizer)
+        trouble = plan.trouble()
+    except Exception as error:  # noqa: BLE001 - no rank may be left waiting
+        trouble = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    ranks.agree(trouble)
+    try:
+        with Progress(f"loading {path}", plan.nbytes, ranks.rank == 0) as progress:
+            plan.run(progress.advance)
+    except Exception as error:  # noqa: BLE001
+        trouble = f"{path} cannot be read: {type(error).__name__}: {error}"
+    ranks.agree(trouble)
+
+
+class Loading:
+    """A checkpoint and the objects that take it."""
+
+    def __init__(self, reader: Reader, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.reader, self.model, self.optimizer = reader, model, optimizer
+        self.held = model_contents(model)
+        self.saved: dict[str, Any] = reader.index["model"]
+        self.state = Contents()
+        self.names: dict[int, str] = {}
+        if optimizer is not None:
+            self.names = parameter_names(model, optimizer)
+            self.state = optimizer_contents(model, optimizer)
+
+    @property
+    def nbytes(self) -> int:
+        """About how much is read."""
+        every = [*self.held.tensors.values(), *self.state.tensors.values()]
+        return sum(held.part.numel * held.tensor.itemsize for held in every)
+
+    # Does it fit?
+
+    def trouble(self) -> str:
+        """What does not fit, or nothing."""
+        found = self._model_trouble()
+        if self.optimizer is not None:
+            found += self._optimizer_trouble()
+        return "\n  ".join([f"{self.reader.path} does not fit:", *found]) if found else ""
+
+    def _model_trouble(self) -> list[str]:
+        extra = {name for tree in (self.held.tree, self.saved) for name in tensors_of(tree["extra"])}
+        here = {*self.held.tensors, *self.held.tree["aliases"], *self.held.tree["extra"]} - extra
+        there = {*self.saved["tensors"], *self.saved["aliases"], *self.saved["extra"]} - extra
+        here |= set(self.held.tree["extra"])
+        there |= set(self.saved["extra"])
+        found = _named("not in the checkpoint", here - there, there - here)
+        found += _named("not in the model", there - here, here - there)
+        shapes = {
+            name: (list(held.part.shape), self.saved["tensors"][self._source(name)]["shape"])
+            for name, held in self.held.tensors.items()
+            if name in there and name not in extra
+        }
+        wrong = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
+        found += _some("of another shape", [f"{n} is {b} there, {a} in the model" for n, (a, b) in wrong.items()])
+        tied = self.held.tree["aliases"].items()
+        found += [
+            f"{name} and {alias} are one tensor in the model, two in the checkpoint"
+            for alias, name in tied
+            if {alias, name} <= there and self._source(alias) != self._source(name)
+        ]
+        return found
+
+    def _source(self, name: str) -> str:
+        return self.saved["aliases"].get(name, name)  # type: ignore[no-any-return]
+
+    def _optimizer_trouble(self) -> list[str]:
+        assert self.optimizer is not None
+        if "optimizer" not in self.reader.index:
+            return ["it was saved without an optimizer"]
+        groups = [group["params"] for group in self.reader.index["optimizer"]["param_groups"]]
+        ours = [[self.names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        here, there = ({name for group in some for name in group} for some in (ours, groups))
+        found = _named("updated by the optimizer, not by the one that was saved", here - there, there - here)
+        found += _named("updated by the optimizer that was saved, not by this one", there - here, here - there)
+        if not found and [set(group) for group in ours] != [set(group) for group in groups]:
+            sizes = ([len(group) for group in some] for some in (groups, ours))
+            found = ["the optimizer's groups are {} parameters in the checkpoint, {} here; or others".format(*sizes)]
+        return found
+
+    # Then do it
+
+    def run(self, advance: Callable[[int], None]) -> None:
+        """Reads everything.
+
+        Args:
+            advance: told how many bytes more were read.
+        """
+        extra = set(tensors_of(self.held.tree["extra"]))
+        for name, held in self.held.tensors.items():
+            if name not in extra:
+                self.reader.read("model", self._source(name), held.part, held.tensor)
+                advance(held.part.numel * held.tensor.itemsize)
+        self._set_extra()
+        if self.optimizer is not None:
+            self._set_optimizer(advance)
+
+    def _set_extra(self) -> None:
+        for raw, module in self.model.named_modules(remove_duplicate=False):
+            name = self.held.extra_names.get(raw)
+            if name is not None:
+                tree = self.saved["extra"][name]
+                module.set_extra_state(rebuild(tree, lambda n: self.reader.whole("model", n)))
+
+    def _set_optimizer(self, advance: Callable[[int], None]) -> None:
+        assert self.optimizer is not None
+        tree = self.reader.index["optimizer"]
+        for group, saved in zip(self.optimizer.param_groups, tree["param_groups"], strict=True):
+            settings = {key: value for key, value in saved.items() if key != "params"}
+            group.update(rebuild(settings, lambda name: self._tensor(name, None, True, advance)))
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                state = tree["state"].get(self.names[id(parameter)])
+                if state is None:
+                    self.optimizer.state.pop(parameter, None)
+                    continue
+                new = rebuild(state, lambda n, p=parameter, d=on_device: self._tensor(n, p, d, advance))  # type: ignore[misc]
+                held = self.optimizer.state[parameter]
+                held.clear()
+                held.update(new)
+
+    def _tensor(
+        self, name: str, parameter: torch.Tensor | None, on_device: bool, advance: Callable[[int], None]
+    ) -> torch.Tensor:
+        """One tensor of the optimizer: in the place of the one that it has, or made like its parameter."""
+        part, known = self.reader.part("optimizer", name), self.state.tensors.get(name)
+        if known is not None and known.part.shape == part.shape:
+            self.reader.read("optimizer", name, known.part, known.tensor)
+            advance(known.part.numel * known.tensor.itemsize)
+            return known.tensor
+        mine = part_of(parameter) if parameter is not None else None
+        if mine is not None and mine.shape == part.shape:
+            part = mine
+        made = self.reader.read("optimizer", name, part)
+        if parameter is not None and (made.dim() or on_device):  # a step count stays where Python can read it
+            made = made.to(parameter.device)
+        advance(made.numel() * made.itemsize)
+        return made if part.is_whole else mark_part(made, part)
+
+
+def _named(what: str, names: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Names, each with the nearest of the others."""
+    names, others = sorted(names), sorted(others)
+    nearest = {name: difflib.get_close_matches(name, others, 1) for name in names[:SHOWN]}
+    return _some(what, [f"{name} (nearest: {nearest[name][0]})" if nearest.get(name) else name for name in names])
+
+
+def _some(what: str, words: Sequence[str]) -> list[str]:
+    if not words:
+        return []
+    more = f", and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return [f"{what}: {'; '.join(words[:SHOWN])}{more}"]

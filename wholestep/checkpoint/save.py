@@ -1,0 +1,218 @@
+"""Saving: each rank writes what it holds, every byte once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from wholestep.checkpoint import files
+from wholestep.checkpoint.held import Contents, model_contents, optimizer_contents
+from wholestep.checkpoint.progress import Progress
+from wholestep.checkpoint.ranks import Ranks
+from wholestep.errors import CheckpointError
+from wholestep.parts import Part
+
+MAX_FILE = 1 << 30  # bytes of a file, about: progress shows after each
+
+
+def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Saves a model and its optimizer in a directory, in the place of the checkpoint that is there.
+
+    A collective when there is a process group: every rank calls it with its own objects, on a file system that all
+    share. Each writes the parts that it holds; what several ranks hold alike is written by one of them. Interrupted at
+    any instant, the directory still holds the last complete checkpoint.
+
+    Names are those of the bare model, whatever wraps it; optimizer state goes by the names of parameters. Buffers are
+    those of the lowest rank.
+
+    Args:
+        path: a directory of its own; made where it is not there.
+        model: its parameters, persistent buffers and extra state.
+        optimizer: of parameters of the model; its state and groups.
+
+    Raises:
+        CheckpointError: on every rank, and what was there before still is: something cannot be saved, the ranks hold
+            different models, or a rank could not write.
+    """
+    path, ranks = Path(path), Ranks()
+    contents: dict[str, Contents] = {}
+    trouble, name = "", ""
+    try:
+        contents["model"] = model_contents(model)
+        if optimizer is not None:
+            contents["optimizer"] = optimizer_contents(model, optimizer)
+        name = files.begin(path) if ranks.rank == 0 else ""
+    except Exception as error:  # noqa: BLE001 - no rank may be left waiting
+        trouble = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    ranks.agree(trouble)
+    name = ranks.gather(name)[0]
+    try:
+        _write_all(path, name, contents, ranks)
+    except BaseException:
+        if ranks.rank == 0:
+            files.withdraw(path, name)
+        raise
+
+
+def _write_all(path: Path, name: str, contents: dict[str, Contents], ranks: Ranks) -> None:
+    blocks, trouble = [], ""
+    for kind, content in contents.items():
+        held = content.tensors.values()
+        said = [(h.name, str(h.tensor.dtype).removeprefix("torch."), h.part, h.per_rank) for h in held]
+        try:
+            blocks += share_out(kind, ranks.gather(said))
+        except CheckpointError as error:  # the same on all ranks
+            trouble = trouble or str(error)
+    if trouble:
+        raise CheckpointError(trouble)
+    mine = [block for block in blocks if block.writer == ranks.rank]
+    _name_files(blocks, ranks.size)
+    written: dict[str, int] = {}
+    try:
+        written = _write(path / f".{name}", mine, contents, ranks)
+    except Exception as error:  # noqa: BLE001 - whatever it is, no rank may go on
+        trouble = f"could not write to {path}: {type(error).__name__}: {error}"
+    ranks.agree(trouble)
+    sizes = {file: size for one in ranks.gather(written) for file, size in one.items()}
+    if ranks.rank == 0:
+        try:
+            files.commit(path, name, _index(blocks, contents, sizes))
+        except OSError as error:
+            trouble = f"could not finish {path}: {error}"
+    ranks.agree(trouble)
+
+
+@dataclass
+class Block:
+    """A part of a tensor, or all of it, that one rank writes."""
+
+    kind: str
+    name: str
+    dtype: str
+    part: Part
+    writer: int
+    file: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """How much is written."""
+        return self.part.numel * getattr(torch, self.dtype).itemsize
+
+
+Said = tuple[str, str, Part, bool]
+
+
+def share_out(kind: str, everybody: Sequence[Sequence[Said]]) -> list[Block]:
+    """Which rank writes what: each block once, by a rank that holds it and has the least to write so far.
+
+    Args:
+        everybody: by rank: name, type, part, and whether the lowest rank that holds all of it must write it.
+
+    Raises:
+        CheckpointError: ranks hold different tensors under one name, or not all of one.
+    """
+    holders: dict[str, dict[Part, list[int]]] = {}
+    first: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    alone = {name for said in everybody for name, _, _, per_rank in said if per_rank}
+    for rank, said in enumerate(everybody):
+        for name, dtype, part, _ in said:
+            part = Part(*part)
+            known = first.setdefault(name, (dtype, part.shape, rank))
+            if known[:2] != (dtype, part.shape):
+                raise CheckpointError(
+                    f"{kind}: {name} is {known[0]} {list(known[1])} on rank {known[2]}, {dtype} {list(part.shape)} on "
+                    f"rank {rank}: save the same model on every rank"
+                )
+            holders.setdefault(name, {}).setdefault(part, []).append(rank)
+    blocks: list[Block] = []
+    load = [0] * len(everybody)
+    for name, parts in sorted(holders.items(), key=lambda item: -_size(item[1])):
+        for part, ranks in _cover(kind, name, parts):
+            writer = ranks[0] if name in alone else min(ranks, key=load.__getitem__)
+            blocks.append(Block(kind, name, first[name][0], part, writer))
+            load[writer] += blocks[-1].nbytes
+    order = {name: index for index, name in enumerate(first)}
+    return sorted(blocks, key=lambda block: (order[block.name], block.part.spans))
+
+
+def _size(parts: dict[Part, list[int]]) -> int:
+    return max(part.numel for part in parts)
+
+
+def _cover(kind: str, name: str, parts: dict[Part, list[int]]) -> Iterable[tuple[Part, list[int]]]:
+    """The parts that together are the tensor, once."""
+    whole = [(part, ranks) for part, ranks in parts.items() if part.is_whole]
+    if whole:
+        return whole
+    filled = {part: ranks for part, ranks in parts.items() if part.numel}
+    if not _is_grid(list(filled)):
+        held = "; ".join(f"rank {ranks[0]} {part}" for part, ranks in parts.items())
+        raise CheckpointError(f"{kind}: the parts of {name} do not make up the whole of it, each element once: {held}")
+    return filled.items()
+
+
+def _is_grid(parts: list[Part]) -> bool:
+    """True for all the blocks that cuts through every dimension leave, each once: what meshes make of a tensor."""
+    if not parts:
+        return False
+    count = 1
+    for dim, size in enumerate(parts[0].shape):
+        spans = sorted({part.spans[dim] for part in parts})
+        starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), size]
+        if starts != stops:
+            return False
+        count *= len(spans)
+    return count == len(parts)
+
+
+def _name_files(blocks: list[Block], ranks: int) -> None:
+    """Gives each block its file: one for each rank and kind, more where it grows large."""
+    sizes: dict[tuple[str, int], int] = {}
+    for block in blocks:
+        size = sizes.get((block.kind, block.writer), 0)
+        sizes[block.kind, block.writer] = size + block.nbytes
+        block.file = f"{block.kind}-rank{block.writer}-of-{ranks}-{size // MAX_FILE}.safetensors"
+
+
+def _write(folder: Path, mine: list[Block], contents: dict[str, Contents], ranks: Ranks) -> dict[str, int]:
+    """Writes this rank's files; gives their sizes."""
+    if not folder.is_dir():
+        raise OSError(f"{folder}, which rank 0 made, is not there: a file system that all ranks share is required")
+    sizes: dict[str, int] = {}
+    with Progress(f"saving {folder.parent}", sum(b.nbytes for b in mine), ranks.rank == 0) as progress:
+        for name in dict.fromkeys(block.file for block in mine):
+            here = [block for block in mine if block.file == name]
+            tensors = {block.name: contents[block.kind].tensors[block.name].tensor for block in here}
+            save_file({key: _plain(t) for key, t in tensors.items()}, folder / name, {"format": "pt"})
+            files.sync(folder / name)
+            sizes[name] = (folder / name).stat().st_size
+            progress.advance(sum(block.nbytes for block in here))
+    return sizes
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What the file takes: contiguous, in memory of its own."""
+    tensor = tensor.detach().cpu()
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _index(blocks: list[Block], contents: dict[str, Contents], sizes: dict[str, int]) -> dict[str, Any]:
+    index: dict[str, Any] = {"files": sizes}
+    for kind, content in contents.items():
+        tensors: dict[str, Any] = {}
+        for block in blocks:
+            if block.kind == kind:
+                entry = {"dtype": block.dtype, "shape": list(block.part.shape), "blocks": []}
+                tensors.setdefault(block.name, entry)["blocks"].append(
+                    {"file": block.file, "spans": [list(span) for span in block.part.spans]}
+                )
+        index[kind] = {"tensors": tensors} | content.tree
+    return index
