@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.comm.rows import piece
 from wholestep.ir import GETITEM, Input, NodeInfo, StepGraph, dead_code, info, set_info
-from wholestep.parts import Part
 from wholestep.spmd.choose import Held, choose, replicated
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.place import place
-from wholestep.spmd.placements import Placement, Shard, local_shape, normal
+from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.redistribute import redistribute
+from wholestep.spmd.rewrite import kept, part_of_whole
 from wholestep.spmd.rules import rows
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
 from wholestep.spmd.sharding import Build, Call, R, Row
@@ -36,8 +35,8 @@ def expand(step: StepGraph, *, line: Line, placement_of: PlacementOf) -> StepGra
     Args:
         step: left as it is; `place` marks in it are obeyed.
         line: the ranks.
-        placement_of: where an input is between the calls of the step; for a tensor of its whole shape. What the step
-            gives back is whole on every rank.
+        placement_of: where an input, and what the step leaves behind, is between the calls of the step; for a tensor of
+            its whole shape. What the step returns is whole on every rank.
 
     Raises:
         PlanError: a placement names a dimension that its tensor does not have.
@@ -78,16 +77,25 @@ class _Expansion:
         if isinstance(record.value, torch.Tensor):
             placement = normal(self.placement_of(item, record.value), record.value.shape, item.source)
         if isinstance(placement, Shard):
-            set_info(local, _part_of(record, placement, self.line))
+            set_info(local, part_of_whole(record, placement, self.line))
         self.rest.append(placement)
         self._keep(node, local, [placement])
 
     def _outputs(self) -> Iterator[Any]:
-        mutations = self.step.signature.mutations
+        mutations, homes = self.step.signature.mutations, self.step.signature.homes
         for index, value in enumerate(self.step.outputs):
             held = self.held[value] if isinstance(value, fx.Node) else value
-            wanted = self.rest[mutations[index]] if index in mutations else R
-            yield self._at(held, wanted, replace(info(value), phase="optimizer")) if isinstance(held, Held) else held
+            if not isinstance(held, Held):
+                yield held
+                continue
+            record = replace(info(value), phase="optimizer")
+            wanted: Placement = R
+            if index in mutations:
+                wanted = self.rest[mutations[index]]
+            elif index in homes:
+                wanted = normal(self.placement_of(homes[index], held.value), held.value.shape, homes[index].source)
+            node = self._at(held, wanted, record)
+            yield kept(node, record, wanted, self.line) if index in homes else node
 
     def _gradients(self) -> Iterator[Any]:
         """The gradients of the step, where they are when it ends, for plans along other axes."""
@@ -221,18 +229,6 @@ def _call_of(node: fx.Node, line: Line) -> Call:
     fx.map_arg((node.args, node.kwargs), take)
     values = tuple(info(one).value for one in operands)
     return Call(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, line)
-
-
-def _part_of(record: NodeInfo, placement: Shard, line: Line) -> NodeInfo:
-    """The record of an input of which a rank holds a part."""
-    whole = record.value
-    with whole.fake_mode:
-        local = whole.new_empty(local_shape(whole.shape, [placement], [line]))
-    outer: Part = record.placement or Part.of(whole.shape, [(0, size) for size in whole.shape])
-    start = outer.spans[placement.dim][0]
-    first, last = piece(whole.shape[placement.dim], line.size, line.rank)
-    spans = (*outer.spans[: placement.dim], (start + first, start + last), *outer.spans[placement.dim + 1 :])
-    return replace(record, value=local, placement=Part(outer.shape, spans))
 
 
 def _tree(result: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from wholestep.comm.rows import piece
 from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, fake_tensors, info, set_info
-from wholestep.parts import Part
+from wholestep.parts import Part, Span
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Placement, Shard
 from wholestep.torch_compat import OpOverload, below_autograd
 
 Choice = Callable[[fx.Node], bool]
@@ -107,8 +110,24 @@ def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
             reroute(user, twin, chosen, phase)
 
 
-def part_value(value: torch.Tensor, part: Part) -> torch.Tensor:
-    """A fake of the part that a rank holds of a whole fake, in the same order of dimensions, with the same gaps."""
+def part_of_whole(record: NodeInfo, placement: Shard, line: Line) -> NodeInfo:
+    """The record of what one rank holds of a value; what other axes have cut before stays cut."""
+    whole = record.value
+    everything = Part.of(whole.shape, [(0, size) for size in whole.shape])
+    outer = record.placement if isinstance(record.placement, Part) else everything
+    dim, start = placement.dim, outer.spans[placement.dim][0]
+    first, last = piece(whole.shape[dim], line.size, line.rank)
+    mine = everything._replace(spans=_with(everything.spans, dim, (first, last)))
+    part = outer._replace(spans=_with(outer.spans, dim, (start + first, start + last)))
+    return replace(record, value=_cut(whole, mine), placement=part)
+
+
+def _with(spans: Sequence[Span], dim: int, span: Span) -> tuple[Span, ...]:
+    return (*spans[:dim], span, *spans[dim + 1 :])
+
+
+def _cut(value: torch.Tensor, part: Part) -> torch.Tensor:
+    """A fake of a part of a fake, in the same order of dimensions, with the same gaps."""
     strides = list(value.stride())
     if value.is_contiguous():
         strides = [math.prod(part.size[dim + 1 :]) for dim in range(value.dim())]
@@ -119,3 +138,19 @@ def part_value(value: torch.Tensor, part: Part) -> torch.Tensor:
                     strides[other] = strides[other] * own // whole
     with value.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
         return torch.empty_strided(part.size, strides, dtype=value.dtype, device=value.device)
+
+
+def kept(node: fx.Node, whole: NodeInfo, placement: Placement, line: Line) -> fx.Node:
+    """What a step makes and leaves behind for later ones: this rank's part, in memory of its own, with its mark.
+
+    Args:
+        node: gives what this rank holds, the graph's insertion point being after it.
+        whole: the record of the whole value.
+    """
+    if not isinstance(placement, Shard) and not isinstance(whole.placement, Part):
+        return node
+    if node.op == "placeholder" or is_view(node):
+        layout = {"memory_format": torch.contiguous_format}
+        node = call(node.graph, torch.ops.aten.clone.default, node, phase="optimizer", keywords=layout)
+    part = part_of_whole(whole, placement, line).placement if isinstance(placement, Shard) else whole.placement
+    return set_info(node, replace(info(node), placement=part))

@@ -16,10 +16,10 @@ from torch import fx
 
 from wholestep.comm.rows import piece, piece_size
 from wholestep.ir import StepGraph, fake_tensors, info, set_info
-from wholestep.parts import Part
 from wholestep.spmd.data_parallel import Pending, Reducer
 from wholestep.spmd.mesh import Line
-from wholestep.spmd.rewrite import call, copy_step, is_view, part_value, readers
+from wholestep.spmd.placements import Shard
+from wholestep.spmd.rewrite import call, copy_step, is_view, part_of_whole, readers
 from wholestep.spmd.updates import Update, column_of, find_updates
 from wholestep.torch_compat import below_autograd
 
@@ -133,10 +133,8 @@ class _Sharder(Reducer):
     def _narrow(self, update: Update) -> None:
         """Makes all calls of an update work on this rank's rows."""
         like = info(update.parameter).value
-        part = Part.rows(like.shape, *self._mine(like))
         for state in update.states:
-            old = info(state)
-            set_info(state, replace(old, value=part_value(old.value, part), placement=part))
+            set_info(state, part_of_whole(info(state), Shard(0), self.line))
         own = {*update.calls, *update.states}
         cuts: dict[fx.Node, fx.Node] = {}
 
