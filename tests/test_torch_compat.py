@@ -38,6 +38,7 @@ from wholestep.torch_compat import (
     gloo_options,
     has_native_kernel,
     is_one_of_several,
+    lazy_graph_module,
     make_one_of_several,
     mkl_square_root,
     no_modes,
@@ -130,6 +131,14 @@ def test_an_empty_fake_is_laid_out_like_its_model():
     assert (fake.shape, fake.stride(), fake.storage_offset()) == ((2, 4), like.stride(), 0)
     assert (fake.dtype, fake.device) == (like.dtype, like.device)
     assert isinstance(fake + 1, FakeTensor), "the mode works on it"
+
+
+def test_a_lazy_graph_module_is_written_when_it_is_read():
+    graph = torch.fx.Graph()
+    graph.output(graph.call_function(torch.add, (graph.placeholder("x"), graph.get_attr("one"))))
+    module = lazy_graph_module({"one": torch.ones(1)}, graph)
+    assert isinstance(module, torch.fx.GraphModule) and "_code" not in vars(module)
+    assert module(torch.ones(1)) == 2 and "torch.add" in module.code
 
 
 @pytest.mark.parametrize(

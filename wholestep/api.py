@@ -13,7 +13,7 @@ from torch import fx, nn
 from wholestep.autograd import Joint, Partition, default_partition
 from wholestep.autograd.compiled_backward import CompiledBackward
 from wholestep.autograd.differentiate import differentiate
-from wholestep.capture import PartOf, Snapshot, compile_binder, new_values, no_collection, snapshot
+from wholestep.capture import PartOf, Snapshot, compile_binder, forget, new_values, no_collection, snapshot
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
@@ -73,8 +73,8 @@ def build(
         programs[key] = program
     inputs = traced.step.signature.inputs[: traced.n_inputs]
     values = [item.value for item in traced.lifted[: len(inputs)]]
-    terms = launch.start(traced.step, program.step, inputs, values, world.parts)
-    cut = launch.cut(program.step, inputs, values, world.parts)
+    terms = launch.start(traced.step, program.packed.whole, inputs, values, world.parts)
+    cut = launch.cut(program.placements, inputs, values, world.parts)
     if cut.moved:
         return build(fn, args, kwargs, launch, passes, backend, programs, varying, guard_data, halving, look, overrides)
     if cut.any:
@@ -83,6 +83,7 @@ def build(
     mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])
     binder.prepare(traced.effects, traced.result, args, kwargs)
+    forget(traced.effects, traced.result)
     return Entry(traced, binder, program, releases=backend == "aten", terms=terms)
 
 

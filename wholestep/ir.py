@@ -31,7 +31,7 @@ Phase = Literal["forward", "backward", "optimizer"]
 InputKind = Literal["parameter", "buffer", "grad", "state", "batch", "tensor", "number"]
 
 
-@dataclass
+@dataclass(slots=True)
 class NodeInfo:
     """What is known of one node.
 

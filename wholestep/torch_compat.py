@@ -18,6 +18,7 @@ from torch import fx
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -112,6 +113,14 @@ def empty_fake(mode: FakeTensorMode, like: torch.Tensor) -> FakeTensor:
     with no_modes():
         meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
         return FakeTensor(mode, meta, like.device)
+
+
+def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
+    """A graph module that writes and compiles its Python when that is first read or run.
+
+    An ordinary one does so when it is made, and torch keeps the text of each for good.
+    """
+    return _LazyGraphModule(root, graph)
 
 
 @contextmanager

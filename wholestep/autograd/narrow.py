@@ -11,7 +11,7 @@ from torch import fx
 from wholestep.autograd.costs import rate
 from wholestep.autograd.joint import Joint
 from wholestep.ir import GETITEM, Functionalized, StepGraph, info, set_info
-from wholestep.torch_compat import OpOverload
+from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def _copied(joint: Joint) -> Joint:
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.step.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    step = StepGraph(fx.GraphModule(joint.step.gm, graph), joint.step.signature, joint.step.stage)
+    step = StepGraph(lazy_graph_module(joint.step.gm, graph), joint.step.signature, joint.step.stage)
     return replace(joint, step=step)
 
 

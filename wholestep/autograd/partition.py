@@ -12,7 +12,7 @@ from torch import fx
 from wholestep.autograd.joint import Joint, Partitioned
 from wholestep.errors import GraphError
 from wholestep.ir import GETITEM, Input, Signature, StepGraph, check, info, is_effectful, set_info
-from wholestep.torch_compat import OpOverload
+from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
 
@@ -202,7 +202,7 @@ def _forward_graph(joint: Joint, own: list[fx.Node], overwritten: set[fx.Node]) 
     old = joint.step.signature
     signature = Signature(old.inputs[: joint.n_primals], len(outputs) + len(saved), dict(old.mutations), old.gradients)
     signature.kept = len(saved)
-    return check(StepGraph(fx.GraphModule(joint.step.gm, graph), signature, "forward"), "partition")
+    return check(StepGraph(lazy_graph_module(joint.step.gm, graph), signature, "forward"), "partition")
 
 
 def _backward_graph(joint: Joint, saved: list[fx.Node], overwritten: set[fx.Node]) -> tuple[StepGraph, list[int]]:
@@ -222,5 +222,5 @@ def _backward_graph(joint: Joint, saved: list[fx.Node], overwritten: set[fx.Node
     for node in nodes:
         copied[node] = graph.node_copy(node, copied.__getitem__)
     graph.output(tuple(copied[g] for g in gradients))
-    step = StepGraph(fx.GraphModule(joint.step.gm, graph), Signature(inputs, len(gradients)), "backward")
+    step = StepGraph(lazy_graph_module(joint.step.gm, graph), Signature(inputs, len(gradients)), "backward")
     return check(step, "partition"), tangents

@@ -9,23 +9,21 @@ May import: errors, ir, parts, torch_compat. Must not import trace, autograd, sp
 from wholestep.capture.binder import Binder, compile_binder
 from wholestep.capture.effects import (
     CallStep,
-    Const,
     DelAttr,
     DelItem,
     Effect,
-    Existing,
-    New,
     SetAttr,
     SetContents,
     SetGrad,
     SetItem,
-    Tree,
+    forget,
     new_values,
 )
 from wholestep.capture.guards import Guard, GuardFailure
 from wholestep.capture.replay import replay
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
+from wholestep.capture.values import Const, Existing, New, Tree
 from wholestep.capture.walk import Found, Number
 from wholestep.capture.wholes import PartOf, Wholes
 
@@ -53,6 +51,7 @@ __all__ = [
     "Tree",
     "Wholes",
     "compile_binder",
+    "forget",
     "new_values",
     "no_collection",
     "replay",

@@ -11,27 +11,10 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.effects import (
-    CallStep,
-    Const,
-    DelAttr,
-    DelItem,
-    Effect,
-    Existing,
-    New,
-    Record,
-    SetAttr,
-    SetContents,
-    SetGrad,
-    SetItem,
-    Tree,
-    Value,
-    assemble,
-    assemble_record,
-    fill,
-)
+from wholestep.capture.effects import CallStep, DelAttr, DelItem, Effect, SetAttr, SetContents, SetGrad, SetItem, fill
 from wholestep.capture.fastpath import FastPath, compiled
 from wholestep.capture.source import Call, Global, Source, Vars
+from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, assemble, assemble_record
 from wholestep.capture.walk import is_plain
 
 Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]

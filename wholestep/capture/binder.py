@@ -14,11 +14,12 @@ from typing import Any
 
 from wholestep.capture.anchored import memory
 from wholestep.capture.applier import Applier
-from wholestep.capture.effects import Effect, Value
+from wholestep.capture.effects import Effect
 from wholestep.capture.fastpath import Fast, FastPath
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
+from wholestep.capture.values import Value
 
 
 class Binder:

@@ -19,6 +19,7 @@ import torch
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Contents
 from wholestep.capture.source import Source, Version
+from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Tree, Value, hollow_out, new_in
 from wholestep.capture.walk import Place, is_plain
 from wholestep.errors import LeakError
 from wholestep.ir import Count, InputKind
@@ -27,66 +28,6 @@ if TYPE_CHECKING:
     from wholestep.capture.snapshot import Snapshot
 
 NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
-
-
-@dataclass(frozen=True, eq=False)
-class New:
-    """A tensor (or a number computed from lifted ones) that the step makes; ``index`` counts the distinct ones."""
-
-    value: Any
-    index: int
-
-    def __str__(self) -> str:
-        return f"new[{self.index}]"
-
-
-@dataclass(frozen=True, eq=False)
-class Existing:
-    """Something that was there before the step."""
-
-    source: Source
-    value: Any
-
-    def __str__(self) -> str:
-        return self.source.text
-
-
-@dataclass(frozen=True, eq=False)
-class Const:
-    """A Python value that is the same in each call."""
-
-    value: Any
-
-    def __str__(self) -> str:
-        return repr(self.value)
-
-
-@dataclass(frozen=True, eq=False)
-class Tree:
-    """A container or plain object that the step makes: its prototype, keys and values."""
-
-    prototype: Any
-    keys: tuple[Value, ...]
-    values: tuple[Value, ...]
-
-    def __str__(self) -> str:
-        inner = ", ".join(f"{k}: {v}" for k, v in zip(self.keys, self.values, strict=True))
-        return f"{type(self.prototype).__name__}({{{inner}}})"
-
-
-@dataclass(frozen=True, eq=False)
-class Record:
-    """An instance of a dict's subclass that the step makes: its items and its attributes."""
-
-    items: Tree
-    attributes: Tree
-
-    def __str__(self) -> str:
-        return str(self.items)
-
-
-Value = New | Existing | Const | Tree | Record
-NOTHING = Const(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,22 +279,19 @@ def _tensor_effects(place: Place, now: Contents, values: _Values) -> Iterator[Ef
 
 def new_values(effects: Sequence[Effect], result: Value = NOTHING) -> list[Any]:
     """The distinct tensors and numbers made in the step that effects and result hold, in the order of `New.index`."""
-    found: dict[int, Any] = {}
+    return new_in(_values_of(effects, result))
 
-    def look(value: Any) -> None:
-        if isinstance(value, New):
-            found[value.index] = value.value
-        elif isinstance(value, Tree):
-            for inner in (*value.keys, *value.values):
-                look(inner)
-        elif isinstance(value, Record):
-            look(value.items)
-            look(value.attributes)
 
-    look(result)
+def forget(effects: Sequence[Effect], result: Value = NOTHING) -> None:
+    """Lets go of the objects that effects and result were described from; they can be replayed as before."""
+    hollow_out(_values_of(effects, result))
+
+
+def _values_of(effects: Sequence[Effect], result: Value) -> list[Value]:
+    held = [result]
     for effect in effects:
-        look(getattr(effect, "value", None))
-    return [found[index] for index in sorted(found)]
+        held += [v for v in (getattr(effect, "key", None), getattr(effect, "value", None)) if v is not None]
+    return held
 
 
 def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
@@ -381,37 +319,6 @@ def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
 
 
 _STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")
-
-
-def assemble(prototype: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
-    """A container or plain object of the prototype's kind."""
-    kind = type(prototype)
-    if isinstance(prototype, defaultdict):
-        return defaultdict(prototype.default_factory, zip(keys, items, strict=True))
-    if isinstance(prototype, dict):
-        return kind(zip(keys, items, strict=True))
-    if isinstance(prototype, tuple) and hasattr(kind, "_make"):
-        return kind._make(items)
-    if isinstance(prototype, deque):
-        return deque(items, prototype.maxlen)
-    if isinstance(prototype, (list, tuple, set, frozenset)):
-        return kind(items)
-    fresh = object.__new__(kind)
-    vars(fresh).update(zip(keys, items, strict=True))
-    return fresh
-
-
-def assemble_record(prototype: Any, keys: Sequence[Any], items: Sequence[Any], names: Sequence[str],
-                    attributes: Sequence[Any]) -> Any:
-    """An instance of a dict's subclass, made without calling its own methods, which may do more than store."""
-    kind: Any = type(prototype)
-    fresh = kind.__new__(kind)
-    setitem = OrderedDict.__setitem__ if isinstance(fresh, OrderedDict) else dict.__setitem__
-    for key, item in zip(keys, items, strict=True):
-        setitem(fresh, key, item)
-    if names:
-        vars(fresh).update(zip(names, attributes, strict=True))
-    return fresh
 
 
 def fill(box: boxes.Box, holder: Any, built: Any) -> None:

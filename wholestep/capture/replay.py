@@ -6,26 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from wholestep.capture.boxes import MISSING
-from wholestep.capture.effects import (
-    NOTHING,
-    CallStep,
-    Const,
-    DelAttr,
-    DelItem,
-    Effect,
-    Existing,
-    New,
-    Record,
-    SetAttr,
-    SetContents,
-    SetGrad,
-    SetItem,
-    Value,
-    assemble,
-    assemble_record,
-    fill,
-)
+from wholestep.capture.effects import CallStep, DelAttr, DelItem, Effect, SetAttr, SetContents, SetGrad, SetItem, fill
 from wholestep.capture.source import Call, Global, Vars
+from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Value, assemble, assemble_record
 
 
 def build(value: Value, call: Call, made: Sequence[Any], memo: dict[int, Any]) -> Any:

@@ -15,11 +15,12 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture import guards as guarding
-from wholestep.capture.effects import CallStep, Effect, Value, differences, homes
+from wholestep.capture.effects import CallStep, Effect, differences, homes
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
 from wholestep.capture.source import Call, Local, Replacement, Source, in_replacement
 from wholestep.capture.twins import Twins
+from wholestep.capture.values import Value
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
 from wholestep.capture.wholes import PartOf, Wholes
 from wholestep.ir import InputKind

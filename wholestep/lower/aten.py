@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import linecache
 import operator
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from wholestep.errors import LoweringError
-from wholestep.ir import StepGraph, dead_code
+from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.arena import SHARED
 from wholestep.lower.emit import Source, emit
 from wholestep.lower.lives import Plan
@@ -22,6 +24,7 @@ from wholestep.lower.memory import Recycler, arena_memory, tile_size
 from wholestep.lower.naive import interpret
 from wholestep.lower.order import arrange
 from wholestep.lower.plan import make_plan
+from wholestep.packed import Packed
 from wholestep.passes.normal import copy_step, expand_foreach, plain_views, shared_host, spell_lists
 from wholestep.torch_compat import below_autograd, set_grad_mode
 
@@ -66,7 +69,8 @@ class Program:
 
     def __init__(self, step: StepGraph, plan: Plan, source: Source) -> None:
         self.code = source.text
-        self._step, self._sizes = step, plan.arena
+        self._signature, self._sizes = step.signature, plan.arena
+        self._whole: Callable[[], StepGraph] = lambda: step
         self.arena_bytes = sum(plan.arena.values())
         self.rebinds = 0
         self._source = source
@@ -113,13 +117,18 @@ class Program:
         if "fresh" in self._source.namespace:
             self._source.namespace["fresh"].forget()
 
+    def keep(self, packed: Packed) -> None:
+        """Takes its graph at rest in place of the graph itself."""
+        self._whole = packed.whole
+
     def _compile(self) -> Callable[..., Any]:
-        filename = f"<wholestep program {id(self)}>"
+        filename = f"wholestep program {id(self)}"  # in brackets, it would have to be split into lines at once
         try:
             exec(compile(self.code, filename, "exec"), self._source.namespace)
         except SyntaxError as error:
             raise LoweringError(f"the generated program does not compile: {error}") from error
-        linecache.cache[filename] = (len(self.code), None, self.code.splitlines(keepends=True), filename)
+        linecache.cache[filename] = (partial(str, self.code),)  # type: ignore[assignment]
+        weakref.finalize(self, linecache.cache.pop, filename, None)
         return self._source.namespace["bind"]  # type: ignore[no-any-return]
 
     def _as_bound(self, inputs: Sequence[Any]) -> bool:
@@ -141,15 +150,16 @@ class Program:
                     self._scratch[dtype, index] = torch.empty(tile, dtype=dtype)
         self._tensors = self._viewed(inputs)[:-2] if self._viewed else ()
         self._pointers = [*map(_pointer, self._tensors)]
-        if _written_overlap(self._step, inputs):
-            self._run = lambda values: interpret(self._step, values)
+        if _written_overlap(self._signature, inputs):
+            step = self._whole()
+            self._run = lambda values: interpret(step, values)
         else:
             self._run = self._bind(inputs, self._arena, self._scratch, tile)
 
 
-def _written_overlap(step: StepGraph, inputs: Sequence[Any]) -> bool:
+def _written_overlap(signature: Signature, inputs: Sequence[Any]) -> bool:
     """True when an input that the step writes shares bytes with another one, which the plan excludes."""
-    written = set(step.signature.mutations.values())
+    written = set(signature.mutations.values())
     ranges = []
     for index, tensor in enumerate(inputs):
         if isinstance(tensor, torch.Tensor) and tensor.numel():

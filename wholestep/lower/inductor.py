@@ -18,7 +18,7 @@ from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import write_back
 from wholestep.lower.ops import OFFSETS, offset_of
 from wholestep.passes.normal import copy_step
-from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor
+from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor, lazy_graph_module
 
 UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -153,7 +153,7 @@ def _first_half(step: StepGraph, inside: set[fx.Node]) -> tuple[_Half, list[fx.N
         if read_outside and isinstance(info(node).value, torch.Tensor):
             kept.append(node)
     graph.output(tuple(copied[n] for n in kept))
-    return _Half(fx.GraphModule(step.gm, graph), placeholders), kept
+    return _Half(lazy_graph_module(step.gm, graph), placeholders), kept
 
 
 def _second_half(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node]) -> StepGraph:
@@ -180,4 +180,4 @@ def _second_half(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node]) -> 
         outputs.append(copied[node] if isinstance(node, fx.Node) else node)
     graph.output(tuple(outputs))
     signature = Signature(inputs, len(outputs), mutations, [])
-    return StepGraph(fx.GraphModule(step.gm, graph), signature, step.stage)
+    return StepGraph(lazy_graph_module(step.gm, graph), signature, step.stage)

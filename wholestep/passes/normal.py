@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, info, is_effectful, set_info
-from wholestep.torch_compat import OpOverload
+from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def copy_step(step: StepGraph) -> StepGraph:
     mapping: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(step.graph, mapping)
     graph.output(result)
-    return StepGraph(fx.GraphModule(step.gm, graph), step.signature, step.stage)
+    return StepGraph(lazy_graph_module(step.gm, graph), step.signature, step.stage)
 
 
 def spell_lists(step: StepGraph) -> StepGraph:

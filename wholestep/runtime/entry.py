@@ -16,7 +16,7 @@ from wholestep.ir import info
 from wholestep.parts import Part, mark_part
 from wholestep.runtime.function import SECOND_TIME, CompiledFunction, Plan, Ran, Spent
 from wholestep.runtime.program import Program
-from wholestep.torch_compat import make_one_of_several, set_versions
+from wholestep.torch_compat import lazy_graph_module, make_one_of_several, set_versions
 from wholestep.trace import Traced
 from wholestep.trace.results import Slot
 from wholestep.trace.tape import flat_memory, memory_of
@@ -64,10 +64,13 @@ class Entry:
         self.hoisted = {i: state[id(item)] for i, item in enumerate(traced.lifted) if id(item) in state}
         self.parts = _parts(program, self.hoisted)
         self.beginnings = _beginnings(traced.hoisted.module, {self.hoisted[i]: p for i, p in self.parts.items()})
-        placements = [info(node).placement if isinstance(node, fx.Node) else None for node in program.step.outputs]
-        kept = {o: p for o, p in enumerate(placements) if isinstance(p, Part)}
+        kept = {o: p for o, p in enumerate(program.kept) if isinstance(p, Part)}
         self.kept = {k: kept[s.output] for k, s in enumerate(traced.slots) if s.output in kept}
-        self.flat = {i: [m.storage_offset() for m in x.members] for i, x in enumerate(traced.lifted) if x.members}
+        self.flat = {
+            i: (x.value.numel(), x.members[0].storage_offset())  # type: ignore[union-attr]
+            for i, x in enumerate(traced.lifted)
+            if x.members
+        }
         self.bound = [i for i in range(len(traced.lifted)) if i not in self.hoisted]
         places = {id(item): i for i, item in enumerate(traced.lifted)}
         self.hoist_inputs = [places[id(item)] for item in traced.hoisted.inputs]
@@ -96,9 +99,9 @@ class Entry:
             versions = {("output", s.output): s.version for s in whole if s.version}
             versions |= {("input", s.input): s.version for s in whole if s.input in self.hoisted}
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
-        # the first call's tensors and a second graph would else live as long as the program
-        lifted = [item if item.members else replace(item, value=0.0, ref=None, fake=None) for item in traced.lifted]
-        self.traced = replace(traced, step=program.step, lifted=lifted)
+        self.sources = [item.source for item in traced.lifted]
+        # the first call's tensors and the graph would else live as long as the program
+        self.traced = replace(traced, step=None, lifted=[], hoisted=None)  # type: ignore[arg-type]
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
@@ -120,8 +123,7 @@ class Entry:
         for index, before, _ in self.traced.memories:
             size = values[index].untyped_storage().nbytes()
             if size != before:
-                source = self.traced.lifted[index].source
-                return Missed(f"memory of {source}: expected {before} bytes, found {size}")
+                return Missed(f"memory of {self.sources[index]}: expected {before} bytes, found {size}")
         for predicate in self.traced.predicates:
             if not predicate.holds(values):
                 return Missed(predicate.reason)
@@ -235,11 +237,10 @@ class Entry:
 
     def _flatten(self, values: list[Any]) -> Missed | None:
         """Puts each shared memory, as one flat tensor, in the place of its first member."""
-        for index, offsets in self.flat.items():
-            item = self.traced.lifted[index]
+        for index, (elements, offset) in self.flat.items():
             flat = flat_memory(values[index])
-            if flat.numel() != item.value.numel() or values[index].storage_offset() != offsets[0]:  # type: ignore[union-attr]
-                return Missed(f"memory of {item.source}: expected the layout of the first call, found another")
+            if flat.numel() != elements or values[index].storage_offset() != offset:
+                return Missed(f"memory of {self.sources[index]}: expected the layout of the first call, found another")
             values[index] = flat
         return None
 
@@ -288,8 +289,7 @@ class Entry:
 
 def _parts(program: Program, hoisted: dict[int, int]) -> dict[int, Part]:
     """By input: the part that this rank keeps of state that the step makes."""
-    placements = {i: info(node).placement for i, node in enumerate(program.step.placeholders) if i in hoisted}
-    return {i: part for i, part in placements.items() if isinstance(part, Part)}
+    return {i: p for i, p in enumerate(program.placements) if i in hoisted and isinstance(p, Part)}
 
 
 # Factories whose result has the shape of their argument.
@@ -324,7 +324,7 @@ def _beginnings(module: fx.GraphModule, parts: dict[int, Part]) -> fx.GraphModul
                     torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
                 )
     graph.output(tuple(made))
-    return fx.GraphModule(module, graph)
+    return lazy_graph_module(module, graph)
 
 
 def _plan(traced: Traced, program: Program) -> Plan | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from torch import fx
+
 from wholestep.autograd import Joint, Partitioned
-from wholestep.ir import StepGraph
+from wholestep.ir import StepGraph, info
+from wholestep.packed import Packed
 
 Run = Callable[..., Sequence[Any]]
 
@@ -36,15 +39,35 @@ class Backward:
 class Program:
     """A graph after all passes and the callable that a backend made of it.
 
+    Args:
+        graph: the whole graph; the joint graph of a program with a backward.
+
     Attributes:
-        step: the whole graph; the joint graph of a program with a backward.
         run: inputs -> outputs; then, with a backward, the values that only the forward has to save.
+        packed: the graph at rest.
+        placements, kept: of each input and of each output, as the graph's records have them.
     """
 
-    step: StepGraph
+    graph: InitVar[StepGraph]
     run: Run
     fingerprint: str
     backward: Backward | None = None
+    packed: Packed = field(init=False)
+    placements: list[Any] = field(init=False)
+    kept: list[Any] = field(init=False)
+
+    def __post_init__(self, graph: StepGraph) -> None:
+        self.packed = Packed(graph)
+        self.placements = [info(node).placement for node in graph.placeholders]
+        self.kept = [info(node).placement if isinstance(node, fx.Node) else None for node in graph.outputs]
+        keep = getattr(self.run, "keep", None)
+        if keep is not None and self.backward is None:  # else it is the program of another graph, of the forward
+            keep(self.packed)
+
+    @property
+    def step(self) -> StepGraph:
+        """The graph, made whole for as long as somebody holds it."""
+        return self.packed.whole()
 
     def rest(self) -> None:
         """Gives back the memory that it works in, until the next call."""

@@ -25,6 +25,7 @@ from wholestep.spmd.rules import rows
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
 from wholestep.spmd.sharding import Build, Call, R, Row
 from wholestep.spmd.write import Writer
+from wholestep.torch_compat import lazy_graph_module
 
 PlacementOf = Callable[[Input, torch.Tensor], Placement]
 
@@ -64,7 +65,7 @@ class _Expansion:
             elif node.op == "call_function":
                 self._call(node)
         self.graph.output(tuple(self._outputs()))
-        gm = fx.GraphModule(self.step.gm, self.graph)
+        gm = lazy_graph_module(self.step.gm, self.graph)
         signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()))
         return dead_code(StepGraph(gm, signature, "expand"))
 

@@ -11,7 +11,7 @@ import torch
 from wholestep import comm
 from wholestep.capture import Found
 from wholestep.errors import PlanError
-from wholestep.ir import Input, StepGraph, info
+from wholestep.ir import Input, StepGraph
 from wholestep.parts import Part, mark_part, narrow_to
 from wholestep.spmd.global_view import GlobalPlan, View
 from wholestep.spmd.meeting import MISS, SHARED_KINDS, Meeting, Terms, terms_of
@@ -87,7 +87,7 @@ class Launch:
                           *(f"{o} {i.source}" for o, i in sorted(step.signature.homes.items()))])  # fmt: skip
 
     def start(
-        self, whole: StepGraph, step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any],
+        self, whole: StepGraph, step: Callable[[], StepGraph], inputs: Sequence[Input], tensors: Sequence[Any],
         parts: Mapping[int, Part],
     ) -> Terms:  # fmt: skip
         """Brings the ranks together before they run a program for the first time.
@@ -99,7 +99,7 @@ class Launch:
 
         Args:
             whole: the graph before all passes.
-            step: the program of this rank, after them.
+            step: gives the program of this rank, after them.
             inputs, tensors: what it was traced with: parameters and buffers among them are spread.
             parts: id of a tensor -> what the rank holds of it.
 
@@ -109,9 +109,11 @@ class Launch:
         Raises:
             PlanError: on every rank, when the ranks' programs do not fit each other.
         """
-        terms = terms_of(step, inputs, tensors, self._axes, whole if self.view else None)
         groups = self._meeting.groups
-        if not groups or (terms in self._agreed and not self.view):
+        if not groups:
+            return Terms(())
+        terms = terms_of(step(), inputs, tensors, self._axes, whole if self.view else None)
+        if terms in self._agreed and not self.view:
             return terms
         self._compare(terms)
         new = [
@@ -143,20 +145,20 @@ class Launch:
             self._meeting.agree(MISS)
 
     def cut(
-        self, step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
+        self, placements: Sequence[Any], inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
     ) -> Cut:
         """Cuts whole tensors down to the parts that a program keeps, in place.
 
         Args:
-            step, inputs, tensors, parts: as for `start`.
+            placements: of the program's inputs.
+            inputs, tensors, parts: as for `start`.
 
         Raises:
             PlanError: a tensor holds another part than the program keeps.
         """
-        wanted = [info(node).placement for node in step.placeholders[: len(inputs)]]
         kept = [
             (part if isinstance(part, Part) else None, item, tensor)
-            for part, item, tensor in zip(wanted, inputs, tensors, strict=True)
+            for part, item, tensor in zip(placements[: len(inputs)], inputs, tensors, strict=True)
             if isinstance(tensor, torch.Tensor) and item.kind != "batch"
         ]
         for part, item, tensor in kept:

@@ -15,7 +15,7 @@ from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, fake_tensors, info
 from wholestep.parts import Part, Span
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Placement, Shard
-from wholestep.torch_compat import OpOverload, below_autograd
+from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
 
 Choice = Callable[[fx.Node], bool]
 
@@ -33,7 +33,7 @@ def copy_step(step: StepGraph, stage: str) -> StepGraph:
         if g.after in names
     ]
     signature = replace(old, mutations=dict(old.mutations), gradients=gradients, homes=dict(old.homes))
-    return StepGraph(fx.GraphModule(step.gm, graph), signature, stage)
+    return StepGraph(lazy_graph_module(step.gm, graph), signature, stage)
 
 
 def call(

@@ -19,7 +19,7 @@ from torch import fx
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.ir import Input, InputKind, Phase, Signature, StepGraph, dead_code, info, set_info
 from wholestep.parts import Part
-from wholestep.torch_compat import FakeTensor
+from wholestep.torch_compat import FakeTensor, lazy_graph_module
 from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
 from wholestep.trace.hoist import Hoisted, hoist
 from wholestep.trace.predicates import Predicate
@@ -236,7 +236,7 @@ def _finish(
     late = backward.late if backward else []
     gradients = [*backward.gradients, *(node for _, node in late)] if backward else []
     output = recorder.graph.output((*outlet.outputs, *(i.ref.storage.value for i in written), *gradients))  # type: ignore[union-attr]
-    gm = fx.GraphModule(recorder.constants, recorder.graph)
+    gm = lazy_graph_module(recorder.constants, recorder.graph)
     if backward and backward.slots:
         _set_phases(gm.graph, backward.last)
     dead_code(StepGraph(gm, Signature()))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import Input, is_effectful
-from wholestep.torch_compat import FakeTensor
+from wholestep.torch_compat import FakeTensor, lazy_graph_module
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.tape import Lifted
 
@@ -74,7 +74,9 @@ def hoist(recorder: Recorder, tensors: list[torch.Tensor], homes: Mapping[int, I
         firsts.append(builder.copy(ref.storage.first))
         state.append(_as_input(recorder, tensor, homes.get(index)))
     graph.output(tuple(firsts))
-    return Hoisted(fx.GraphModule(recorder.constants, graph), builder.numbers, state)
+    for copied in graph.nodes:
+        copied.meta.clear()  # records hold fake tensors, and are of no use here
+    return Hoisted(lazy_graph_module(recorder.constants, graph), builder.numbers, state)
 
 
 def _as_input(recorder: Recorder, tensor: torch.Tensor, home: Input | None) -> Lifted:

@@ -18,7 +18,7 @@ from torch import fx
 
 from wholestep.errors import DataDependentError
 from wholestep.ir import is_effectful
-from wholestep.torch_compat import no_modes
+from wholestep.torch_compat import lazy_graph_module, no_modes
 
 aten = torch.ops.aten
 
@@ -124,7 +124,9 @@ def decide(
         if old.op == "placeholder":
             inputs.append(positions[old])
     graph.output(copies[node])
-    module = fx.GraphModule(constants, graph)
+    for copied in graph.nodes:
+        copied.meta.clear()  # records hold fake tensors, and are of no use here
+    module = lazy_graph_module(constants, graph)
     with no_modes():
         expected = module(*(lifted[i].value for i in inputs))
     names = {item.node: str(item.source) for item in lifted}
