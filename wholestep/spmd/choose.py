@@ -60,12 +60,14 @@ def choose(call: Call, rows: Iterable[Row], held: Sequence[Held], wish: Placemen
     """The best row for a call.
 
     Args:
+        rows: one of whole operands may be among them, which then says how the call runs on these.
         held: of the operands.
         wish: where the first result would best be, as far as that is free.
     """
-    best = replicated(call)
+    offered = list(rows)
+    best = next((row for row in offered if row.ins == replicated(call).ins and row.emit is not None), replicated(call))
     cost = _cost(best, call, held)
-    for row in rows:
+    for row in offered:
         wished = wish is not None and bool(row.outs) and row.outs[0] == wish
         if not wished and not _is_offered(row, held):
             continue

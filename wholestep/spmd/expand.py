@@ -134,7 +134,7 @@ class _Expansion:
 
     def _run(self, node: fx.Node) -> None:
         """Runs one call in the way that is best now."""
-        call = _call_of(node, self.line)
+        call = Call.of(node, self.line)
         row = self._choose(call, info(node))
         local = self._operands(call, row, info(node))
         if row.emit is None:
@@ -145,7 +145,7 @@ class _Expansion:
     def _run_on_lists(self, node: fx.Node) -> None:
         """Each column goes its own way; those that take other calls leave the lists."""
         record = info(node)
-        columns = list(columns_of(_call_of(node, self.line)))
+        columns = list(columns_of(Call.of(node, self.line)))
         chosen = [self._choose(column.call, record) for column in columns]
         locals_ = [self._operands(c.call, row, record) for c, row in zip(columns, chosen, strict=True)]
         together = [i for i, row in enumerate(chosen) if row.emit is None]
@@ -178,7 +178,7 @@ class _Expansion:
 
     def _built(self, call: Call, row: Row, local: Sequence[fx.Node], record: NodeInfo) -> Any:
         assert row.emit is not None
-        nodes = row.emit(Build(self.graph, record, self.line), call, local)
+        nodes = row.emit(Build(self.graph, record, self.line, self._node_of), call, local)
         leaves = iter([Held(v, p, n) for v, p, n in zip(call.results, row.outs, nodes, strict=True)])
         return _tree(call.result, lambda value: next(leaves))
 
@@ -217,19 +217,6 @@ class _Expansion:
         found = self.held[node]
         assert isinstance(found, fx.Node), f"{node} gives tensors"
         return found
-
-
-def _call_of(node: fx.Node, line: Line) -> Call:
-    operands: list[fx.Node] = []
-
-    def take(one: fx.Node) -> fx.Node:
-        if isinstance(info(one).value, torch.Tensor):
-            operands.append(one)
-        return one
-
-    fx.map_arg((node.args, node.kwargs), take)
-    values = tuple(info(one).value for one in operands)
-    return Call(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, line)
 
 
 def _tree(result: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:

@@ -37,20 +37,20 @@ def copy_step(step: StepGraph, stage: str) -> StepGraph:
 
 
 def call(
-    graph: fx.Graph, target: OpOverload, *args: Any, phase: Phase, keywords: dict[str, Any] | None = None, **record: Any
+    graph: fx.Graph, target: Any, *args: Any, phase: Phase, keywords: dict[str, Any] | None = None, **record: Any
 ) -> fx.Node:
     """Adds a call at the graph's insertion point; its value comes from running it on its arguments' fake values.
 
     Args:
-        keywords: of the call; numbers, not nodes.
+        keywords: of the call.
         phase, record: of the node's `NodeInfo`.
     """
     keywords = keywords or {}
     node = graph.call_function(target, args, keywords)
-    values = fx.map_arg(args, lambda n: info(n).value)
+    values, named = fx.map_arg((args, keywords), lambda n: info(n).value)
     tensor = next(fake_tensors([info(n).value for n in node.all_input_nodes]))
     with tensor.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
-        value = target(*values, **keywords)
+        value = target(*values, **named)
     return set_info(node, NodeInfo(value, phase, **record))
 
 

@@ -66,6 +66,62 @@ class Call:
                 return one.default_value if one.has_default_value() else default
         return default
 
+    def _named(self) -> Iterator[tuple[str, fx.Node]]:
+        """The operands with the names of the arguments that they are in."""
+        op = self.target.op if isinstance(self.target, (Functionalized, UnderGrad)) else self.target
+        given = [*zip((one.name for one in op._schema.arguments), self.args, strict=False), *self.kwargs.items()]
+        for name, argument in given:
+            for one in argument if isinstance(argument, (list, tuple)) else [argument]:
+                if isinstance(one, fx.Node) and isinstance(info(one).value, torch.Tensor):
+                    yield name, one
+
+    def placed(self, /, **where: Placement) -> tuple[Placement, ...]:
+        """Placements of the operands by the names of their arguments; those that are not named are whole."""
+        return tuple(where.get(name, R) for name, _ in self._named())
+
+    def by_name(self, ins: Sequence[Any]) -> dict[str, Any]:
+        """What belongs to the operands, by the names of their arguments."""
+        return {name: one for (name, _), one in zip(self._named(), ins, strict=True)}
+
+    @classmethod
+    def of(cls, node: fx.Node, line: Line) -> Call:
+        """The call that a node of the whole step makes."""
+        operands: list[fx.Node] = []
+
+        def take(one: fx.Node) -> fx.Node:
+            if isinstance(info(one).value, torch.Tensor):
+                operands.append(one)
+            return one
+
+        fx.map_arg((node.args, node.kwargs), take)
+        values = tuple(info(one).value for one in operands)
+        return cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, line)
+
+
+def exchanged(
+    args: Any, kwargs: Any, local: Iterable[fx.Node], number_of: Callable[[fx.Node], fx.Node]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with local operands in place of whole ones, and this rank's numbers."""
+    operands = iter(local)
+
+    def exchange(one: fx.Node) -> fx.Node:
+        return next(operands) if isinstance(info(one).value, torch.Tensor) else number_of(one)
+
+    return fx.map_arg((tuple(args), dict(kwargs)), exchange)  # type: ignore[return-value]
+
+
+def with_arguments(target: Any, args: Any, kwargs: Any, /, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments, some exchanged by their names in the operator's schema."""
+    op = target.op if isinstance(target, (Functionalized, UnderGrad)) else target
+    names = [one.name for one in op._schema.arguments]
+    args, kwargs = list(args), dict(kwargs)
+    for name, value in changed.items():
+        if names.index(name) < len(args):
+            args[names.index(name)] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs
+
 
 @dataclass
 class Build:
@@ -75,11 +131,23 @@ class Build:
         graph: new calls go to its insertion point.
         record: of the call of the whole step that they stand for.
         line: the ranks of the axis.
+        number_of: this rank's node for a node of the whole step that gives a number.
     """
 
     graph: fx.Graph
     record: NodeInfo
     line: Line
+    number_of: Callable[[fx.Node], fx.Node]
+
+    def same(self, call: Call, ins: Sequence[fx.Node], /, **changed: Any) -> fx.Node:
+        """The call itself on local operands, some arguments exchanged by name."""
+        args, kwargs = exchanged(call.args, call.kwargs, ins, self.number_of)
+        args, kwargs = with_arguments(call.target, args, kwargs, **changed)
+        return self.call(call.target, *args, **kwargs)
+
+    def number(self, value: Any) -> Any:
+        """A number among the call's arguments, as this rank's graph has it."""
+        return self.number_of(value) if isinstance(value, fx.Node) else value
 
     def call(self, target: Any, *args: Any, **keywords: Any) -> fx.Node:
         """A call on nodes of this rank's graph."""
@@ -91,6 +159,17 @@ class Build:
         """The reduction of a value over the ranks."""
         started = self.call(collectives.all_reduce.default, node, op, self.line.group)
         return self.call(collectives.wait.default, started)
+
+    def all_gather(self, node: fx.Node) -> fx.Node:
+        """The values of all ranks, one after the other along dimension 0."""
+        started = self.call(collectives.all_gather.default, node, self.line.group)
+        return self.call(collectives.wait.default, started)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """A value in a dtype."""
+        if info(node).value.dtype == dtype:
+            return node
+        return self.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
 
     def cut(self, node: fx.Node, dim: int) -> fx.Node:
         """This rank's piece of a whole value."""
@@ -149,11 +228,12 @@ class Dims:
     def rows(self, call: Call) -> Iterator[Row]:
         """One row for each letter that can be split."""
         for letter in dict.fromkeys(name for names in (*self.ins, *self.outs) for name in names if name):
-            row = self._row(letter)
+            row = self.row(letter)
             if row is not None and _can_split(letter, self, call):
                 yield row
 
-    def _row(self, letter: str) -> Row | None:
+    def row(self, letter: str) -> Row | None:
+        """The row of one letter, of whatever sizes its dimensions are; None when it cannot be split."""
         ins: tuple[Placement, ...]
         ins = tuple(Shard(names.index(letter)) if letter in names else R for names in self.ins)
         if all(letter in names for names in self.outs):
@@ -177,13 +257,26 @@ def alphabet(count: int) -> list[str]:
     return [chr(ord("a") + i) if i < 26 else f"a{i}" for i in range(count)]
 
 
-def trailing(value: torch.Tensor, letters: Sequence[str], like: torch.Tensor) -> Names:
-    """Names for a tensor that is broadcast to another: its dimensions are the last ones, those of size 1 unnamed."""
+def trailing(value: torch.Tensor, letters: Sequence[str | None], shape: Sequence[int]) -> Names:
+    """Names for a tensor that is broadcast to a shape: its dimensions are the last ones, those of size 1 unnamed."""
     skipped = len(letters) - value.dim()
     return [
         letter if length == whole else None
-        for letter, length, whole in zip(letters[skipped:], value.shape, like.shape[skipped:], strict=True)
+        for letter, length, whole in zip(letters[skipped:], value.shape, shape[skipped:], strict=True)
     ]
+
+
+def holds_on_all(call: Call, length: int) -> bool:
+    """True when every rank has something of a dimension: some kernels refuse tensors without elements."""
+    start, stop = piece(length, call.line.size, call.line.size - 1)
+    return start < stop
+
+
+def beside(call: Call, *dims: int) -> Iterator[Row]:
+    """Rows that split all dimensions but some; all operands and results have these dimensions."""
+    count = call.values[0].dim()
+    letters: list[str | None] = [None if i in {d % count for d in dims} else a for i, a in enumerate(alphabet(count))]
+    yield from Dims([letters] * len(call.values), [letters] * len(call.results)).rows(call)
 
 
 def linear_rows(call: Call, groups: Iterable[Sequence[int]]) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx
 from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Shard, local_shape
-from wholestep.spmd.sharding import Call, Row
+from wholestep.spmd.sharding import Call, Row, exchanged, with_arguments
 from wholestep.torch_compat import OpOverload, below_autograd
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ class Writer:
 
     def call(self, node: fx.Node, row: Row, local: Sequence[fx.Node]) -> fx.Node:
         """The same call on local operands."""
-        args, kwargs = self._arguments(node.args, node.kwargs, iter(local))
+        args, kwargs = exchanged(node.args, node.kwargs, local, self.node_of)
         args, kwargs = self._with_sizes(node, row, args, kwargs)
         if node.target in _NEEDS_STRIDES:
             args = (self._viewable(local[0], args[1], info(node)), *args[1:])
@@ -64,7 +64,7 @@ class Writer:
         """
         if not places:
             return []
-        columns = [self._arguments(c.args, c.kwargs, iter(nodes)) for c, nodes in zip(calls, local, strict=True)]
+        columns = [exchanged(c.args, c.kwargs, nodes, self.node_of) for c, nodes in zip(calls, local, strict=True)]
 
         def gather(old: Any, pick: Callable[[tuple[tuple[Any, ...], dict[str, Any]]], Any]) -> Any:
             if not isinstance(old, (list, tuple)):
@@ -80,24 +80,15 @@ class Writer:
             return [[self.pick(row, place) for row in rows] for place in range(len(places))]
         return [[self.pick(made, place)] for place in range(len(places))] if value is not None else [[] for _ in places]
 
-    def _arguments(self, args: Any, kwargs: Any, local: Iterator[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def exchange(one: fx.Node) -> fx.Node:
-            return next(local) if isinstance(info(one).value, torch.Tensor) else self.node_of(one)
-
-        return fx.map_arg((tuple(args), dict(kwargs)), exchange)  # type: ignore[return-value]
-
     def _with_sizes(self, node: fx.Node, row: Row, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments that say the result's shape say that of this rank's."""
         if not isinstance(node.target, OpOverload) or not row.outs or not isinstance(row.outs[0], Shard):
             return args, kwargs
         value = next(fake_tensors(info(node).value))
-        for place, one in enumerate(node.target._schema.arguments):
-            if one.name in _SIZES:
+        for one in node.target._schema.arguments:
+            if one.name in _SIZES and str(one.type) == "List[int]":
                 shape = list(local_shape(value.shape, row.outs[:1], [self.line]))
-                if one.name in kwargs:
-                    kwargs = {**kwargs, one.name: shape}
-                else:
-                    args = (*args[:place], shape, *args[place + 1 :])
+                args, kwargs = with_arguments(node.target, args, kwargs, **{one.name: shape})
         return args, kwargs
 
     def _viewable(self, node: fx.Node, shape: Sequence[int], record: NodeInfo) -> fx.Node:

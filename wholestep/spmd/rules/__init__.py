@@ -14,7 +14,23 @@ from collections.abc import Callable, Iterable
 import torch
 
 from wholestep.ir import Functionalized, UnderGrad
-from wholestep.spmd.rules import contractions, norms, pointwise, random, reductions, views
+from wholestep.spmd.rules import (
+    along,
+    attention,
+    contractions,
+    convolutions,
+    indexing,
+    losses,
+    moments,
+    normalisations,
+    norms,
+    pieces,
+    pointwise,
+    random,
+    reductions,
+    softmax,
+    views,
+)
 from wholestep.spmd.rules.lists import is_on_lists
 from wholestep.spmd.sharding import Call, Row, Rule
 from wholestep.torch_compat import OpOverload
@@ -23,9 +39,18 @@ TABLE: dict[str, Rule] = {
     **contractions.RULES,
     **reductions.RULES,
     **norms.RULES,
-    **random.RULES,
+    **moments.RULES,
+    **softmax.RULES,
+    **along.RULES,
+    **normalisations.RULES,
+    **convolutions.RULES,
+    **attention.RULES,
+    **losses.RULES,
+    **indexing.RULES,
     **views.RULES,
+    **pieces.RULES,
     **pointwise.RULES,
+    **random.RULES,
 }
 
 

@@ -27,7 +27,7 @@ def sum_with_contraction(spec: str) -> Rule:
     summed = {letter: "sum" for names in ins for letter in names if letter not in result}
 
     def rule(call: Call) -> Iterator[Row]:
-        first = trailing(call.values[0], result, call.results[0])
+        first = trailing(call.values[0], result, call.results[0].shape)
         yield from Dims([first, *ins], [result], summed, frozenset([0])).rows(call)  # type: ignore[arg-type]
         yield from linear_rows(call, [(0, i + 1) for i in range(len(ins))])
 

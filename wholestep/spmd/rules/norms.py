@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from wholestep.spmd.placements import Partial, Shard
+from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of
-from wholestep.spmd.sharding import Build, Call, Dims, R, Row, Rule
+from wholestep.spmd.sharding import Build, Call, Dims, R, Row, Rule, holds_on_all
 
 aten = torch.ops.aten
 
@@ -20,7 +20,8 @@ def _norm(call: Call) -> Iterator[Row]:
     yield from Dims([letters], [result]).rows(call)
     order = float(call.argument("ord", 2.0))
     if order in (math.inf, -math.inf):
-        how = dict.fromkeys(gone, "max" if order > 0 else "min")
+        fit = [a for a in gone if holds_on_all(call, call.values[0].shape[letters.index(a)])]
+        how = dict.fromkeys(fit, "max" if order > 0 else "min")
         yield from Dims([letters], [result], how).rows(call)  # type: ignore[arg-type]
         return
     for letter in gone:
@@ -38,13 +39,4 @@ def _root_of_powers(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx
     return [build.call(aten.pow.Tensor_Scalar, powers, 1 / order)]
 
 
-def _joined(call: Call) -> Iterator[Row]:
-    """`cat`, along a dimension that is not split; addends are joined to addends."""
-    dim = int(call.argument("dim", 0)) % max(call.results[0].dim(), 1)
-    letters = [None if i == dim else chr(ord("a") + i) for i in range(call.results[0].dim())]
-    if all(value.dim() == len(letters) for value in call.values):
-        yield from Dims([letters] * len(call.values), [letters]).rows(call)
-    yield Row((Partial(),) * len(call.values), (Partial(),))
-
-
-RULES: dict[str, Rule] = {"aten.linalg_vector_norm": _norm, "aten._foreach_norm": _norm, "aten.cat": _joined}
+RULES: dict[str, Rule] = dict.fromkeys(["aten.linalg_vector_norm", "aten._foreach_norm"], _norm)

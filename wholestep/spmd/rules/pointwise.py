@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.spmd.sharding import Call, Dims, Row, Rule, alphabet, linear_rows, trailing
+from wholestep.spmd.placements import Partial, Shard
+from wholestep.spmd.sharding import Call, Dims, R, Row, Rule, alphabet, linear_rows, trailing
 
 
 def pointwise(call: Call) -> Iterator[Row]:
     """Operands are broadcast to the result's shape."""
     like = call.results[0]
     letters = alphabet(like.dim())
-    ins = [trailing(value, letters, like) for value in call.values]
+    ins = [trailing(value, letters, like.shape) for value in call.values]
     yield from Dims(ins, [letters] * len(call.results)).rows(call)
 
 
@@ -49,6 +50,43 @@ def _quotient(call: Call) -> Iterator[Row]:
         yield from linear_rows(call, [(0,)])
 
 
+def _masked(call: Call) -> Iterator[Row]:
+    """Filled with zeros, addends stay such."""
+    yield from pointwise(call)
+    if call.argument("value") == 0:
+        yield from linear_rows(call, [(0,)])
+
+
+def unread(call: Call) -> Iterator[Row]:
+    """What is made in the shape of an operand whose elements are not read, or in another one."""
+    value = call.values[0]
+    alike = call.results[0].shape == value.shape
+    for dim in range(value.dim()):
+        yield Row((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim) if alike else R,))
+    yield Row((Partial(), *[R] * (len(call.values) - 1)), (R,))
+
+
+def _copied(call: Call) -> Iterator[Row]:
+    """`copy`: the second operand in the shape of the first, which is not read."""
+    yield from pointwise(call)
+    for first in (R, Partial()):
+        yield Row((first, Partial()), (Partial(),))
+        yield Row((first, R), (R,))
+
+
+def _with_buffer(call: Call) -> Iterator[Row]:
+    """Beside the tensors of one shape there is one that the kernel may leave empty."""
+    like = call.values[0]
+    for dim in range(like.dim()):
+        ins, outs = (tuple(Shard(dim) if one.shape == like.shape else R for one in side)
+                     for side in (call.values, call.results))  # fmt: skip
+        yield Row(ins, outs)
+
+
+# Gradients of these are linear in the result's.
+_SLOPES = ["tanh", "sigmoid", "threshold", "gelu", "silu", "elu", "softplus", "leaky_relu", "hardtanh", "hardswish",
+           "hardsigmoid", "hardshrink", "softshrink", "mish", "logit"]  # fmt: skip
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.add", "aten.sub", "aten._foreach_add", "aten._foreach_sub"], _sum),
     **dict.fromkeys(["aten.mul", "aten._foreach_mul"], _product),
@@ -65,24 +103,23 @@ RULES: dict[str, Rule] = {
             "aten.imag",
             "aten.conj",
             "aten._conj",
-            "aten.copy",
-            "aten.zeros_like",
         ],
         linear((0,)),
     ),
     "aten.where": linear((1, 2)),
     "aten.lerp": linear((0, 1)),
-    **dict.fromkeys(["aten.tanh_backward", "aten.sigmoid_backward", "aten.threshold_backward"], linear((0,))),
-    **dict.fromkeys(["aten.gelu_backward", "aten.silu_backward", "aten.elu_backward"], linear((0,))),
+    **dict.fromkeys([f"aten.{name}_backward" for name in _SLOPES], linear((0,))),
+    **dict.fromkeys(["aten.log_sigmoid_forward", "aten.log_sigmoid_backward"], _with_buffer),
+    **dict.fromkeys(["aten._prelu_kernel", "aten._prelu_kernel_backward", "aten.hardswish"], pointwise),
+    "aten.native_dropout_backward": linear((0,)),
+    "aten.masked_fill": _masked,
+    "aten.copy": _copied,
+    **dict.fromkeys([f"aten.{name}_like" for name in ("empty", "full", "ones", "zeros")], unread),
+    **dict.fromkeys([f"aten.new_{name}" for name in ("empty", "full", "ones", "zeros")], unread),
+    "aten.fill": unread,
     # pointwise, though torch does not tag them so
     **dict.fromkeys(
         [
-            "aten.empty_like",
-            "aten.full_like",
-            "aten.ones_like",
-            "aten.fill",
-            "aten.masked_fill",
-            "aten.native_dropout_backward",
             "aten.lift_fresh_copy",
         ],
         pointwise,

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from wholestep.spmd.placements import Op
-from wholestep.spmd.sharding import Build, Call, Dims, Names, Row, Rule, alphabet, linear_rows
+from wholestep.spmd.placements import Op, Shard
+from wholestep.spmd.sharding import Build, Call, Dims, Names, R, Row, Rule, alphabet, holds_on_all, linear_rows
 
 aten = torch.ops.aten
 
@@ -35,7 +35,8 @@ def reduction(op: Op | None, *, is_linear: bool = False) -> Rule:
 
     def rule(call: Call) -> Iterator[Row]:
         letters, result, gone = names_of(call)
-        how = dict.fromkeys(gone, op) if op is not None else {}
+        fit = [a for a in gone if op in ("sum", "product") or holds_on_all(call, call.values[0].shape[letters.index(a)])]
+        how = dict.fromkeys(fit, op) if op is not None else {}
         yield from Dims([letters], [result] * len(call.results), how).rows(call)  # type: ignore[arg-type]
         if is_linear:
             yield from linear_rows(call, [(0,)])
@@ -61,11 +62,27 @@ def _part_of_mean(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> lis
     return [build.call(aten.div.Scalar, total, count)]
 
 
+def _any_or_all(call: Call) -> Iterator[Row]:
+    letters, result, gone = names_of(call)
+    yield from Dims([letters], [result]).rows(call)
+    for letter in gone:
+        yield Row((Shard(letters.index(letter)),), (R,), _voted)
+
+
+def _voted(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+    op: Op = "max" if call.target._schema.name.endswith("any") else "min"
+    vote = build.all_reduce(build.cast(build.same(call, ins), torch.uint8), op)
+    return [build.cast(vote, call.results[0].dtype)]
+
+
 RULES: dict[str, Rule] = {
     "aten.sum": reduction("sum", is_linear=True),
+    "aten.nansum": reduction("sum"),
+    "aten.count_nonzero": reduction("sum"),
     "aten.mean": _mean,
     "aten.amax": reduction("max"),
     "aten.amin": reduction("min"),
     "aten.prod": reduction("product"),
-    **dict.fromkeys(["aten.var", "aten.std", "aten.argmax", "aten.argmin", "aten.logsumexp"], reduction(None)),
+    **dict.fromkeys(["aten.any", "aten.all"], _any_or_all),
+    **dict.fromkeys(["aten.argmax", "aten.argmin"], reduction(None)),
 }

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
 
 from wholestep.spmd.placements import Shard
-from wholestep.spmd.sharding import Call, Dims, Names, Row, Rule, alphabet, linear_rows
+from wholestep.spmd.sharding import Build, Call, Dims, Names, Row, Rule, alphabet, linear_rows
 
 
 def linear_view(names: Rule) -> Rule:
@@ -80,30 +84,28 @@ def _reshape(call: Call) -> Iterator[Row]:
             yield Row((Shard(a),), (Shard(b),))
 
 
-def _without(call: Call) -> Iterator[Row]:
-    """`select`: one dimension goes."""
-    dim = int(call.args[1]) % call.values[0].dim()
-    letters = alphabet(call.values[0].dim())
-    ins = [None if i == dim else a for i, a in enumerate(letters)]
-    yield from Dims([ins], [[a for i, a in enumerate(letters) if i != dim]]).rows(call)
+def _squeeze(call: Call) -> Iterator[Row]:
+    """Of the dimensions that are of size 1 in the whole."""
+    for row in _reshape(call):
+        yield replace(row, emit=_squeeze_whole)
 
 
-def _along(call: Call) -> Iterator[Row]:
-    """`slice`, `split` and their kind work along one dimension, which is not split; all others can be."""
-    dim = int(call.argument("dim", 0)) % max(call.values[0].dim(), 1)
-    letters = alphabet(call.values[0].dim())
-    names = [None if i == dim else a for i, a in enumerate(letters)]
-    whole = call.results[0].shape == call.values[0].shape and len(call.results) == 1
-    sides = letters if whole and str(call.target).startswith("aten.slice.") else names
-    yield from Dims([sides], [sides] * len(call.results)).rows(call)
+def _squeeze_whole(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    value = call.values[0]
+    dims = call.argument("dim", range(value.dim()))
+    dims = [dim % max(1, value.dim()) for dim in ([dims] if isinstance(dims, int) else dims)]
+    return [build.call(torch.ops.aten.squeeze.dims, ins[0], [dim for dim in dims if value.shape[dim] == 1])]
 
 
-def _unbind(call: Call) -> Iterator[Row]:
-    dim = int(call.argument("dim", 0)) % call.values[0].dim()
-    letters = alphabet(call.values[0].dim())
-    ins = [None if i == dim else a for i, a in enumerate(letters)]
-    out = [a for i, a in enumerate(letters) if i != dim]
-    yield from Dims([ins], [out] * len(call.results)).rows(call)
+def _complex(call: Call) -> Iterator[Row]:
+    """Real and imaginary parts as a last dimension of the real side."""
+    count = min(call.values[0].dim(), call.results[0].dim())
+    letters = alphabet(count)
+
+    def names(value: torch.Tensor) -> Names:
+        return [*letters, None] if value.dim() > count else letters
+
+    yield from Dims([names(call.values[0])], [names(call.results[0])]).rows(call)
 
 
 RULES: dict[str, Rule] = {
@@ -113,10 +115,9 @@ RULES: dict[str, Rule] = {
         ("aten.transpose",): _transpose,
         ("aten.permute",): _permute,
         ("aten.expand",): _expand,
-        ("aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze"): _reshape,
-        ("aten.select",): _without,
-        ("aten.slice", "aten.split", "aten.split_with_sizes", "aten.narrow", "aten.chunk"): _along,
-        ("aten.unbind",): _unbind,
+        ("aten.view", "aten._unsafe_view", "aten.unsqueeze"): _reshape,
+        ("aten.squeeze",): _squeeze,
+        ("aten.view_as_real", "aten.view_as_complex"): _complex,
     }.items()
     for name in names
 }

@@ -1,0 +1,83 @@
+"""Sharding rules: every row of every rule, on samples of each operator, against the whole call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spmd_rules import Sample, call_of, close, failures, part_of, shown, trials_of
+from spmd_samples import random_samples, samples
+
+from wholestep import comm
+from wholestep.ir import fake_tensors
+from wholestep.spmd import rules
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Partial, Replicate, Shard
+from wholestep.spmd.sharding import Row
+from wholestep.testing import run_ranks
+
+aten = torch.ops.aten
+R = Replicate()
+
+# Rules that no sample on a CPU can show.
+CUDA_ONLY = {"aten._fused_rms_norm", "aten._fused_rms_norm_backward"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_row_of_every_rule(ranks: int) -> None:
+    wrong = failures(samples(), ranks)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row((Shard(0),), (Shard(0),)),  # softmax along that dimension
+        Row((Shard(1),), (Shard(0),)),
+        Row((Partial(),), (Partial(),)),  # not linear
+        Row((R,), (Partial(),)),
+        Row((Shard(1),), (R,)),
+    ],
+    ids=shown,
+)
+def test_a_wrong_row_is_found(row: Row) -> None:
+    sample = Sample(aten._softmax.default, (torch.randn(4, 4, dtype=torch.float64), 0, False))
+    assert not failures([sample], 2)
+    assert len(failures([sample], 2, lambda _: [row])) == 1
+
+
+def test_every_rule_has_a_sample() -> None:
+    seen = {rules.name_of(sample.target) for sample in [*samples(), *random_samples()]}
+    kinds = {id(rules.TABLE[name]) for name in seen if name in rules.TABLE}
+    unseen = [name for name, rule in rules.TABLE.items() if id(rule) not in kinds and name not in CUDA_ONLY]
+    assert not unseen
+
+
+def test_every_sample_can_be_split() -> None:
+    for sample in samples():
+        assert any(list(rules.rows(call)) for call in call_of(sample, Line("", 2, 0))[1]), str(sample)
+
+
+def drawn() -> list[str]:
+    """In every rank: what is wrong with its part of what random operators draw."""
+    size, rank = comm.get_world_size(), comm.get_rank()
+    wrong = []
+    for sample in random_samples():
+        for trial in trials_of(sample, size):
+            torch.manual_seed(3)
+            wanted = list(fake_tensors(sample.target(*sample.args, **sample.kwargs)))
+            after = torch.rand(())
+            program, parts = trial.program(Line("", size, rank)), trial.parts[rank]
+            torch.manual_seed(3)
+            found = program(*parts)
+            try:
+                for got, want, placement in zip(found, wanted, trial.row.outs, strict=True):
+                    close(got, part_of(want, placement, size, rank))
+                assert torch.equal(torch.rand(()), after), "the generator is elsewhere"
+            except AssertionError as error:
+                wrong.append(f"{trial}: {error}")
+    return wrong
+
+
+def test_random_operators_draw_as_one_device() -> None:
+    for wrong in run_ranks(drawn, 2):
+        assert not wrong, "\n".join(wrong)

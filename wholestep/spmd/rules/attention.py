@@ -1,0 +1,55 @@
+"""Attention kernels: by batch, by heads and by queries, each of which attends on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wholestep.spmd.sharding import Call, Dims, Names, Row, Rule, holds_on_all, linear_rows, trailing
+
+
+def _names(call: Call) -> dict[str, Names]:
+    """Names for the dimensions of each argument: batch b, heads h, queries t; keys and sizes are not split."""
+    values = call.by_name(call.values)
+    query = values["query"]
+    batch, heads, length = query.shape[:3]
+    b, h, t = (
+        name if holds_on_all(call, size) else None for name, size in (("b", batch), ("h", heads), ("t", length))
+    )
+    t = None if call.argument("is_causal") else t  # which keys a query sees is a matter of its place
+    ours, theirs = [b, h, t, None], [b, h, None, None]
+    found: dict[str, Names] = {"query": ours, "out": ours, "grad_out": ours, "key": theirs, "value": theirs,
+                               "logsumexp": [b, h, t]}  # fmt: skip
+    if "attn_mask" in values:
+        mask, keys = values["attn_mask"], values["key"].shape[2]
+        found["attn_mask"] = trailing(mask, [b, h, t, None], [batch, heads, length, keys])
+    return found
+
+
+def _attention(call: Call) -> Iterator[Row]:
+    names = _names(call)
+    dims = Dims([names[n] for n in call.by_name(call.values)], [names["query"], names["logsumexp"]])
+    yield from _rows(dims, call)
+
+
+def _attention_backward(call: Call) -> Iterator[Row]:
+    names = _names(call)
+    ins = [names[n] for n in call.by_name(call.values)]
+    yield from _rows(Dims(ins, [names["query"], names["key"], names["value"]], {"t": "sum"}), call)
+    yield from linear_rows(call, [(0,)])
+
+
+def _rows(dims: Dims, call: Call) -> Iterator[Row]:
+    """Heads of keys may be fewer: each serves some heads of queries, and goes with them."""
+    yield from dims.rows(call)
+    values = call.by_name(call.values)
+    few, by_heads = values["key"].shape[1], dims.row("h")
+    if few != values["query"].shape[1] and few % call.line.size == 0 and by_heads is not None:
+        yield by_heads
+
+
+_KERNELS = ["_scaled_dot_product_flash_attention_for_cpu"]
+
+RULES: dict[str, Rule] = {
+    **{f"aten.{kernel}": _attention for kernel in _KERNELS},
+    **{f"aten.{kernel}_backward": _attention_backward for kernel in _KERNELS},
+}

@@ -1,0 +1,276 @@
+"""Operators that pick or place elements by index tensors.
+
+Where the dimension that is picked from is split, each rank serves the indices in its own piece and gives zeros for
+the others: an addend. Where that which is placed into is split, each rank's piece gets one more row, which takes what
+belongs to others and is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import info
+from wholestep.spmd.placements import Op, Partial, Shard
+from wholestep.spmd.sharding import Build, Call, Dims, Names, R, Row, Rule, alphabet, linear_rows, trailing
+
+aten = torch.ops.aten
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    return value.dtype != torch.bool
+
+
+def _letters(count: int, dim: int, at_dim: str | None = None) -> list[str | None]:
+    return [at_dim if i == dim else a for i, a in enumerate(alphabet(count))]
+
+
+def _dim(call: Call) -> int:
+    return int(call.argument("dim")) % max(1, call.values[0].dim())
+
+
+# This rank's indices ----------------------------------------------------------------------------------------------
+
+
+def _own(build: Build, index: fx.Node, length: int, instead: int) -> tuple[fx.Node, fx.Node]:
+    """Indices into this rank's piece, and which are others': those become ``instead``."""
+    start, stop = build.piece(length)
+    index = build.call(aten.remainder.Scalar, index, length)  # negative ones count from the end
+    others = build.call(aten.logical_or.default, build.call(aten.lt.Scalar, index, start),
+                        build.call(aten.ge.Scalar, index, stop))  # fmt: skip
+    local = build.call(aten.masked_fill.Scalar, build.call(aten.sub.Scalar, index, start), others, instead)
+    return local, others
+
+
+def _picked(
+    build: Build, call: Call, ins: Sequence[fx.Node], *, of: str, by: str, dim: int, view: Sequence[int] | None = None
+) -> list[fx.Node]:
+    """Picks what is here; zeros for the rest.
+
+    Args:
+        of, by: names of the arguments.
+        dim: that is picked from.
+        view: the shape in which the indices are broadcast to the result.
+    """
+    given, result = call.by_name(ins), call.results[0]
+    here = info(given[of]).value.shape[dim]
+    if here == 0:
+        return [build.call(aten.new_zeros.default, given[of], list(result.shape))]
+    local, others = _own(build, given[by], call.by_name(call.values)[of].shape[dim], 0)
+    made = build.same(call, ins, **{by: local})
+    if view is not None:
+        others = build.call(aten.view.default, others, list(view))
+    return [build.call(aten.masked_fill.Scalar, made, others, 0)]
+
+
+def _placed(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int, by: str = "index") -> list[fx.Node]:
+    given = call.by_name(ins)
+    here = info(given["self"]).value
+    local, _ = _own(build, given[by], call.values[0].shape[dim], here.shape[dim])
+    made = build.same(call, ins, self=_longer(build, given["self"], dim), **{by: local})
+    return [build.call(aten.slice.Tensor, made, dim, 0, here.shape[dim])]
+
+
+def _longer(build: Build, node: fx.Node, dim: int) -> fx.Node:
+    """One more row at the end of a dimension."""
+    pads = [0, 0] * (info(node).value.dim() - 1 - dim) + [0, 1]
+    return build.call(aten.constant_pad_nd.default, node, pads)
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
+
+
+def _embedding(call: Call) -> Iterator[Row]:
+    count = call.values[1].dim()
+    for dim in range(count):
+        yield Row((R, Shard(dim)), (Shard(dim),))
+    yield Row((Shard(1), R), (Shard(count),))
+    view = [*call.values[1].shape, 1]
+    yield Row((Shard(0), R), (Partial(),), partial(_picked, of="weight", by="indices", dim=0, view=view))
+    yield from linear_rows(call, [(0,)])
+
+
+def _embedding_backward(call: Call) -> Iterator[Row]:
+    count = call.values[1].dim()
+    if not call.argument("scale_grad_by_freq"):
+        for dim in range(count):
+            yield Row((Shard(dim), Shard(dim)), (Partial(),))
+    yield Row((Shard(count), R), (Shard(1),))
+    yield Row((R, R), (Shard(0),), _own_rows_of_table)
+    yield from linear_rows(call, [(0,)])
+
+
+def _own_rows_of_table(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    length, padding = int(call.argument("num_weights")), int(call.argument("padding_idx"))
+    start, stop = build.piece(length)
+    local, _ = _own(build, ins[1], length, stop - start)
+    if padding >= 0:
+        local = build.call(aten.masked_fill.Scalar, local, build.call(aten.eq.Scalar, ins[1], padding), stop - start)
+    made = build.same(call, ins, indices=local, num_weights=stop - start + 1, padding_idx=stop - start)
+    return [build.call(aten.slice.Tensor, made, 0, 0, stop - start)]
+
+
+# Along one dimension ----------------------------------------------------------------------------------------------
+
+
+def _gather(call: Call) -> Iterator[Row]:
+    count, dim = call.values[0].dim(), _dim(call)
+    if count == 0 or call.values[1].dim() == 0:
+        return
+    result = _letters(count, dim, "along")
+    yield from Dims([_letters(count, dim), result], [result]).rows(call)
+    if _is_number(call.values[0]):
+        yield Row((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim))
+    yield from linear_rows(call, [(0,)])
+
+
+def _index_select(call: Call) -> Iterator[Row]:
+    count, dim = call.values[0].dim(), _dim(call)
+    if count == 0:
+        return
+    index: Names = ["along"] * call.values[1].dim()
+    yield from Dims([_letters(count, dim), index], [_letters(count, dim, "along")]).rows(call)
+    if _is_number(call.values[0]):
+        view = [call.results[0].shape[dim] if i == dim else 1 for i in range(count)]
+        yield Row((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim, view=view))
+    yield from linear_rows(call, [(0,)])
+
+
+def scatter(*, adds: bool, is_linear: bool) -> Rule:
+    """Places elements of ``src``, or one value, at the indices; with ``adds`` onto what is there."""
+
+    def rule(call: Call) -> Iterator[Row]:
+        count, dim = call.values[0].dim(), _dim(call)
+        if count == 0 or call.values[1].dim() == 0:
+            return
+        beside, index = _letters(count, dim), _letters(count, dim, "along")
+        how: dict[str, Op] = {"along": "sum"} if adds else {}
+        ins = [beside, *[index] * (len(call.values) - 1)]
+        yield from Dims(ins, [beside], how, frozenset([0])).rows(call)
+        if _is_number(call.values[0]):
+            whole = (R,) * (len(call.values) - 1)
+            yield Row((Shard(dim), *whole), (Shard(dim),), partial(_placed, dim=dim))
+        if is_linear and len(call.values) == 3:
+            yield from linear_rows(call, [(0, 2)])
+
+    return rule
+
+
+def index_rows(*, adds: bool, is_linear: bool) -> Rule:
+    """Places rows of ``source``, or one value, along a dimension."""
+
+    def rule(call: Call) -> Iterator[Row]:
+        count, dim = call.values[0].dim(), _dim(call)
+        if count == 0:
+            return
+        beside, source = _letters(count, dim), _letters(count, dim, "along")
+        rest: list[Names] = [source if value.dim() == count else [] for value in call.values[2:]]
+        how: dict[str, Op] = {"along": "sum"} if adds else {}
+        index: Names = ["along"] * call.values[1].dim()
+        yield from Dims([beside, index, *rest], [beside], how, frozenset([0])).rows(call)
+        if _is_number(call.values[0]):
+            yield Row((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim),), partial(_placed, dim=dim))
+        if is_linear:
+            yield from linear_rows(call, [(0, 2)])
+
+    return rule
+
+
+# Several at once: x[:, i, j] --------------------------------------------------------------------------------------
+
+
+def _plan(call: Call) -> tuple[list[int], list[str | None], list[str], list[Any]] | None:
+    """Indexed dimensions; names for the operand, for the indices together, and for what they pick."""
+    indices = call.argument("indices")
+    places = [dim for dim, index in enumerate(indices) if index is not None]
+    values = [info(indices[dim]).value for dim in places]
+    if not places or any(value.dtype in (torch.bool, torch.uint8) for value in values):
+        return None
+    names = [None if dim in places else a for dim, a in enumerate(alphabet(call.values[0].dim()))]
+    inner = [f"i{k}" for k in range(max(value.dim() for value in values))]
+    if places == list(range(places[0], places[-1] + 1)):
+        picked = [*names[: places[0]], *inner, *names[places[-1] + 1 :]]
+    else:
+        picked = [*inner, *[a for dim, a in enumerate(names) if dim not in places]]
+    return places, names, inner, picked
+
+
+def _index(call: Call) -> Iterator[Row]:
+    plan = _plan(call)
+    if plan is None:
+        return
+    places, names, inner, picked = plan
+    shape = torch.broadcast_shapes(*[value.shape for value in call.values[1:]])
+    yield from Dims([names, *[trailing(v, inner, shape) for v in call.values[1:]]], [picked]).rows(call)
+    if _is_number(call.values[0]):
+        after = len(picked) - picked.index(inner[-1]) - 1 if inner else 0
+        for number, dim in enumerate(places):
+            ins = tuple(Shard(dim) if i == 0 else R for i in range(len(call.values)))
+            yield Row(ins, (Partial(),), partial(_picked_by_several, number=number, after=after))
+    yield from linear_rows(call, [(0,)])
+
+
+def _picked_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, number: int, after: int) -> list[fx.Node]:
+    indices = call.argument("indices")
+    dim = [d for d, index in enumerate(indices) if index is not None][number]
+    if info(ins[0]).value.shape[dim] == 0:
+        return [build.call(aten.new_zeros.default, ins[0], list(call.results[0].shape))]
+    local, others = _own(build, ins[1 + number], call.values[0].shape[dim], 0)
+    made = build.same(call, [ins[0], *[local if i == number else one for i, one in enumerate(ins[1:])]])
+    others = build.call(aten.view.default, others, [*info(others).value.shape, *[1] * after])
+    return [build.call(aten.masked_fill.Scalar, made, others, 0)]
+
+
+def _index_put(call: Call) -> Iterator[Row]:
+    plan = _plan(call)
+    if plan is None:
+        return
+    places, names, inner, picked = plan
+    whole, *indices, _ = call.values
+    shape = torch.broadcast_shapes(*[value.shape for value in indices])
+    outer = dict(zip(alphabet(whole.dim()), whole.shape, strict=True)) | dict(zip(inner, shape, strict=True))
+    values = trailing(call.values[-1], picked, [outer[str(name)] for name in picked])
+    how: dict[str, Op] = dict.fromkeys(inner, "sum") if call.argument("accumulate") else {}
+    yield from Dims([names, *[trailing(v, inner, shape) for v in indices], values], [names], how,
+                    frozenset([0])).rows(call)  # fmt: skip
+    if _is_number(whole):
+        for number, dim in enumerate(places):
+            ins = tuple(Shard(dim) if i == 0 else R for i in range(len(call.values)))
+            yield Row(ins, (Shard(dim),), partial(_put_by_several, number=number, dim=dim))
+    yield from linear_rows(call, [(0, len(call.values) - 1)])
+
+
+def _put_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, number: int, dim: int) -> list[fx.Node]:
+    here = info(ins[0]).value.shape[dim]
+    local, _ = _own(build, ins[1 + number], call.values[0].shape[dim], here)
+    changed = [local if i == number else one for i, one in enumerate(ins[1:-1])]
+    made = build.same(call, [_longer(build, ins[0], dim), *changed, ins[-1]])
+    return [build.call(aten.slice.Tensor, made, dim, 0, here)]
+
+
+def _sought(call: Call) -> Iterator[Row]:
+    """Each element on its own, against values that are whole."""
+    first = "self" if "self" in call.by_name(call.values) else "elements"
+    for dim in range(call.results[0].dim()):
+        yield Row(call.placed(**{first: Shard(dim)}), (Shard(dim),))
+
+
+RULES: dict[str, Rule] = {
+    "aten.embedding": _embedding,
+    "aten.embedding_dense_backward": _embedding_backward,
+    "aten.gather": _gather,
+    "aten.index_select": _index_select,
+    "aten.scatter": scatter(adds=False, is_linear=True),
+    "aten.scatter_add": scatter(adds=True, is_linear=True),
+    "aten.scatter_reduce": scatter(adds=False, is_linear=False),
+    "aten.index_add": index_rows(adds=True, is_linear=True),
+    "aten.index_copy": index_rows(adds=False, is_linear=True),
+    "aten.index_fill": index_rows(adds=False, is_linear=False),
+    "aten.index": _index,
+    "aten.index_put": _index_put,
+    **dict.fromkeys(["aten.bucketize", "aten.isin"], _sought),
+}

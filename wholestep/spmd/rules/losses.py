@@ -1,0 +1,138 @@
+"""Losses: a mean over split elements is the sum of what each rank's add to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from wholestep.spmd.placements import Op, Partial, Placement, Shard
+from wholestep.spmd.sharding import Build, Call, Dims, Names, R, Row, Rule, alphabet, linear_rows, trailing
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = 0, 1, 2  # values of `reduction`
+
+
+# Of classes: negative log likelihood -------------------------------------------------------------------------------
+
+
+def _samples(call: Call) -> Iterator[tuple[Shard, Shard]]:
+    """The dimensions that are not of classes: of the input, and of the target."""
+    count = call.by_name(call.values)["self"].dim()
+    if count > 1:
+        yield from ((Shard(dim), Shard(dim - (dim > 1))) for dim in range(count) if dim != 1)
+
+
+def _classes(call: Call) -> Shard:
+    return Shard(min(1, call.by_name(call.values)["self"].dim() - 1))
+
+
+def _nll(call: Call) -> Iterator[Row]:
+    reduction = call.argument("reduction")
+    loss: Placement = Partial()
+    for x, target in _samples(call):
+        outs = (target if reduction == NONE else loss, Partial() if reduction == SUM else R)
+        yield Row(call.placed(self=x, target=target), outs, _nll_of_samples)
+    ins = call.placed(self=_classes(call), weight=Shard(0))
+    yield Row(ins, (loss, Partial() if reduction == SUM else R), _nll_of_classes)
+
+
+def _nll_of_samples(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    return _over_weight(build, call, build.same(call, ins, **_summed(call)))
+
+
+def _nll_of_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    return _over_weight(build, call, build.same(call, ins, **_own_classes(build, call, ins), **_summed(call)))
+
+
+def _summed(call: Call) -> dict[str, int]:
+    return {"reduction": SUM} if call.argument("reduction") == MEAN else {}
+
+
+def _over_weight(build: Build, call: Call, made: fx.Node) -> list[fx.Node]:
+    """The total weight counts the samples of all ranks that are not ignored."""
+    loss, weight = build.pick(made, 0), build.pick(made, 1)
+    if call.argument("reduction") == NONE:
+        weight = build.call(aten.new_zeros.default, weight, [])
+    if call.argument("reduction") == MEAN:
+        weight = build.all_reduce(weight)
+        loss = build.call(aten.div.Tensor, loss, weight)
+    return [loss, weight]
+
+
+def _own_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> dict[str, object]:
+    """The target among this rank's classes; all others are ignored."""
+    given, ignored = call.by_name(ins), int(call.argument("ignore_index"))
+    whole = call.by_name(call.values)["self"]
+    start, stop = build.piece(whole.shape[_classes(call).dim])
+    target = given["target"]
+    others = build.call(aten.logical_or.default, build.call(aten.lt.Scalar, target, start),
+                        build.call(aten.ge.Scalar, target, stop))  # fmt: skip
+    others = build.call(aten.logical_or.default, others, build.call(aten.eq.Scalar, target, ignored))
+    local = build.call(aten.masked_fill.Scalar, build.call(aten.sub.Scalar, target, start), others, -100)
+    return {"target": local, "ignore_index": -100}
+
+
+def _nll_backward(call: Call) -> Iterator[Row]:
+    reduction = call.argument("reduction")
+    for weight in [R, Partial()] if reduction == SUM else [R]:  # it is not read then
+        for x, target in _samples(call):
+            grad = target if reduction == NONE else R
+            yield Row(call.placed(grad_output=grad, self=x, target=target, total_weight=weight), (x,))
+        ins = call.placed(self=_classes(call), weight=Shard(0), total_weight=weight)
+        yield Row(ins, (_classes(call),), _nll_backward_of_classes)
+    yield from linear_rows(call, [(0,)])
+
+
+def _nll_backward_of_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    return [build.same(call, ins, **_own_classes(build, call, ins))]
+
+
+# Of elements ------------------------------------------------------------------------------------------------------
+
+
+def _whole_shape(call: Call, *names: str) -> list[int]:
+    values = call.by_name(call.values)
+    return list(torch.broadcast_shapes(*[value.shape for name, value in values.items() if name in names]))
+
+
+def _elementwise(call: Call) -> Iterator[Row]:
+    shape = _whole_shape(call, "self", "target", "weight", "pos_weight")
+    letters, reduction = alphabet(len(shape)), call.argument("reduction")
+    ins = [trailing(value, letters, shape) for value in call.values]
+    if reduction == NONE:
+        yield from Dims(ins, [letters]).rows(call)
+        return
+    added: dict[str, Op] = dict.fromkeys(letters, "sum")
+    yield from Dims(ins, [[]], added, emit=_part_of_mean if reduction == MEAN else None).rows(call)
+
+
+def _part_of_mean(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    count = math.prod(_whole_shape(call, "self", "target", "weight", "pos_weight"))
+    return [build.call(aten.div.Scalar, build.same(call, ins, reduction=SUM), count)]
+
+
+def _elementwise_backward(call: Call) -> Iterator[Row]:
+    shape = _whole_shape(call, "self", "target")
+    letters: Names = alphabet(len(shape))
+    ins = [trailing(value, list(letters), shape) for value in call.values]
+    emit = _part_of_mean_backward if call.argument("reduction") == MEAN else None
+    yield from Dims(ins, [letters], emit=emit).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+def _part_of_mean_backward(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    made = build.same(call, ins, reduction=SUM)
+    return [build.call(aten.div.Scalar, made, math.prod(_whole_shape(call, "self", "target")))]
+
+
+_ELEMENTWISE = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"]
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(["aten.nll_loss_forward", "aten.nll_loss2d_forward"], _nll),
+    **dict.fromkeys(["aten.nll_loss_backward", "aten.nll_loss2d_backward"], _nll_backward),
+    **{f"aten.{name}": _elementwise for name in [*_ELEMENTWISE, "binary_cross_entropy_with_logits"]},
+    **{f"aten.{name}_backward": _elementwise_backward for name in _ELEMENTWISE},
+}

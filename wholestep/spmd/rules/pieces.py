@@ -1,0 +1,200 @@
+"""Parts of tensors, and tensors put together of parts: by the dimensions along which nothing is cut or joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import fx
+
+from wholestep.comm.rows import piece
+from wholestep.ir import info
+from wholestep.spmd.placements import Partial, Shard
+from wholestep.spmd.sharding import Build, Call, Dims, Names, Row, Rule, alphabet, beside, linear_rows
+
+aten = torch.ops.aten
+
+
+def _letters(count: int, *without: int) -> list[str | None]:
+    return [None if i in {d % count for d in without} else a for i, a in enumerate(alphabet(count))]
+
+
+def _dropped(names: Names, dim: int) -> list[str | None]:
+    return [a for i, a in enumerate(names) if i != dim % len(names)]
+
+
+# Cut out ----------------------------------------------------------------------------------------------------------
+
+
+def _slice(call: Call) -> Iterator[Row]:
+    """Along the split dimension too, when what is cut out is small: each rank gives what it has of it."""
+    value, result = call.values[0], call.results[0]
+    dim = int(call.argument("dim", 0)) % value.dim()
+    if result.shape == value.shape:
+        yield from beside(call)
+    else:
+        yield from beside(call, dim)
+        if result.numel() * 2 <= value.numel() and value.dtype != torch.bool:
+            yield Row((Shard(dim),), (Partial(),), partial(_slice_here, dim=dim))
+    yield from linear_rows(call, [(0,)])
+
+
+def _slice_here(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
+    length, count = call.values[0].shape[dim], call.results[0].shape[dim]
+    first, step = slice(call.argument("start"), None).indices(length)[0], int(call.argument("step", 1))
+    start, stop = build.piece(length)
+    begin, end = (min(count, max(0, -(-(edge - first) // step))) for edge in (start, stop))
+    if begin == end:
+        return [build.call(aten.new_zeros.default, ins[0], list(call.results[0].shape))]
+    here = first + begin * step - start
+    mine = build.call(aten.slice.Tensor, ins[0], dim, here, here + (end - begin - 1) * step + 1, step)
+    pads = [0, 0] * (info(mine).value.dim() - 1 - dim) + [begin, count - end]
+    return [build.call(aten.constant_pad_nd.default, mine, pads)]
+
+
+def _select(call: Call) -> Iterator[Row]:
+    """Of a split dimension, the rank that has it gives it, the others zeros."""
+    value, dim = call.values[0], int(call.argument("dim")) % call.values[0].dim()
+    names = _letters(value.dim(), dim)
+    yield from Dims([names], [_dropped(names, dim)]).rows(call)
+    if value.dtype != torch.bool:
+        yield Row((Shard(dim),), (Partial(),), partial(_select_here, dim=dim))
+    yield from linear_rows(call, [(0,)])
+
+
+def _select_here(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
+    length = call.values[0].shape[dim]
+    start, stop = piece(length, build.line.size, build.line.rank)
+    index = int(call.argument("index")) % length
+    if start <= index < stop:
+        return [build.call(aten.select.int, ins[0], dim, index - start)]
+    return [build.call(aten.new_zeros.default, ins[0], list(call.results[0].shape))]
+
+
+def _split(call: Call) -> Iterator[Row]:
+    yield from beside(call, int(call.argument("dim", 0)))
+    yield from linear_rows(call, [(0,)])
+
+
+def _unbind(call: Call) -> Iterator[Row]:
+    dim = int(call.argument("dim", 0))
+    names = _letters(call.values[0].dim(), dim)
+    yield from Dims([names], [_dropped(names, dim)] * len(call.results)).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+def _diagonal_names(call: Call, count: int) -> tuple[Names, Names]:
+    dims = [int(call.argument("dim1", 0)) % count, int(call.argument("dim2", 1)) % count]
+    names = _letters(count, *dims)
+    return names, [*[a for i, a in enumerate(names) if i not in dims], None]
+
+
+def _diagonal(call: Call) -> Iterator[Row]:
+    whole, cut = _diagonal_names(call, call.values[0].dim())
+    yield from Dims([whole], [cut]).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+def _windows(call: Call) -> Iterator[Row]:
+    """`unfold`: a dimension becomes windows, their elements last."""
+    dim = int(call.argument("dimension")) % call.values[0].dim()
+    names = _letters(call.values[0].dim(), dim)
+    yield from Dims([names], [[*names, None]]).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+# Put together -----------------------------------------------------------------------------------------------------
+
+
+def _cat(call: Call) -> Iterator[Row]:
+    count = call.results[0].dim()
+    if all(value.dim() == count for value in call.values):
+        yield from beside(call, int(call.argument("dim", 0)))
+    yield from linear_rows(call, [range(len(call.values))])
+
+
+def _stack(call: Call) -> Iterator[Row]:
+    names = _letters(call.results[0].dim(), int(call.argument("dim", 0)))
+    yield from Dims([_dropped(names, int(call.argument("dim", 0)))] * len(call.values), [names]).rows(call)
+    yield from linear_rows(call, [range(len(call.values))])
+
+
+def _pad(call: Call) -> Iterator[Row]:
+    pads, count = call.argument("pad"), call.values[0].dim()
+    padded = [count - 1 - i // 2 for i, pad in enumerate(pads) if pad]
+    yield from beside(call, *padded)
+    if not call.argument("value", 0):
+        yield from linear_rows(call, [(0,)])
+
+
+def _repeat(call: Call) -> Iterator[Row]:
+    repeats = call.argument("repeats")
+    new = len(repeats) - call.values[0].dim()
+    names = [a if n == 1 else None for a, n in zip(alphabet(len(repeats)), repeats, strict=True)]
+    yield from Dims([names[new:]], [[*[None] * new, *names[new:]]]).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+# Into zeros, or into another tensor -------------------------------------------------------------------------------
+
+
+def _slice_backward(call: Call) -> Iterator[Row]:
+    yield from beside(call, int(call.argument("dim")))
+    yield from linear_rows(call, [(0,)])
+
+
+def _select_backward(call: Call) -> Iterator[Row]:
+    names = _letters(call.results[0].dim(), int(call.argument("dim")))
+    yield from Dims([_dropped(names, int(call.argument("dim")))], [names]).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+def _diagonal_backward(call: Call) -> Iterator[Row]:
+    whole, cut = _diagonal_names(call, call.results[0].dim())
+    yield from Dims([cut], [whole]).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+def _windows_backward(call: Call) -> Iterator[Row]:
+    names = _letters(call.results[0].dim(), int(call.argument("dim")))
+    yield from Dims([[*names, None]], [names]).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
+def _slice_scatter(call: Call) -> Iterator[Row]:
+    yield from beside(call, *([] if call.values[0].shape == call.values[1].shape else [int(call.argument("dim", 0))]))
+    yield from linear_rows(call, [(0, 1)])
+
+
+def _select_scatter(call: Call) -> Iterator[Row]:
+    names = _letters(call.results[0].dim(), int(call.argument("dim")))
+    yield from Dims([names, _dropped(names, int(call.argument("dim")))], [names]).rows(call)
+    yield from linear_rows(call, [(0, 1)])
+
+
+def _diagonal_scatter(call: Call) -> Iterator[Row]:
+    whole, cut = _diagonal_names(call, call.values[0].dim())
+    yield from Dims([whole, cut], [whole]).rows(call)
+    yield from linear_rows(call, [(0, 1)])
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(["aten.slice", "aten.narrow"], _slice),
+    "aten.select": _select,
+    **dict.fromkeys(["aten.split", "aten.split_with_sizes", "aten.chunk"], _split),
+    "aten.unbind": _unbind,
+    "aten.diagonal": _diagonal,
+    "aten.unfold": _windows,
+    "aten.cat": _cat,
+    "aten.stack": _stack,
+    "aten.constant_pad_nd": _pad,
+    "aten.repeat": _repeat,
+    "aten.slice_backward": _slice_backward,
+    "aten.select_backward": _select_backward,
+    "aten.diagonal_backward": _diagonal_backward,
+    "aten.unfold_backward": _windows_backward,
+    "aten.slice_scatter": _slice_scatter,
+    "aten.select_scatter": _select_scatter,
+    "aten.diagonal_scatter": _diagonal_scatter,
+}
