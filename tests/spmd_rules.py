@@ -177,7 +177,7 @@ def trials_of(sample: Sample, ranks: int, extra: Sequence[Row] = ()) -> Iterator
     result = sample.target(*sample.args, **sample.kwargs)
     for column, call in enumerate(calls):
         real = iter(sample.tensors)
-        places = {node: tensor for node, tensor in zip(_nodes(calls, call), real, strict=False)}
+        places = dict(zip(_nodes(call), real, strict=False))
         operands = [places[node] for node in call.operands]
         wanted = list(fake_tensors(result)) if len(calls) == 1 and not is_on_lists(sample.target) else None
         if wanted is None:
@@ -187,7 +187,7 @@ def trials_of(sample: Sample, ranks: int, extra: Sequence[Row] = ()) -> Iterator
             yield Trial(sample, column, row, operands, wanted, ranks, index)
 
 
-def _nodes(calls: Sequence[Call], call: Call) -> list[fx.Node]:
+def _nodes(call: Call) -> list[fx.Node]:
     """The placeholders of a sample, in order."""
     graph = call.operands[0].graph
     return [node for node in graph.nodes if node.op == "placeholder"]
@@ -228,9 +228,12 @@ def run(program: fx.GraphModule, operands: Sequence[torch.Tensor]) -> Any:
         return error
 
 
-def failures(samples: Sequence[Sample], ranks: int, extra: Callable[[Sample], Sequence[Row]] | None = None) -> list[str]:
+Extra = Callable[[Sample], Sequence[Row]]
+
+
+def failures(samples: Sequence[Sample], ranks: int, extra: Extra = lambda sample: ()) -> list[str]:
     """Judges every row of every sample; gives what is wrong, in words."""
-    trials = [t for sample in samples for t in trials_of(sample, ranks, extra(sample) if extra else ())]
+    trials = [t for sample in samples for t in trials_of(sample, ranks, extra(sample))]
     found = run_all(trials, ranks)
     wrong = []
     for number, trial in enumerate(trials):

@@ -33,12 +33,12 @@ def yes(*shape: int) -> Tensor:
 def samples() -> list[Sample]:
     """All samples but random ones."""
     torch.manual_seed(0)
-    return [one if isinstance(one, Sample) else Sample(one[0], *_split(one[1:])) for family in FAMILIES for one in family()]
+    return [Sample(target, *_split(given)) for family in FAMILIES for target, *given in family()]
 
 
-def _split(given: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split(given: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keyword arguments are a dict at the end."""
-    return (given[:-1], given[-1]) if given and isinstance(given[-1], dict) else (given, {})
+    return (tuple(given[:-1]), given[-1]) if given and isinstance(given[-1], dict) else (tuple(given), {})
 
 
 def contractions() -> Iterator[Any]:
@@ -66,9 +66,10 @@ def pointwise() -> Iterator[Any]:
     yield aten.div.Tensor, t(5, 4), pos(4)
     yield aten.div.Tensor_mode, t(5, 4), pos(4), {"rounding_mode": "floor"}
     yield aten.div.Scalar, t(5), 4
-    for one in ("neg", "clone", "alias", "detach", "positive", "relu", "tanh", "exp", "gelu", "silu", "sigmoid", "rsqrt",
-                "abs", "log", "isinf", "conj_physical", "lift_fresh_copy", "cos", "softplus", "leaky_relu", "hardtanh",
-                "elu", "log_sigmoid_forward", "logical_not", "sign", "reciprocal", "erf", "hardswish", "mish"):  # fmt: skip
+    for one in ("neg", "clone", "alias", "detach", "positive", "relu", "tanh", "exp", "gelu", "silu", "sigmoid",
+                "rsqrt", "abs", "log", "isinf", "conj_physical", "lift_fresh_copy", "cos", "softplus", "leaky_relu",
+                "hardtanh", "elu", "log_sigmoid_forward", "logical_not", "sign", "reciprocal", "erf", "hardswish",
+                "mish"):  # fmt: skip
         yield getattr(aten, one).default, t(5, 4)
     yield aten._to_copy.default, t(5, 4), {"dtype": torch.float32}
     yield aten.copy.default, t(5, 4), t(4)
@@ -320,7 +321,8 @@ def indexing() -> Iterator[Any]:
         yield aten.index_put.default, t(5, 4), [torch.tensor([0, 3, -1])], t(3, 4), adds
         yield aten.index_put.default, t(5, 4), [torch.arange(5), torch.tensor([1, 0, 3, 2, 1])], t(5), adds
         yield aten.index_put.default, t(5, 4, 3), [None, torch.tensor([2, 0])], t(), adds
-        yield aten.index_put.default, t(5, 4, 3), [torch.tensor([[1], [2]]), None, torch.tensor([0, 2])], t(2, 2, 4), adds
+        both = [torch.tensor([[1], [2]]), None, torch.tensor([0, 2])]
+        yield aten.index_put.default, t(5, 4, 3), both, t(2, 2, 4), adds
     yield aten.index_put.default, t(4, 3), [torch.tensor([2, 2, 0, 1])], t(4, 3), True
     yield aten.bucketize.Tensor, t(5, 4), t(6).sort()[0]
     yield aten.isin.Tensor_Tensor, ints(5, 5, 4), torch.tensor([1, 3])
@@ -379,7 +381,8 @@ def lists() -> Iterator[Any]:
     yield aten._foreach_sqrt.default, [pos(5, 4), pos(3)]
     yield aten._foreach_norm.Scalar, some, 2
     yield aten._foreach_norm.Scalar, some, float("inf")
-    adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False,
+            "maximize": False}  # fmt: skip
     steps = [torch.tensor(3.0, dtype=torch.float64)] * 2
     yield aten._fused_adamw.default, some, [t(5, 4), t(3)], [t(5, 4), t(3)], [pos(5, 4), pos(3)], [], steps, adam
     sgd = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False,
@@ -387,8 +390,8 @@ def lists() -> Iterator[Any]:
     yield aten._fused_sgd.default, some, [t(5, 4), t(3)], [t(5, 4), t(3)], sgd
 
 
-FAMILIES = [contractions, pointwise, reductions, softmax, along, normalisations, convolutions, attention, losses, indexing,
-            views, pieces, lists]  # fmt: skip
+FAMILIES = [contractions, pointwise, reductions, softmax, along, normalisations, convolutions, attention, losses,
+            indexing, views, pieces, lists]  # fmt: skip
 
 
 def random_samples() -> list[Sample]:

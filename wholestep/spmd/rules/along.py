@@ -80,8 +80,8 @@ def _transform(call: Call) -> Iterator[Row]:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.cumsum", "aten.glu_backward"], along(is_linear=True)),
     **dict.fromkeys(
-        [f"aten.{name}" for name in ("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk", "kthvalue",
-                                     "mode", "median", "nanmedian", "max", "min", "glu")],
+        [f"aten.{name}" for name in ("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk",
+                                     "kthvalue", "mode", "median", "nanmedian", "max", "min", "glu")],
         along(),
     ),
     **dict.fromkeys(["aten.flip", "aten.roll"], _beside_dims),

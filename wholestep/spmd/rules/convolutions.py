@@ -100,7 +100,7 @@ RULES: dict[str, Rule] = {
     **{f"aten.{kind}{n}d{end}": _LINEAR_ON[n] for kind in _KINDS for n in (1, 2, 3) for end in ("", "_backward")},
     **{f"aten.{kind.format(n)}": _ON[n] for kind in _MAXIMA for n in (2, 3)},
     **{f"aten.{kind.format(n)}_backward": _LINEAR_ON[n] for kind in _MAXIMA for n in (2, 3)},
-    **{f"aten._upsample_{kind}2d_aa{end}": _LINEAR_ON[2] for kind in ("bilinear", "bicubic") for end in ("", "_backward")},
+    **{f"aten._upsample_{k}2d_aa{end}": _LINEAR_ON[2] for k in ("bilinear", "bicubic") for end in ("", "_backward")},
     **dict.fromkeys(["aten.pixel_shuffle", "aten.pixel_unshuffle"], _LINEAR_ON[3]),
     **dict.fromkeys(["aten.im2col", "aten.col2im", "aten.grid_sampler_2d", "aten.grid_sampler_3d"], _first),
 }

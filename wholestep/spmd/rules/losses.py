@@ -77,7 +77,8 @@ def _own_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> dict[str, 
 
 def _nll_backward(call: Call) -> Iterator[Row]:
     reduction = call.argument("reduction")
-    for weight in [R, Partial()] if reduction == SUM else [R]:  # it is not read then
+    unread: list[Placement] = [R, Partial()]
+    for weight in unread if reduction == SUM else [R]:
         for x, target in _samples(call):
             grad = target if reduction == NONE else R
             yield Row(call.placed(grad_output=grad, self=x, target=target, total_weight=weight), (x,))

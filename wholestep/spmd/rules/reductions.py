@@ -35,7 +35,8 @@ def reduction(op: Op | None, *, is_linear: bool = False) -> Rule:
 
     def rule(call: Call) -> Iterator[Row]:
         letters, result, gone = names_of(call)
-        fit = [a for a in gone if op in ("sum", "product") or holds_on_all(call, call.values[0].shape[letters.index(a)])]
+        shape, always = call.values[0].shape, op in ("sum", "product")
+        fit = [a for a in gone if always or holds_on_all(call, shape[letters.index(a)])]
         how = dict.fromkeys(fit, op) if op is not None else {}
         yield from Dims([letters], [result] * len(call.results), how).rows(call)  # type: ignore[arg-type]
         if is_linear:
