@@ -57,7 +57,7 @@ class Case:
     model: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     batch: Callable[[torch.Generator], tuple[Tensor, ...]]
-    plan: Cut = field(default_factory=Cut)
+    plan: Any = field(default_factory=Cut)
     before: int = 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,14 @@ from torch import nn
 from wholestep import comm
 from wholestep.api import capture
 from wholestep.comm.rows import piece
-from wholestep.ir import Input, check, info
-from wholestep.spmd.expand import expand
+from wholestep.ir import Input, StepGraph, check, info
+from wholestep.spmd.coalesce import coalesce
+from wholestep.spmd.expand import at_rest, expand
+from wholestep.spmd.fully_shard import FullyShard, fully_shard
 from wholestep.spmd.mesh import Line
+from wholestep.spmd.overlap import start_early, wait_late
 from wholestep.spmd.placements import Placement, Replicate, Shard
+from wholestep.spmd.tensor_parallel import TensorParallel, tensor_parallel
 from wholestep.testing import run_ranks
 
 PlacementOf = Callable[[Input, torch.Tensor], Placement]
@@ -24,11 +29,11 @@ PlacementOf = Callable[[Input, torch.Tensor], Placement]
 
 def rows_of_everything(item: Input, value: torch.Tensor) -> Placement:
     """Rows of batches, and of large parameters and their states."""
-    split = value.dim() > 0 and (item.kind == "tensor" or value.numel() > 20)
+    split = value.dim() > 0 and (item.kind in ("batch", "tensor") or value.numel() > 20)
     return Shard(0) if split else Replicate()
 
 
-def cut(value: Any, placement: Placement | None, line: Line) -> Any:
+def cut(value: Any, placement: Placement, line: Line) -> Any:
     """What a rank holds of a whole value."""
     if not isinstance(placement, Shard):
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -36,8 +41,15 @@ def cut(value: Any, placement: Placement | None, line: Line) -> Any:
     return value.narrow(placement.dim, start, stop - start).clone()
 
 
-def compare(fn: Callable[..., Any], *args: Any, ranks: int = 2, of: PlacementOf = rows_of_everything) -> list[str]:
-    """Runs a step whole, and expanded on thread ranks; gives rank 0's operators."""
+def compare(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    of: PlacementOf = rows_of_everything,
+    plan: FullyShard | TensorParallel | None = None,
+    passes: Sequence[Callable[[StepGraph], StepGraph]] = (),
+) -> list[str]:
+    """Runs a step whole, and expanded on thread ranks, by a plan or by placements; gives rank 0's operators."""
     traced = capture(fn, args, {}, differentiable=False)[1]
     step = traced.step
     real = [item.value for item in traced.lifted]
@@ -48,26 +60,32 @@ def compare(fn: Callable[..., Any], *args: Any, ranks: int = 2, of: PlacementOf 
         hoisted = isinstance(fake, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
         values.append(torch.zeros(fake.shape, dtype=fake.dtype) if hoisted else value)
     values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-    items = step.signature.inputs
-    rest = [of(i, v) if isinstance(v, torch.Tensor) else None for i, v in zip(items, values, strict=True)]
+    rest = at_rest(step, of if plan is None else plan.placement_of)
     torch.manual_seed(1)
     want = step.gm(*values)
     lock = threading.Lock()
+
+    def expand_by(step: StepGraph, line: Line) -> StepGraph:
+        if isinstance(plan, FullyShard):
+            return fully_shard(step, line=line, plan=plan)
+        return expand(step, line=line, rest=rest) if plan is None else tensor_parallel(step, line=line, plan=plan)
 
     def rank() -> tuple[list[Any], list[str]]:
         group = comm.get_group()
         line = Line(group.group_name, ranks, group.rank())
         with lock:
-            mine = check(expand(step, line=line, placement_of=of), "expand")
-        parts = [cut(v, p, line) for v, p in zip(values, rest, strict=True)]
+            mine = expand_by(step, line)
+            for transform in passes:
+                mine = transform(mine)
+            check(mine, "expand")
+        parts = [cut(v, p, line) for v, p in zip(values, rest.inputs, strict=True)]
         return list(mine.gm(*parts)), [str(node.target) for node in mine.graph.nodes]
 
     torch.manual_seed(1)
     found = run_ranks(rank, ranks, transport="thread")
     for number, (outputs, _) in enumerate(found):
         for index, (whole, part) in enumerate(zip(want, outputs, strict=True)):
-            into = step.signature.mutations.get(index)
-            placement = None if into is None else rest[into]
+            placement = rest.outputs.get(index, Replicate())
             torch.testing.assert_close(part, cut(whole, placement, Line("", ranks, number)), rtol=1e-10, atol=1e-12)
     return list(found[0][1])
 
@@ -95,3 +113,63 @@ def test_mlp(how: dict[str, bool], ranks: int) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
     operators = compare(train, model, torch.optim.AdamW(model.parameters(), **how), torch.randn(5, 6), ranks=ranks)
     assert any("wholestep" in name for name in operators)
+
+
+def counts(operators: list[str]) -> dict[str, int]:
+    """How often each collective occurs."""
+    names = [name.split(".")[1] for name in operators if name.startswith("wholestep.")]
+    return {name: names.count(name) for name in sorted(set(names) - {"wait"})}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fully_sharded_parameters_are_gathered_and_gradients_reduce_scattered(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = FullyShard("dp", min_bytes=1)
+    operators = compare(train, model, optimizer, torch.randn(6, 6), ranks=ranks, plan=plan)
+    # two weights and biases for the forward, one weight again for the backward; four gradients; norms and loss
+    assert counts(operators) == {"all_gather": 5, "all_reduce": 5, "reduce_scatter": 4}
+
+
+def test_tensor_parallel_layers_meet_once_in_each_direction() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
+    plan = TensorParallel("tp", {"0": "column", "2": "row"})
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        return loss
+
+    assert counts(compare(step, model, torch.randn(6, 6), plan=plan)) == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_small_collectives_are_packed_and_results_stay(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9), nn.Linear(9, 7))
+    plan = FullyShard("dp", min_bytes=1)
+    arguments = (train, model, torch.optim.AdamW(model.parameters()), torch.randn(6, 6))
+    operators = compare(*arguments, ranks=ranks, plan=plan, passes=[wait_late, start_early, coalesce])
+    # the forward's parameters are there from the start, the backward's need what it makes before; then all gradients,
+    # and their norms together
+    assert counts(operators) == {"all_gather": 3, "all_reduce": 2, "reduce_scatter": 1}
+
+
+def test_collectives_start_early_as_far_as_the_memory_in_flight_allows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9), nn.Linear(9, 7))
+    plan = FullyShard("dp", min_bytes=1)
+    arguments = (train, model, torch.optim.AdamW(model.parameters()), torch.randn(6, 6))
+
+    def gathers_ahead(in_flight: int) -> int:
+        """Gathers that are started before the first product."""
+        operators = compare(*arguments, plan=plan, passes=[wait_late, partial(start_early, in_flight=in_flight)])
+        return operators[: operators.index("aten.addmm.default")].count("wholestep.all_gather.default")
+
+    assert [gathers_ahead(cap) for cap in (1, 1 << 20)] == [3, 6]

@@ -7,12 +7,15 @@ from wholestep.override import Override
 from wholestep.spmd import (
     DataParallel,
     DeviceMesh,
+    FullyShard,
     Partial,
     Replicate,
     Shard,
     ShardedOptimizer,
+    TensorParallel,
     full_state_dict,
     init_device_mesh,
+    register_sharding,
 )
 
 __version__ = "0.1.0"
@@ -21,17 +24,20 @@ __all__ = [
     "Compiled",
     "DataParallel",
     "DeviceMesh",
+    "FullyShard",
     "Override",
     "Partial",
     "Replicate",
     "Shard",
     "ShardedOptimizer",
+    "TensorParallel",
     "__version__",
     "checkpoint",
     "compile",
     "full_state_dict",
     "init_device_mesh",
     "load",
+    "register_sharding",
     "save",
     "trace",
 ]

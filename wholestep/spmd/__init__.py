@@ -6,18 +6,22 @@ May import: errors, ir, torch_compat, comm, capture, trace. Must not import pass
 """
 
 from wholestep.comm import row_ops as _row_ops  # noqa: F401 - makes its operators known
+from wholestep.spmd.fully_shard import FullyShard
 from wholestep.spmd.global_view import AtRest, GlobalPlan, View
 from wholestep.spmd.launch import Launch, Plan
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
 from wholestep.spmd.plans import DataParallel, ShardedOptimizer
 from wholestep.spmd.redistribute import bytes_sent, redistribute
+from wholestep.spmd.rules import register_sharding
+from wholestep.spmd.tensor_parallel import TensorParallel
 from wholestep.spmd.whole_state import full_state_dict
 
 __all__ = [
     "AtRest",
     "DataParallel",
     "DeviceMesh",
+    "FullyShard",
     "GlobalPlan",
     "Launch",
     "Partial",
@@ -25,9 +29,11 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardedOptimizer",
+    "TensorParallel",
     "View",
     "bytes_sent",
     "full_state_dict",
     "init_device_mesh",
     "redistribute",
+    "register_sharding",
 ]

@@ -56,22 +56,25 @@ def replicated(call: Call) -> Row:
     return Row((R,) * len(call.operands), (R,) * len(call.results))
 
 
-def choose(call: Call, rows: Iterable[Row], held: Sequence[Held], wish: Placement | None = None) -> Row:
+def choose(
+    call: Call, rows: Iterable[Row], held: Sequence[Held], wish: Placement | None = None, pending: float = 1.0
+) -> Row:
     """The best row for a call.
 
     Args:
         rows: one of whole operands may be among them, which then says how the call runs on these.
         held: of the operands.
         wish: where the first result would best be, as far as that is free.
+        pending: how much of the reduction that addends among the results still need is charged here.
     """
     offered = list(rows)
     best = next((row for row in offered if row.ins == replicated(call).ins and row.emit is not None), replicated(call))
-    cost = _cost(best, call, held)
+    cost = _cost(best, call, held, pending)
     for row in offered:
         wished = wish is not None and bool(row.outs) and row.outs[0] == wish
         if not wished and not _is_offered(row, held):
             continue
-        other = _cost(row, call, held)
+        other = _cost(row, call, held, pending)
         if other < cost or (wished and other == cost):
             best, cost = row, other
     return best
@@ -85,7 +88,7 @@ def _is_offered(row: Row, held: Sequence[Held]) -> bool:
     return bool(parts) and all(p in h.versions and Replicate() not in h.versions for p, h in parts)
 
 
-def _cost(row: Row, call: Call, held: Sequence[Held]) -> float:
+def _cost(row: Row, call: Call, held: Sequence[Held], pending: float) -> float:
     ranks = call.line.size
     seen: set[tuple[int, Placement]] = set()
     total = 0.0
@@ -93,5 +96,5 @@ def _cost(row: Row, call: Call, held: Sequence[Held]) -> float:
         if (id(one), wanted) not in seen:
             seen.add((id(one), wanted))
             total += one.nearest(wanted, ranks)[0]
-    pending = (nbytes(v) for v, p in zip(call.results, row.outs, strict=True) if isinstance(p, Partial))
-    return total + sum(pending) * (ranks - 1) / ranks
+    addends = (nbytes(v) for v, p in zip(call.results, row.outs, strict=True) if isinstance(p, Partial))
+    return total + pending * sum(addends) * (ranks - 1) / ranks

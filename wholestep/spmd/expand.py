@@ -7,17 +7,18 @@ want it there. What comes out is a step like any other, so that the next axis's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, Input, NodeInfo, StepGraph, dead_code, info, set_info
+from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, dead_code, info, set_info
+from wholestep.parts import Part
 from wholestep.spmd.choose import Held, choose, replicated
 from wholestep.spmd.mesh import Line
-from wholestep.spmd.place import place
+from wholestep.spmd.place import in_memory, place
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.redistribute import redistribute
 from wholestep.spmd.rewrite import kept, part_of_whole
@@ -30,36 +31,66 @@ from wholestep.torch_compat import lazy_graph_module
 PlacementOf = Callable[[Input, torch.Tensor], Placement]
 
 
-def expand(step: StepGraph, *, line: Line, placement_of: PlacementOf) -> StepGraph:
+@dataclass(frozen=True)
+class Rest:
+    """Where tensors are along one axis when no step runs.
+
+    Attributes:
+        inputs: of each input of the step.
+        outputs: of those outputs that stay: new contents of inputs, gradients and states that the step makes.
+    """
+
+    inputs: Sequence[Placement]
+    outputs: Mapping[int, Placement]
+
+
+def at_rest(step: StepGraph, placement_of: PlacementOf) -> Rest:
+    """Asks a plan for all inputs and outputs of a step, by their whole shapes."""
+
+    def ask(item: Input, node: fx.Node) -> Placement:
+        value, part = info(node).value, info(node).placement
+        if not isinstance(value, torch.Tensor):
+            return R
+        if isinstance(part, Part):
+            with value.fake_mode:  # type: ignore[attr-defined]
+                value = value.new_empty(part.shape)
+        return normal(placement_of(item, value), value.shape, item.source)
+
+    inputs = [ask(item, node) for item, node in zip(step.signature.inputs, step.placeholders, strict=True)]
+    kept = {index: ask(item, step.outputs[index]) for index, item in step.signature.homes.items()}
+    return Rest(inputs, kept | {index: inputs[into] for index, into in step.signature.mutations.items()})
+
+
+def expand(step: StepGraph, *, line: Line, rest: Rest, pending: float = 1.0) -> StepGraph:
     """The step of one rank of a line, which holds parts of some inputs.
 
     Args:
         step: left as it is; `place` marks in it are obeyed.
         line: the ranks.
-        placement_of: where an input, and what the step leaves behind, is between the calls of the step; for a tensor of
-            its whole shape. What the step returns is whole on every rank.
+        rest: where inputs are, and what the step leaves behind. What it gives back is whole on every rank.
+        pending: of the bytes that reducing addends takes, how many count where a call makes them. With 0 a product
+            over split dimensions makes addends however large, and no operand is moved to avoid it.
 
     Raises:
         PlanError: a placement names a dimension that its tensor does not have.
     """
-    return _Expansion(step, line, placement_of).run()
+    return _Expansion(step, line, rest, pending).run()
 
 
 class _Expansion:
-    def __init__(self, step: StepGraph, line: Line, placement_of: PlacementOf) -> None:
-        self.step, self.line, self.placement_of = step, line, placement_of
+    def __init__(self, step: StepGraph, line: Line, rest: Rest, pending: float) -> None:
+        self.step, self.line, self.rest, self.pending = step, line, rest, pending
         self.graph = fx.Graph()
         self.held: dict[fx.Node, Any] = {}  # node of the step -> `Held`, a tree of them, or this rank's node
-        self.rest: list[Placement] = []
         self.lives: dict[tuple[int | None, torch.Size], Placement] = {}  # by autograd sequence number and shape
         self.write = Writer(self.graph, line, self._node_of)
 
     def run(self) -> StepGraph:
         old = self.step.signature
-        items = iter(old.inputs)
+        rest = iter(self.rest.inputs)
         for node in self.step.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, next(items))
+                self._input(node, next(rest))
             elif node.op == "get_attr":
                 self._keep(node, self.write.copy(node), [R])
             elif node.op == "call_function":
@@ -71,49 +102,45 @@ class _Expansion:
 
     # Inputs and outputs
 
-    def _input(self, node: fx.Node, item: Input) -> None:
-        record = info(node)
+    def _input(self, node: fx.Node, placement: Placement) -> None:
         local = self.write.copy(node)
-        placement: Placement = R
-        if isinstance(record.value, torch.Tensor):
-            placement = normal(self.placement_of(item, record.value), record.value.shape, item.source)
         if isinstance(placement, Shard):
-            set_info(local, part_of_whole(record, placement, self.line))
-        self.rest.append(placement)
+            set_info(local, part_of_whole(info(node), placement, self.line))
         self._keep(node, local, [placement])
 
     def _outputs(self) -> Iterator[Any]:
-        mutations, homes = self.step.signature.mutations, self.step.signature.homes
         for index, value in enumerate(self.step.outputs):
             held = self.held[value] if isinstance(value, fx.Node) else value
             if not isinstance(held, Held):
                 yield held
                 continue
+            wanted = self.rest.outputs.get(index, R)
             record = replace(info(value), phase="optimizer")
-            wanted: Placement = R
-            if index in mutations:
-                wanted = self.rest[mutations[index]]
-            elif index in homes:
-                wanted = normal(self.placement_of(homes[index], held.value), held.value.shape, homes[index].source)
-            node = self._at(held, wanted, record)
-            yield kept(node, record, wanted, self.line) if index in homes else node
+            local = self._at(held, wanted, record)
+            yield kept(local, record, wanted, self.line) if index in self.step.signature.homes else local
 
-    def _gradients(self) -> Iterator[Any]:
+    def _gradients(self) -> Iterator[Gradient]:
         """The gradients of the step, where they are when it ends, for plans along other axes."""
-        sources = {item.source: i for i, item in enumerate(self.step.signature.inputs)}
+        sources = {item.source: p for item, p in zip(self.step.signature.inputs, self.rest.inputs, strict=True)}
         nodes = {node.name: node for node in self.step.graph.nodes}
         for gradient in self.step.signature.gradients:
-            held = self.held.get(nodes.get(gradient.after))  # type: ignore[arg-type]
-            rest = self.rest[sources[gradient.parameter]] if gradient.parameter in sources else R
-            if not isinstance(held, Held) or rest not in held.versions:
+            memory, before = nodes[gradient.after], nodes.get(gradient.before or "")
+            wanted = in_memory(sources.get(gradient.parameter, R), info(memory).value, gradient.place)
+            after = self._version(memory, wanted)
+            if after is None:
                 continue
-            before = self.held.get(nodes.get(gradient.before or ""))  # type: ignore[arg-type]
+            old = self._version(before, wanted) if before is not None else None
+            name = None if old is None else old.name
             size, stride, offset = gradient.place
-            after = held.versions[rest]
-            if isinstance(rest, Shard):
+            if isinstance(wanted, Shard):
                 size, stride = tuple(info(after).value.shape), tuple(info(after).value.stride())
-            name = before.versions[rest].name if isinstance(before, Held) and rest in before.versions else None
             yield replace(gradient, before=name, after=after.name, place=(size, stride, offset))
+
+    def _version(self, node: fx.Node, wanted: Placement | None) -> fx.Node | None:
+        """This rank's node for a value in a placement, where there is one; of its mark, if it has one."""
+        marks = [user for user in node.users if user.target is place]
+        held = self.held.get(marks[0] if marks else node)
+        return held.versions.get(wanted) if isinstance(held, Held) and wanted is not None else None
 
     # Calls
 
@@ -164,9 +191,11 @@ class _Expansion:
         if not call.operands or not call.results:
             return replicated(call)
         held = [self.held[operand] for operand in call.operands]
-        wish = self.lives.get((record.seq, call.results[0].shape)) if record.phase == "backward" else None
-        row = choose(call, rows(call), held, wish)
-        if record.phase == "forward" and record.seq is not None:
+        wish = None
+        if record.phase == "backward" and all(one.versions.keys() == {R} for one in held):
+            wish = self.lives.get((record.seq, call.results[0].shape))  # a gradient is where its value is
+        row = choose(call, rows(call), held, wish, self.pending)
+        if record.phase == "forward" and record.seq is not None and not getattr(call.target, "is_view", False):
             sides = zip((*call.values, *call.results), (*row.ins, *row.outs), strict=True)
             for value, placement in sides:
                 if isinstance(placement, Shard):

@@ -13,9 +13,11 @@ from wholestep.capture import Found
 from wholestep.errors import PlanError
 from wholestep.ir import Input, StepGraph
 from wholestep.parts import Part, mark_part, narrow_to
+from wholestep.spmd.coalesce import coalesce
 from wholestep.spmd.global_view import GlobalPlan, View
 from wholestep.spmd.meeting import MISS, SHARED_KINDS, Meeting, Terms, terms_of
 from wholestep.spmd.mesh import DeviceMesh
+from wholestep.spmd.overlap import start_early, wait_late
 from wholestep.torch_compat import FakeTensor
 
 
@@ -68,6 +70,8 @@ class Launch:
             groups.append(mesh.get_group(one.axis))
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
         self.view = View(spread, tuple(mesh.line(one.axis) for one in spread)) if mesh and spread else None
+        if self.view is not None:
+            self.passes += [wait_late, start_early, coalesce]
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
         self._meeting = Meeting(list(dict.fromkeys(groups)))
         self._agreed: set[Terms] = set()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from wholestep.ir import Phase, info, set_info
-from wholestep.spmd.placements import Placement
+from wholestep.spmd.placements import Placement, Shard
 from wholestep.spmd.rewrite import Choice, reroute
 
 
@@ -34,3 +37,15 @@ def placed(node: fx.Node, placement: Placement, phase: Phase, chosen: Choice) ->
         return mark
     node.graph.erase_node(mark)
     return None
+
+
+def in_memory(
+    placement: Placement, memory: torch.Tensor, place: tuple[Sequence[int], Sequence[int], int]
+) -> Placement | None:
+    """A gradient's placement for the memory in which it lies, perhaps with its dimensions in another order."""
+    size, stride, offset = place
+    if not isinstance(placement, Shard):
+        return placement
+    fits = [dim for dim in range(memory.dim())
+            if (memory.shape[dim], memory.stride(dim)) == (size[placement.dim], stride[placement.dim])]  # fmt: skip
+    return Shard(fits[0]) if fits and offset == 0 and memory.numel() == math.prod(size) else None

@@ -63,15 +63,20 @@ class Change:
     def step(self, dim: int) -> int:
         return piece_size(self.shape[dim], self.line.size)
 
-    def cut(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-        """Elements from start to stop of a dimension."""
-        if (start, stop) == (0, info(node).value.shape[dim]):
+    def divides(self, dim: int) -> bool:
+        """True when all ranks' pieces are of one size. If not, no rank leaves out a call that another one makes: passes
+        that move collectives shall find the same graph on every rank."""
+        return self.shape[dim] % self.line.size == 0
+
+    def cut(self, node: fx.Node, dim: int, start: int, stop: int, of: int | None = None) -> fx.Node:
+        """Elements from start to stop of a dimension, which is dimension ``of`` of the shape."""
+        if (start, stop) == (0, info(node).value.shape[dim]) and self.divides(dim if of is None else of):
             return node
         return self.call(aten.slice.Tensor, node, dim, start, stop)
 
     def pad(self, node: fx.Node, dim: int, before: int, after: int, value: float = 0) -> fx.Node:
         """More elements of a dimension, before and after those there are."""
-        if not before and not after:
+        if not before and not after and self.divides(dim):
             return node
         below = [0, 0] * (info(node).value.dim() - 1 - dim)
         return self.call(aten.constant_pad_nd.default, node, [*below, before, after], value)
@@ -119,7 +124,7 @@ def _all_gather(change: Change, node: fx.Node, src: Shard, dst: Replicate) -> fx
     dim, (start, stop) = src.dim, change.mine(src.dim)
     padded = change.pad(node, dim, 0, change.step(dim) - (stop - start))
     rows = change.collective("all_gather", change.dense(change.swap(padded, dim)))
-    return change.dense(change.swap(change.cut(rows, 0, 0, change.shape[dim]), dim))
+    return change.dense(change.swap(change.cut(rows, 0, 0, change.shape[dim], dim), dim))
 
 
 def _all_reduce(change: Change, node: fx.Node, src: Partial, dst: Replicate) -> fx.Node:
@@ -130,7 +135,7 @@ def _reduce_scatter(change: Change, node: fx.Node, src: Partial, dst: Shard) -> 
     dim, (start, stop) = dst.dim, change.mine(dst.dim)
     padded = change.pad(node, dim, 0, change.step(dim) * change.line.size - change.shape[dim])
     rows = change.collective("reduce_scatter", change.dense(change.swap(padded, dim)), src.op)
-    return change.dense(change.swap(change.cut(rows, 0, 0, stop - start), dim))
+    return change.dense(change.swap(change.cut(rows, 0, 0, stop - start, dim), dim))
 
 
 def _all_to_all(change: Change, node: fx.Node, src: Shard, dst: Shard) -> fx.Node:

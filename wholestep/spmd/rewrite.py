@@ -18,6 +18,7 @@ from wholestep.spmd.placements import Placement, Shard
 from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
 
 Choice = Callable[[fx.Node], bool]
+Pass = Callable[[StepGraph], StepGraph]
 
 
 def copy_step(step: StepGraph, stage: str) -> StepGraph:
@@ -106,7 +107,8 @@ def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
         elif any(chosen(reader) for reader in readers(user)):
             with old.graph.inserting_after(new):
                 twin = old.graph.node_copy(user, lambda n: new if n is old else n)
-            set_info(twin, replace(info(user), phase=phase))
+            seq = info(user).seq if info(user).phase == phase else None  # a twin elsewhere is nobody's backward
+            set_info(twin, replace(info(user), phase=phase, seq=seq))
             reroute(user, twin, chosen, phase)
 
 

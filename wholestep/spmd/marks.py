@@ -1,0 +1,160 @@
+"""Marks that plans put into a whole step before it is expanded: where parameters and gradients shall be when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from wholestep.ir import Phase, StepGraph, info
+from wholestep.spmd.patterns import matches
+from wholestep.spmd.place import in_memory, placed
+from wholestep.spmd.placements import Placement, Shard
+from wholestep.spmd.rewrite import copy_step, is_view
+from wholestep.spmd.sharding import R
+from wholestep.torch_compat import OpOverload
+
+
+def mark_parameters(step: StepGraph, *, rest: Sequence[Placement], again: bool) -> StepGraph:
+    """Split parameters are whole where they are computed with, in each forward and each backward on its own.
+
+    Element-by-element readers, as the optimizer, read the part.
+
+    Args:
+        step: left as it is.
+        rest: placements of the inputs between calls.
+        again: gather in a backward what its forward had gathered, so that it is free between.
+    """
+    step = copy_step(step, "mark_parameters")
+    stretch = _stretches(step, again)
+    phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items()) if n is not None}
+    for node, placement in _parameters(step, rest):
+        for number in sorted({n for n in stretch.values() if n is not None}):
+            like = info(node).value.shape
+
+            def computes(reader: fx.Node, number: int = number, like: torch.Size = like) -> bool:
+                return stretch.get(reader) == number and not _is_elementwise(reader, like)
+
+            if isinstance(placement, Shard):
+                mark = placed(node, R, phases[number], computes)
+                if mark is not None:
+                    _bring_late(mark, stretch)
+    return step
+
+
+def mark_gradients(step: StepGraph, *, rest: Sequence[Placement]) -> StepGraph:
+    """Gradients are reduced, once, to where their parameters are, before anybody but a backward reads them.
+
+    Args:
+        step: left as it is.
+        rest: placements of the inputs between calls.
+    """
+    step = copy_step(step, "mark_gradients")
+    nodes = {node.name: node for node in step.graph.nodes}
+    where = {item.source: placement for item, placement in zip(step.signature.inputs, rest, strict=True)}
+    done: set[fx.Node] = set()
+    for gradient in step.signature.gradients:
+        node = nodes[gradient.after]
+        wanted = in_memory(where.get(gradient.parameter, R), info(node).value, gradient.place)
+        if node.op == "call_function" and node not in done and wanted is not None:
+            done.add(node)
+            placed(node, wanted, "backward", lambda reader: reader.op == "output" or info(reader).phase != "backward")
+    return step
+
+
+def mark_inputs(step: StepGraph, *, kind: str, placement: Shard) -> StepGraph:
+    """Inputs that every rank holds whole are split where the step reads them.
+
+    Args:
+        step: left as it is.
+        kind: of the inputs.
+        placement: for those that have its dimension.
+    """
+    step = copy_step(step, "mark_inputs")
+    for node, item in zip(step.placeholders, step.signature.inputs, strict=True):
+        value = info(node).value
+        if item.kind == kind and isinstance(value, torch.Tensor) and value.dim() > placement.dim:
+            placed(node, placement, "forward", lambda reader: reader.op != "output")
+    return step
+
+
+def mark_results(step: StepGraph, *, patterns: Sequence[str], placement: Shard) -> StepGraph:
+    """What modules give in a forward is split for those who read it outside.
+
+    Args:
+        step: left as it is.
+        patterns: of the modules' paths.
+    """
+    step = copy_step(step, "mark_results")
+    calls = [node for node in step.graph.nodes if node.op == "call_function" and info(node).phase == "forward"]
+    for node in calls:
+        module, value = info(node).module, info(node).value
+        if not isinstance(value, torch.Tensor) or value.dim() <= placement.dim + 1:
+            continue
+        inside = [user for user in node.users if user.op == "call_function" and info(user).module == module]
+        if any(matches(module, pattern) for pattern in patterns) and not any(
+            info(user).phase == "forward" for user in inside
+        ):
+            placed(node, placement, "forward", lambda reader, home=module: (  # type: ignore[misc]
+                reader.op == "output" or info(reader).module != home or info(reader).phase != "forward"))  # fmt: skip
+    return step
+
+
+def _parameters(step: StepGraph, rest: Sequence[Placement]) -> list[tuple[fx.Node, Placement]]:
+    """Parameters as the step meets them, and as it leaves them, for those who read them after an update."""
+    inputs, outputs = step.placeholders, step.outputs
+    found = [(node, placement) for node, item, placement in zip(inputs, step.signature.inputs, rest, strict=True)
+             if item.kind == "parameter"]  # fmt: skip
+    by_node = dict(found)
+    for output, index in step.signature.mutations.items():
+        if inputs[index] in by_node and outputs[output].op == "call_function":
+            found.append((outputs[output], by_node[inputs[index]]))
+    return found
+
+
+def _stretches(step: StepGraph, again: bool) -> dict[fx.Node, int | None]:
+    """Numbers the stretches of forward and backward; the optimizer's calls are in none."""
+    found: dict[fx.Node, int | None] = {}
+    number, last = 0, "forward"
+    for node in step.graph.nodes:
+        if node.op != "call_function":
+            continue
+        phase = info(node).phase
+        if phase == "optimizer":
+            found[node] = None
+            continue
+        if phase != last and (again or phase == "forward"):
+            number += 1
+        last = phase
+        found[node] = number
+    return found
+
+
+def _bring_late(mark: fx.Node, stretch: Mapping[fx.Node, int | None]) -> None:
+    """Moves a mark, and the views of it, to right before the first call that reads it."""
+    order = {node: i for i, node in enumerate(mark.graph.nodes)}
+    views = _views(mark)
+    readers = [user for node in (mark, *views) for user in node.users if user not in views]
+    first = min(readers, key=order.__getitem__)
+    for node in (mark, *sorted(views, key=order.__getitem__)):
+        first.prepend(node)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    found = []
+    for user in node.users:
+        if user.op == "call_function" and is_view(user):
+            found += [user, *_views(user)]
+    return found
+
+
+def _is_elementwise(reader: fx.Node, like: torch.Size) -> bool:
+    """True for a call that gives values of the parameter's shape, each from those at its place."""
+    if reader.op == "output":
+        return True
+    target, value = reader.target, info(reader).value
+    if isinstance(target, OpOverload) and target._schema.name.split("::")[-1].startswith(("_foreach_", "_fused_")):
+        return True
+    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+    return pointwise and isinstance(value, torch.Tensor) and value.shape == like

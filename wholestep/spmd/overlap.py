@@ -1,0 +1,91 @@
+"""Collectives start as early and are waited for as late as data allows, with a cap on the memory in flight."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from wholestep.ir import StepGraph, info, is_effectful
+from wholestep.spmd.coalesce import One, found, nbytes
+from wholestep.spmd.rewrite import copy_step, is_view
+
+aten = torch.ops.aten
+collectives = torch.ops.wholestep
+
+MIB = 1 << 20
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_KINDS = tuple(getattr(collectives, name).default for name in _NAMES)
+
+
+def wait_late(step: StepGraph) -> StepGraph:
+    """Moves waits, and the views and copies that are made of what they give, to right before who reads them.
+
+    Args:
+        step: left as it is.
+    """
+    step = copy_step(step, "wait_late")
+    late: set[fx.Node] = set()
+    for node in step.graph.nodes:
+        sources = node.all_input_nodes
+        passed_on = len(sources) == 1 and sources[0] in late and (is_view(node) or _is_light(node))
+        if node.target is collectives.wait.default or passed_on:
+            late.add(node)
+    for node in sorted(late, reverse=True):  # nodes compare by their place in the graph
+        if node.users:
+            min(node.users).prepend(node)
+    return step
+
+
+def _is_light(node: fx.Node) -> bool:
+    """True for a copy, and for what turns one number into another."""
+    if node.op != "call_function" or is_effectful(node):
+        return False
+    values = [info(one).value for one in (node, *node.all_input_nodes)]
+    return node.target is aten.clone.default or all(isinstance(v, torch.Tensor) and v.numel() == 1 for v in values)
+
+
+def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
+    """Moves each start to right after what it sends is made, or after a wait that makes room for it; in their order.
+
+    Args:
+        step: left as it is.
+        in_flight: results that were started and not waited for hold at most so many bytes, one collective excepted.
+    """
+    step = copy_step(step, "start_early")
+    flying: list[One] = []
+    previous: fx.Node | None = None
+    for one in found(step, _KINDS):
+        size = nbytes(info(one.start).value)
+        chain = _chain(one.start)
+        waited = None
+        while flying and sum(nbytes(info(f.start).value) for f in flying) + size > in_flight:
+            waited = flying.pop(0).wait
+        sources = [node for member in chain for node in member.all_input_nodes if node not in chain]
+        after = max(node for node in (*sources, previous, waited) if node is not None)
+        if after < chain[0]:
+            anchor = after.next
+            while anchor.op in ("placeholder", "get_attr"):
+                anchor = anchor.next
+            for node in chain:
+                if node is anchor:
+                    anchor = anchor.next
+                else:
+                    anchor.prepend(node)
+        flying.append(one)
+        previous = one.start
+    step.graph.lint()
+    step.gm.recompile()
+    return step
+
+
+def _chain(start: fx.Node) -> list[fx.Node]:
+    """A start, after the views and copies that nobody else reads and that make what it sends."""
+    chain = [start]
+    while True:
+        sources = chain[0].all_input_nodes
+        source = sources[0] if len(sources) == 1 else None
+        if source is None or source.op != "call_function" or len(source.users) != 1:
+            return chain
+        if not is_view(source) and source.target not in (aten.clone.default, aten.constant_pad_nd.default):
+            return chain
+        chain.insert(0, source)

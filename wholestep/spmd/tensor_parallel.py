@@ -1,0 +1,110 @@
+"""Tensor parallelism, a plan of the global view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+
+from wholestep.errors import PlanError
+from wholestep.ir import Input, StepGraph
+from wholestep.spmd.expand import at_rest, expand
+from wholestep.spmd.global_view import AtRest
+from wholestep.spmd.marks import mark_gradients, mark_results
+from wholestep.spmd.mesh import DeviceMesh, Line
+from wholestep.spmd.patterns import check_patterns, matches, parameter_path, parameter_paths
+from wholestep.spmd.placements import Placement, Replicate, Shard
+from wholestep.spmd.rewrite import Pass
+
+R = Replicate()
+
+Role = Literal["column", "row", "embedding", "sequence"]
+
+# role -> the dimension of a weight that it splits
+_SPLITS: dict[str, Shard] = {"column": Shard(0), "row": Shard(1), "embedding": Shard(0)}
+
+
+@dataclass(frozen=True)
+class TensorParallel(AtRest):
+    """Parameters and the computation with them are split over an axis; every rank is given the same batch.
+
+    Roles of modules, by patterns (`fnmatch`) of their paths: "column" splits a linear layer's outputs, "row" its
+    inputs, "embedding" the rows of a table; "sequence" splits what a module gives along its sequence, dimension 1,
+    until somebody needs the whole of it. A loss over split classes is computed on the parts. A placement, by the
+    pattern of a parameter's path, says for that one.
+
+    After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing Activation Recomputation" (2022).
+
+    Attributes:
+        axis: name of the mesh axis.
+        roles: pattern -> role, several roles, or placement. The first that fits counts.
+    """
+
+    axis: str
+    roles: Mapping[str, Role | Sequence[Role] | Placement] = field(default_factory=dict)
+    batch: Placement = field(default=R, init=False)
+
+    def __post_init__(self) -> None:
+        for pattern, role in self.roles.items():
+            known = all(one in get_args(Role) for one in _roles(role)) and bool(_roles(role))
+            if not known and not isinstance(role, (Shard, Replicate)):
+                raise PlanError(
+                    f"TensorParallel: {pattern!r}: {role!r}: one or several of {', '.join(get_args(Role))}, or "
+                    "Shard(dim) or Replicate() is required"
+                )
+
+    def passes(self, mesh: DeviceMesh) -> list[Pass]:
+        """The passes that this plan adds to the head of the chain.
+
+        Raises:
+            PlanError: the mesh has no such axis.
+        """
+        return [partial(tensor_parallel, line=mesh.line(self.axis), plan=self)]
+
+    def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
+        """See `GlobalPlan`."""
+        return R if item.kind == "buffer" else super().placement_of(item, value)
+
+    def place(self, source: str, value: torch.Tensor) -> Placement:
+        """Where a parameter is."""
+        path = parameter_path(source)
+        module = path.rpartition(".")[0]
+        for pattern, role in self.roles.items():
+            if isinstance(role, (Shard, Replicate)):
+                if matches(path, pattern):
+                    return role
+            elif matches(module, pattern):
+                # the bias of a layer whose inputs are split is added to whole results
+                splits = (_SPLITS[one] for one in _roles(role) if one in _SPLITS)
+                return next((split for split in splits if value.dim() > split.dim), R)
+        return R
+
+    @property
+    def sequences(self) -> list[str]:
+        """Patterns of the modules whose results are split along the sequence."""
+        return [pattern for pattern, role in self.roles.items() if "sequence" in _roles(role)]
+
+
+def tensor_parallel(step: StepGraph, *, line: Line, plan: TensorParallel) -> StepGraph:
+    """The step of one rank of a line, by a plan.
+
+    Raises:
+        PlanError: a pattern of the plan matches nothing.
+    """
+    paths = parameter_paths(step)
+    check_patterns("TensorParallel", list(plan.roles), [*paths, *(path.rpartition(".")[0] for path in paths)])
+    if line.size == 1:
+        return step
+    rest = at_rest(step, plan.placement_of)
+    if plan.sequences:
+        step = mark_results(step, patterns=plan.sequences, placement=Shard(1))
+    return expand(mark_gradients(step, rest=rest.inputs), line=line, rest=rest)
+
+
+def _roles(role: Role | Sequence[Role] | Placement) -> Sequence[str]:
+    if isinstance(role, str):
+        return [role]
+    return role if isinstance(role, (list, tuple)) else []
