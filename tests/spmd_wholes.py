@@ -18,8 +18,14 @@ from wholestep import comm
 from wholestep.ir import StepGraph
 from wholestep.parts import part_of
 from wholestep.spmd import AtRest, Replicate, Shard
-from wholestep.spmd.expand import expand
+from wholestep.spmd.expand import PlacementOf, at_rest, expand
+from wholestep.spmd.mesh import Line
 from wholestep.spmd.naive import naive_expand
+
+
+def by_rules(step: StepGraph, *, line: Line, placement_of: PlacementOf) -> StepGraph:
+    """Expansion by its rules."""
+    return expand(step, line=line, rest=at_rest(step, placement_of))
 
 
 @dataclass(frozen=True)
@@ -169,5 +175,5 @@ def held(model: nn.Module, opt: torch.optim.Optimizer) -> int:
 def run_cases(names: list[str], expanded: bool = False) -> dict[str, Any]:
     cases = {name: CASES[name] for name in names}
     if expanded:
-        cases = {name: replace(case, plan=replace(case.plan, how=expand)) for name, case in cases.items()}
+        cases = {name: replace(case, plan=replace(case.plan, how=by_rules)) for name, case in cases.items()}
     return {name: against_one_device(case, 7) for name, case in cases.items()}
