@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.ir import StepGraph, info
+from wholestep.ir import StepGraph, info, set_info
 from wholestep.spmd.rewrite import call, copy_step
 
 aten = torch.ops.aten
@@ -162,7 +162,9 @@ def _pack(graph: fx.Graph, members: Sequence[One]) -> None:
             shape = received(ranks, value)
             piece = packer.piece(done, len(shape) - 1, start, shape[-1])
             start += shape[-1]
-            member.wait.replace_all_uses_with(packer.rows(piece, value.shape))
+            new = packer.rows(piece, value.shape)
+            set_info(new, replace(info(new), placement=info(member.wait).placement))
+            member.wait.replace_all_uses_with(new)
     for member in members:
         graph.erase_node(member.wait)
         graph.erase_node(member.start)
