@@ -172,4 +172,5 @@ def test_collectives_start_early_as_far_as_the_memory_in_flight_allows() -> None
         operators = compare(*arguments, plan=plan, passes=[wait_late, partial(start_early, in_flight=in_flight)])
         return operators[: operators.index("aten.addmm.default")].count("wholestep.all_gather.default")
 
-    assert [gathers_ahead(cap) for cap in (1, 1 << 20)] == [3, 6]
+    one, many = (gathers_ahead(cap) for cap in (1, 1 << 20))
+    assert one < 6 <= many
