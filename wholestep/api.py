@@ -13,7 +13,16 @@ from torch import fx, nn
 from wholestep.autograd import Joint, Partition, default_partition
 from wholestep.autograd.compiled_backward import CompiledBackward
 from wholestep.autograd.differentiate import differentiate
-from wholestep.capture import PartOf, Snapshot, compile_binder, forget, new_values, no_collection, snapshot
+from wholestep.capture import (
+    PartOf,
+    Snapshot,
+    compile_binder,
+    forget,
+    new_values,
+    no_collection,
+    refuse_shared_parts,
+    snapshot,
+)
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
@@ -72,7 +81,10 @@ def build(
             program = in_halves(step, traced, backend, halving or Halving())
         programs[key] = program
     inputs = traced.step.signature.inputs[: traced.n_inputs]
-    values = [item.value for item in traced.lifted[: len(inputs)]]
+    values = [world.original(item.value) for item in traced.lifted[: len(inputs)]]
+    written = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
+    mutated = [source for source in written if source is not None]
+    refuse_shared_parts(world, mutated)
     terms = launch.start(traced.step, program.packed.whole, inputs, values, world.parts)
     cut = launch.cut(program.placements, inputs, values, world.parts)
     if cut.moved:
@@ -80,8 +92,7 @@ def build(
     if cut.any:
         world = look(fn, args, kwargs, names=world.names, varying=varying)
     bound = [item.source for item in traced.lifted if item.source is not None]
-    mutated = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
-    binder = compile_binder(world, bound, mutated=[source for source in mutated if source is not None])
+    binder = compile_binder(world, bound, mutated=mutated)
     binder.prepare(traced.effects, traced.result, args, kwargs)
     forget(traced.effects, traced.result)
     return Entry(traced, binder, program, releases=backend == "aten", terms=terms)

@@ -6,7 +6,7 @@ the fast check that a call passes before a captured program serves it.
 May import: errors, ir, parts, torch_compat. Must not import trace, autograd, spmd, passes, lower, runtime, api.
 """
 
-from wholestep.capture.binder import Binder, compile_binder
+from wholestep.capture.binder import Binder, compile_binder, refuse_shared_parts
 from wholestep.capture.effects import (
     CallStep,
     DelAttr,
@@ -54,6 +54,7 @@ __all__ = [
     "forget",
     "new_values",
     "no_collection",
+    "refuse_shared_parts",
     "replay",
     "snapshot",
 ]

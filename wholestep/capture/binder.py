@@ -9,7 +9,7 @@ container took the place of another) and the fast path is made again around the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from wholestep.capture.anchored import memory
@@ -20,6 +20,7 @@ from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.values import Value
+from wholestep.errors import UnsupportedError
 
 
 class Binder:
@@ -37,7 +38,7 @@ class Binder:
         self.names, self.varying, self.replace = snap.names, snap.varying, snap.replace
         self.mutated = frozenset(source.path for source in mutated)
         self.slow_calls = 0
-        self._sharing = _sharing(snap, self.mutated)
+        self._sharing = sharing(snap, self.mutated)
         with no_collection():
             self._fast: Fast = self._compile(snap)
 
@@ -72,7 +73,7 @@ class Binder:
         return GuardFailure(f"{missing[0]}: expected to be there, found missing") if missing else None
 
     def _shares_otherwise(self, later: Snapshot) -> GuardFailure | None:
-        now = _sharing(later, self.mutated)
+        now = sharing(later, self.mutated)
         for pair in (*(self._sharing - now), *(now - self._sharing)):
             expected = pair in self._sharing
             return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
@@ -110,7 +111,7 @@ class Binder:
             self._path = None  # and with it the world at the time of its making
 
 
-def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, str]]:
+def sharing(snap: Snapshot, mutated: Container[str]) -> frozenset[tuple[str, str]]:
     """Pairs of tensors in one storage of which the step writes at least one, by source."""
     holders: dict[int, list[Source]] = {}
     for found in snap.tensors.values():
@@ -122,6 +123,21 @@ def _sharing(snap: Snapshot, mutated: frozenset[str]) -> frozenset[tuple[str, st
         for i, a in enumerate(group):
             pairs.update((a.text, b.text) for b in group[i + 1:] if a.path in mutated or b.path in mutated)
     return frozenset(pairs)
+
+
+def refuse_shared_parts(snap: Snapshot, mutated: Sequence[Source]) -> None:
+    """Parts are traced as whole tensors in memory of their own, so that a write to one would not be seen in others.
+
+    Raises:
+        UnsupportedError: the step writes to memory that a part shares with another tensor.
+    """
+    parts = {f.source.text for f in snap.tensors.values() if id(f.tensor) in snap.parts}
+    for pair in sorted(sharing(snap, frozenset(source.path for source in mutated))) if parts else ():
+        if not parts.isdisjoint(pair):
+            raise UnsupportedError(
+                f"the step writes to memory that {pair[0]} and {pair[1]} share, and each rank holds a part",
+                remedy="pass a copy: tensor.clone()",
+            )
 
 
 def compile_binder(snap: Snapshot, inputs: Sequence[Source], guards: list[Guard] | None = None,
@@ -139,4 +155,4 @@ def compile_binder(snap: Snapshot, inputs: Sequence[Source], guards: list[Guard]
     return Binder(snap, inputs, snap.guards() if guards is None else guards, mutated)
 
 
-__all__ = ["Binder", "compile_binder"]
+__all__ = ["Binder", "compile_binder", "refuse_shared_parts", "sharing"]

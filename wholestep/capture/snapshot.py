@@ -66,6 +66,7 @@ class Snapshot:
         self._versions: list[tuple[torch.Tensor, int, Any]] = []
         self.twins = Twins(())
         self.wholes, self.spread = Wholes((), no_part), False
+        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._count_versions()
 
     def _replace(self, replace: Replace) -> None:
@@ -185,6 +186,10 @@ class Snapshot:
         self.wholes = Wholes(self.tensors.values(), part or no_part)
         self.wholes.put()
 
+    def original(self, value: Any) -> Any:
+        """The tensor that a twin took the place of while the step was traced; any other value as it is."""
+        return self._originals[id(value)][1] if id(value) in self._originals else value
+
     @property
     def parts(self) -> dict[int, Part]:
         return self.wholes.parts
@@ -193,6 +198,11 @@ class Snapshot:
         """Puts twins in the place of tensors with a history, until `restore`; `lift` gives those among arguments."""
         replaced = {id(old): new for old, new in self.replaced}
         self.twins = twins = Twins(self.tensors.values() if self.differentiable else (), replaced)
+        for key, found in self.tensors.items():
+            if key in twins.of:
+                self._originals[id(twins.of[key])] = twins.of[key], found.tensor
+                if key in self.parts:
+                    self.parts[id(twins.of[key])] = self.parts[key]
         if twins.of:
             for place in self.places:
                 if place.box not in (boxes.TENSOR, boxes.TUPLE):

@@ -60,8 +60,10 @@ class AtRest:
 
     def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
         """See `GlobalPlan`."""
+        if not value.dim():
+            return Replicate()
         if item.kind == "batch":
-            return self.batch if value.dim() else Replicate()
+            return self.batch
         source = item.source if item.kind in ("parameter", "buffer") else owner_of(item)
         placement = self.place(source, value) if source and not source.startswith("memory of ") else Replicate()
         if isinstance(placement, Shard) and item.kind in ("grad", "state") and placement.dim >= value.dim():

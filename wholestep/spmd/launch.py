@@ -73,7 +73,7 @@ class Launch:
         if self.view is not None:
             self.passes += [wait_late, start_early, coalesce]
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
-        self._meeting = Meeting(list(dict.fromkeys(groups)))
+        self._meeting = Meeting(list(dict.fromkeys(groups)), self.view is not None)
         self._agreed: set[Terms] = set()
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
 

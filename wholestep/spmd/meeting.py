@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +21,8 @@ from wholestep.torch_compat import OpOverload
 SHARED_KINDS = ("parameter", "buffer")
 MISS = -1  # the number of a rank that has no program for a call yet
 
+BATCHES, PROGRAMS = "the ranks' batches", "the ranks' programs"
+_NAMED = re.compile(" has (parameter|buffer) ")
 _DO = {
     "batch": "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
     "": "build the same model, optimizer and step on every rank; only the data may differ",
@@ -27,9 +31,14 @@ _DO = {
 
 @dataclass(frozen=True)
 class Terms:
-    """What all ranks must have alike to run a program, in words."""
+    """What all ranks must have alike to run a program, in words.
+
+    Attributes:
+        calls: in the global view, those of the whole step, as compressed text: ranks that differ compare them.
+    """
 
     words: tuple[str, ...]
+    calls: bytes = field(default=b"", compare=False)
 
     @cached_property
     def number(self) -> int:
@@ -50,19 +59,24 @@ def terms_of(
     """
     pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
     words = [_describe(item, t) for item, t in pairs if whole is not None and item.kind == "batch"]
-    words += [*communication(step, axes), *(_describe(item, t) for item, t in pairs if item.kind in SHARED_KINDS)]
-    return Terms((*words, *([f"program {_digest(whole)}"] if whole is not None else [])))
+    words += [*(_describe(item, t) for item, t in pairs if item.kind in SHARED_KINDS), *communication(step, axes)]
+    if whole is None:
+        return Terms(tuple(words))
+    calls = [_words(node) for node in whole.graph.nodes]
+    digest = hashlib.sha256("\n".join(line.split(" at ")[0] for line in calls).encode()).hexdigest()[:8]
+    return Terms((*words, f"a program of {len(calls)} calls, {digest}"), zlib.compress("\n".join(calls).encode()))
 
 
 class Meeting:
     """The groups of one step's ranks, and what they tell each other.
 
     Attributes:
+        spread: whether the step is in the global view.
         expected: whether other ranks may be waiting for this one to `compare`.
     """
 
-    def __init__(self, groups: Sequence[comm.ProcessGroup]) -> None:
-        self.groups, self.expected = list(groups), bool(groups)
+    def __init__(self, groups: Sequence[comm.ProcessGroup], spread: bool = False) -> None:
+        self.groups, self.expected, self.spread = list(groups), bool(groups), spread
 
     def compare(self, terms: Terms, trouble: str = "") -> str:
         """Compares the ranks' terms along every axis; gives what is wrong, the same on all ranks, or nothing."""
@@ -71,7 +85,18 @@ class Meeting:
             everybody: list[Any] = [None] * group.size()
             comm.all_gather_object(everybody, (terms.words, trouble), group)
             trouble = next((text for _, text in everybody if text), "") or _difference([said for said, _ in everybody])
+        if trouble and self.spread:  # on all ranks or none
+            trouble = self._first_call(zlib.decompress(terms.calls).decode() if terms.calls else "", trouble)
         return trouble
+
+    def _first_call(self, calls: str, trouble: str) -> str:
+        """What is wrong; in place of a program that differs, the first of its calls that does."""
+        mine, found = calls.split("\n"), ""
+        for group in self.groups:
+            everybody: list[Any] = [None] * group.size()
+            comm.all_gather_object(everybody, (mine, found), group)
+            found = next((text for _, text in everybody if text), "") or _difference([said for said, _ in everybody])
+        return found if found and trouble.startswith(PROGRAMS) and not _NAMED.search(trouble) else trouble
 
     def agree(self, number: int) -> bool:
         """True when all ranks give one number other than `MISS`; if not, all are to `compare`."""
@@ -112,15 +137,16 @@ def _describe(item: Input, tensor: torch.Tensor) -> str:
     return f"{item.kind} {item.source}: {_form(tensor)}"
 
 
-def _digest(step: StepGraph) -> str:
-    """A few letters for a graph, the same in every process."""
-    digest = hashlib.sha256()
-    for node in step.graph.nodes:
-        value = info(node).value if node.op != "output" else None
-        shape = list(value.shape) if isinstance(value, torch.Tensor) else ""
-        name = str(node.target) if isinstance(node.target, (str, OpOverload)) else getattr(node.target, "__name__", "")
-        digest.update(f"{name if node.op != 'placeholder' else ''} {shape} {len(node.all_input_nodes)};".encode())
-    return f"{len(step.graph.nodes)} calls, {digest.hexdigest()[:8]}"
+def _words(node: fx.Node) -> str:
+    """A node in words that are the same in every process, and where it comes from."""
+    if node.op == "output":
+        return f"{len(node.all_input_nodes)} results"
+    record = info(node)
+    shape = f" of {_form(record.value)}" if isinstance(record.value, torch.Tensor) else ""
+    name = "an input" if node.op == "placeholder" else str(node.target)
+    name = name if isinstance(node.target, (str, OpOverload)) else getattr(node.target, "__name__", "a call")
+    where = f" at {record.where}" if record.where else ""
+    return f"{name}{shape}{where}{f' in {record.module}' if record.module else ''}"
 
 
 def _difference(everybody: Sequence[Sequence[str]]) -> str:
@@ -135,7 +161,7 @@ def _difference(everybody: Sequence[Sequence[str]]) -> str:
         here, there = (w[place] if place < len(w) else "nothing more" for w in (first, words))
         kind = next((kind for kind in _DO if kind and here.startswith(kind) and there.startswith(kind)), "")
         return (
-            f"the ranks' {'batches' if kind else 'programs'} do not fit each other: rank 0 has {here}; "
-            f"rank {rank} has {there}\n  to do: {_DO[kind]}"
+            f"{BATCHES if kind else PROGRAMS} do not fit each other: rank 0 has {here}; rank {rank} has {there}\n"
+            f"  to do: {_DO[kind]}"
         )
     return ""

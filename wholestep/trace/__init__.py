@@ -19,7 +19,7 @@ from torch import fx
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.ir import Input, InputKind, Phase, Signature, StepGraph, dead_code, info, set_info
 from wholestep.parts import Part
-from wholestep.torch_compat import FakeTensor, lazy_graph_module
+from wholestep.torch_compat import FakeTensor, lazy_graph_module, no_modes
 from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
 from wholestep.trace.hoist import Hoisted, hoist
 from wholestep.trace.predicates import Predicate
@@ -150,10 +150,12 @@ def trace_step(
             try:
                 result = fn(*args, **kwargs)
             except Exception:
-                _refuse_shared_writes(recorder)  # had it been known, another error may have come first
+                with no_modes():
+                    _refuse_shared_writes(recorder)  # had it been known, another error may have come first
                 raise
     torch.clear_autocast_cache()
     _refuse_shared_writes(recorder)
+    _refuse_memories(recorder, world)
     outlet = Outlet(recorder, world.spread)
     try:
         effects, value = world.outcome(lambda t: isinstance(t, FakeTensor), result)
@@ -195,8 +197,22 @@ def _refuse_shared_writes(recorder: Recorder) -> None:
         if tensor.numel() and memory_of(tensor):
             by_memory.setdefault(memory_of(tensor), []).append(item)
     written = [m for m, items in by_memory.items() if len(items) > 1 and any(_is_written(i) for i in items)]
+    for item in (item for memory in written for item in by_memory[memory] if id(item.value) in recorder.parts):
+        raise UnsupportedError(
+            f"the step writes to memory that {item.source}, of which each rank holds a part, shares with others",
+            remedy="pass a copy: tensor.clone()",
+        )
     if written:
         raise SharedMemory(recorder.shared | frozenset(written))
+
+
+def _refuse_memories(recorder: Recorder, world: World) -> None:
+    for memory in recorder.memories.values():
+        if world.spread or id(memory.item.value) in world.parts:
+            raise UnsupportedError(
+                f"the step asks for the memory of {memory.item.source}, of which each rank holds a part",
+                remedy="leave storages alone in a step that is spread over ranks",
+            )
 
 
 def _is_written(item: Lifted) -> bool:

@@ -61,11 +61,6 @@ class Storages(Tape):
             item = lifted or self.lift_once(tensor)
             known = self.memories.get(storage_id(storage))  # lifting it may have found out
         if known is None:
-            if id(tensor) in self.parts:
-                raise UnsupportedError(
-                    f"the step asks for the memory of {item.source}, of which each rank holds a part", user_line(),
-                    "leave storages alone in a step that is spread over ranks",
-                )
             if item.members:
                 raise UnsupportedError(f"{item.source} asks for its memory, which other inputs share", user_line())
             size = _nbytes(storage)
