@@ -140,3 +140,72 @@ def test_idle_blocks_beyond_one_are_freed() -> None:
     del first, second
     block()
     assert len(recycler._kept[0]) == 1
+
+
+def wide() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(160, 160), nn.ReLU(), nn.Linear(160, 160))
+    return net, torch.optim.AdamW(net.parameters()), torch.randn(300, 160)
+
+
+def loans_of(step: Any) -> Any:
+    return step._entries[0].program.run._loans
+
+
+def test_the_arena_lends_memory_for_gradients_that_a_step_replaces() -> None:
+    (net, opt, x), (twin, other, _) = wide(), wide()
+    step = ws.compile(zero_first)
+    for _ in range(4):
+        assert torch.equal(step(net, opt, x), zero_first(twin, other, x))
+        for mine, eager in zip(net.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad, eager.grad) and torch.equal(mine, eager)
+    run = step._entries[0].program.run
+    assert len(loans_of(step).out()) == 2 and "fresh(" not in run.code
+    weight = net[0].weight.grad
+    arena = run._arena["cpu"]
+    assert arena.data_ptr() <= weight.data_ptr() < arena.data_ptr() + arena.nbytes
+    assert weight.untyped_storage().nbytes() == weight.nbytes and weight.storage_offset() == 0
+    assert not weight._is_view() and weight.is_leaf
+    rest = weight.clone()
+    run.rest()
+    del arena, run
+    gc.collect()
+    assert torch.equal(weight, rest), "who holds a gradient holds its memory"
+    zero_first(twin, other, x)
+    step(net, opt, x)
+    assert torch.equal(net[2].weight, twin[2].weight)
+
+
+@pytest.mark.parametrize("hold", [lambda p: p.grad, lambda p: p.grad[3:], lambda p: p.grad.numpy()])
+def test_a_gradient_that_somebody_holds_is_not_written_over(hold: Callable[[Any], Any]) -> None:
+    (net, opt, x), (twin, other, _) = wide(), wide()
+    step = ws.compile(zero_first)
+    held: list[tuple[Any, Any]] = []
+    for turn in range(6):
+        step(net, opt, x)
+        zero_first(twin, other, x)
+        if turn > 1:
+            held.append((hold(net[0].weight), hold(twin[0].weight)))
+    for mine, eager in held:
+        assert torch.equal(torch.as_tensor(mine), torch.as_tensor(eager))
+    assert step.recompiles == [] and torch.equal(net[2].weight.grad, twin[2].weight.grad)
+    assert len(loans_of(step).out()) == 1, "the other gradient is lent memory as before"
+
+
+def test_gradients_are_accumulated_in_memory_that_is_lent() -> None:
+    def accumulate(net: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, last: bool) -> torch.Tensor:
+        loss = net(x).square().sum()
+        loss.backward()
+        if last:
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+
+    (net, opt, x), (twin, other, _) = wide(), wide()
+    step = ws.compile(accumulate)
+    for turn in range(9):
+        last = turn % 3 == 2
+        assert torch.equal(step(net, opt, x, last), accumulate(twin, other, x, last))
+        for mine, eager in zip(net.parameters(), twin.parameters(), strict=True):
+            assert (mine.grad is None) is (eager.grad is None)
+            assert mine.grad is None or torch.equal(mine.grad, eager.grad)

@@ -20,7 +20,7 @@ from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.arena import SHARED
 from wholestep.lower.emit import Source, emit
 from wholestep.lower.lives import Plan
-from wholestep.lower.memory import Recycler, arena_memory, tile_size
+from wholestep.lower.memory import Loans, Recycler, arena_memory, tile_size
 from wholestep.lower.naive import interpret
 from wholestep.lower.order import arrange
 from wholestep.lower.plan import make_plan
@@ -51,11 +51,15 @@ def lower_aten(
     Raises:
         LoweringError: the generated program does not compile: a mistake of ours.
     """
+    return Program(step, partial(_planned, tiling=tiling, batching=batching))
+
+
+def _planned(step: StepGraph, apart: frozenset[str], tiling: bool, batching: bool) -> tuple[Plan, Source]:
     with torch.no_grad():
         graph = shared_host(expand_foreach(spell_lists(copy_step(step))))
         graph = dead_code(plain_views(dead_code(graph)))
-        plan = make_plan(graph, arrange(graph, tiling, batching))
-        return Program(step, plan, emit(plan))
+        plan = make_plan(graph, arrange(graph, tiling, batching), apart)
+        return plan, emit(plan)
 
 
 class Program:
@@ -67,13 +71,20 @@ class Program:
         rebinds: how often memory was bound: 1 while parameters and state stay where they are.
     """
 
-    def __init__(self, step: StepGraph, plan: Plan, source: Source) -> None:
-        self.code = source.text
-        self._signature, self._sizes = step.signature, plan.arena
+    def __init__(
+        self, step: StepGraph, planned: Callable[[StepGraph, frozenset[str]], tuple[Plan, Source]]
+    ) -> None:
+        self._signature, self._planned = step.signature, planned
         self._whole: Callable[[], StepGraph] = lambda: step
-        self.arena_bytes = sum(plan.arena.values())
+        self._apart: frozenset[str] = frozenset()
         self.rebinds = 0
-        self._source = source
+        self._make(step)
+
+    def _make(self, step: StepGraph) -> None:
+        plan, source = self._planned(step, self._apart)
+        self.code, self._source, self._sizes = source.text, source, plan.arena
+        self.arena_bytes = sum(plan.arena.values())
+        self._loans: Loans = source.namespace.get("loans") or Loans()
         self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
         self._tensors: tuple[Any, ...] = ()
         self._pointers: list[int] = []
@@ -103,6 +114,9 @@ class Program:
             set_grad_mode(False)
         try:
             with below_autograd():
+                if out := self._loans.out():
+                    self._apart |= frozenset(out)
+                    self._make(self._whole())
                 if self._run is None or not self._as_bound(inputs):
                     self._rebind(inputs)
                 return self._run(inputs)  # type: ignore[misc]
@@ -114,6 +128,7 @@ class Program:
         """Gives back arena, scratch and memory kept for results; the next call takes them anew."""
         self._run, self._scratch = None, {}
         self._arena = {device: memory for device, memory in self._arena.items() if device == SHARED}
+        self._loans.forget()
         if "fresh" in self._source.namespace:
             self._source.namespace["fresh"].forget()
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from wholestep.ir import GETITEM, info
 from wholestep.lower.lives import Plan, variable
-from wholestep.lower.memory import Recycler, at
+from wholestep.lower.memory import Loans, Recycler, at
 from wholestep.lower.ops import (
     FILLS,
     OFFSETS,
@@ -106,6 +106,11 @@ class CallWriter(Speller):
                 self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset + store.offset}, {spec})")
                 self.namespace["at"] = at
                 self.stable.add(name)
+            elif store.kind == "lent":
+                offset = self.plan.slots[store.index].offset
+                lender, self.namespace["loans"] = f"lend_{name}", self.namespace.get("loans") or Loans()
+                self.bound.append(f"{lender} = loans.lend({node.name!r}, arena['cpu'], {offset}, {spec})")
+                lines.append(f"{name} = {lender}()")
             elif store.kind == "fresh":
                 lines.append(f"{name} = {self._fresh(node, value, spec)}")
         return self.in_tile.get(name, name)

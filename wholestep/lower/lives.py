@@ -42,8 +42,8 @@ CONSTANT_BYTES = 1 << 22  # results of no input are kept between calls up to thi
 class Store:
     """A piece of memory that values share over time."""
 
-    kind: Literal["input", "constant", "slot", "scratch", "call", "fresh"]
-    index: int = -1  # of the input, slot or scratch buffer
+    kind: Literal["input", "constant", "slot", "scratch", "call", "fresh", "lent"]
+    index: int = -1  # of the input, slot (also of what is lent) or scratch buffer
     offset: int = 0  # in bytes, inside of a slot that several values lie in side by side
 
 
@@ -86,7 +86,7 @@ class Plan:
 
 # Names that the generated program uses itself.
 _TAKEN = re.compile(
-    r"inputs|arena|scratch|tile|fresh|run|bind|torch|math|at|chain|filled|tiles|pieces|cells|(list|tiles|chain|result|new|object)_\d+"
+    r"inputs|arena|scratch|tile|fresh|loans|lend_.*|run|bind|torch|math|at|chain|filled|tiles|pieces|cells|(list|tiles|chain|result|new|object)_\d+"
     r"|(number|tensors|aten|host)_.*|.*_(cells|float32|float64|t)"
 )
 
@@ -99,8 +99,8 @@ def variable(node: fx.Node) -> str:
 class Lives:
     """Aliases and lives: each value's root, who reads it and when, what leaves the program."""
 
-    def __init__(self, step: StepGraph, items: list[Item]) -> None:
-        self.step, self.items = step, items
+    def __init__(self, step: StepGraph, items: list[Item], apart: frozenset[str] = frozenset()) -> None:
+        self.step, self.items, self.apart = step, items, apart
         self.inputs, self.outputs = step.placeholders, step.outputs
         self.plan = Plan(step, items)
         self.position: dict[fx.Node, int] = {}
@@ -110,6 +110,7 @@ class Lives:
         self.readers: dict[fx.Node, list[fx.Node]] = {}
         self.members: dict[int, list[fx.Node]] = {}
         self.escaping: set[fx.Node] = set()
+        self.lendable: set[fx.Node] = set()
         self.leaves: dict[fx.Node, dict[tuple[int, ...], fx.Node]] = {}
         self.spared: dict[fx.Node, dict[tuple[int, ...], fx.Node]] = {}
         for index, item in enumerate(items):
@@ -189,7 +190,7 @@ class Lives:
 
     def _read_outputs(self) -> None:
         taken: set[fx.Node] = set()
-        mutations = self.step.signature.mutations
+        mutations, homes = self.step.signature.mutations, self.step.signature.homes
         for index, node in enumerate(self.outputs):
             if index in mutations:
                 self.plan.returned.append(("input", mutations[index]))
@@ -205,6 +206,8 @@ class Lives:
                 taken.add(root)
                 self.escaping.add(root)
                 self.plan.returned.append(("value", node))
+                if index in homes and homes[index].kind == "grad" and root.name not in self.apart:
+                    self.lendable.add(root)
             else:
                 self.plan.returned.append(("clone", node))
         for index in mutations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 from sys import getrefcount
 from typing import Any
 
@@ -94,6 +95,43 @@ class Recycler:
     def forget(self) -> None:
         """Leaves all memory to those who hold it."""
         self._kept.clear()
+
+
+class Loan:
+    """A place in the arena for a gradient, as memory of its own: as long as its tensor lives, so does the arena."""
+
+    def __init__(self, arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> None:
+        self.layout, self.dtype = (shape, stride), dtype
+        self.block = arena[offset : offset + math.prod(shape) * dtype.itemsize].numpy()
+
+    def __call__(self) -> torch.Tensor:
+        storage = torch.frombuffer(self.block, dtype=self.dtype).untyped_storage()
+        return torch.empty(0, dtype=self.dtype).set_(storage, 0, *self.layout)
+
+    @property
+    def is_out(self) -> bool:
+        """True while anybody holds the tensor, or another one on its memory."""
+        return getrefcount(self.block) > 2  # this object and the call
+
+
+class Loans:
+    """What the arena of one program has lent, by the name of the result."""
+
+    def __init__(self) -> None:
+        self._loans: dict[str, Loan] = {}
+
+    def lend(self, name: str, arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Loan:
+        """A place for a result; calling it gives the tensor."""
+        self._loans[name] = Loan(arena, offset, shape, stride, dtype)
+        return self._loans[name]
+
+    def out(self) -> list[str]:
+        """The results that somebody holds, whose memory the program must not use."""
+        return [name for name, loan in self._loans.items() if loan.is_out]
+
+    def forget(self) -> None:
+        """Leaves the memory to those who hold it."""
+        self._loans.clear()
 
 
 def cells_of(values: list[float], dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:

@@ -38,6 +38,7 @@ HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 # functional overload -> (overload with an out= kernel of its own, further positional arguments).
 OUT_ALIASES: dict[Any, tuple[Any, tuple[Any, ...]]] = {
     aten.relu.default: (aten.clamp_min.out, (0,)),  # relu's CPU and CUDA kernels are clamp_min's
+    aten.stack.default: (aten.stack.out, ()),  # written for all devices at once, yet not computed and then copied
 }
 
 UNSET: Any = object()  # what `empty` fills memory with

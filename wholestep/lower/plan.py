@@ -1,4 +1,4 @@
-"""Where each value lives: in an input's own memory, in the arena, in a tile's scratch, or fresh.
+"""Where each value lives: in an input's own memory, in the arena, in a tile's scratch, fresh, or lent by the arena.
 
 The graph is pure; here values of disjoint lives come to share memory. Terms:
 
@@ -29,6 +29,7 @@ from wholestep.lower.ops import (
 from wholestep.lower.order import Item
 from wholestep.lower.pack import Part, find_parts
 from wholestep.lower.values import (
+    LEND_FROM,
     How,
     all_operands,
     base_of,
@@ -47,9 +48,13 @@ def works_on_shared_memory(node: fx.Node) -> bool:
     return comm.is_initialized() and comm.get_group(node.args[2]).backend_name == "shm"  # type: ignore[arg-type]
 
 
-def make_plan(step: StepGraph, items: list[Item]) -> Plan:
-    """Plans the memory of a program whose order is given."""
-    return _Planner(step, items).run()
+def make_plan(step: StepGraph, items: list[Item], apart: frozenset[str] = frozenset()) -> Plan:
+    """Plans the memory of a program whose order is given.
+
+    Args:
+        apart: names of results that somebody holds when the program runs again: the arena does not lend them memory.
+    """
+    return _Planner(step, items, apart).run()
 
 
 class _Planner(Claims):
@@ -154,6 +159,15 @@ class _Planner(Claims):
             self.members[home.index] = [node]
         return home.index
 
+    def _lend(self, node: fx.Node) -> Store:
+        """Memory of the arena for a gradient that the step leaves behind and lets go of before it runs again.
+
+        Beside the arena, it would lie idle while the activations, most of an arena, are alive.
+        """
+        store = Store("lent", self._slot(node))
+        self.plan.store[node] = store
+        return store
+
     def _pack(self, node: fx.Node, part: Part, how: How) -> None:
         index = self._slot(part.whole)
         self.plan.store[node] = Store("slot", index, part.start * info(node).value.itemsize)
@@ -180,12 +194,13 @@ class _Planner(Claims):
             return self._pack(node, self.parts[node], how)
         tiled = self.items[self.item_of[node]].by_pieces
         copied = node.target is aten.copy.default  # whose first operand need not exist any more
-        into = tiled or copied or (how == "out" and recyclable(info(node).value))
+        lent = node in self.lendable and recyclable(info(node).value, LEND_FROM)
+        into = tiled or copied or (how == "out" and (lent or recyclable(info(node).value)))
         if how is None or (node in self.escaping and not into):
             plan.store[node], plan.how[node] = Store("call"), "call"
             return
         if node in self.escaping:
-            plan.store[node], plan.how[node] = Store("fresh"), how
+            plan.store[node], plan.how[node] = self._lend(node) if lent else Store("fresh"), how
             return
         over = next((o for o in tensor_operands(node) if self._reusable(o, node, how)), None)
         if how == "inplace" and (over is None or over is not node.args[0]):
@@ -234,7 +249,7 @@ class _Planner(Claims):
             if root in returned:
                 plan.last_item[root] = len(self.items)
         for index, (kind, node) in enumerate(plan.returned):
-            if kind == "value" and plan.store[self.root[node]].kind not in ("call", "fresh"):
+            if kind == "value" and plan.store[self.root[node]].kind not in ("call", "fresh", "lent"):
                 plan.returned[index] = ("clone", node)
         for index, slot in enumerate(plan.slots):
             nodes = self.members[index]

@@ -45,6 +45,8 @@ How = Literal[
 
 
 RECYCLE_FROM = 1 << 20  # bytes
+# Bytes from which the arena lends memory for a gradient: below, that costs more than it is worth.
+LEND_FROM = 1 << 16
 # A backward's gradients die before the next forward's activations are made: kept blocks would stand beside those. glibc
 # itself gives the pages of smaller blocks to the next request, and those from here on back to the system.
 RECYCLE_GRADIENTS_FROM = 1 << 25
