@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.lower_programs import Builder, clone_inputs, program
 from tests.test_lower import compare
 from wholestep.ir import GETITEM, Functionalized, info
-from wholestep.lower.arena import ALIGN, Slot, peak, place
+from wholestep.lower.arena import ALIGN, SHARED, Slot, peak, place
 from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import interpret
 
@@ -278,16 +278,37 @@ def test_random_programs(made: tuple[Any, list[Any]]) -> None:
         compare(step, real, calls=2)
 
 
-@given(st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 10)), max_size=40))
-def test_arena_never_overlaps(lives: list[tuple[int, int, int]]) -> None:
-    slots = [Slot(size, start, start + length) for size, start, length in lives]
-    total = place(slots).get("cpu", 0)
+LIVES = st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 10), st.booleans(), st.booleans())
+
+
+@given(st.lists(LIVES, max_size=40))
+def test_arena_never_overlaps(lives: list[tuple[int, int, int, bool, bool]]) -> None:
+    slots = [
+        Slot(size, start, start + length, SHARED if shared and host else "cpu", guest=guest or shared)
+        for (size, start, length, shared, guest), host in zip(lives, [len(lives) % 2] * len(lives), strict=True)
+    ]
+    at_home = [slot.device == SHARED or not slot.guest for slot in slots]
+    devices = [slot.device for slot in slots]
+    needed = sum(-(-slot.nbytes // ALIGN) * ALIGN for slot in slots if slot.device == SHARED)
+    totals = place(slots)
     for i, a in enumerate(slots):
-        assert a.offset % ALIGN == 0 and 0 <= a.offset and a.offset + a.nbytes <= total
+        assert a.offset % ALIGN == 0 and 0 <= a.offset and a.offset + a.nbytes <= totals[a.device]
+        assert a.device == devices[i] or not at_home[i]
         for c in slots[:i]:
-            apart_in_time = a.end < c.start or c.end < a.start
+            apart_in_time = a.end < c.start or c.end < a.start or a.device != c.device
             assert apart_in_time or a.offset + a.nbytes <= c.offset or c.offset + c.nbytes <= a.offset
-    assert peak(slots) <= total or not slots
+    assert peak(slots) <= sum(totals.values()) and totals.get(SHARED, 0) <= needed
+
+
+def test_the_transports_arena_is_used_while_nothing_waits_there() -> None:
+    bucket, activation, both = Slot(4096, 5, 9, SHARED), Slot(4096, 0, 4), Slot(6000, 0, 4)
+    lent = Slot(4096, 0, 4, guest=False)
+    assert place([activation, both, bucket, lent]) == {SHARED: 4096, "cpu": 6016 + 4096}
+    assert activation.device == SHARED and both.device == lent.device == "cpu"
+    bucket = Slot(4096, 5, 9, SHARED, pieces=[(0, 1024, 5), (1024, 3072, 8)])
+    early, late, last = Slot(3072, 4, 7), Slot(3072, 4, 8), Slot(1024, 1, 4)
+    assert place([bucket, early, late, last]) == {SHARED: 4096, "cpu": 3072}
+    assert (early.device, early.offset, last.device, last.offset) == (SHARED, 1024, SHARED, 0)
 
 
 def test_strides_of_intermediates_are_the_planned_ones() -> None:

@@ -7,7 +7,7 @@ biggest buffer first, each at the lowest gap free during its whole life that fit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class Slot:
         start, end: first and last position at which its content matters, both included.
         device: name of the device whose arena it lies in, or `SHARED`.
         offset: in bytes, set by `place`.
+        guest: whether it may lie in the transport's arena.
+        pieces: (offset inside, bytes, start) of what is written to it, where all of it does not begin at once.
     """
 
     nbytes: int
@@ -31,28 +33,50 @@ class Slot:
     end: int
     device: str = "cpu"
     offset: int = -1
+    guest: bool = True
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def parts(self) -> list[Slot]:
+        """Its pieces as slots that are placed."""
+        pieces = self.pieces or [(0, self.nbytes, self.start)]
+        return [Slot(size, start, self.end, self.device, self.offset + offset) for offset, size, start in pieces]
 
 
 def place(slots: Sequence[Slot]) -> dict[str, int]:
     """Sets every slot's offset; slots whose lives overlap never overlap in memory.
 
+    The arena of the transport comes first. The CPU's slots lie there, too, before gradients take their places in it,
+    one after another.
+
     Returns:
         Bytes of the arena of each device.
     """
     sizes: dict[str, int] = {}
-    for device in sorted({slot.device for slot in slots}):
-        sizes[device] = _place_one([slot for slot in slots if slot.device == device])
+    for device in sorted({slot.device for slot in slots}, key=lambda name: (name != SHARED, name)):
+        mine = [slot for slot in slots if slot.device == device]
+        host = [part for slot in slots if slot.device == SHARED for part in slot.parts()] if device == "cpu" else []
+        wall = sizes.get(SHARED, 0) if host else 0
+        sizes[device] = _place_all(mine, host, wall) - wall
+        for slot in mine if host else ():
+            if slot.offset < wall:
+                slot.device = SHARED
+            else:
+                slot.offset -= wall
     return sizes
 
 
-def _place_one(slots: list[Slot]) -> int:
-    by_size = sorted(slots, key=lambda s: (-s.nbytes, s.start))
-    starts, ends, lows, highs = (np.zeros(len(slots), dtype=np.int64) for _ in range(4))
-    total = 0
+def _place_all(slots: list[Slot], host: list[Slot], wall: int) -> int:
+    """Places slots above a wall, or below it beside those that are there already; gives the end of all."""
+    by_size = [*host, *sorted(slots, key=lambda s: (-s.nbytes, s.start))]
+    starts, ends, lows, highs = (np.zeros(len(by_size), dtype=np.int64) for _ in range(4))
+    total = wall
     for count, slot in enumerate(by_size):
         size = max(ALIGN, -(-slot.nbytes // ALIGN) * ALIGN)
-        alive = (starts[:count] <= slot.end) & (ends[:count] >= slot.start)
-        slot.offset = _lowest_tight_gap(lows[:count][alive], highs[:count][alive], size)
+        if count >= len(host):
+            alive = (starts[:count] <= slot.end) & (ends[:count] >= slot.start)
+            taken = (wall if slot.guest else 0, wall)  # what lies on both sides of the wall lies in no arena
+            low, high = np.append(lows[:count][alive], taken[0]), np.append(highs[:count][alive], taken[1])
+            slot.offset = _lowest_tight_gap(low, high, size)
         starts[count], ends[count] = slot.start, slot.end
         lows[count], highs[count] = slot.offset, slot.offset + size
         total = max(total, slot.offset + size)
@@ -61,8 +85,6 @@ def _place_one(slots: list[Slot]) -> int:
 
 def _lowest_tight_gap(lows: np.ndarray, highs: np.ndarray, size: int) -> int:
     """The start of the smallest gap of at least ``size`` between occupied ranges, else their end."""
-    if not len(lows):
-        return 0
     order = np.argsort(lows, kind="stable")
     lows = lows[order]
     reached = np.maximum.accumulate(highs[order])

@@ -23,6 +23,7 @@ from wholestep.lower.claims import Claims
 from wholestep.lower.lives import Plan, Store, variable
 from wholestep.lower.ops import (
     aten,
+    is_collective,
     is_wait,
     mutable_twin,
 )
@@ -165,6 +166,7 @@ class _Planner(Claims):
         Beside the arena, it would lie idle while the activations, most of an arena, are alive.
         """
         store = Store("lent", self._slot(node))
+        self.plan.slots[store.index].guest = False
         self.plan.store[node] = store
         return store
 
@@ -252,8 +254,17 @@ class _Planner(Claims):
             if kind == "value" and plan.store[self.root[node]].kind not in ("call", "fresh", "lent"):
                 plan.returned[index] = ("clone", node)
         for index, slot in enumerate(plan.slots):
-            nodes = self.members[index]
-            slot.start = min(self.item_of[self._owner(n)] for n in nodes)
-            slot.end = max(plan.last_item[n] for n in nodes)
+            self._describe(slot, self.members[index])
         plan.arena = place(plan.slots)
-        plan.peak = peak(plan.slots)
+        plan.peak = min(peak(plan.slots), sum(plan.arena.values()))
+
+    def _describe(self, slot: Slot, nodes: list[fx.Node]) -> None:
+        """When a slot is written to, and how long it is read."""
+        for node in nodes:
+            value = info(node).value
+            begin = self.item_of[self._owner(node)]
+            slot.pieces.append((self.plan.store[node].offset, value.numel() * value.itemsize, begin))
+        slot.start = min(begin for _, _, begin in slot.pieces)
+        slot.end = max(self.plan.last_item[n] for n in nodes)
+        # ranks may place things differently; what they meet over is as the transport saw it when they agreed
+        slot.guest &= not any(is_collective(r.target) for n in nodes for r in (n, *self.readers[self.root[n]]))
