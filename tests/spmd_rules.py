@@ -149,12 +149,14 @@ def part_of(value: torch.Tensor, placement: Placement, ranks: int, rank: int) ->
     return value.narrow(placement.dim, start, stop - start)
 
 
-def parts_of(value: torch.Tensor, placement: Placement, ranks: int) -> list[torch.Tensor]:
+def parts_of(
+    value: torch.Tensor, placement: Placement, ranks: int, generator: torch.Generator | None = None
+) -> list[torch.Tensor]:
     """What each rank holds; addends are random."""
     if not isinstance(placement, Partial):
         return [part_of(value, placement, ranks, rank).clone() for rank in range(ranks)]
     assert placement.op == "sum" and value.dtype != torch.bool, "operands are addends of sums"
-    noise = [torch.randn(value.shape).to(value.dtype) for _ in range(ranks - 1)]
+    noise = [torch.randn(value.shape, generator=generator).to(value.dtype) for _ in range(ranks - 1)]
     return [*noise, value - sum(noise)]
 
 

@@ -351,6 +351,7 @@ def pieces() -> Iterator[Any]:
     yield aten.select.int, ints(9, 4, 5), 1, 2
     yield aten.split.Tensor, t(5, 4), 2, 1
     yield aten.split_with_sizes.default, t(5, 4), [1, 3], 1
+    yield aten.unsafe_split.Tensor, t(5, 4), 3
     yield aten.unbind.int, t(5, 3), 1
     yield aten.diagonal.default, t(5, 4, 3), 1, 0, 2
     yield aten.unfold.default, t(5, 6), 1, 3, 2
@@ -411,3 +412,13 @@ def random_samples() -> list[Sample]:
     found += [Sample(aten.normal.Tensor_Tensor, (t(5, 4), p)), Sample(aten.normal.Tensor_float, (t(17, 4), 2.0))]
     found += [Sample(aten.multinomial.default, (pos(5, 4), 2)), Sample(aten.multinomial.default, (pos(5, 4), 3, True))]
     return [*found, Sample(aten.native_dropout.default, (t(5, 4), 0.3, True))]
+
+
+def collectives(group: str) -> list[Sample]:
+    """Over a group of two."""
+    of, x = torch.ops.wholestep, t(6, 5)
+    found = [Sample(of.all_reduce.default, (x, op, group)) for op in ("sum", "max", "avg")]
+    found += [Sample(of.reduce_scatter.default, (x, op, group)) for op in ("sum", "max")]
+    found += [Sample(of.broadcast.default, (x, 1, group)), Sample(of.all_gather.default, (x, group))]
+    found += [Sample(of.all_to_all.default, (x, [], [], group)), Sample(of.share_rows.default, (x, group))]
+    return [*found, Sample(of.reduce_rows.default, (x, "sum", group)), Sample(of.wait.default, (x,))]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spmd_rules import Sample, call_of, close, failures, part_of, shown, trials_of
-from spmd_samples import random_samples, samples
+from spmd_rules import Sample, call_of, close, failures, part_of, parts_of, shown, trials_of
+from spmd_samples import collectives, random_samples, samples
 
+import wholestep as ws
 from wholestep import comm
 from wholestep.ir import fake_tensors
 from wholestep.spmd import rules
@@ -46,7 +47,7 @@ def test_a_wrong_row_is_found(row: Row) -> None:
 
 
 def test_every_rule_has_a_sample() -> None:
-    seen = {rules.name_of(sample.target) for sample in [*samples(), *random_samples()]}
+    seen = {rules.name_of(sample.target) for sample in [*samples(), *random_samples(), *collectives("")]}
     kinds = {id(rules.TABLE[name]) for name in seen if name in rules.TABLE}
     unseen = [name for name, rule in rules.TABLE.items() if id(rule) not in kinds and name not in CUDA_ONLY]
     assert not unseen
@@ -55,6 +56,33 @@ def test_every_rule_has_a_sample() -> None:
 def test_every_sample_can_be_split() -> None:
     for sample in samples():
         assert any(list(rules.rows(call)) for call in call_of(sample, Line("", 2, 0))[1]), str(sample)
+
+
+def collected() -> list[str]:
+    """In every rank of a mesh: collectives along one axis, on parts along the other, that are wrong."""
+    mesh = ws.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    (row, column), line, group = mesh.coordinates, mesh.line("b"), mesh.get_group("a").group_name
+    wrong = []
+    for sample in collectives(group):
+        node, (call,) = call_of(sample, line)
+        whole = torch.randn(sample.args[0].shape, generator=torch.Generator().manual_seed(row)).double()
+        wanted = wait(sample.target(whole, *sample.args[1:]))
+        for one in rules.rows(call):
+            parts = parts_of(whole, one.ins[0], 2, torch.Generator().manual_seed(9 + row))
+            got = wait(sample.target(parts[column], *sample.args[1:]))
+            if isinstance(one.outs[0], Partial):
+                got = wait(torch.ops.wholestep.all_reduce(got, "sum", line.group))
+            if not torch.allclose(got, part_of(wanted, one.outs[0], 2, column)):
+                wrong.append(f"{sample}: {shown(one)}")
+    return wrong
+
+
+def wait(started: torch.Tensor) -> torch.Tensor:
+    return torch.ops.wholestep.wait(started)
+
+
+def test_collectives_of_another_axis() -> None:
+    assert run_ranks(collected, 4, "thread") == [[]] * 4
 
 
 def drawn() -> list[str]:

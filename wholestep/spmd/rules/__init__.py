@@ -17,6 +17,7 @@ from wholestep.ir import Functionalized, UnderGrad
 from wholestep.spmd.rules import (
     along,
     attention,
+    collectives,
     contractions,
     convolutions,
     indexing,
@@ -51,6 +52,7 @@ TABLE: dict[str, Rule] = {
     **pieces.RULES,
     **pointwise.RULES,
     **random.RULES,
+    **collectives.RULES,
 }
 
 

@@ -182,7 +182,7 @@ def _diagonal_scatter(call: Call) -> Iterator[Row]:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.slice", "aten.narrow"], _slice),
     "aten.select": _select,
-    **dict.fromkeys(["aten.split", "aten.split_with_sizes", "aten.chunk"], _split),
+    **dict.fromkeys([f"aten.{name}" for name in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")], _split),
     "aten.unbind": _unbind,
     "aten.diagonal": _diagonal,
     "aten.unfold": _windows,
