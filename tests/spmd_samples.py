@@ -110,6 +110,7 @@ def pointwise() -> Iterator[Any]:
         yield getattr(aten, f"new_{one}").default, t(5, 4), [3, 2]
         yield getattr(aten, f"new_{one}").default, t(5, 4), [5, 4]
     yield aten.full_like.default, t(5, 4), 2.0
+    yield aten.copy.default, aten.new_empty_strided(t(5, 4), [4, 5], [1, 4]), t(4, 5)
     yield aten.new_full.default, t(5, 4), [5, 4], 2.0
     yield aten.fill.Scalar, t(5, 4), 2.0
     yield aten.fill.Tensor, t(5, 4), torch.tensor(2.0, dtype=torch.float64)

@@ -97,7 +97,7 @@ class Writer:
         try:
             with value.fake_mode, torch.no_grad(), below_autograd():
                 value.view(list(shape))
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # operators of torch written in Python raise the second
             return self._add(aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, record)
         return node
 

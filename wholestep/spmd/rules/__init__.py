@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import fx
 
-from wholestep.ir import Functionalized, UnderGrad
+from wholestep.ir import GETITEM, Functionalized, UnderGrad, fake_tensors, info, is_host
+from wholestep.spmd.place import place
 from wholestep.spmd.rules import (
     along,
     attention,
@@ -56,6 +58,18 @@ TABLE: dict[str, Rule] = {
 }
 
 
+# Operators that run whole on purpose, and why.
+WHOLE: dict[str, str] = {
+    "aten._local_scalar_dense": "the number that it reads is every rank's",
+    "aten.as_strided": "its strides are those of the whole's memory",
+    "aten.as_strided_scatter": "its strides are those of the whole's memory",
+    "aten.poisson": "how many numbers it draws depends on values",
+    "aten.binomial": "how many numbers it draws depends on values",
+    "aten._standard_gamma": "how many numbers it draws depends on values",
+    "aten.rrelu_with_noise_functional": "how many numbers it draws depends on values",
+}
+
+
 def name_of(target: object) -> str:
     """An operator's name in the table: ``aten.mm``; overloads share a row. ``functional(aten.x_)`` for pure forms."""
     if isinstance(target, OpOverload):
@@ -83,6 +97,16 @@ def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:
         return rule
 
     return decorate
+
+
+def has_rule(node: fx.Node) -> bool:
+    """False for a call that its operands are gathered for, for want of a rule.
+
+    What has no tensor among its operands, such as a factory, runs on every rank, and who wants a part of it cuts it.
+    """
+    reads = any(True for one in node.all_input_nodes for _ in fake_tensors(info(one).value))
+    known = rule_of(node.target) is not None or name_of(node.target) in WHOLE or node.target in (GETITEM, place)
+    return node.op != "call_function" or known or not reads or is_host(node)
 
 
 def rows(call: Call) -> Iterable[Row]:

@@ -66,6 +66,11 @@ def unread(call: Call) -> Iterator[Row]:
     yield Row((Partial(), *[R] * (len(call.values) - 1)), (R,))
 
 
+def _unread_whole(call: Call) -> Iterator[Row]:
+    """What has strides of its own, and no element yet."""
+    yield from (Row((placement,), (R,)) for placement in (*map(Shard, range(call.values[0].dim())), Partial()))
+
+
 def _copied(call: Call) -> Iterator[Row]:
     """`copy`: the second operand in the shape of the first, which is not read."""
     yield from pointwise(call)
@@ -116,6 +121,7 @@ RULES: dict[str, Rule] = {
     "aten.copy": _copied,
     **dict.fromkeys([f"aten.{name}_like" for name in ("empty", "full", "ones", "zeros")], unread),
     **dict.fromkeys([f"aten.new_{name}" for name in ("empty", "full", "ones", "zeros")], unread),
+    "aten.new_empty_strided": _unread_whole,
     "aten.fill": unread,
     # pointwise, though torch does not tag them so
     **dict.fromkeys(
