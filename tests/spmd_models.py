@@ -1,4 +1,4 @@
-"""Models whose steps are expanded: real ones of small configurations, without dropout, which thread ranks cannot draw."""
+"""Models whose steps are expanded: small ones, without dropout, for which ranks that are threads have one generator."""
 
 from __future__ import annotations
 

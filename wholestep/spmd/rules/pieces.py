@@ -182,7 +182,7 @@ def _diagonal_scatter(call: Call) -> Iterator[Row]:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.slice", "aten.narrow"], _slice),
     "aten.select": _select,
-    **dict.fromkeys([f"aten.{name}" for name in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")], _split),
+    **dict.fromkeys([f"aten.{kind}split{end}" for kind in ("", "unsafe_") for end in ("", "_with_sizes")], _split),
     "aten.unbind": _unbind,
     "aten.diagonal": _diagonal,
     "aten.unfold": _windows,

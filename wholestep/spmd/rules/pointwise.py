@@ -68,7 +68,9 @@ def unread(call: Call) -> Iterator[Row]:
 
 def _unread_whole(call: Call) -> Iterator[Row]:
     """What has strides of its own, and no element yet."""
-    yield from (Row((placement,), (R,)) for placement in (*map(Shard, range(call.values[0].dim())), Partial()))
+    for dim in range(call.values[0].dim()):
+        yield Row((Shard(dim),), (R,))
+    yield Row((Partial(),), (R,))
 
 
 def _copied(call: Call) -> Iterator[Row]:
