@@ -73,11 +73,12 @@ class World:
         return fresh if kind == "leaf" else fresh * 1
 
 
-def facts(tensors: list[Tensor], versions: bool) -> list[Any]:
+def facts(tensors: list[Tensor], gradients: bool) -> list[Any]:
     """All that can be seen of tensors: values, flags, and which are, or share memory with, which others.
 
     Args:
-        versions: whether counters of writes count: the engine may sum gradients in place, and others not.
+        gradients: whether gradients may be among them: the engine may sum those in place, and lays those of an input
+            out otherwise when another one is a view of it (`capture/twins.py`).
     """
     first: dict[int, int] = {}
     memory: dict[int, int] = {}
@@ -85,9 +86,10 @@ def facts(tensors: list[Tensor], versions: bool) -> list[Any]:
     for i, t in enumerate(tensors):
         base = t._base if t._is_view() else None
         places = [j for j, u in enumerate(tensors) if u is base]
-        seen.append((t.detach().clone(), t.shape, strides(t), t.storage_offset() if base is not None else 0, t.dtype,
+        place = () if gradients else strides(t), t.storage_offset() if base is not None else 0
+        seen.append((t.detach().clone(), t.shape, *place, t.dtype,
                      first.setdefault(id(t), i), memory.setdefault(t.untyped_storage().data_ptr(), i), places,
-                     _autograd(t, versions)))
+                     _autograd(t, versions=not gradients)))
     return seen
 
 
@@ -124,7 +126,7 @@ def outcome(program: Program, call: Any) -> list[Any]:
     torch.manual_seed(0)
     world = World(program)
     seen: list[Any] = []
-    versions = all(i.op != "autograd_grad" for i in program.body)
+    gradients = any(i.op == "autograd_grad" for i in program.body)
     try:
         results = call(world.inputs)
     except UnsupportedError:
@@ -132,7 +134,7 @@ def outcome(program: Program, call: Any) -> list[Any]:
     except (RuntimeError, IndexError, ValueError) as error:
         return [("the call", _words(error))]  # a failed capture leaves the inputs alone, eager may have begun
     everything = [*world.inputs, *results]
-    seen.append(("the call", facts(everything, versions)))
+    seen.append(("the call", facts(everything, gradients)))
     position = program.outputs[0] if program.outputs else 0
     allowed = all(isinstance(_autograd(t), tuple) for t in everything)
     wanted = [t for t in everything if t.requires_grad] if allowed else []
@@ -140,7 +142,7 @@ def outcome(program: Program, call: Any) -> list[Any]:
         target = results[position % len(results)]
         try:
             target.mul_(2)
-            seen.append(("a write", facts(everything, versions)))
+            seen.append(("a write", facts(everything, gradients)))
         except RuntimeError as error:
             seen.append(("a write", _words(error)))
     try:

@@ -29,7 +29,8 @@ ARROWS: dict[str, set[str]] = {
     "override": set(),
     "checkpoint": {"errors", "parts", "comm"},
     "report": BASE | {*STAGES, "comm", "simulate"},
-    "api": BASE | {*STAGES, "comm", "override", "parallel", "simulate", "report"},
+    "api": BASE | {*STAGES, "comm", "dynamic", "override", "parallel", "simulate", "report"},
+    "dynamic": BASE | {"capture", "trace"},  # what `dynamic=True` puts in the place of a capture
     "aot": BASE | {*STAGES, "api"},
     "launch": {"errors"},
     "testing": BASE | {*STAGES, "comm", "parallel", "api", "launch"},

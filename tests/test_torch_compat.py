@@ -23,6 +23,7 @@ from wholestep.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    ShapeEnvironment,
     TorchDispatchMode,
     below_autograd,
     compile_with_inductor,
@@ -33,6 +34,7 @@ from wholestep.torch_compat import (
     dispatch_modes_active,
     empty_fake,
     engine_compiler,
+    evaluated,
     fake_refusal,
     free_saved_tensors,
     gloo_options,
@@ -46,6 +48,7 @@ from wholestep.torch_compat import (
     set_backward_engine,
     set_grad_mode,
     set_versions,
+    size_symbol,
     storage_id,
     storage_uses,
     strict_fake_mode,
@@ -204,6 +207,22 @@ def test_grad_mode_is_set_and_transforms_are_seen():
     set_grad_mode(True)
     assert torch.is_grad_enabled() and not transforms_active()
     assert torch.func.grad(lambda x: x if transforms_active() else x * float("nan"))(torch.ones(())).item() == 1
+
+
+def test_sizes_become_symbols_and_numbers_again():
+    env = ShapeEnvironment(lambda: "here")
+    rows, number = size_symbol(env, "x.shape[0]", 6)
+    columns, other = size_symbol(env, "x.shape[1]", 4)
+    with strict_fake_mode(env):
+        x = torch.empty(number, other)
+        y = x.view(-1)
+    assert evaluated(y.shape[0], {rows: 3, columns: 5}) == 15 and evaluated(number > 4, {rows: 3}) is False
+    assert evaluated(7, {}) == 7 and env.conditions() == [] and env.only(columns) is None
+    assert other == 4 and number > 5
+    assert [(evaluated(guard, {rows: 3, columns: 4}), line) for guard, line in env.conditions()] == [
+        (True, "here"), (False, "here")]
+    assert env.only(columns) == (4, "here") and env.only(rows) is None
+    assert size_symbol(env, "x.shape[2]", 1)[1] == 1
 
 
 def test_views_become_some_of_several_and_outdated():

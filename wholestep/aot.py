@@ -30,6 +30,7 @@ def aot_function(
     partition_fn: Partition = default_partition,
     decompositions: Table | None = None,
     guard_data: bool = False,
+    dynamic: bool | None = None,
 ) -> Callable[..., Any]:
     """A function whose forward and backward are captured as graphs, and compiled by functions of yours.
 
@@ -41,6 +42,7 @@ def aot_function(
         partition_fn: decides which values the forward saves for the backward.
         decompositions: operator -> function in terms of other operators, applied to both.
         guard_data: numbers and shapes that depend on data become guards, not errors; as for `wholestep.compile`.
+        dynamic: one capture for many sizes; as for `wholestep.compile`.
 
     Returns:
         A function with the results, gradients, aliases and errors of ``fn``. It is captured at its first call, and
@@ -48,7 +50,7 @@ def aot_function(
     """
     passes = [decompose(decompositions)] if decompositions else []
     halving = Halving(partition_fn, bw_compiler)
-    return Compiled(fn, Launch(None, None), passes, fw_compiler, guard_data, halving=halving)
+    return Compiled(fn, Launch(None, None), passes, fw_compiler, guard_data, halving=halving, dynamic=bool(dynamic))
 
 
 def aot_module(
@@ -58,11 +60,13 @@ def aot_module(
     partition_fn: Partition = default_partition,
     decompositions: Table | None = None,
     guard_data: bool = False,
+    dynamic: bool | None = None,
 ) -> nn.Module:
     """`aot_function` of a module; the result shares its parameters, buffers, children and attributes."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
     options: dict[str, Any] = {"bw_compiler": bw_compiler, "partition_fn": partition_fn, "guard_data": guard_data}
+    options |= {"dynamic": dynamic}
     again = functools.partial(aot_module, fw_compiler=fw_compiler, decompositions=decompositions, **options)
     make = functools.partial(aot_function, fw_compiler=fw_compiler, decompositions=decompositions, **options)
     return compiled_module(module, make, again)

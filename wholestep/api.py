@@ -23,6 +23,7 @@ from wholestep.capture import (
     refuse_shared_parts,
     snapshot,
 )
+from wholestep.dynamic import Templates, shapes
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
@@ -31,6 +32,7 @@ from wholestep.passes import transformed
 from wholestep.runtime import Backward, Entry, Missed, Program, compiled_module, give_back, saved_places
 from wholestep.spmd import DeviceMesh, Launch, Plan
 from wholestep.trace import SharedMemory, Traced, trace_step
+from wholestep.trace.sizes import Sizes
 
 Pass = Callable[[StepGraph], StepGraph]
 Look = Callable[..., Snapshot]  # called as `snapshot` is
@@ -40,6 +42,8 @@ _capturing = threading.RLock()  # a capture exchanges functions of torch for all
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
 MAX_ENTRIES = 32
+# Of programs for many sizes: how many stay, and how many of them with their memory.
+MAX_SIZES, AT_HAND = 64, 8
 
 
 def build(
@@ -55,6 +59,7 @@ def build(
     halving: Halving | None = None,
     look: Look = snapshot,
     overrides: Sequence[Override] = (),
+    templates: Templates | None = None,
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.
 
@@ -66,8 +71,10 @@ def build(
         halving: how a joint graph of forward and backward becomes two programs.
         look: takes the snapshot.
         overrides: transform the graph that the plans have made.
+        templates: captures for many sizes, which this one may come from.
     """
-    world, traced = capture(fn, args, kwargs, varying, guard_data, not launch.passes, look, launch.part)
+    take = capture if templates is None else templates
+    world, traced = take(fn, args, kwargs, varying, guard_data, not launch.passes, look, launch.part)
     key = launch.key(traced.step, traced.fingerprint)
     program = programs.get(key)
     if program is None:
@@ -88,7 +95,8 @@ def build(
     terms = launch.start(traced.step, program.packed.whole, inputs, values, world.parts)
     cut = launch.cut(program.placements, inputs, values, world.parts)
     if cut.moved:
-        return build(fn, args, kwargs, launch, passes, backend, programs, varying, guard_data, halving, look, overrides)
+        again = fn, args, kwargs, launch, passes, backend, programs, varying, guard_data, halving, look, overrides
+        return build(*again, templates)
     if cut.any:
         world = look(fn, args, kwargs, names=world.names, varying=varying)
     bound = [item.source for item in traced.lifted if item.source is not None]
@@ -154,6 +162,7 @@ def capture(
     differentiable: bool = True,
     look: Look = snapshot,
     part: PartOf | None = None,
+    sizes: list[Sizes] | None = None,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
 
@@ -161,6 +170,7 @@ def capture(
         guard_data: numbers and shapes that depend on data become guards, not errors.
         differentiable: whether results that require grad shall be differentiable outside of the step.
         part: in the global view, what a tensor without a mark is of a whole one.
+        sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
     """
     world = look(fn, args, kwargs, varying=varying)
     shared: frozenset[int] = frozenset()
@@ -173,7 +183,12 @@ def capture(
                 world.put_wholes(part)
                 world.put_twins()
                 step = world.twins.exchange(fn)
-                return world, trace_step(step, args, kwargs, world, names, new_values, shared, guard_data, backward)
+                symbols = None
+                if sizes is not None:
+                    symbols = Sizes()
+                    sizes.append(symbols)
+                how = shared, guard_data, backward, symbols
+                return world, trace_step(step, args, kwargs, world, names, new_values, *how)
         except SharedMemory as request:
             shared = request.memories
         finally:
@@ -198,7 +213,9 @@ class Compiled:
         look: Look = snapshot,
         halving: Halving | None = None,
         module_override: Sequence[Override] = (),
+        dynamic: bool = False,
     ) -> None:
+        self._dynamic = dynamic
         functools.update_wrapper(self, fn, updated=())
         self._look, self._module_override = look, module_override
         self._fn, self._launch, self._passes, self._backend = fn, launch, tuple(passes), backend
@@ -213,6 +230,7 @@ class Compiled:
         self._programs: dict[str, Program] = {}
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
+        self._templates = Templates(capture) if self._dynamic else None
         self.recompiles: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,12 +246,11 @@ class Compiled:
         """
         with self._lock:
             missed = Missed("")
-            for entry in self._entries:
+            for entry in self._candidates(args, kwargs):
                 outcome = entry(args, kwargs, self._begin(entry, ready) if self._launch.view else ready)
                 if type(outcome) is not Missed:
                     if entry is not self._entries[0]:
-                        self._entries.remove(entry)
-                        self._entries.insert(0, entry)
+                        self._prefer(entry)
                     return outcome
                 missed = missed if missed.reason else outcome
             self._launch.miss()
@@ -248,6 +265,27 @@ class Compiled:
                 raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")
             return outcome
 
+    def _candidates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
+        """The entries that may serve a call: with one for each size, those of its sizes, else one for its reason."""
+        if self._templates is None:
+            return list(self._entries)
+        wanted = shapes((args, kwargs))
+        return [e for e in self._entries if e.shapes == wanted] or self._entries[:1]
+
+    def _prefer(self, entry: Entry) -> None:
+        """Puts an entry first; with one for each size, those not used lately give back their memory."""
+        if entry in self._entries:
+            self._entries.remove(entry)
+        self._entries.insert(0, entry)
+        if self._templates is not None:
+            serving = [e.program for e in self._entries[:AT_HAND]]
+            for unused in self._entries[AT_HAND:]:
+                if unused.program not in serving:
+                    unused.program.rest()
+            for gone in self._entries[MAX_SIZES:]:
+                self._entries.remove(gone)
+                self._programs = {k: p for k, p in self._programs.items() if p is not gone.program}
+
     def _begin(self, entry: Entry, ready: Callable[[], Any] | None) -> Callable[[], Any]:
         def begin() -> None:
             self._launch.begin(entry.terms)
@@ -257,7 +295,7 @@ class Compiled:
         return begin
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Missed) -> Entry:
-        if len(self._entries) >= MAX_ENTRIES:
+        if (len(self._entries) if self._templates is None else self._templates.captures) >= MAX_ENTRIES:
             raise CaptureError(
                 f"the step was captured {MAX_ENTRIES} times; the last call differs again: {missed.reason}",
                 remedy="keep the number that changes in a tensor, or compile a smaller part of the step",
@@ -272,9 +310,13 @@ class Compiled:
             self._launch.withdraw(error)
             raise
         give_back()
-        if known and len(self._programs) > known:
-            self.recompiles.append(missed.reason)
-        self._entries.insert(0, entry)
+        reason = missed.reason
+        if self._templates is not None:
+            reason = reason if self._templates.reason is None else self._templates.reason
+            entry.shapes = shapes((args, kwargs))
+        if known and len(self._programs) > known and reason:
+            self.recompiles.append(reason)
+        self._prefer(entry)
         return entry
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
@@ -292,6 +334,7 @@ class Compiled:
             look=self._view,
             halving=self._halving,
             overrides=self._overrides.transforming,
+            templates=self._templates,
         )
         if varying <= self._varying:
             return make(self._varying)
@@ -327,6 +370,11 @@ class Compiled:
         return self._entries[0].program
 
     @property
+    def specialized(self) -> list[str]:
+        """With ``dynamic=True``: the sizes that only one value serves, and the line that decided so."""
+        return list(self._templates.specialized) if self._templates is not None else []
+
+    @property
     def captures(self) -> int:
         """How many captures serve calls now."""
         return len(self._entries)
@@ -352,6 +400,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     module_override: Sequence[Override] = (),
     guard_data: bool = False,
+    dynamic: bool | None = None,
 ) -> Any:
     """Makes a training step run as one captured program.
 
@@ -368,6 +417,10 @@ def compile(  # noqa: A001 - the ecosystem's name
         guard_data: what Python or a shape needs of the data (``if loss > 0``, ``x[mask]``, ``int(t)``) becomes a guard
             instead of an error. Whatever it follows from is then computed once more before each call, and another
             value means another capture.
+        dynamic: True for one capture that serves many sizes of the tensors among the arguments: each new size gets a
+            program of its own from it, without the step's Python being run again. Sizes that Python or an operator
+            decides on become guards; those that only one value serves are listed in ``specialized``. Sizes of 0 and 1
+            are apart. None and False: a capture for each set of shapes.
 
     Returns:
         A `Compiled`, or a decorator when ``fn`` is None. For a module, a module that shares its parameters, buffers,
@@ -376,22 +429,26 @@ def compile(  # noqa: A001 - the ecosystem's name
 
     Raises:
         PlanError: mesh and plan do not fit each other.
+        ValueError: ``dynamic=True`` with a mesh.
     """
+    if dynamic and mesh is not None:
+        raise ValueError("dynamic=True is for one process: with a mesh, each set of shapes is a capture")
     if fn is None:
         options: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": passes}
-        options |= {"module_override": module_override, "guard_data": guard_data}
+        options |= {"module_override": module_override, "guard_data": guard_data, "dynamic": dynamic}
         return functools.partial(compile, **options, gm_transformation=gm_transformation)
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
 
     def make(callee: Callable[..., Any]) -> Compiled:
-        return Compiled(callee, Launch(mesh, plan), chain, backend, guard_data, module_override=module_override)
+        more: dict[str, Any] = {"module_override": module_override, "dynamic": bool(dynamic)}
+        return Compiled(callee, Launch(mesh, plan), chain, backend, guard_data, **more)
 
     if not isinstance(fn, nn.Module):
         return make(fn)
     again: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": chain}
-    again |= {"module_override": module_override, "guard_data": guard_data}
+    again |= {"module_override": module_override, "guard_data": guard_data, "dynamic": dynamic}
     return compiled_module(fn, make, functools.partial(compile, **again))
 
 

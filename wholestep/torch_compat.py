@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch._guards import Source
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -98,9 +101,13 @@ def fake_refusal(error: RuntimeError) -> str | None:
     return next((kind for words, kind in _REFUSALS.items() if words in found), None)
 
 
-def strict_fake_mode() -> FakeTensorMode:
-    """A mode whose tensors refuse to give an address ("Cannot access data pointer of Tensor …")."""
-    mode = FakeTensorMode(allow_non_fake_inputs=False)
+def strict_fake_mode(env: ShapeEnv | None = None) -> FakeTensorMode:
+    """A mode whose tensors refuse to give an address ("Cannot access data pointer of Tensor …").
+
+    Args:
+        env: what symbolic sizes of its tensors belong to.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=env, static_shapes=False)
     mode._allow_unsafe_data_ptr_access = False
     return mode
 
@@ -121,6 +128,65 @@ def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -
     An ordinary one does so when it is made, and torch keeps the text of each for good.
     """
     return _LazyGraphModule(root, graph)
+
+
+class _SizeName(Source):
+    """The name of a size, as the shape environment asks for it."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["text"] = name
+
+    @property
+    def _name_template(self) -> str:
+        return str(self.__dict__["text"])
+
+
+class ShapeEnvironment(ShapeEnv):
+    """torch's environment of symbolic sizes, which also notes the place of each decision.
+
+    Args:
+        place: gives the user's line.
+    """
+
+    def __init__(self, place: Callable[[], str]) -> None:
+        super().__init__()
+        self._place, self._lines = place, dict[int, str]()
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        before = len(self.guards)
+        outcome = super().evaluate_expr(*args, **kwargs)
+        if len(self.guards) > before:
+            self._lines.update(dict.fromkeys(range(before, len(self.guards)), self._place()))
+        return outcome
+
+    def conditions(self) -> list[tuple[Any, str]]:
+        """Everything that was decided: expressions that are true, and the user's line."""
+        return [(guard.expr, self._lines.get(i, "")) for i, guard in enumerate(self.guards)]
+
+    def only(self, symbol: Any) -> tuple[int, str] | None:
+        """The one value that a size can have, and the line that decided so; None where there are more."""
+        known = self.replace(symbol)
+        if not known.is_Integer:
+            return None
+        lines = [line for guard, line in self.conditions() if symbol in guard.free_symbols]
+        return int(known), lines[0] if lines else ""
+
+
+def size_symbol(env: ShapeEnvironment, name: str, value: int) -> tuple[Any, Any]:
+    """A symbol for a size, and the number that stands for it."""
+    symbol = env.create_symbol(value, source=_SizeName(name), dynamic_dim=DimDynamic.DYNAMIC)
+    return symbol, env.create_symintnode(symbol, hint=value)
+
+
+def evaluated(number: Any, values: Mapping[Any, int]) -> Any:
+    """A symbolic number or expression, given what its symbols are."""
+    expression = number.node._expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
+    if not hasattr(expression, "xreplace"):
+        return expression
+    found = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
+    if found.is_Boolean:
+        return bool(found)
+    return int(found) if found.is_integer else float(found)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, empty_fake
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Differentiated, Outlet, is_leaf
+from wholestep.trace.sizes import is_made
 from wholestep.trace.tape import Lifted
 
 IN_PLACE = (
@@ -150,7 +151,7 @@ def _results(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[_Out
         if not isinstance(value, FakeTensor):
             continue
         base = value._base if value._is_view() and _is_plain_view(value) else None
-        if base is not None and not isinstance(base, FakeTensor):
+        if base is not None and not is_made(base):
             if recorder.find(base) is not None:
                 outlet.move(value, recorder.lift_once(base))
             continue

@@ -6,7 +6,7 @@ the fast check that a call passes before a captured program serves it.
 May import: errors, ir, parts, torch_compat. Must not import trace, autograd, spmd, passes, lower, runtime, api.
 """
 
-from wholestep.capture.binder import Binder, compile_binder, refuse_shared_parts
+from wholestep.capture.binder import Binder, compile_binder, refuse_shared_parts, sharing
 from wholestep.capture.effects import (
     CallStep,
     DelAttr,
@@ -19,7 +19,7 @@ from wholestep.capture.effects import (
     forget,
     new_values,
 )
-from wholestep.capture.guards import Guard, GuardFailure
+from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.replay import replay
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
@@ -50,11 +50,13 @@ __all__ = [
     "Source",
     "Tree",
     "Wholes",
+    "compare",
     "compile_binder",
     "forget",
     "new_values",
     "no_collection",
     "refuse_shared_parts",
     "replay",
+    "sharing",
     "snapshot",
 ]

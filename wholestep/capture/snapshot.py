@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -15,10 +15,11 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture import guards as guarding
+from wholestep.capture.anchored import memory
 from wholestep.capture.effects import CallStep, Effect, differences, homes
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred, Noted, Pending
-from wholestep.capture.source import Call, Local, Replacement, Source, in_replacement
+from wholestep.capture.source import Call, Child, Local, Replacement, Source, in_replacement
 from wholestep.capture.twins import Twins
 from wholestep.capture.values import Value
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
@@ -209,6 +210,31 @@ class Snapshot:
                     self._exchange(place)
         self._train_alike()
 
+    def sizable(self) -> list[Found]:
+        """The tensors among the arguments that no other tensor shares memory with, and that have no history."""
+        holders = Counter(memory(f.tensor) for f in self.tensors.values())
+        free = [f for f in self.tensors.values() if _is_plain(f.tensor) and holders[memory(f.tensor)] == 1]
+        return [f for f in free if f.kind in ("tensor", "batch") and self._is_argument(f.source)]
+
+    def _is_argument(self, source: Source) -> bool:
+        """Whether a source is an argument, or inside of one that is no module or optimizer."""
+        while isinstance(source, Child):
+            source = source.base
+            if isinstance(source.read(self.call), (torch.nn.Module, torch.optim.Optimizer)):
+                return False
+        return isinstance(source, Local)
+
+    def exchange(self, tensors: dict[int, torch.Tensor]) -> None:
+        """Puts tensors in the place of others, given by id, until `restore`; `lift` gives those among arguments."""
+        for key, tensor in tensors.items():
+            found = self.tensors[key]
+            vars(tensor).update(vars(found.tensor))
+            self.twins.of[key] = tensor
+            self.twins.found[id(tensor)] = dataclasses.replace(found, tensor=tensor)
+        for place in self.places:
+            if place.box not in (boxes.TENSOR, boxes.TUPLE):
+                self._exchange(place)
+
     def _exchange(self, place: Place) -> None:
         contents = {key: self.twins.exchange(value) for key, value in place.before.items()}
         if self.replaced and in_replacement(place.source):  # a replacement may run the module that it replaces
@@ -300,6 +326,12 @@ def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     return len(now) == len(before) and all(
         k is j or (type(k) is type(j) and type(k) in (str, int) and k == j) for k, j in zip(now, before, strict=True)
     ) and all(v is w for v, w in zip(now.values(), before.values(), strict=True))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements in memory of its own, and no history."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() > 0
+    return plain and tensor.is_leaf and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_inference()
 
 
 def tensors_below(value: Any) -> Iterator[torch.Tensor]:

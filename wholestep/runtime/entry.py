@@ -57,6 +57,7 @@ class Entry:
     def __init__(
         self, traced: Traced, binder: Binder, program: Program, releases: bool = False, terms: Any = None
     ) -> None:
+        self.shapes: Any = None  # of the arguments that it was made for, where it is one of many such
         self.traced, self.binder, self.program, self.releases, self.terms = traced, binder, program, releases, terms
         derivative = traced.derivative
         self.count = traced.n_inputs

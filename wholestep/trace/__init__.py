@@ -25,6 +25,7 @@ from wholestep.trace.hoist import Hoisted, hoist
 from wholestep.trace.predicates import Predicate
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Derivative, Differentiated, Made, Outlet, Slot
+from wholestep.trace.sizes import Sizes, is_made
 from wholestep.trace.tape import Found, Lifted, memory_of
 from wholestep.trace.where import Whereabouts
 from wholestep.trace.world import CallWindow, exchanged, same_python_randomness
@@ -47,6 +48,8 @@ class World(Protocol):
     @property
     def spread(self) -> bool: ...
     def homes(self, effects: list[Any]) -> dict[int, tuple[str, InputKind]]: ...
+    def sizable(self) -> list[Any]: ...
+    def exchange(self, tensors: dict[int, torch.Tensor]) -> None: ...
     def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
 
 
@@ -117,6 +120,7 @@ def trace_step(
     shared: frozenset[int] = frozenset(),
     guard_data: bool = False,
     differentiate: Differentiate | None = None,
+    sizes: Sizes | None = None,
 ) -> Traced:
     """Runs a step once on fake tensors and records it.
 
@@ -128,13 +132,16 @@ def trace_step(
         shared: memories that an earlier attempt found to be shared.
         guard_data: numbers and shapes that depend on data are read from the real inputs and become guards.
         differentiate: traces the backward of what the step leaves behind.
+        sizes: takes the sizes of tensors among the arguments as symbols.
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory: restore the world and try again.
     """
-    recorder = Recorder(world.find, Whereabouts(names), shared, guard_data, world.parts)
+    recorder = Recorder(world.find, Whereabouts(names), shared, guard_data, world.parts, sizes)
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
+    if sizes is not None:
+        world.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})
     before = world.versions()
     torch.clear_autocast_cache()
 
@@ -158,7 +165,7 @@ def trace_step(
     _refuse_memories(recorder, world)
     outlet = Outlet(recorder, world.spread)
     try:
-        effects, value = world.outcome(lambda t: isinstance(t, FakeTensor), result)
+        effects, value = world.outcome(is_made, result)
     except LeakError as error:
         raise LeakError(error.what, error.where or recorder.made_at(error.held), error.remedy) from None
     made = new_values(effects, value)
@@ -180,7 +187,7 @@ def trace_step(
 def _refuse_late_effects(world: World, effects: list[Any]) -> None:
     """A backward that runs outside of the step writes tensors, and changes no other object."""
     before = {str(effect) for effect in effects}
-    late = [e for e in world.outcome(lambda t: isinstance(t, FakeTensor), None)[0] if str(e) not in before]
+    late = [e for e in world.outcome(is_made, None)[0] if str(e) not in before]
     if late:
         raise UnsupportedError(
             f"a hook that runs in the backward of a compiled function changes {late[0].source}: {late[0]}",

@@ -10,7 +10,7 @@ So no node of the graph ever writes, and a later reader of any alias sees every 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,14 @@ from wholestep.trace.where import user_line
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
+
+
+def elements(shape: Sequence[int]) -> int:
+    """How many elements a tensor of a shape has, symbols among its sizes or not."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
 
 
 @dataclass(frozen=True)
@@ -40,19 +48,19 @@ class Geometry:
         if tensor.layout != torch.strided:
             return cls(tensor.dtype, tensor.shape, ())
         lazy = tensor.is_conj() or tensor.is_neg()
-        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()), lazy)
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), lazy)  # type: ignore[arg-type]
 
     @property
     def repeats(self) -> bool:
         """Whether several elements lie in one place, as after `expand`."""
         pairs = zip(self.shape, self.stride, strict=True)
-        return self.shape.numel() > 0 and any(stride == 0 and size > 1 for size, stride in pairs)
+        return elements(self.shape) > 0 and any(stride == 0 and size > 1 for size, stride in pairs)
 
     @property
     def overlaps(self) -> bool:
         """Whether there are more elements than places, as after `unfold` with a small step."""
         pairs = list(zip(self.shape, self.stride, strict=True))
-        count = self.shape.numel()
+        count = elements(self.shape)
         return count > 0 and count > 1 + sum((size - 1) * stride for size, stride in pairs)
 
     @property
@@ -67,12 +75,12 @@ class Geometry:
 
     def overlaps_partly(self, other: Geometry) -> bool:
         """Whether two dense tensors in one memory share some places but not all, as ATen's kernels refuse."""
-        if not (self.is_dense and other.is_dense and self.shape.numel() and other.shape.numel()):
+        if not (self.is_dense and other.is_dense and elements(self.shape) and elements(other.shape)):
             return False
-        if (self.offset, self.shape.numel()) == (other.offset, other.shape.numel()):
+        if (self.offset, elements(self.shape)) == (other.offset, elements(other.shape)):
             return self.stride != other.stride
-        apart = self.offset >= other.offset + other.shape.numel() or other.offset >= self.offset + self.shape.numel()
-        return not apart
+        end, other_end = self.offset + elements(self.shape), other.offset + elements(other.shape)
+        return self.offset < other_end and other.offset < end
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this dtype, shape and strides."""
@@ -130,7 +138,7 @@ class Ref:
 
     def write(self, new: fx.Node, emit: Emit) -> None:
         """Makes ``new`` (of this tensor's shape and dtype) the content, visible to every alias."""
-        if self.parent is not None and not self.geometry.shape.numel():
+        if self.parent is not None and not elements(self.geometry.shape):
             return
         if self.parent is None:
             if self.storage.moved:

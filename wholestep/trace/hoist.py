@@ -18,7 +18,8 @@ from torch import fx
 from wholestep.ir import Input, is_effectful
 from wholestep.torch_compat import FakeTensor, lazy_graph_module
 from wholestep.trace.recorder import Recorder
-from wholestep.trace.tape import Lifted
+from wholestep.trace.sizes import held
+from wholestep.trace.tape import Lifted, map_leaves
 
 aten = torch.ops.aten
 
@@ -138,7 +139,7 @@ class _Builder:
         if not isinstance(value, torch.Tensor):
             return self.copy(node)
         options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-        args = (list(value.shape), list(value.stride()))
+        args = map_leaves(held, (list(value.shape), list(value.stride())))
         return self.graph.call_function(aten.empty_strided.default, args, options)
 
 

@@ -19,6 +19,7 @@ from torch import fx
 from wholestep.errors import DataDependentError
 from wholestep.ir import is_effectful
 from wholestep.torch_compat import lazy_graph_module, no_modes
+from wholestep.trace.sizes import decided
 
 aten = torch.ops.aten
 
@@ -116,6 +117,7 @@ def decide(
     inputs: list[int] = []
     for old in needed:
         copies[old] = graph.node_copy(old, lambda n: copies[n])
+        copies[old].args = decided(copies[old].args)
         if old.target in OFFSETS:
             _count_from_first(graph, copies[old], OFFSETS[old.target])
         if old.op == "placeholder" and old not in positions:

@@ -10,6 +10,7 @@ engine run as they always do, while nothing real changes.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import geometry
+from wholestep.trace.sizes import Sizes, is_size
 from wholestep.trace.tape import Found, map_leaves
 from wholestep.trace.where import Whereabouts, user_line
 from wholestep.trace.writes import Writes, all_args
@@ -40,9 +42,10 @@ class Recorder(Writes, TorchDispatchMode):
         shared: frozenset[int] = frozenset(),
         guard_data: bool = False,
         parts: Mapping[int, Part] | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)
-        Writes.__init__(self, find, whereabouts, shared, guard_data, parts)
+        Writes.__init__(self, find, whereabouts, shared, guard_data, parts, sizes)
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -68,6 +71,9 @@ class Recorder(Writes, TorchDispatchMode):
         except RuntimeError as error:
             kind = fake_refusal(error)
             if kind is None:
+                unequal = UNEQUAL.search(str(error))
+                if unequal is not None:
+                    raise RuntimeError(_unequal(*unequal.groups())) from error
                 raise
             if kind == "data" and self.guard_data and not func._schema.is_mutable:
                 return self._observed(func, args, kwargs)
@@ -76,7 +82,7 @@ class Recorder(Writes, TorchDispatchMode):
     def _exchange(self, leaf: Any) -> Any:
         """Symbolic numbers and tokens -> host numbers' nodes; everything else as it is."""
         if isinstance(leaf, (torch.SymFloat, torch.SymInt)):
-            return leaf.node.fx_node
+            return leaf if is_size(leaf) else leaf.node.fx_node
         if isinstance(leaf, torch.Generator):
             if leaf is not torch.default_generator:
                 raise UnsupportedError("a random operator with its own generator", user_line(), "use the default one")
@@ -182,6 +188,15 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
     )
 
 
+def _unequal(size: str, place: str, shape: str) -> str:
+    """Eager's words for tensors of sizes that do not broadcast."""
+    sizes = shape.split(", ")
+    first = sizes[int(place)]
+    return (f"The size of tensor a ({first}) must match the size of tensor b ({size}) at non-singleton dimension "
+            f"{len(sizes) + int(place)}")  # fmt: skip
+
+
+UNEQUAL = re.compile(r"broadcast a dimension of length (\d+) at (-\d+)!.* broadcastable to \[([\d, ]+)\]")
 VIEW_ERROR = (
     "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
     "contiguous subspaces). Use .reshape(...) instead."

@@ -16,6 +16,7 @@ from torch import fx
 from wholestep.torch_compat import FakeTensor, is_one_of_several, set_versions
 from wholestep.trace.alias import Ref
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.sizes import is_made, is_size
 from wholestep.trace.tape import Lifted
 
 
@@ -141,8 +142,8 @@ class Outlet:
     def observe(self, values: list[Any]) -> None:
         """Notes what autograd says of the tensors to come, before anything is done to find out more."""
         for value in values:
-            if isinstance(value, FakeTensor):
-                bases = [value._base] if value._is_view() and isinstance(value._base, FakeTensor) else []
+            if is_made(value):
+                bases = [value._base] if value._is_view() and is_made(value._base) else []
                 self.facts |= {id(v): _autograd(v) for v in (value, *bases)}
 
     def slot(self, tensor: torch.Tensor, stays: bool = False) -> int:
@@ -163,7 +164,7 @@ class Outlet:
             copy = self.recorder.emit(torch.ops.aten.clone.default, (ref.read(self.recorder.emit),))
             alone = self.facts[id(tensor)] | {"is_view": False, "several": False, "outdated": False}
             return self._add(tensor, Slot(self._output(copy), None, None, **alone))
-        parent = self.slot(base) if isinstance(base, FakeTensor) and self._same_kind(base, tensor) else None
+        parent = self.slot(base) if base is not None and is_made(base) and self._same_kind(base, tensor) else None
         if is_first:  # a second tensor of the whole memory is another object
             self.by_object.add(id(storage))
         if storage.input is not None:
@@ -230,7 +231,8 @@ class Outlet:
         """Where a replay finds a tensor or a number that the step made; see `slot`."""
         if isinstance(value, FakeTensor):
             return Made(slot=self.slot(value, stays))
-        return Made(output=self._output(value.node.fx_node))
+        number = self.recorder.size(value) if is_size(value) else value
+        return Made(output=self._output(number.node.fx_node))
 
 
 def _autograd(tensor: torch.Tensor) -> dict[str, Any]:
@@ -264,7 +266,7 @@ def _counts_alone(tensor: torch.Tensor, real: object) -> bool:
     if tensor.is_inference():
         return True
     before = tensor._version
-    if not isinstance(real, torch.Tensor) or isinstance(real, FakeTensor) or real.is_inference():
+    if not isinstance(real, torch.Tensor) or is_made(real) or real.is_inference():
         return True
     count = real._version
     torch.autograd.graph.increment_version(real)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from wholestep.errors import UnsupportedError
-from wholestep.torch_compat import storage_id
-from wholestep.trace.alias import Geometry, Ref
+from wholestep.torch_compat import FakeTensor, storage_id
+from wholestep.trace.alias import Geometry, Ref, elements
 from wholestep.trace.tape import Lifted, Tape
 from wholestep.trace.where import user_line
 
@@ -55,6 +55,8 @@ class Storages(Tape):
 
     def memory(self, tensor: torch.Tensor, lifted: Lifted | None = None) -> Memory:
         """What is known of the memory of an input."""
+        if isinstance(tensor, FakeTensor):
+            raise UnsupportedError("a tensor of symbolic size is asked for its memory", user_line())
         storage = tensor.untyped_storage()
         known = self.memories.get(storage_id(storage))
         if known is None:
@@ -72,13 +74,13 @@ class Storages(Tape):
         ref = memory.item.ref
         assert ref is not None and ref.storage.root is not None
         here = ref.storage.root.geometry
-        needed = (here.offset + _extent(here)) * here.dtype.itemsize if here.shape.numel() else 0
+        needed = (here.offset + _extent(here)) * here.dtype.itemsize if elements(here.shape) else 0
         if 0 < size < needed:
             what = f"the memory of {memory.item.source} is resized to {size} bytes, of which it needs {needed}"
             raise UnsupportedError(what, user_line(), "resize it to 0, or to all that the tensor needs")
         grown = memory.now < needed <= size
         memory.now = size
-        if grown and here.shape.numel():
+        if grown and elements(here.shape):
             self._renew(memory.item)
             ref.storage.generation += 1
 

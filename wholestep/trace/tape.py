@@ -7,6 +7,7 @@ number that is only known when the step runs is a node too (`host.py`).
 from __future__ import annotations
 
 import keyword
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from wholestep.torch_compat import FakeTensor, below_autograd, empty_fake, no_mo
 from wholestep.trace.alias import Geometry, Ref, Storage
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.predicates import Predicate, decide
+from wholestep.trace.sizes import Sizes, held, is_size
 from wholestep.trace.where import Whereabouts, user_line
 
 aten = torch.ops.aten
@@ -72,6 +74,7 @@ class Tape:
         shared: memories in which several inputs lie of which one is written; each becomes one input.
         parts: id of a real tensor -> what the rank holds of it; its memory has no values while the step is traced.
         guard_data: numbers and shapes that depend on data become guards, not errors.
+        sizes: holds the symbols of tensors whose sizes are some.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class Tape:
         shared: frozenset[int] = frozenset(),
         guard_data: bool = False,
         parts: Mapping[int, Part] | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
+        self.sizes = sizes
         self.find, self.whereabouts, self.shared, self.guard_data = find, whereabouts, shared, guard_data
         self.parts = parts or {}
         self.flat: dict[int, Lifted] = {}
         self.graph = fx.Graph()
-        self.fake_mode = strict_fake_mode()
+        self.fake_mode = sizes.mode if sizes else strict_fake_mode()
         self.lifted: list[Lifted] = []
         self.inputs: list[Input] = []
         self.taken: set[str] = set()
@@ -110,6 +115,8 @@ class Tape:
         kwargs = kwargs or {}
         if value is None:
             value = self._run(target, args, kwargs)
+        if self.sizes is not None:
+            args, kwargs = map_leaves(held, args), map_leaves(held, kwargs)
         node = self.graph.call_function(target, args, kwargs)
         return set_info(node, self._record(value))
 
@@ -168,6 +175,17 @@ class Tape:
         node = self.placeholder(source, "number", value)
         self.lifted.append(Lifted(node, source, value))
         return make_host(HostNode(self, node, value, known=True))
+
+    def stand_in(self, found: Found) -> torch.Tensor:
+        """An input that the step is given under a fake with symbolic sizes."""
+        assert self.sizes is not None
+        fake = self.sizes.stand_in(found.tensor, found.source)
+        lifted = Lifted(self.placeholder(found.source, found.kind, fake), found.source, fake)
+        lifted.ref, lifted.fake = self.root(fake, lifted.node), fake
+        lifted.ref.storage.input = len(self.lifted)
+        self.lifted.append(lifted)
+        self.by_id[id(fake)] = lifted
+        return fake
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """The way into memory of a tensor that the step uses."""
@@ -299,12 +317,17 @@ class Tape:
 
     def record_host(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any:
         """Adds a call of a Python function on host numbers; gives the number that stands for its result."""
-        nodes = tuple(a.node.fx_node if isinstance(a, (torch.SymFloat, torch.SymInt)) else a for a in args)
-        known = all(a.node.known for a in args if isinstance(a, (torch.SymFloat, torch.SymInt)))
-        key = (function, *((type(n), n) for n in nodes))
+        hosts = [isinstance(a, (torch.SymFloat, torch.SymInt)) and not is_size(a) for a in args]
+        nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
+        known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
+        key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
         if key not in self.host:  # pure functions of numbers: the same call is the same number
             self.host[key] = self.emit(function, nodes, value=hint)
         return make_host(HostNode(self, self.host[key], hint, known))
+
+    def size(self, number: Any) -> Any:
+        """A number that follows from symbolic sizes, as a host number."""
+        return self.record_host(operator.pos, (number,), number.node.hint)
 
     def item(self, tensor: torch.Tensor) -> Any:
         """`.item()`: a host number, or the decision at once for a boolean."""

@@ -26,6 +26,7 @@ from wholestep.torch_compat import FOREACH_TYPES, GET_VERSION, FakeTensor, fake_
 from wholestep.trace.host import AWARE, HostNode, aware_choice, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.sizes import is_made, is_size
 from wholestep.trace.storages import OWNERS
 from wholestep.trace.where import Thread, user_line
 
@@ -47,12 +48,12 @@ class CallWindow(TorchFunctionMode):
                 return self._read(name, func, args)
             what = "Cannot access data pointer" if name == "data_ptr" else "Python needs the value"
             raise DataDependentError(f"{what} of a tensor: Tensor.{name}", user_line(), remedy)
-        if name in OWNERS and not isinstance(args[0], FakeTensor):
+        if name in OWNERS and not is_made(args[0]):
             self.recorder.memory(args[0])
-        if func == GET_VERSION and not isinstance(args[0], FakeTensor) and self.recorder.find(args[0]) is not None:
+        if func == GET_VERSION and not is_made(args[0]) and self.recorder.find(args[0]) is not None:
             return Count(func(*args)).of(args[0])
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
-            number: Any = args[0]
+            number: Any = self.recorder.size(args[0]) if is_size(args[0]) else args[0]
             return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
         if func is torch.nn.functional.one_hot and not isinstance(args[0], FakeTensor) and not self.recorder.guard_data:
             return _one_hot(*args, **(kwargs or {}))
@@ -143,7 +144,7 @@ class CallWindow(TorchFunctionMode):
     def _set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
         """`t.data = new`: the tensor leaves its memory for the new one's."""
         ref = self.recorder.ref(new)
-        if isinstance(tensor, FakeTensor):
+        if is_made(tensor):
             with no_modes(), self.recorder.fake_mode:
                 tensor.data = new if isinstance(new, FakeTensor) else self.recorder.by_id[id(new)].fake
             tensor.wholestep_ref = ref  # type: ignore[attr-defined]
@@ -225,7 +226,7 @@ def _recorded_backward(recorder: Recorder, parameters: list[torch.Tensor]) -> Ca
 
 def _memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:
     """The node that gives the memory in which a gradient lies now; None for one that the step has not met."""
-    if grad is None or (not isinstance(grad, FakeTensor) and id(grad) not in recorder.by_id):
+    if grad is None or (not is_made(grad) and id(grad) not in recorder.by_id):
         return None
     return recorder.ref(grad).storage.value
 
@@ -262,12 +263,41 @@ _NEW_PARAMETER = torch.nn.Parameter.__new__
 
 def _traced_parameter(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> torch.Tensor:
     """`torch.nn.Parameter(data)`, which shares the memory of data from outside without the dispatcher's knowing."""
-    if isinstance(data, torch.Tensor) and not isinstance(data, FakeTensor):
+    if isinstance(data, torch.Tensor) and not is_made(data):
         data = data.detach()
     return _NEW_PARAMETER(cls, data, requires_grad)
 
 
 LBFGS_REMEDY = "use another optimizer: LBFGS evaluates its closure as often as the data ask for"
+
+def _size_aware(recorder: Recorder) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Functions of Python on numbers, which record what they do with host numbers.
+
+    Floats that follow from symbolic sizes are host numbers too: as expressions they would round in another order.
+    """
+
+    def number(value: Any) -> Any:
+        return recorder.size(value) if is_size(value) else value
+
+    def aware(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: function(*map(number, args), **kwargs)
+
+    def method(name: str) -> Callable[..., Any]:
+        original = getattr(torch.SymInt, name)
+
+        def call(size: Any, other: Any) -> Any:
+            floats = isinstance(other, (float, torch.SymFloat)) or "truediv" in name
+            if not floats or not is_size(size):
+                return original(size, other)
+            return getattr(recorder.size(size), name)(number(other))
+
+        return call
+
+    functions = [(owner, name, aware(function)) for owner, name, function in AWARE]
+    return functions if recorder.sizes is None else [*functions, *((torch.SymInt, n, method(n)) for n in SIZE_METHODS)]
+
+
+SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 
 _ABSENT = object()
 
@@ -309,7 +339,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
     """Replaces what must be seen while tracing; everything is as before on exit, however it ends."""
     get_state, set_state = _traced_rng(recorder)
     replacements: list[tuple[Any, str, Any]] = [
-        *AWARE,
+        *_size_aware(recorder),
         *recorder.resizing(),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),

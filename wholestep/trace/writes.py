@@ -14,7 +14,7 @@ from torch import fx
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Functionalized
 from wholestep.torch_compat import FakeTensor, OpOverload
-from wholestep.trace.alias import Geometry, Ref, fit
+from wholestep.trace.alias import Geometry, Ref, elements, fit
 from wholestep.trace.ops import (
     CONSTANT_WRITES,
     EAGER_REPEATS,
@@ -24,6 +24,7 @@ from wholestep.trace.ops import (
     view_twin,
     written_arguments,
 )
+from wholestep.trace.sizes import is_made
 from wholestep.trace.storages import Storages
 from wholestep.trace.tape import map_leaves
 from wholestep.trace.where import user_line
@@ -171,7 +172,7 @@ class Writes(Storages):
         tensor, view = args[0], view_twin(func)
         if view is not None:
             self._execute(view, args, kwargs)  # eager's own error first, if there is one
-        if not isinstance(tensor, FakeTensor):
+        if not is_made(tensor):
             raise UnsupportedError(
                 f"{func} changes the shape of {self._describe(tensor)}, which the step did not make",
                 user_line(),
@@ -197,7 +198,7 @@ class Writes(Storages):
         assert root is not None
         count = math.prod(wanted.shape if isinstance(wanted, torch.Tensor) else wanted)
         end = tensor.storage_offset() - root.geometry.offset + count
-        return root.geometry.is_dense and not root.geometry.lazy and end <= root.geometry.shape.numel()
+        return root.geometry.is_dense and not root.geometry.lazy and end <= elements(root.geometry.shape)
 
     def _resize(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`resize_` that needs no new memory: the tensor becomes a strided view of all that it lies in."""
