@@ -110,6 +110,22 @@ def randomness() -> bool:
     return all(close(step(model, x), one) for one in expected)
 
 
+def other_randomness() -> dict[str, str]:
+    """Rank 1 alone draws a number between two steps: seen before the third, and when it captures anew."""
+    model, found = MLP(dropout=0.5).double(), {}
+    step = ws.compile(lambda m, x: m.logits(x).sum(), mesh=mesh(), plan=Cut())
+    still = ws.compile(lambda m, x: m.fc1(x).sum(), mesh=mesh(), plan=Cut())
+    x = torch.ones(6, 6, dtype=torch.float64)
+    found["good"] = error(lambda: [step(model, x) for _ in range(2)])
+    torch.rand(comm.get_rank())
+    found["drawn"] = error(lambda: step(model, x))
+    found["captured anew"] = error(lambda: step(model, x[:3]))
+    found["without randomness"] = error(lambda: [still(model, x) for _ in range(2)])
+    torch.manual_seed(0)
+    found["seeded"] = error(lambda: step(model, x))
+    return found
+
+
 def refusals() -> dict[str, str]:
     """What needs a whole tensor that no rank has; all is as before afterwards."""
 
@@ -178,7 +194,8 @@ def layouts() -> dict[str, Any]:
 
 def everything() -> dict[str, Any]:
     """All of this file, in one world."""
-    return {f.__name__: f() for f in (other_batches, alone, other_models, randomness, refusals, layouts)}
+    programs = (other_batches, alone, other_models, randomness, other_randomness, refusals, layouts)
+    return {program.__name__: program() for program in programs}
 
 
 def nested() -> bool:

@@ -42,6 +42,13 @@ def test_all_ranks_draw_the_random_numbers_of_the_first(both):
     assert all(rank["randomness"] for rank in both)
 
 
+def test_random_generators_that_part_are_noticed(both):
+    for found in (rank["other_randomness"] for rank in both):
+        assert (found["good"], found["seeded"]) == ("", "")
+        for name in ("drawn", "captured anew"):
+            assert "the ranks' random generators do not fit" in found[name] and "torch.Generator" in found[name]
+
+
 def test_what_needs_a_whole_tensor_is_refused_and_changes_nothing(both):
     for found in (rank["refusals"] for rank in both):
         assert "decides on the values of L['x']" in found["decides"] and "batch=ws.Replicate()" in found["decides"]

@@ -172,14 +172,14 @@ def capture(
         part: in the global view, what a tensor without a mark is of a whole one.
         sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
     """
-    world = look(fn, args, kwargs, varying=varying)
-    shared: frozenset[int] = frozenset()
-    backward = differentiate if differentiable and world.differentiable else None
-    while True:
-        try:
-            _tracing.active = True
-            names = world.module_names()
-            with _capturing:
+    with _capturing:
+        world = look(fn, args, kwargs, varying=varying)
+        shared: frozenset[int] = frozenset()
+        backward = differentiate if differentiable and world.differentiable else None
+        while True:
+            try:
+                _tracing.active = True
+                names = world.module_names()
                 world.put_wholes(part)
                 world.put_twins()
                 step = world.twins.exchange(fn)
@@ -189,11 +189,11 @@ def capture(
                     sizes.append(symbols)
                 how = shared, guard_data, backward, symbols
                 return world, trace_step(step, args, kwargs, world, names, new_values, *how)
-        except SharedMemory as request:
-            shared = request.memories
-        finally:
-            _tracing.active = False
-            world.restore()
+            except SharedMemory as request:
+                shared = request.memories
+            finally:
+                _tracing.active = False
+                world.restore()
 
 
 class Compiled:

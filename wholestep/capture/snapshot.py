@@ -24,8 +24,9 @@ from wholestep.capture.twins import Twins
 from wholestep.capture.values import Value
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
 from wholestep.capture.wholes import PartOf, Wholes
+from wholestep.errors import UnsupportedError
 from wholestep.ir import InputKind
-from wholestep.parts import Part
+from wholestep.parts import Part, part_of
 from wholestep.torch_compat import set_versions
 
 # Path of a module below the outermost one in sight, and the module -> the module to trace in its place.
@@ -122,6 +123,11 @@ class Snapshot:
                 self._count_versions()
                 self._hidden = None
                 found = self.tensors.get(id(tensor))
+                if found is not None and part_of(found.tensor) is not None:
+                    raise UnsupportedError(
+                        f"{found.source}, of which each rank holds a part, is only found when it is used",
+                        remedy="pass it to the step as an argument",
+                    )
         return found if found is not None and found.tensor is tensor else None
 
     def versions(self) -> dict[int, int]:

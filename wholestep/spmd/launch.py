@@ -15,7 +15,7 @@ from wholestep.ir import Input, StepGraph
 from wholestep.parts import Part, mark_part, narrow_to
 from wholestep.spmd.coalesce import coalesce
 from wholestep.spmd.global_view import GlobalPlan, View
-from wholestep.spmd.meeting import MISS, SHARED_KINDS, Meeting, Terms, terms_of
+from wholestep.spmd.meeting import SHARED_KINDS, Meeting, Terms, terms_of
 from wholestep.spmd.mesh import DeviceMesh
 from wholestep.spmd.overlap import start_early, wait_late
 from wholestep.torch_compat import FakeTensor
@@ -119,7 +119,8 @@ class Launch:
         terms = terms_of(step(), inputs, tensors, self._axes, whole if self.view else None)
         if terms in self._agreed and not self.view:
             return terms
-        self._compare(terms)
+        shared = self._agreed and terms.random  # one state of the random generator since the first meeting
+        self._compare(terms.now() if shared else terms)
         new = [
             t
             for i, t in zip(inputs, tensors, strict=True)
@@ -140,13 +141,13 @@ class Launch:
         Raises:
             PlanError: on every rank, when they are not.
         """
-        if not self._meeting.agree(terms.number):
-            self._compare(terms)
+        if not self._meeting.agree(terms):
+            self._compare(terms.now() if terms.random else terms)
 
     def miss(self) -> None:
         """In the global view, before a capture: the others are told, and meet this rank when it is done."""
         if self.view:
-            self._meeting.agree(MISS)
+            self._meeting.agree(None)
 
     def cut(
         self, placements: Sequence[Any], inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]

@@ -6,7 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,11 +21,20 @@ from wholestep.torch_compat import OpOverload
 SHARED_KINDS = ("parameter", "buffer")
 MISS = -1  # the number of a rank that has no program for a call yet
 
-BATCHES, PROGRAMS = "the ranks' batches", "the ranks' programs"
+PROGRAMS = "the ranks' programs"
 _NAMED = re.compile(" has (parameter|buffer) ")
-_DO = {
-    "batch": "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
-    "": "build the same model, optimizer and step on every rank; only the data may differ",
+
+# How a word begins -> what differs between ranks, and what to do about it.
+_KINDS = {
+    "batch": (
+        "the ranks' batches",
+        "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
+    ),
+    "random generator": (
+        "the ranks' random generators",
+        "between steps, draw as many random numbers on each rank, or a rank's own from a torch.Generator",
+    ),
+    "": (PROGRAMS, "build the same model, optimizer and step on every rank; only the data may differ"),
 }
 
 
@@ -35,10 +44,16 @@ class Terms:
 
     Attributes:
         calls: in the global view, those of the whole step, as compressed text: ranks that differ compare them.
+        random: whether the program draws random numbers.
     """
 
     words: tuple[str, ...]
     calls: bytes = field(default=b"", compare=False)
+    random: bool = False
+
+    def now(self) -> Terms:
+        """With the state of the random generator, for a program that draws from it."""
+        return replace(self, words=(f"random generator in state {_generator():x}", *self.words))
 
     @cached_property
     def number(self) -> int:
@@ -64,7 +79,8 @@ def terms_of(
         return Terms(tuple(words))
     calls = [_words(node) for node in whole.graph.nodes]
     digest = hashlib.sha256("\n".join(line.split(" at ")[0] for line in calls).encode()).hexdigest()[:8]
-    return Terms((*words, f"a program of {len(calls)} calls, {digest}"), zlib.compress("\n".join(calls).encode()))
+    words.append(f"a program of {len(calls)} calls, {digest}")
+    return Terms(tuple(words), zlib.compress("\n".join(calls).encode()), any(map(_draws, whole.graph.nodes)))
 
 
 class Meeting:
@@ -98,8 +114,15 @@ class Meeting:
             found = next((text for _, text in everybody if text), "") or _difference([said for said, _ in everybody])
         return found if found and trouble.startswith(PROGRAMS) and not _NAMED.search(trouble) else trouble
 
-    def agree(self, number: int) -> bool:
-        """True when all ranks give one number other than `MISS`; if not, all are to `compare`."""
+    def agree(self, terms: Terms | None) -> bool:
+        """True when all ranks have the same terms now; if not, all are to `compare`.
+
+        Args:
+            terms: None for a rank that has no program for a call yet.
+        """
+        number = MISS
+        if terms is not None:
+            number = terms.number ^ _generator() if terms.random else terms.number
         bounds = torch.tensor([number, -number])
         for group in self.groups:
             comm.all_reduce(bounds, comm.ReduceOp.MAX, group)
@@ -119,6 +142,15 @@ def communication(step: StepGraph, axes: Mapping[str, str]) -> list[str]:
 
 def _is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep" and is_effectful(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_effectful(node) and not _is_collective(node)
+
+
+def _generator() -> int:
+    """A number for the state of the random generator."""
+    return zlib.crc32(torch.get_rng_state().numpy().data)
 
 
 def _collective(node: fx.Node, axes: Mapping[str, str]) -> str:
@@ -159,9 +191,7 @@ def _difference(everybody: Sequence[Sequence[str]]) -> str:
             (i for i, (a, b) in enumerate(zip(first, words, strict=False)) if a != b), min(len(first), len(words))
         )
         here, there = (w[place] if place < len(w) else "nothing more" for w in (first, words))
-        kind = next((kind for kind in _DO if kind and here.startswith(kind) and there.startswith(kind)), "")
-        return (
-            f"{BATCHES if kind else PROGRAMS} do not fit each other: rank 0 has {here}; rank {rank} has {there}\n"
-            f"  to do: {_DO[kind]}"
-        )
+        kind = next(kind for kind in _KINDS if here.startswith(kind) and there.startswith(kind))
+        what, remedy = _KINDS[kind]
+        return f"{what} do not fit each other: rank 0 has {here}; rank {rank} has {there}\n  to do: {remedy}"
     return ""
