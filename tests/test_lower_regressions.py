@@ -216,3 +216,19 @@ def test_strided_copies_that_the_user_calls(start: int, backend: Any) -> None:
     expected = step(x)
     for got, want in zip(ws.compile(step, backend=backend)(x), expected, strict=True):
         assert torch.equal(got, want)
+
+
+def test_groups_of_calls_keep_the_order_of_collectives():
+    """The factors of p would be one group, were it not that one is sent before what the other waits for."""
+
+    def sums(p, y):
+        first = torch.ops.wholestep.wait(torch.ops.wholestep.all_reduce(p * 2, "sum", "world"))
+        second = torch.ops.wholestep.wait(torch.ops.wholestep.all_reduce(y, "sum", "world"))
+        return first, second * p
+
+    comm.init_process_group("null", rank=0, world_size=2)
+    try:
+        p, y = torch.randn(1 << 18), torch.randn(1 << 18)
+        assert all(map(torch.equal, ws.compile(sums)(p, y), sums(p, y)))
+    finally:
+        comm.destroy_process_group()

@@ -18,6 +18,7 @@ from wholestep.capture import (
     Snapshot,
     compile_binder,
     forget,
+    hollow,
     new_values,
     no_collection,
     refuse_shared_parts,
@@ -29,6 +30,7 @@ from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
 from wholestep.override import Override, Overrides
 from wholestep.passes import transformed
+from wholestep.report import Explanation, explain
 from wholestep.runtime import Backward, Entry, Missed, Program, compiled_module, give_back, saved_places
 from wholestep.spmd import DeviceMesh, Launch, Plan
 from wholestep.trace import SharedMemory, Traced, trace_step
@@ -60,6 +62,7 @@ def build(
     look: Look = snapshot,
     overrides: Sequence[Override] = (),
     templates: Templates | None = None,
+    steps: dict[str, StepGraph] | None = None,
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.
 
@@ -72,15 +75,14 @@ def build(
         look: takes the snapshot.
         overrides: transform the graph that the plans have made.
         templates: captures for many sizes, which this one may come from.
+        steps: graphs that went through all passes before, by the same key as programs.
     """
     take = capture if templates is None else templates
     world, traced = take(fn, args, kwargs, varying, guard_data, not launch.passes, look, launch.part)
     key = launch.key(traced.step, traced.fingerprint)
     program = programs.get(key)
     if program is None:
-        step = check(traced.step, "trace")
-        for transform in (*launch.passes, *_last_words(overrides, traced), *passes):
-            step = check(transform(step), _name(transform))
+        step = (steps or {}).pop(key, None) or of_one_rank(traced, launch, overrides, passes)
         examples = [info(node).value for node in step.placeholders]
         if traced.derivative is None:
             program = Program(step, lower(step, examples, backend), traced.fingerprint)
@@ -96,7 +98,7 @@ def build(
     cut = launch.cut(program.placements, inputs, values, world.parts)
     if cut.moved:
         again = fn, args, kwargs, launch, passes, backend, programs, varying, guard_data, halving, look, overrides
-        return build(*again, templates)
+        return build(*again, templates, steps)
     if cut.any:
         world = look(fn, args, kwargs, names=world.names, varying=varying)
     bound = [item.source for item in traced.lifted if item.source is not None]
@@ -104,6 +106,14 @@ def build(
     binder.prepare(traced.effects, traced.result, args, kwargs)
     forget(traced.effects, traced.result)
     return Entry(traced, binder, program, releases=backend == "aten", terms=terms)
+
+
+def of_one_rank(traced: Traced, launch: Launch, overrides: Sequence[Override], passes: Sequence[Pass]) -> StepGraph:
+    """The graph that this rank runs: what was traced, after plans, overrides and passes."""
+    step = check(traced.step, "trace")
+    for transform in (*launch.passes, *_last_words(overrides, traced), *passes):
+        step = check(transform(step), _name(transform))
+    return step
 
 
 def _last_words(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
@@ -228,6 +238,7 @@ class Compiled:
         self._overrides = Overrides(self._module_override)
         self._entries: list[Entry] = []
         self._programs: dict[str, Program] = {}
+        self._steps: dict[str, StepGraph] = {}  # explained, not run yet
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
         self._templates = Templates(capture) if self._dynamic else None
@@ -335,6 +346,7 @@ class Compiled:
             halving=self._halving,
             overrides=self._overrides.transforming,
             templates=self._templates,
+            steps=self._steps,
         )
         if varying <= self._varying:
             return make(self._varying)
@@ -352,7 +364,7 @@ class Compiled:
     @property
     def _view(self) -> Look:
         """How this step takes snapshots."""
-        return functools.partial(self._look, replace=self._overrides.replace) if self._module_override else self._look
+        return _view(self._look, self._module_override, self._overrides)
 
     def _can_vary(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
@@ -363,6 +375,39 @@ class Compiled:
         except Exception:
             return frozenset()
         return frozenset([path])
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What a call would do, before it does: collectives, bytes, memory, and where they come from.
+
+        Nothing runs, changes or communicates, so that one process can look at a rank of any world:
+        ``comm.init_process_group("null", rank=0, world_size=256)``. Models may be of fake tensors, when they and their
+        optimizers are arguments of the step.
+
+        Args:
+            args, kwargs: as for a call.
+
+        Returns:
+            An `Explanation`, for `print` and with fields.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        with self._lock, no_collection():
+            given = args
+            fn, args, kwargs = hollow(self._fn, args, kwargs)
+            look = self._view if args is given else _view(self._look, self._module_override)
+            launch = self._launch
+            traced = capture(fn, args, kwargs, self._varying, self._guard_data, not launch.passes, look, launch.part)[1]
+            key = launch.key(traced.step, traced.fingerprint)
+            program = self._programs.get(key)
+            step = program.step if program is not None else self._steps.get(key)
+            if step is None:
+                step = of_one_rank(traced, launch, self._overrides.transforming, self._passes)
+                if args is given:  # not copies that stand for fake tensors
+                    self._steps[key] = step
+            title = f"{getattr(self, '__name__', type(self._fn).__name__)}{launch}"
+            whole = traced.step if launch.view else None
+            return explain(title, step, whole, launch.axes, self.captures, self.recompiles)
 
     def _latest(self) -> Program:
         if not self._entries:
@@ -388,6 +433,15 @@ class Compiled:
     def code(self) -> str:
         """The generated program that served last, as readable Python."""
         return self._latest().code
+
+
+def _view(look: Look, overrides: Sequence[Override], known: Overrides | None = None) -> Look:
+    """A way to take snapshots in which modules are replaced.
+
+    Args:
+        known: the overrides with what they have replaced so far.
+    """
+    return functools.partial(look, replace=(known or Overrides(overrides)).replace) if overrides else look
 
 
 def compile(  # noqa: A001 - the ecosystem's name

@@ -20,6 +20,7 @@ from wholestep.capture.effects import (
     new_values,
 )
 from wholestep.capture.guards import Guard, GuardFailure, compare
+from wholestep.capture.hollow import hollow
 from wholestep.capture.replay import replay
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
@@ -53,6 +54,7 @@ __all__ = [
     "compare",
     "compile_binder",
     "forget",
+    "hollow",
     "new_values",
     "no_collection",
     "refuse_shared_parts",

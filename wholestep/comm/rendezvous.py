@@ -14,7 +14,7 @@ from wholestep.comm import c10d
 from wholestep.comm.backend import BackendConfig, create_group, is_shm_available
 from wholestep.comm.errors import DistError
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
-from wholestep.comm.store import FileStore, PrefixStore, Store, store_based_barrier
+from wholestep.comm.store import FileStore, HashStore, PrefixStore, Store, store_based_barrier
 from wholestep.comm.tcp_store import TCPStore
 from wholestep.comm.world import DEFAULT_GROUP, NonMember, get_group, is_initialized, world
 
@@ -72,7 +72,8 @@ def init_process_group(
 
     Args:
         backend: "shm", "gloo", "nccl", …, one for each device as in ``"cpu:shm,cuda:nccl"``; None for shm where it
-            is built. A shm group whose ranks are on several hosts uses Gloo between them.
+            is built. A shm group whose ranks are on several hosts uses Gloo between them. "null" plays one rank of a
+            world of any size, alone.
         init_method: ``env://`` (torchrun's MASTER_ADDR and MASTER_PORT), ``tcp://host:port``, ``file:///path``.
         timeout: for meeting, and for each collective.
         world_size, rank: taken from the launcher's environment when negative.
@@ -94,6 +95,8 @@ def init_process_group(
         raise ValueError(f"init_process_group: rank {rank} is outside a world of {size}")
     config = BackendConfig(backend or ("shm" if is_shm_available() else "gloo"))
     made_here = store is None
+    if config.device_backend_map.get("cpu") == "null" and init_method is None:
+        store = store or HashStore()  # nobody else is to be met
     store = store or rendezvous(init_method, rank, size, timeout)
     try:
         store.set_timeout(timeout)

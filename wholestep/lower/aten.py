@@ -56,10 +56,21 @@ def lower_aten(
 
 def _planned(step: StepGraph, apart: frozenset[str], tiling: bool, batching: bool) -> tuple[Plan, Source]:
     with torch.no_grad():
-        graph = shared_host(expand_foreach(spell_lists(copy_step(step))))
-        graph = dead_code(plain_views(dead_code(graph)))
-        plan = make_plan(graph, arrange(graph, tiling, batching), apart)
+        plan = plan_of(step, apart, tiling, batching)
         return plan, emit(plan)
+
+
+def plan_of(
+    step: StepGraph, apart: frozenset[str] = frozenset(), tiling: bool = True, batching: bool = True
+) -> Plan:
+    """The order of execution and the place of each value; the graph is left as it is.
+
+    Args:
+        apart: see `make_plan`.
+    """
+    graph = shared_host(expand_foreach(spell_lists(copy_step(step))))
+    graph = dead_code(plain_views(dead_code(graph)))
+    return make_plan(graph, arrange(graph, tiling, batching), apart)
 
 
 class Program:

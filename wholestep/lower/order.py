@@ -87,10 +87,15 @@ class _Grouping:
         self.indirect: list[int] = []
         self.taint: dict[fx.Node, int] = {}
         self.by_key: dict[Any, list[int]] = {}
+        self.effects = 0  # what the last call in the order of effects depends on: the next one follows it
 
     def visit(self, node: fx.Node, tiling: bool, batching: bool) -> None:
         """Puts a node into a group of its own, an old one, or none."""
         value = info(node).value
+        if has_order(node):
+            self.effects |= self._reached(node.all_input_nodes)
+            self.taint[node] = self.effects
+            return
         if tiling and info(node).phase == "optimizer" and chain_step(node) is not None:
             key: Any = ("chain", value.shape, value.dtype)
         elif tiling and tileable(node):
@@ -184,11 +189,16 @@ class _Grouping:
         for node in self.nodes:
             mine = item_of[node]
             before[mine] |= {item_of[o] for o in node.all_input_nodes if o in item_of} - {mine}
-            if is_effectful(node) or is_collective(node.target):
+            if has_order(node):
                 if last_effect is not None:
                     before[mine].add(last_effect)
                 last_effect = mine
         return [items[i] for i in _topological(before, rank)]
+
+
+def has_order(node: fx.Node) -> bool:
+    """True for calls that run in the order of the graph, whether they read one another or not."""
+    return is_effectful(node) or is_collective(node.target)
 
 
 def _topological(before: list[set[int]], rank: list[int]) -> list[int]:

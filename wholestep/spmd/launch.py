@@ -72,6 +72,7 @@ class Launch:
         self.view = View(spread, tuple(mesh.line(one.axis) for one in spread)) if mesh and spread else None
         if self.view is not None:
             self.passes += [wait_late, start_early, coalesce]
+        self._mesh, self._plans = mesh, plans
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
         self._meeting = Meeting(list(dict.fromkeys(groups)), self.view is not None)
         self._agreed: set[Terms] = set()
@@ -82,6 +83,17 @@ class Launch:
         """What a tensor that carries no mark is of a whole one; None outside of the global view."""
         view = self.view
         return None if view is None else lambda found: _given(view, found)
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """Name of each group of the mesh -> its axis."""
+        return self._mesh.axes if self._mesh is not None else {}
+
+    def __str__(self) -> str:
+        if self._mesh is None:
+            return ""
+        plans = ", ".join(f"{type(one).__name__}({one.axis!r})" for one in self._plans)
+        return f" on rank {comm.get_rank()} of {self._mesh!r}, under {plans}"
 
     def key(self, step: StepGraph, fingerprint: str) -> str:
         """What programs must have alike to be one: in the global view the names, too, by which plans place tensors."""

@@ -100,6 +100,11 @@ class DeviceMesh:
         """The group along each axis."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
+    @property
+    def axes(self) -> dict[str, str]:
+        """Name of each group that this rank is in along an axis -> the axis."""
+        return {group.group_name: axis for axis, group in self._groups.items() if group is not None}
+
     def line(self, axis: str | int | None = None) -> Line:
         """The ranks along an axis, as graphs name them."""
         group = self.get_group(axis)

@@ -191,6 +191,12 @@ class Tape:
         """The way into memory of a tensor that the step uses."""
         if isinstance(tensor, FakeTensor):
             found = getattr(tensor, "wholestep_ref", None)
+            if found is None and getattr(tensor, "fake_mode", None) is not self.fake_mode:
+                raise UnsupportedError(
+                    f"the step reads a fake tensor of shape {list(tensor.shape)} from outside",
+                    user_line(),
+                    "give models of fake tensors to explain(), as arguments of the step; they have no values to run on",
+                )
             if found is None:
                 raise UnsupportedError("an operator's result was made outside of the recorder", user_line())
             return found

@@ -1,0 +1,129 @@
+"""The report on one compiled step, before it runs."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from wholestep.ir import StepGraph, info
+from wholestep.report.holding import KINDS, Memory, holding
+from wholestep.report.sending import Sending, per_axis, sendings
+from wholestep.report.unruled import Unruled, unruled
+
+PLACES = 12  # places shown for each axis; the data has all
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a step does on this rank: `print` it, or read its fields.
+
+    Attributes:
+        title: the step, the rank, the mesh and the plans.
+        calls: calls of operators, by phase.
+        collectives: in the order in which they begin, those alike together.
+        memory: at the fullest moment.
+        unruled: operators that run whole on every rank for want of a sharding rule; None in the local view, where
+            everything runs as written.
+        captures: how many captures serve calls now.
+        recompiles: why calls needed other programs.
+    """
+
+    title: str
+    calls: dict[str, int]
+    collectives: list[Sending]
+    memory: Memory
+    unruled: list[Unruled] | None
+    captures: int
+    recompiles: list[str] = field(default_factory=list)
+
+    @property
+    def bytes_sent(self) -> float:
+        """By this rank in one step, over all axes."""
+        return sum(one.nbytes for one in self.collectives)
+
+    def __str__(self) -> str:
+        parts = [self.title, "", _calls(self.calls), "", *self._traffic(), "", *_held(self.memory)]
+        if self.unruled is not None:
+            parts += ["", *_without_rule(self.unruled)]
+        return "\n".join([*parts, "", *self._captures()])
+
+    def _traffic(self) -> list[str]:
+        if not self.collectives:
+            return ["collectives: none"]
+        lines = [f"collectives: {_size(self.bytes_sent)} sent by this rank in a step"]
+        for axis, kinds in per_axis(self.collectives).items():
+            lines.append(f"  axis {axis}, {kinds[0].ranks} ranks")
+            lines += [f"    {kind.kind:<16}{kind.count:>7} x {_size(kind.nbytes):>12}" for kind in kinds]
+            places = sorted((one for one in self.collectives if one.axis == axis), key=lambda one: -one.nbytes)
+            lines += [
+                f"      {one.kind:<14}{one.count:>7} x {_size(one.nbytes):>12}  {one.phase:<10}{_place(one)}"
+                for one in places[:PLACES]
+            ]
+            if len(places) > PLACES:
+                rest = sum(one.nbytes for one in places[PLACES:])
+                lines.append(f"      from {len(places) - PLACES} more places: {_size(rest)}")
+        return lines
+
+    def _captures(self) -> list[str]:
+        if not self.captures:
+            return ["captures: none yet"]
+        return [f"captures: {self.captures}", *(f"  again: {reason}" for reason in self.recompiles)]
+
+
+def explain(
+    title: str,
+    step: StepGraph,
+    whole: StepGraph | None,
+    axes: Mapping[str, str],
+    captures: int,
+    recompiles: Sequence[str],
+) -> Explanation:
+    """Reads a report off a graph.
+
+    Args:
+        step: of one rank, after all passes.
+        whole: of the whole step, in the global view.
+        axes: group's name -> axis of the mesh.
+    """
+    calls: Counter[str] = Counter(info(node).phase for node in step.graph.nodes if node.op == "call_function")
+    lacking = unruled(whole) if whole is not None else None
+    return Explanation(title, dict(calls), sendings(step, axes), holding(step), lacking, captures, list(recompiles))
+
+
+def _calls(calls: Mapping[str, int]) -> str:
+    each = ", ".join(f"{calls.get(phase, 0):,} {phase}" for phase in ("forward", "backward", "optimizer"))
+    return f"{sum(calls.values()):,} calls: {each}"
+
+
+def _held(memory: Memory) -> list[str]:
+    when = f"in the {memory.phase}" + (f" of {memory.module}" if memory.module else "")
+    lines = [f"memory: {_size(memory.total)} at the peak, {when}{_at(memory.where)}"]
+    lines += [f"  {kind:<12}{_size(memory.by_class[kind]):>12}" for kind in KINDS if memory.by_class[kind]]
+    return [*lines, f"  (the arena for intermediate values takes {_size(memory.arena)})"]
+
+
+def _without_rule(operators: Sequence[Unruled]) -> list[str]:
+    if not operators:
+        return ["operators without a sharding rule: none"]
+    head = "operators without a sharding rule, which run whole on every rank, and bytes of their operands:"
+    rows = [f"  {one.operator:<40}{one.count:>5} x {_size(one.nbytes):>12}" for one in operators]
+    return [head, *(f"{row}  {one.module}{_at(one.where)}" for row, one in zip(rows, operators, strict=True))]
+
+
+def _place(one: Sending) -> str:
+    return f"{one.module}{_at(one.where)}".strip()
+
+
+def _at(where: str) -> str:
+    return f" at {os.path.relpath(where)}" if where.startswith(os.getcwd()) else f" at {where}" if where else ""
+
+
+def _size(nbytes: float) -> str:
+    """Bytes for people: 1.5 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

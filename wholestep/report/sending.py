@@ -1,0 +1,140 @@
+"""What a rank sends: the collectives of its graph, each with its bytes and with the place it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from wholestep import comm
+from wholestep.errors import GraphError
+from wholestep.ir import Phase, StepGraph, fake_tensors, info, is_effectful
+from wholestep.torch_compat import OpOverload
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Collectives of one kind along one axis, from one place in the step.
+
+    Attributes:
+        kind: the operator's name, such as ``all_reduce``.
+        axis: of the mesh; the group's own name where it is none of the mesh's.
+        ranks: how many take part.
+        count: how many such collectives.
+        nbytes: sent by this rank, by all of them.
+        phase: when they begin.
+        where: the user's ``file:line`` whose value is sent, first among them.
+        module: path of the module that ran it.
+        tensors: how many tensors of the step they carry.
+    """
+
+    kind: str
+    axis: str
+    ranks: int
+    count: int
+    nbytes: float
+    phase: Phase
+    where: str
+    module: str
+    tensors: int
+
+
+# Bytes that a rank sends for an operand of B bytes, in a group of n, by the usual algorithms: rings, which are optimal
+# in bandwidth. ``root`` says whether the rank is the one that the collective starts from or ends at.
+Cost = Callable[[float, int, bool], float]
+COSTS: dict[str, Cost] = {
+    "all_reduce": lambda b, n, root: 2 * (n - 1) / n * b,
+    "reduce_scatter": lambda b, n, root: (n - 1) / n * b,
+    "reduce_rows": lambda b, n, root: (n - 1) / n * b,
+    "share_rows": lambda b, n, root: (n - 1) / n * b,
+    "all_gather": lambda b, n, root: (n - 1) * b,
+    "all_to_all": lambda b, n, root: (n - 1) / n * b,
+    "broadcast": lambda b, n, root: b if root else 0,
+    "reduce": lambda b, n, root: 0 if root else b,
+    "gather": lambda b, n, root: 0 if root else b,
+    "scatter": lambda b, n, root: (n - 1) * b if root else 0,
+    "send": lambda b, n, root: b,
+    "recv": lambda b, n, root: 0,
+    "barrier": lambda b, n, root: 0,
+}
+_ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
+
+
+def sendings(step: StepGraph, axes: Mapping[str, str]) -> list[Sending]:
+    """The collectives of a graph, those alike in kind, axis, phase and place together, in order.
+
+    Args:
+        axes: group's name -> axis.
+
+    Raises:
+        GraphError: an operator whose cost nobody has written down: our mistake.
+    """
+    rows: dict[tuple[Any, ...], Sending] = {}
+    for node in step.graph.nodes:
+        name = collective_name(node)
+        if not name:
+            continue
+        group = comm.get_group(_argument(node, "group"))
+        record, (where, module) = info(node), origin(node)
+        key = (name, group.group_name, record.phase, where, module)
+        old = rows.get(key)
+        nbytes = _cost(node, name, group)
+        tensors = len(record.placement) if isinstance(record.placement, tuple) else 1
+        rows[key] = Sending(
+            name, axes.get(group.group_name, group.group_name), group.size(), (old.count if old else 0) + 1,
+            (old.nbytes if old else 0) + nbytes, record.phase, where, module, (old.tensors if old else 0) + tensors,
+        )  # fmt: skip
+    return list(rows.values())
+
+
+def collective_name(node: fx.Node) -> str:
+    """The name of the collective that a call starts; "" for any other call."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "wholestep" or not is_effectful(node):
+        return ""
+    name = target._schema.name.split("::")[1].removesuffix("_")
+    return "" if name == "wait" else name
+
+
+def _cost(node: fx.Node, name: str, group: comm.ProcessGroup) -> float:
+    if name not in COSTS:
+        raise GraphError(f"report.sending.COSTS has no row for {node.target}")
+    operand = next(fake_tensors(info(node.all_input_nodes[0]).value))
+    root = name in _ROOTS and _argument(node, _ROOTS[name]) == group.rank()
+    return COSTS[name](operand.numel() * operand.itemsize, group.size(), root)
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    place = next(i for i, one in enumerate(arguments) if one.name == name)
+    return node.args[place] if place < len(node.args) else node.kwargs[name]
+
+
+def origin(node: fx.Node) -> tuple[str, str]:
+    """The user's line and the module path of a call, or of the nearest call behind it that has them."""
+    queue, seen = [node], {node}
+    for one in queue:
+        record = info(one)
+        if one.op == "call_function" and (record.where or record.module):
+            return record.where, record.module
+        fresh = [n for n in one.all_input_nodes if n not in seen]
+        seen |= set(fresh)
+        queue += fresh
+    return "", ""
+
+
+def per_axis(rows: Iterable[Sending]) -> dict[str, list[Sending]]:
+    """By axis, those of one kind together, whatever place they come from."""
+    found: dict[str, dict[str, Sending]] = {}
+    for row in rows:
+        kinds = found.setdefault(row.axis, {})
+        old = kinds.get(row.kind)
+        count, nbytes, tensors = (old.count, old.nbytes, old.tensors) if old else (0, 0.0, 0)
+        kinds[row.kind] = Sending(
+            row.kind, row.axis, row.ranks, count + row.count, nbytes + row.nbytes, row.phase, "", "",
+            tensors + row.tensors,
+        )  # fmt: skip
+    return {axis: list(kinds.values()) for axis, kinds in found.items()}
+
