@@ -7,14 +7,20 @@ results are charged with the reduction that they still need. Every rank chooses 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
 
+from wholestep.ir import info
+from wholestep.spmd.evaluate import meta
 from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
 from wholestep.spmd.redistribute import rule_of
+from wholestep.spmd.rules import rows
 from wholestep.spmd.sharding import Call, R, Row
 
 
@@ -78,6 +84,50 @@ def choose(
         if other < cost or (wished and other == cost):
             best, cost = row, other
     return best
+
+
+class Choices:
+    """Chooses rows for calls; what was chosen for equal calls on operands that lie alike is chosen again.
+
+    Args:
+        pending: see `choose`.
+    """
+
+    def __init__(self, pending: float) -> None:
+        self._pending = pending
+        self._known: dict[Any, Row] = {}
+
+    def best(self, call: Call, held: Sequence[Held], wish: Placement | None) -> Row:
+        """The best row for a call; see `choose`."""
+        places = [id(one) for one in held]
+        lie = tuple([(places.index(id(one)), *one.versions) for one in held])
+        key = (call.target, _key(call.args), _key(call.kwargs), lie, wish)
+        try:
+            return self._known[key]
+        except (KeyError, TypeError):  # not met before, or with an argument that has no hash
+            row = choose(call, rows(call), held, wish, self._pending)
+        if _serves_all(row):
+            with contextlib.suppress(TypeError):
+                self._known[key] = row
+        return row
+
+
+def _key(argument: Any) -> Any:
+    """What rules see of an argument."""
+    if isinstance(argument, fx.Node):
+        value = info(argument).value
+        return meta(value) if isinstance(value, torch.Tensor) else fx.Node
+    if isinstance(argument, (list, tuple)):
+        return tuple([_key(one) for one in argument])
+    if isinstance(argument, dict):
+        return tuple([(name, _key(one)) for name, one in argument.items()])
+    return type(argument), argument
+
+
+def _serves_all(row: Row) -> bool:
+    """False for a row whose calls may be made of nodes of one call: a function that remembers what is around it."""
+    emit = row.emit.func if isinstance(row.emit, partial) else row.emit
+    return getattr(emit, "__closure__", None) is None
 
 
 def _is_offered(row: Row, held: Sequence[Held]) -> bool:

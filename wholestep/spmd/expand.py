@@ -16,13 +16,12 @@ from torch import fx
 
 from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, dead_code, info, set_info
 from wholestep.parts import Part
-from wholestep.spmd.choose import Held, choose, replicated
+from wholestep.spmd.choose import Choices, Held, replicated
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.place import in_memory, place
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.redistribute import redistribute
 from wholestep.spmd.rewrite import kept, part_of_whole
-from wholestep.spmd.rules import rows
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
 from wholestep.spmd.sharding import Build, Call, R, Row
 from wholestep.spmd.write import Writer
@@ -83,6 +82,7 @@ class _Expansion:
         self.graph = fx.Graph()
         self.held: dict[fx.Node, Any] = {}  # node of the step -> `Held`, a tree of them, or this rank's node
         self.lives: dict[tuple[int | None, torch.Size], Placement] = {}  # by autograd sequence number and shape
+        self.choices = Choices(pending)
         self.write = Writer(self.graph, line, self._node_of)
 
     def run(self) -> StepGraph:
@@ -194,7 +194,7 @@ class _Expansion:
         wish = None
         if record.phase == "backward" and all(one.versions.keys() == {R} for one in held):
             wish = self.lives.get((record.seq, call.results[0].shape))  # a gradient is where its value is
-        row = choose(call, rows(call), held, wish, self.pending)
+        row = self.choices.best(call, held, wish)
         if record.phase == "forward" and record.seq is not None and not getattr(call.target, "is_view", False):
             sides = zip((*call.values, *call.results), (*row.ins, *row.outs), strict=True)
             for value, placement in sides:

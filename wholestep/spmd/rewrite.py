@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from wholestep.comm.rows import piece
-from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, fake_tensors, info, set_info
+from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, info, set_info
 from wholestep.parts import Part, Span
+from wholestep.spmd.evaluate import evaluate
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Placement, Shard
 from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
@@ -48,11 +49,7 @@ def call(
     """
     keywords = keywords or {}
     node = graph.call_function(target, args, keywords)
-    values, named = fx.map_arg((args, keywords), lambda n: info(n).value)
-    tensor = next(fake_tensors([info(n).value for n in node.all_input_nodes]))
-    with tensor.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
-        value = target(*values, **named)
-    return set_info(node, NodeInfo(value, phase, **record))
+    return set_info(node, NodeInfo(evaluate(target, args, keywords), phase, **record))
 
 
 class Runs:

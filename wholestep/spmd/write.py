@@ -10,10 +10,11 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
+from wholestep.spmd.evaluate import evaluate
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Shard, local_shape
 from wholestep.spmd.sharding import Call, Row, exchanged, with_arguments
-from wholestep.torch_compat import OpOverload, below_autograd
+from wholestep.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -93,10 +94,8 @@ class Writer:
 
     def _viewable(self, node: fx.Node, shape: Sequence[int], record: NodeInfo) -> fx.Node:
         """A value that can be seen in another shape, copied where its strides do not allow it."""
-        value = info(node).value
         try:
-            with value.fake_mode, torch.no_grad(), below_autograd():
-                value.view(list(shape))
+            evaluate(aten.view.default, (node, list(shape)), {})
         except (RuntimeError, ValueError):  # operators of torch written in Python raise the second
             return self._add(aten.clone.default, (node,), {"memory_format": torch.contiguous_format}, record)
         return node
@@ -111,6 +110,4 @@ def _value(node: fx.Node, record: NodeInfo) -> Any:
     tensor = next((t for one in node.all_input_nodes for t in fake_tensors(info(one).value)), None)
     if tensor is None or next(fake_tensors(record.value), None) is None:  # a factory, or a number read from a tensor
         return record.value
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: info(n).value)
-    with tensor.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    return evaluate(node.target, node.args, node.kwargs)
