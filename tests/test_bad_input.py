@@ -319,6 +319,19 @@ def test_packed_sequences() -> None:
     assert marked_line(step) in str(caught.value)
 
 
+def test_nested_tensors() -> None:
+    """`nn.TransformerEncoder` makes them of padded batches by itself."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        with torch.no_grad():
+            return encoder(x, src_key_padding_mask=mask)  # HERE
+
+    with pytest.raises(UnsupportedError, match="_nested_tensor_from_mask") as caught:
+        ws.compile(step)(torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False] * 3]))
+    assert marked_line(step) in str(caught.value)
+
+
 def test_decisions_on_data_when_asked_for() -> None:
     """CTC's table has a shape that depends on the lengths: a guard with ``guard_data=True``."""
     lengths, targets = torch.full((2,), 6), torch.randint(1, 5, (2, 3))

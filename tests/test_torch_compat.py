@@ -151,6 +151,7 @@ def test_a_lazy_graph_module_is_written_when_it_is_read():
         (lambda: torch.ones(3).nonzero(), "data"),
         (lambda: torch.ones(3, device="meta") + torch.ones(3), "device"),
         (lambda: torch.ops.wholestep_test_compat.without_a_rule(torch.ones(1)), "operator"),
+        (lambda: torch._nested_tensor_from_mask(torch.ones(1, 2, 1), torch.ones(1, 2) > 0), "operator"),
         (lambda: torch.ones(3) @ torch.ones(4), None),
     ],
 )

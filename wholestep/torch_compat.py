@@ -86,6 +86,7 @@ _REFUSALS = {
     "FakeTensorDeviceMismatchError": "device",
     "Unhandled FakeTensor Device Propagation": "device",
     "no fake impl registered": "operator",
+    "NestedTensorImpl": "operator",
     "its data is not allocated yet": "memory",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -197,3 +198,47 @@ def learning_rate_written_inside(seed: int) -> World:
         return loss
 
     return World(step, labelled(), watch)
+
+
+@register(STEPS)
+def teacher_of_transformer_layers(seed: int) -> World:
+    """A teacher in eval mode runs on torch's fused transformer kernels, which round otherwise than the plain way."""
+    layer = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "batch_first": True}
+    student = nn.TransformerEncoderLayer(**layer)
+    teacher = nn.TransformerEncoder(copy.deepcopy(student), 2, enable_nested_tensor=False).requires_grad_(False).eval()
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    opt = torch.optim.Adam(student.parameters())
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(x, src_key_padding_mask=mask) + attention(x, x, x)[0]
+        loss = F.mse_loss(student(x, src_key_padding_mask=mask), target)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    return World(step, [(torch.randn(2, 5, 8), mask)], {"student": student, "teacher": teacher, "opt": opt})
+
+
+@register(STEPS)
+def deep_copies_inside(seed: int) -> World:
+    """A copy of the model from before the update is judged beside it, and the best state is kept."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    kept: dict[str, Any] = {"state": None}
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        kept["state"] = copy.deepcopy(model.state_dict())
+        before = copy.deepcopy(model).eval()
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        with torch.no_grad():
+            return loss.detach(), F.cross_entropy(before(x), y)
+
+    batches = [(torch.randn(8, 6), torch.randint(4, (8,))) for _ in range(3)]
+    return World(step, batches, {"model": model, "opt": opt, "kept": kept})

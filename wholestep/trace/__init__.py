@@ -28,7 +28,8 @@ from wholestep.trace.results import Derivative, Differentiated, Made, Outlet, Sl
 from wholestep.trace.sizes import Sizes, is_made
 from wholestep.trace.tape import Found, Lifted, memory_of
 from wholestep.trace.where import Whereabouts
-from wholestep.trace.world import CallWindow, exchanged, same_python_randomness
+from wholestep.trace.window import CallWindow
+from wholestep.trace.world import exchanged, same_python_randomness
 
 __all__ = ["SharedMemory", "Traced", "World", "trace_step"]
 

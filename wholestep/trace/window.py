@@ -1,0 +1,218 @@
+"""What a step calls of torch's Python API, seen before C++ is: who may ask for a number, and what would escape."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from wholestep.errors import DataDependentError, UnsupportedError
+from wholestep.ir import Count
+from wholestep.torch_compat import GET_VERSION, FakeTensor, fake_refusal, no_modes, set_versions
+from wholestep.trace.host import HostNode, make_host
+from wholestep.trace.ops import ESCAPES
+from wholestep.trace.recorder import Recorder
+from wholestep.trace.sizes import is_made, is_size
+from wholestep.trace.storages import OWNERS
+from wholestep.trace.where import user_line
+
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class CallWindow(TorchFunctionMode):
+    """Sees every call of torch's Python API: knows when C++ may ask for a number, and stops escapes."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        remedy = ESCAPES.get(name)
+        if remedy is not None and args and isinstance(args[0], torch.Tensor):
+            if self.recorder.guard_data and name in READABLE:
+                return self._read(name, func, args)
+            what = "Cannot access data pointer" if name == "data_ptr" else "Python needs the value"
+            raise DataDependentError(f"{what} of a tensor: Tensor.{name}", user_line(), remedy)
+        if name in OWNERS and not is_made(args[0]):
+            self.recorder.memory(args[0])
+        if func == GET_VERSION and not is_made(args[0]) and self.recorder.find(args[0]) is not None:
+            return Count(func(*args)).of(args[0])
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
+            number: Any = self.recorder.size(args[0]) if is_size(args[0]) else args[0]
+            return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
+        if func is torch.nn.functional.one_hot and not isinstance(args[0], FakeTensor) and not self.recorder.guard_data:
+            return _one_hot(*args, **(kwargs or {}))
+        if func in BY_VALUE:
+            args, kwargs = self._by_value(func, args, kwargs or {})
+            if func is torch.nn.functional.ctc_loss and len(args) < 6:
+                kwargs = {"reduction": "mean"} | kwargs
+            if func in CTC_LOSSES:
+                return self._ctc_loss(*args, **kwargs)
+        if func == SET_DATA:  # equal, never the same object
+            return self._set_data(*args)
+        if func is torch.Tensor.__deepcopy__:
+            return self._deepcopy(*args)
+        if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
+            return self._set_where(*args)
+        return self._window(func, args, kwargs or {})
+
+    def _window(self, func: Any, args: Any, kwargs: Any) -> Any:
+        recorder = self.recorder
+        before = len(recorder.tokens)
+        recorder.in_call += 1
+        if recorder.in_call == 1:
+            recorder.callee = func
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as error:
+            if fake_refusal(error) != "memory":
+                raise
+            name = getattr(func, "__name__", str(func))
+            what = f"{name} reads a tensor's memory in C++, which is only there when the step runs"
+            raise UnsupportedError(what, user_line(), "use padded tensors and masks, or call it outside") from error
+        finally:
+            recorder.in_call -= 1
+        if recorder.in_call == 0 and len(recorder.tokens) > before:
+            lost = [t for t in list(recorder.tokens)[before:] if t not in recorder.spent]
+            if lost:
+                raise UnsupportedError(f"{func} computed with a number that may change", user_line())
+        if type(out) in (torch.SymFloat, torch.SymInt) and isinstance(out.node, HostNode):
+            return make_host(out.node)  # `.item()` came back through C++
+        return out
+
+    def _read(self, name: str, func: Any, args: Any) -> Any:
+        """A tensor's value for Python, which becomes a guard."""
+        if name == "__contains__":
+            return self._window(func, args, {})
+        if name == "tolist":
+            node = self.recorder.emit(func, (self.recorder.ref(args[0]).read(self.recorder.emit),), value=[])
+            return self.recorder.decide(node, None, user_line())
+        return READABLE[name](self._window(torch.Tensor.item, args, {}))
+
+    def _by_value(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The arguments of a function that reads the memory of some, past the dispatcher, as numbers."""
+        names = BY_VALUE[func]
+
+        def number(key: Any, value: Any) -> Any:
+            if key not in names or not isinstance(value, torch.Tensor):
+                return value
+            if self.recorder.guard_data:
+                return self._read("tolist", torch.Tensor.tolist, (value,))
+            what = f"{func.__name__} reads the values of a tensor"
+            raise DataDependentError(what, user_line(), "give it a list of numbers, or compile with guard_data=True")
+
+        return tuple(number(i, a) for i, a in enumerate(args)), {k: number(k, a) for k, a in kwargs.items()}
+
+    def _ctc_loss(
+        self,
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: list[int],
+        target_lengths: list[int],
+        blank: int = 0,
+        reduction: int | str = 0,
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:
+        """`ctc_loss` reduced here: its C++ would fill a tensor of lengths by hand."""
+        lengths = list(input_lengths), list(target_lengths)
+        loss = self._window(torch.ctc_loss, (log_probs, targets, *lengths, blank, 0, zero_infinity), {})
+        if reduction in ("none", 0):
+            return loss  # type: ignore[no-any-return]
+        if reduction in ("sum", 2):
+            return loss.sum()  # type: ignore[no-any-return]
+        divisors = torch.tensor(lengths[1], dtype=loss.dtype, device=loss.device)
+        return (loss / divisors.clamp_min(1)).mean()  # type: ignore[no-any-return]
+
+    def _set_where(self, tensor: torch.Tensor, mask: torch.Tensor, value: Any) -> None:
+        """`t[mask] = value` with a single boolean, which C++ would read: a choice between two values."""
+        new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
+        tensor.copy_(torch.where(mask, new, tensor))
+
+    def _deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """`copy.deepcopy(t)`, which copies memory without the dispatcher's knowing."""
+        if id(tensor) in memo:
+            return memo[id(tensor)]  # type: ignore[no-any-return]
+        if not tensor.is_leaf:
+            what = "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            raise RuntimeError(f"{what} at the moment")
+        with no_modes():
+            ref = self.recorder.ref(tensor)
+        root = ref.storage.root
+        if root is None or math.prod(ref.geometry.shape) != math.prod(root.geometry.shape):
+            what = "a deep copy of a part of a tensor's memory, which copies the whole"
+            raise UnsupportedError(what, user_line(), "copy it with tensor.clone()")
+        with torch.no_grad():
+            copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with no_modes():
+            set_versions((copied,), (1,))  # as eager counts the giving of memory
+        memo[id(tensor)] = copied
+        if tensor.grad is not None:
+            copied.grad = copy.deepcopy(tensor.grad, memo)
+        return copied
+
+    def _set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        """`t.data = new`: the tensor leaves its memory for the new one's."""
+        ref = self.recorder.ref(new)
+        if is_made(tensor):
+            with no_modes(), self.recorder.fake_mode:
+                tensor.data = new if isinstance(new, FakeTensor) else self.recorder.by_id[id(new)].fake
+            tensor.wholestep_ref = ref  # type: ignore[attr-defined]
+            return
+        if tensor.shape != new.shape or tensor.dtype != new.dtype or tensor.stride() != new.stride():
+            raise UnsupportedError(
+                f"assigning .data of shape {list(new.shape)} and strides {list(new.stride())} to a tensor of shape "
+                f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step", user_line()
+            )
+        if ref.storage.input is not None or ref.storage.root is not ref:
+            raise UnsupportedError(
+                "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",
+                user_line(),
+                "copy it in: tensor.data.copy_(new), or tensor.data = new.clone()",
+            )
+        version = tensor._version
+        with torch.no_grad():
+            torch.Tensor.copy_(tensor.detach(), new)
+        with no_modes():
+            set_versions((tensor,), (version,))
+        ref.storage.moved = True
+        new.wholestep_ref = self.recorder.ref(tensor)  # type: ignore[attr-defined]
+
+
+# Functions that read the memory of arguments in C++, where no mode sees it: their positions and names.
+CTC_LOSSES = (torch.ctc_loss, torch.nn.functional.ctc_loss)
+BY_VALUE: dict[Any, tuple[Any, ...]] = {
+    **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), (1, "indices_or_sections")),
+    **dict.fromkeys(CTC_LOSSES, (2, 3, "input_lengths", "target_lengths")),
+}
+
+# Tensor methods that give a value to Python, and what makes it of a number.
+READABLE: dict[str, Any] = {
+    "__float__": float,
+    "__int__": int,
+    "__index__": operator.index,
+    "__complex__": complex,
+    "tolist": None,
+    "__contains__": None,
+}
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """`one_hot` without the look at the classes that its kernel takes; `scatter` refuses those out of range."""
+    if num_classes < 1:
+        raise DataDependentError("one_hot counts the classes in its data", user_line(), "give it num_classes")
+    zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype, device=tensor.device)
+    return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
+
+
+def _is_scalar_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() == 0
+
+
+def _tensor_options(number: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    default = torch.get_default_dtype() if isinstance(number, torch.SymFloat) else torch.int64
+    return {"dtype": kwargs.get("dtype") or default, "device": kwargs.get("device")}
