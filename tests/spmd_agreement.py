@@ -16,6 +16,7 @@ from zoo.nets import MLP, ConvNet
 import wholestep as ws
 from wholestep import comm
 from wholestep.parts import part_of
+from wholestep.spmd import Replicate
 
 
 def error(call: Callable[[], Any]) -> str:
@@ -126,6 +127,25 @@ def other_randomness() -> dict[str, str]:
     return found
 
 
+def other_values() -> dict[str, str]:
+    """Rank 1 alone has another number, or another batch where all have the whole one."""
+
+    def train(model, x, scale):
+        model.scale = scale
+        return (model.fc1(x) * scale).sum()
+
+    found = {}
+    for name, plan in {"rows": Cut(), "whole": Cut(batch=Replicate())}.items():
+        model, x = MLP().double(), torch.ones(6, 6, dtype=torch.float64) + comm.get_rank()
+        step = ws.compile(train, mesh=mesh(), plan=plan)
+        found[name] = error(lambda step=step, model=model, x=x: step(model, x, 1.0))
+    step = ws.compile(train, mesh=mesh(), plan=Cut())
+    rank = comm.get_rank()
+    found["numbers"] = error(lambda: [step(model, x, scale) for scale in (1.0, 2.0)])
+    found["number"] = error(lambda: ws.compile(train, mesh=mesh(), plan=Cut())(model, x, 1.0 + rank))
+    return found
+
+
 def refusals() -> dict[str, str]:
     """What needs a whole tensor that no rank has; all is as before afterwards."""
 
@@ -194,7 +214,7 @@ def layouts() -> dict[str, Any]:
 
 def everything() -> dict[str, Any]:
     """All of this file, in one world."""
-    programs = (other_batches, alone, other_models, randomness, other_randomness, refusals, layouts)
+    programs = (other_batches, alone, other_models, randomness, other_randomness, other_values, refusals, layouts)
     return {program.__name__: program() for program in programs}
 
 

@@ -49,6 +49,13 @@ def test_random_generators_that_part_are_noticed(both):
             assert "the ranks' random generators do not fit" in found[name] and "torch.Generator" in found[name]
 
 
+def test_other_numbers_and_other_copies_of_one_batch_are_named(both):
+    for found in (rank["other_values"] for rank in both):
+        assert (found["rows"], found["numbers"]) == ("", ""), "each rank its own rows, all ranks the same numbers"
+        assert "values of L['x'] with checksum" in found["whole"] and "batch=ws.Shard(0)" in found["whole"]
+        assert "mul.Tensor(·, 1.0)" in found["number"] and "mul.Tensor(·, 2.0)" in found["number"]
+
+
 def test_what_needs_a_whole_tensor_is_refused_and_changes_nothing(both):
     for found in (rank["refusals"] for rank in both):
         assert "decides on the values of L['x']" in found["decides"] and "batch=ws.Replicate()" in found["decides"]

@@ -312,7 +312,7 @@ def _is_batch(walk: Walk, source: Source) -> bool:
         if isinstance(source, Attr) and source.name.startswith("__"):  # of a function
             return False
         source = source.base
-    return isinstance(source, Local)
+    return isinstance(source, Local) and source.path not in walk.holders
 
 
 def _mapping(walk: Walk, holder: dict[Any, Any], source: Source) -> None:

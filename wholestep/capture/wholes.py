@@ -75,6 +75,6 @@ def whole_strides(tensor: torch.Tensor, part: Part) -> tuple[int, ...]:
     for dim, (own, whole) in enumerate(zip(part.size, part.shape, strict=True)):
         inner = tensor.stride(dim)
         for other, stride in enumerate(tensor.stride()):
-            if own and own != whole and stride > inner:
+            if own and own != whole and 0 < inner < stride:
                 strides[other] = strides[other] * whole // own
     return tuple(strides)

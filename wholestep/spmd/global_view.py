@@ -100,11 +100,6 @@ class View:
                 raise PlanError(f"{plan!r} places {item.source} as {placement}: Shard or Replicate() is required")
         return tuple(found)
 
-    def part(self, item: Input, value: torch.Tensor) -> Part | None:
-        """What this rank holds of a tensor, given the whole; None when it is all of it."""
-        part = cut(value.shape, self.placements(item, value), self.lines)
-        return None if part.is_whole else part
-
     def given(self, item: Input, mine: torch.Tensor) -> Part | None:
         """What this rank's tensor of the batch is of the whole one, of which each rank gives an equal piece."""
         shape, placements = list(mine.shape), self.placements(item, mine)

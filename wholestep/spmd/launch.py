@@ -15,9 +15,10 @@ from wholestep.ir import Input, StepGraph
 from wholestep.parts import Part, mark_part, narrow_to
 from wholestep.spmd.coalesce import coalesce
 from wholestep.spmd.global_view import GlobalPlan, View
-from wholestep.spmd.meeting import SHARED_KINDS, Meeting, Terms, terms_of
+from wholestep.spmd.meeting import SHARED_KINDS, Meeting, Terms, terms_of, values_of
 from wholestep.spmd.mesh import DeviceMesh
 from wholestep.spmd.overlap import start_early, wait_late
+from wholestep.spmd.placements import Replicate
 from wholestep.torch_compat import FakeTensor
 
 
@@ -110,8 +111,9 @@ class Launch:
 
         All must issue the same collectives and update the same parameters. Then rank 0's parameters and buffers
         go to all others, once for each tensor. In the global view they run one program on batches of one shape with
-        one state of the random generator, rank 0's. A later program that communicates alike needs no meeting in the
-        local view: a rank may recapture alone, for a batch of another size.
+        one state of the random generator, rank 0's; numbers, and batches that no plan splits, are equal. A later
+        program that communicates alike needs no meeting in the local view: a rank may recapture alone, for a batch
+        of another size.
 
         Args:
             whole: the graph before all passes.
@@ -132,7 +134,7 @@ class Launch:
         if terms in self._agreed and not self.view:
             return terms
         shared = self._agreed and terms.random  # one state of the random generator since the first meeting
-        self._compare(terms.now() if shared else terms)
+        self._compare(terms.now() if shared else terms, self._same_values(inputs, tensors))
         new = [
             t
             for i, t in zip(inputs, tensors, strict=True)
@@ -205,8 +207,19 @@ class Launch:
             rank = comm.get_rank()
             self._meeting.compare(Terms(()), f"rank {rank} could not capture the step: {type(error).__name__}: {error}")
 
-    def _compare(self, terms: Terms) -> None:
-        trouble = self._meeting.compare(terms)
+    def _same_values(self, inputs: Sequence[Input], values: Sequence[Any]) -> dict[str, list[str]]:
+        """In the global view, by group: numbers, and what of the batch the plan of its axis does not split."""
+        found: dict[str, list[str]] = {}
+        for plan, line in zip(self.view.plans, self.view.lines, strict=True) if self.view else ():
+            found[line.group] = [
+                values_of(item, value)
+                for item, value in zip(inputs, values, strict=True)
+                if item.kind == "number" or (item.kind == "batch" and plan.placement_of(item, value) == Replicate())
+            ]
+        return found
+
+    def _compare(self, terms: Terms, along: Mapping[str, Sequence[str]] | None = None) -> None:
+        trouble = self._meeting.compare(terms, along=along)
         if trouble:
             raise PlanError(trouble)
 

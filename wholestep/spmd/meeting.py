@@ -34,6 +34,10 @@ _KINDS = {
         "the ranks' random generators",
         "between steps, draw as many random numbers on each rank, or a rank's own from a torch.Generator",
     ),
+    "values": (
+        "the ranks' data",
+        "give every rank the same numbers, and the same batch where the plan does not split it: batch=ws.Shard(0)",
+    ),
     "": (PROGRAMS, "build the same model, optimizer and step on every rank; only the data may differ"),
 }
 
@@ -77,7 +81,7 @@ def terms_of(
     words += [*(_describe(item, t) for item, t in pairs if item.kind in SHARED_KINDS), *communication(step, axes)]
     if whole is None:
         return Terms(tuple(words))
-    calls = [_words(node) for node in whole.graph.nodes]
+    calls = [_words(node, whole) for node in whole.graph.nodes]
     digest = hashlib.sha256("\n".join(line.split(" at ")[0] for line in calls).encode()).hexdigest()[:8]
     words.append(f"a program of {len(calls)} calls, {digest}")
     return Terms(tuple(words), zlib.compress("\n".join(calls).encode()), any(map(_draws, whole.graph.nodes)))
@@ -94,13 +98,20 @@ class Meeting:
     def __init__(self, groups: Sequence[comm.ProcessGroup], spread: bool = False) -> None:
         self.groups, self.expected, self.spread = list(groups), bool(groups), spread
 
-    def compare(self, terms: Terms, trouble: str = "") -> str:
-        """Compares the ranks' terms along every axis; gives what is wrong, the same on all ranks, or nothing."""
+    def compare(self, terms: Terms, trouble: str = "", along: Mapping[str, Sequence[str]] | None = None) -> str:
+        """Compares the ranks' terms along every axis; gives what is wrong, the same on all ranks, or nothing.
+
+        Args:
+            trouble: what this rank alone knows to be wrong.
+            along: group's name -> more words, which the ranks along one axis must have alike where all say them.
+        """
         self.expected = False
         for group in self.groups:
             everybody: list[Any] = [None] * group.size()
-            comm.all_gather_object(everybody, (terms.words, trouble), group)
-            trouble = next((text for _, text in everybody if text), "") or _difference([said for said, _ in everybody])
+            comm.all_gather_object(everybody, (terms.words, (along or {}).get(group.group_name), trouble), group)
+            said, more, troubles = zip(*everybody, strict=True)
+            trouble = next((text for text in troubles if text), "") or _difference(said)
+            trouble = trouble or (_difference(more) if None not in more else "")
         if trouble and self.spread:  # on all ranks or none
             trouble = self._first_call(zlib.decompress(terms.calls).decode() if terms.calls else "", trouble)
         return trouble
@@ -129,6 +140,18 @@ class Meeting:
         most, least = bounds.tolist()
         self.expected = most != -least or most == MISS
         return not self.expected
+
+
+def values_of(item: Input, value: Any) -> str:
+    """What an input holds, in a word that is the same wherever it holds the same."""
+    if isinstance(value, torch.Tensor):
+        return f"values of {item.source} with checksum {checksum(value):08x}"
+    return f"values of {item.source}: {value!r}"
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of a tensor's elements in order."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def communication(step: StepGraph, axes: Mapping[str, str]) -> list[str]:
@@ -169,16 +192,31 @@ def _describe(item: Input, tensor: torch.Tensor) -> str:
     return f"{item.kind} {item.source}: {_form(tensor)}"
 
 
-def _words(node: fx.Node) -> str:
+def _words(node: fx.Node, step: StepGraph) -> str:
     """A node in words that are the same in every process, and where it comes from."""
     if node.op == "output":
         return f"{len(node.all_input_nodes)} results"
     record = info(node)
     shape = f" of {_form(record.value)}" if isinstance(record.value, torch.Tensor) else ""
-    name = "an input" if node.op == "placeholder" else str(node.target)
-    name = name if isinstance(node.target, (str, OpOverload)) else getattr(node.target, "__name__", "a call")
     where = f" at {record.where}" if record.where else ""
-    return f"{name}{shape}{where}{f' in {record.module}' if record.module else ''}"
+    return f"{_call(node, step)}{shape}{where}{f' in {record.module}' if record.module else ''}"
+
+
+def _call(node: fx.Node, step: StepGraph) -> str:
+    if node.op == "placeholder":
+        return "an input"
+    if node.op == "get_attr":
+        return f"a constant with checksum {checksum(getattr(step.gm, str(node.target))):08x}"
+    name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "a call")
+    return f"{name}({', '.join(map(_operand, (*node.args, *node.kwargs.values())))})"
+
+
+def _operand(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return "·"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_operand, value))}]"
+    return repr(value)
 
 
 def _difference(everybody: Sequence[Sequence[str]]) -> str:

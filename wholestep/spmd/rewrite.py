@@ -133,7 +133,7 @@ def _cut(value: torch.Tensor, part: Part) -> torch.Tensor:
     else:
         for dim, (own, whole) in enumerate(zip(part.size, part.shape, strict=True)):
             for other, stride in enumerate(value.stride()):
-                if own != whole and stride > value.stride(dim):
+                if own != whole and 0 < value.stride(dim) < stride:
                     strides[other] = strides[other] * own // whole
     with value.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
         return torch.empty_strided(part.size, strides, dtype=value.dtype, device=value.device)
