@@ -187,6 +187,8 @@ def _as_tensor(value: Tensor | float, like: Tensor) -> Tensor:
 
 
 def _foreach(x: Tensor, y: Tensor, i: int, j: int) -> None:
+    if _notes is not None and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
+        _notes.append("one call writes a memory twice: autograd then has views go back to the first write alone")
     torch._foreach_add_([x, y], 1 + j)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import fx
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import UnderGrad
 from wholestep.parts import Part
-from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal
+from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, no_modes
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import geometry
@@ -148,6 +148,8 @@ class Recorder(Writes, TorchDispatchMode):
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = self.ref(args[0])
+        if func is aten.view.default and base.geometry.repeats:
+            _check_view(base.geometry, args[1])
         self.note()
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor):
@@ -186,6 +188,12 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
         user_line(),
         "register one with torch.library.register_fake",
     )
+
+
+def _check_view(place: Geometry, shape: Sequence[int]) -> None:
+    """Eager's error for a shape that an expanded tensor cannot be seen in; fakes give one whatever its elements are."""
+    with no_modes():
+        torch.empty_strided(place.shape, place.stride, device="meta").view(shape)
 
 
 def _unequal(size: str, place: str, shape: str) -> str:
