@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import os
 import pickle
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -191,9 +193,36 @@ def test_dynamos_front_end_gives_its_graphs_to_our_backend() -> None:
     plain = copy.deepcopy(model)
     compiled = torch.compile(model, backend=dynamo_backend)
     assert same(train(plain), train(compiled))
-    points = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf8"))
-    module, _, name = points["project"]["entry-points"]["torch_dynamo_backends"]["wholestep"].partition(":")
-    assert getattr(importlib.import_module(module), name) is dynamo_backend
+
+
+BY_NAME = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+x, found = torch.randn(5, 4), []
+for run in (model, torch.compile(model, backend="wholestep")):
+    run(x).square().sum().backward()
+    found.append([p.grad for p in model.parameters()])
+    model.zero_grad()
+assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+from wholestep.api import Compiled
+import gc
+assert any(type(o) is Compiled and o.captures for o in gc.get_objects()), "another backend ran"
+"""
+
+
+def test_dynamo_knows_the_backend_by_name_where_the_package_is_installed(tmp_path: Path) -> None:
+    """As installers write it: the entry points of pyproject.toml beside the package on the path."""
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in names.items())
+             for group, names in project["entry-points"].items()]
+    installed = tmp_path / "wholestep_test-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: wholestep-test\nVersion: 0\n", encoding="utf8")
+    (installed / "entry_points.txt").write_text("\n".join(lines), encoding="utf8")
+    paths = os.pathsep.join([str(tmp_path), str(Path(ws.__file__).parent.parent)])
+    done = subprocess.run([sys.executable, "-c", BY_NAME], env=os.environ | {"PYTHONPATH": paths}, text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def leaf_result_and_views() -> list[Tensor]:
