@@ -87,7 +87,7 @@ def facts(tensors: list[Tensor], gradients: bool) -> list[Any]:
     for i, t in enumerate(tensors):
         base = t._base if t._is_view() else None
         places = [j for j, u in enumerate(tensors) if u is base]
-        place = () if gradients else strides(t), t.storage_offset() - base.storage_offset() if base is not None else 0
+        place = () if gradients else strides(t), t.storage_offset() - base.storage_offset() if places else 0
         seen.append((t.detach().clone(), t.shape, *place, t.dtype,
                      first.setdefault(id(t), i), memory.setdefault(t.untyped_storage().data_ptr(), i), places,
                      _autograd(t, versions=not gradients)))
