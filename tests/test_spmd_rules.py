@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from spmd_rules import Sample, call_of, close, failures, part_of, parts_of, shown, trials_of
 from spmd_samples import collectives, random_samples, samples
+from spmd_table import lines
 
 import wholestep as ws
 from wholestep import comm
@@ -18,6 +21,7 @@ from wholestep.testing import run_ranks
 
 aten = torch.ops.aten
 R = Replicate()
+DOCS = Path(__file__).parent.parent / "docs"
 
 # Kernels that the CPU does not have, and results without a value.
 NOT_SHOWN = {"aten._fused_rms_norm", "aten._fused_rms_norm_backward", "aten.new_empty_strided"}
@@ -56,6 +60,20 @@ def test_every_rule_has_a_sample() -> None:
 def test_every_sample_can_be_split() -> None:
     for sample in samples():
         assert any(list(rules.rows(call)) for call in call_of(sample, Line("", 2, 0))[1]), str(sample)
+
+
+def test_the_document_has_the_table() -> None:
+    written = (DOCS / "spmd_rules.md").read_text()
+    assert written == "\n".join(lines()) + "\n", "python tests/spmd_table.py > docs/spmd_rules.md"
+
+
+def test_the_documents_own_rule() -> None:
+    blocks = [block.split("```")[0] for block in (DOCS / "spmd.md").read_text().split("```python\n")]
+    exec(next(block for block in blocks if "@ws.register_sharding" in block), {})
+    sample = Sample(torch.ops.mylib.scale.default, (torch.randn(5, 4).double(), torch.randn(4).double()))
+    assert [shown(trial.row) for trial in trials_of(sample, 2)] == ["S0 R → S0", "S1 S0 → S1"]
+    assert not failures([sample], 2)
+    assert len(failures([sample], 2, lambda _: [Row((Shard(0), R), (Partial(),))])) == 1
 
 
 def collected() -> list[str]:

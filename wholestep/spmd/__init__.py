@@ -14,19 +14,24 @@ from wholestep.spmd.placements import Partial, Replicate, Shard
 from wholestep.spmd.plans import DataParallel, ShardedOptimizer
 from wholestep.spmd.redistribute import bytes_sent, redistribute
 from wholestep.spmd.rules import register_sharding
+from wholestep.spmd.sharding import Build, Call, Dims, Row
 from wholestep.spmd.tensor_parallel import TensorParallel
 from wholestep.spmd.whole_state import full_state_dict
 
 __all__ = [
     "AtRest",
+    "Build",
+    "Call",
     "DataParallel",
     "DeviceMesh",
+    "Dims",
     "FullyShard",
     "GlobalPlan",
     "Launch",
     "Partial",
     "Plan",
     "Replicate",
+    "Row",
     "Shard",
     "ShardedOptimizer",
     "TensorParallel",

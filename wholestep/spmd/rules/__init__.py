@@ -1,10 +1,6 @@
 """Sharding rules: one table, operator -> rule. What has no row here runs whole on every rank.
 
-`register` adds a row, also a user's for an operator of their own:
-
-    @ws.register_sharding(torch.ops.mylib.scale.default)
-    def scale(call):                       # values by row: a batch of any split, a factor that is whole
-        return Dims(["ab", ""], ["ab"]).rows(call)
+`register_sharding` adds a row, also a user's for an operator of their own: docs/spmd.md has an example.
 """
 
 from __future__ import annotations
@@ -90,7 +86,10 @@ def rule_of(target: object) -> Rule | None:
 
 
 def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:
-    """A decorator that gives operators a sharding rule: a function from a `Call` to its `Row`s."""
+    """A decorator that gives operators a sharding rule: a function from a `Call` to the `Row`s in which it can run.
+
+    What a rule gives for a call may be used for others with operands of equal shapes and dtypes, and equal arguments.
+    """
 
     def decorate(rule: Rule) -> Rule:
         TABLE.update({name_of(target): rule for target in targets})
