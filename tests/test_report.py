@@ -196,6 +196,16 @@ def test_fake_tensors_that_cannot_be_looked_at():
         ws.compile(torch.sin).explain(elsewhere)
 
 
+def test_parameters_are_gathered_for_those_who_read_them(world):
+    mesh, model = world(4), net()
+    step = ws.compile(train_step, mesh=mesh, plan=ws.FullyShard("dp", min_bytes=1))
+    found = step.explain(model, adamw(model), torch.randn(4, 32))
+    gathers = {one.module for one in found.collectives if one.kind == "all_gather" and one.phase == "forward"}
+    assert gathers and gathers <= {"model.0", "model.1", "model.3"}, "one gather may be for several"
+    assert found.memory.by_class["states"] < nbytes(model.parameters())
+    assert found.unruled == []
+
+
 library = torch.library.Library("wholestep_report", "DEF")
 library.define("twice(Tensor x) -> Tensor")
 library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")

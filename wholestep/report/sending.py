@@ -113,16 +113,24 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def origin(node: fx.Node) -> tuple[str, str]:
-    """The user's line and the module path of a call, or of the nearest call behind it that has them."""
+    """The user's line and the module path of a call.
+
+    A plan's own calls have none: then those of the nearest call whose value it works on, or, where that is an input of
+    the step, of the nearest call that it works for.
+    """
+    return _nearest(node, lambda n: n.all_input_nodes) or _nearest(node, lambda n: [*n.users]) or ("", "")
+
+
+def _nearest(node: fx.Node, beside: Callable[[fx.Node], list[fx.Node]]) -> tuple[str, str] | None:
     queue, seen = [node], {node}
     for one in queue:
-        record = info(one)
-        if one.op == "call_function" and (record.where or record.module):
+        record = info(one) if one.op == "call_function" else None
+        if record is not None and (record.where or record.module):
             return record.where, record.module
-        fresh = [n for n in one.all_input_nodes if n not in seen]
+        fresh = [n for n in beside(one) if n not in seen]
         seen |= set(fresh)
         queue += fresh
-    return "", ""
+    return None
 
 
 def per_axis(rows: Iterable[Sending]) -> dict[str, list[Sending]]:
