@@ -97,7 +97,7 @@ def clipped(model, opt, x):
 
 
 def kinds(step):
-    return [re.match(r"wholestep::(\w+)", line)[1] for line in communication(step, {})]
+    return [re.match(r"wholestep::(\w+)", call.what)[1] for call in communication(step, {})]
 
 
 def test_each_large_parameter_is_reduced_and_shared_by_rows():

@@ -67,6 +67,12 @@ class Launch:
             if not callable(getattr(one, "passes", None)):
                 raise TypeError(f"ws.compile: a plan such as ws.DataParallel is required, found {type(one).__name__}")
             assert mesh is not None
+            before = next((other for other in plans[: plans.index(one)] if other.axis == one.axis), None)
+            if before is not None:
+                raise PlanError(
+                    f"ws.compile: {type(before).__name__} and {type(one).__name__} both spread the step over axis "
+                    f"{one.axis!r}\n  to do: one plan for each axis; a mesh may have several axes"
+                )
             self.passes += one.passes(mesh)
             groups.append(mesh.get_group(one.axis))
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
@@ -75,7 +81,7 @@ class Launch:
             self.passes += [wait_late, start_early, coalesce]
         self._mesh, self._plans = mesh, plans
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
-        self._meeting = Meeting(list(dict.fromkeys(groups)), self.view is not None)
+        self._meeting = Meeting(list(dict.fromkeys(groups)), self._axes, self.view is not None)
         self._agreed: set[Terms] = set()
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
 

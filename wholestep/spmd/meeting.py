@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -42,6 +42,24 @@ _KINDS = {
 }
 
 
+class Call(NamedTuple):
+    """A collective in words.
+
+    Attributes:
+        axis: of the ranks that meet; those of other axes may send tensors of another size.
+        what: operator and settings.
+        of: what is sent, and for which parameters.
+    """
+
+    axis: str
+    what: str
+    of: str
+
+    def for_axis(self, axis: str | None) -> str:
+        """What ranks along an axis must have alike; None: all ranks of the mesh."""
+        return f"{self.what} of {self.of}" if axis == self.axis else self.what
+
+
 @dataclass(frozen=True)
 class Terms:
     """What all ranks must have alike to run a program, in words.
@@ -51,7 +69,7 @@ class Terms:
         random: whether the program draws random numbers.
     """
 
-    words: tuple[str, ...]
+    words: tuple[str | Call, ...]
     calls: bytes = field(default=b"", compare=False)
     random: bool = False
 
@@ -59,10 +77,14 @@ class Terms:
         """With the state of the random generator, for a program that draws from it."""
         return replace(self, words=(f"random generator in state {_generator():x}", *self.words))
 
+    def for_axis(self, axis: str | None) -> list[str]:
+        """The words for the ranks along one axis; None: for all ranks of the mesh."""
+        return [word if isinstance(word, str) else word.for_axis(axis) for word in self.words]
+
     @cached_property
     def number(self) -> int:
         """One for the words, at least 0."""
-        return int.from_bytes(hashlib.sha256("\n".join(self.words).encode()).digest()[:7], "big")
+        return int.from_bytes(hashlib.sha256("\n".join(self.for_axis(None)).encode()).digest()[:7], "big")
 
 
 def terms_of(
@@ -77,7 +99,7 @@ def terms_of(
         whole: in the global view, the graph of the whole step, which is one for all ranks.
     """
     pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
-    words = [_describe(item, t) for item, t in pairs if whole is not None and item.kind == "batch"]
+    words: list[str | Call] = [_describe(i, t) for i, t in pairs if whole is not None and i.kind == "batch"]
     words += [*(_describe(item, t) for item, t in pairs if item.kind in SHARED_KINDS), *communication(step, axes)]
     if whole is None:
         return Terms(tuple(words))
@@ -91,12 +113,13 @@ class Meeting:
     """The groups of one step's ranks, and what they tell each other.
 
     Attributes:
+        axes: group's name -> axis.
         spread: whether the step is in the global view.
         expected: whether other ranks may be waiting for this one to `compare`.
     """
 
-    def __init__(self, groups: Sequence[comm.ProcessGroup], spread: bool = False) -> None:
-        self.groups, self.expected, self.spread = list(groups), bool(groups), spread
+    def __init__(self, groups: Sequence[comm.ProcessGroup], axes: Mapping[str, str], spread: bool = False) -> None:
+        self.groups, self.axes, self.expected, self.spread = list(groups), axes, bool(groups), spread
 
     def compare(self, terms: Terms, trouble: str = "", along: Mapping[str, Sequence[str]] | None = None) -> str:
         """Compares the ranks' terms along every axis; gives what is wrong, the same on all ranks, or nothing.
@@ -108,7 +131,9 @@ class Meeting:
         self.expected = False
         for group in self.groups:
             everybody: list[Any] = [None] * group.size()
-            comm.all_gather_object(everybody, (terms.words, (along or {}).get(group.group_name), trouble), group)
+            name = group.group_name
+            words = terms.for_axis(self.axes[name])
+            comm.all_gather_object(everybody, (words, (along or {}).get(name), trouble), group)
             said, more, troubles = zip(*everybody, strict=True)
             trouble = next((text for text in troubles if text), "") or _difference(said)
             trouble = trouble or (_difference(more) if None not in more else "")
@@ -154,7 +179,7 @@ def checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def communication(step: StepGraph, axes: Mapping[str, str]) -> list[str]:
+def communication(step: StepGraph, axes: Mapping[str, str]) -> list[Call]:
     """The collectives of a program, in order: what all ranks must have alike.
 
     Args:
@@ -176,11 +201,12 @@ def _generator() -> int:
     return zlib.crc32(torch.get_rng_state().numpy().data)
 
 
-def _collective(node: fx.Node, axes: Mapping[str, str]) -> str:
+def _collective(node: fx.Node, axes: Mapping[str, str]) -> Call:
     value, target = info(node).value, node.target
-    settings = ", ".join(axes.get(str(a), str(a)) for a in node.args if not isinstance(a, fx.Node))
-    names = ", ".join(info(node).placement or ())
-    return f"{target._schema.name}({settings}) of {_form(value)}: {names}"  # type: ignore[union-attr]
+    settings = [axes.get(str(a), str(a)) for a in node.args if not isinstance(a, fx.Node)]
+    axis = next((axes[str(a)] for a in node.args if not isinstance(a, fx.Node) and str(a) in axes), "")
+    what = f"{target._schema.name}({', '.join(settings)})"  # type: ignore[union-attr]
+    return Call(axis, what, f"{_form(value)}: {', '.join(info(node).placement or ())}")
 
 
 def _form(tensor: torch.Tensor) -> str:
