@@ -18,10 +18,10 @@ from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, dead_cod
 from wholestep.parts import Part
 from wholestep.spmd.choose import Choices, Held, replicated
 from wholestep.spmd.mesh import Line
-from wholestep.spmd.place import in_memory, place
+from wholestep.spmd.place import in_memory, moved, place
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.redistribute import redistribute
-from wholestep.spmd.rewrite import kept, part_of_whole
+from wholestep.spmd.rewrite import call, kept, part_of_whole
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
 from wholestep.spmd.sharding import Build, Call, R, Row
 from wholestep.spmd.write import Writer
@@ -131,10 +131,8 @@ class _Expansion:
                 continue
             old = self._version(before, wanted) if before is not None else None
             name = None if old is None else old.name
-            size, stride, offset = gradient.place
-            if isinstance(wanted, Shard):
-                size, stride = tuple(info(after).value.shape), tuple(info(after).value.stride())
-            yield replace(gradient, before=name, after=after.name, place=(size, stride, offset))
+            place_of = moved(gradient.place, info(memory).value, info(after).value)
+            yield replace(gradient, before=name, after=after.name, place=place_of)
 
     def _version(self, node: fx.Node, wanted: Placement | None) -> fx.Node | None:
         """This rank's node for a value in a placement, where there is one; of its mark, if it has one."""
@@ -153,7 +151,11 @@ class _Expansion:
             assert isinstance(source, Held)
             wanted = normal(record.placement, record.value.shape)
             fresh = Held(source.value, source.first, source.node)  # a mark is brought there anew, and let go of alone
-            self.held[node] = Held(record.value, wanted, self._at(fresh, wanted, record))
+            local = self._at(fresh, wanted, record)
+            if record.value.is_contiguous() and not info(local).value.is_contiguous():  # a gradient has its own memory
+                layout = {"memory_format": torch.contiguous_format}
+                local = call(self.graph, torch.ops.aten.clone.default, local, phase=record.phase, keywords=layout)
+            self.held[node] = Held(record.value, wanted, local)
         elif is_on_lists(node.target):
             self._run_on_lists(node)
         else:
@@ -195,11 +197,10 @@ class _Expansion:
         if record.phase == "backward" and all(one.versions.keys() == {R} for one in held):
             wish = self.lives.get((record.seq, call.results[0].shape))  # a gradient is where its value is
         row = self.choices.best(call, held, wish)
-        if record.phase == "forward" and record.seq is not None and not getattr(call.target, "is_view", False):
-            sides = zip((*call.values, *call.results), (*row.ins, *row.outs), strict=True)
-            for value, placement in sides:
-                if isinstance(placement, Shard):
-                    self.lives.setdefault((record.seq, value.shape), placement)
+        # what one tensor is reduced to gives back a gradient that nothing but the tensor itself tells where to be
+        alone = len(call.values) == 1 and not getattr(call.target, "is_view", False)
+        if alone and record.phase == "forward" and record.seq is not None and isinstance(row.ins[0], Shard):
+            self.lives.setdefault((record.seq, call.values[0].shape), row.ins[0])
         return row
 
     def _operands(self, call: Call, row: Row, record: NodeInfo) -> list[fx.Node]:

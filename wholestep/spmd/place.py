@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +38,10 @@ def placed(node: fx.Node, placement: Placement, phase: Phase, chosen: Choice) ->
     return None
 
 
-def in_memory(
-    placement: Placement, memory: torch.Tensor, place: tuple[Sequence[int], Sequence[int], int]
-) -> Placement | None:
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset
+
+
+def in_memory(placement: Placement, memory: torch.Tensor, place: Place) -> Placement | None:
     """A gradient's placement for the memory in which it lies, perhaps with its dimensions in another order."""
     size, stride, offset = place
     if not isinstance(placement, Shard):
@@ -49,3 +49,20 @@ def in_memory(
     fits = [dim for dim in range(memory.dim())
             if (memory.shape[dim], memory.stride(dim)) == (size[placement.dim], stride[placement.dim])]  # fmt: skip
     return Shard(fits[0]) if fits and offset == 0 and memory.numel() == math.prod(size) else None
+
+
+def moved(place: Place, memory: torch.Tensor, part: torch.Tensor) -> Place:
+    """Where a tensor lies in a part of its memory.
+
+    Args:
+        place: its size, stride and offset in the whole memory.
+        part: what a rank holds of the memory, with as many dimensions.
+    """
+    if memory.shape == part.shape and memory.stride() == part.stride():
+        return place
+    sizes, strides = list(place[0]), list(place[1])
+    for dim, (size, stride) in enumerate(zip(*place[:2], strict=True)):
+        fits = [d for d in range(memory.dim()) if (memory.shape[d], memory.stride(d)) == (size, stride)]
+        if fits:
+            sizes[dim], strides[dim] = part.shape[fits[0]], part.stride(fits[0])
+    return tuple(sizes), tuple(strides), place[2]
