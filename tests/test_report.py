@@ -127,7 +127,7 @@ def explained_and_run() -> tuple[list[str], list[str], str, bool]:
         said = str(found)
     step(model, opt, x)
     ran = communication(step._programs[next(iter(step._programs))].step, {})
-    ran = [line.split("::")[1].split("(")[0] for line in ran]
+    ran = [call.what.split("::")[1].split("(")[0] for call in ran]
     return sorted(kinds) if said else [], sorted(ran), said, same
 
 
