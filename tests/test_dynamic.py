@@ -201,6 +201,48 @@ def test_what_has_no_symbols_is_captured_for_each_size() -> None:
     assert len(compiled.recompiles) == 1
 
 
+def use_backward(x: Tensor) -> Tensor:
+    (x * x).sum().backward()
+    return x * 2
+
+
+def use_hook(x: Tensor) -> Tensor:
+    x.register_hook(lambda grad: grad * 3)
+    return x * 2
+
+
+def use_attribute(x: Tensor) -> Tensor:
+    x.note = "seen"  # type: ignore[attr-defined]
+    return x * 2
+
+
+def use_flag(x: Tensor) -> Tensor:
+    x.requires_grad_()
+    return x * 2
+
+
+@pytest.mark.parametrize("fn", [use_backward, use_hook, use_attribute, use_flag])
+def test_what_happens_to_the_tensor_itself_is_as_in_eager(fn: Any) -> None:
+    def run(call: Any, size: int) -> list[Any]:
+        x = torch.arange(float(size)).requires_grad_(fn is not use_flag)
+        try:
+            result = call(x)
+            result.sum().backward()
+        except ws.errors.WholestepError as error:
+            return [type(error)]
+        except RuntimeError as error:
+            return [str(error)[:40], x.grad]
+        return [result.detach(), x.grad, getattr(x, "note", None), x.requires_grad]
+
+    def same(one: list[Any], two: list[Any]) -> bool:
+        pairs = zip(one, two, strict=True)
+        return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+    static, dynamic = ws.compile(fn), ws.compile(fn, dynamic=True)
+    for size in (4, 6):
+        assert same(run(static, size), run(dynamic, size))
+
+
 def test_many_sizes_leave_a_bounded_number_of_programs() -> None:
     compiled = ws.compile(lambda x: x * 2, dynamic=True)
     for size in range(2, 80):

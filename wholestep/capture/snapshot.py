@@ -27,7 +27,7 @@ from wholestep.capture.wholes import PartOf, Wholes
 from wholestep.errors import UnsupportedError
 from wholestep.ir import InputKind
 from wholestep.parts import Part, part_of
-from wholestep.torch_compat import set_versions
+from wholestep.torch_compat import HOOK_TABLES, set_versions
 
 # Path of a module below the outermost one in sight, and the module -> the module to trace in its place.
 Replace = Callable[[str, torch.nn.Module], torch.nn.Module]
@@ -335,9 +335,11 @@ def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements in memory of its own, and no history."""
+    """Whether a tensor has elements in memory of its own, no history, no gradient and no hooks."""
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() > 0
-    return plain and tensor.is_leaf and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_inference()
+    if not plain or tensor.grad is not None or any(getattr(tensor, name) for name in HOOK_TABLES):
+        return False
+    return tensor.is_leaf and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_inference()
 
 
 def tensors_below(value: Any) -> Iterator[torch.Tensor]:

@@ -162,6 +162,7 @@ def trace_step(
                     _refuse_shared_writes(recorder)  # had it been known, another error may have come first
                 raise
     torch.clear_autocast_cache()
+    recorder.refuse_changed()
     _refuse_shared_writes(recorder)
     _refuse_memories(recorder, world)
     outlet = Outlet(recorder, world.spread)

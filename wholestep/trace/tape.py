@@ -19,7 +19,15 @@ from torch import fx
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
 from wholestep.parts import Part
-from wholestep.torch_compat import FakeTensor, below_autograd, empty_fake, no_modes, sequence_number, strict_fake_mode
+from wholestep.torch_compat import (
+    HOOK_TABLES,
+    FakeTensor,
+    below_autograd,
+    empty_fake,
+    no_modes,
+    sequence_number,
+    strict_fake_mode,
+)
 from wholestep.trace.alias import Geometry, Ref, Storage
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.predicates import Predicate, decide
@@ -96,6 +104,7 @@ class Tape:
         self.inputs: list[Input] = []
         self.taken: set[str] = set()
         self.by_id: dict[int, Lifted] = {}
+        self.given: list[tuple[torch.Tensor, bool, dict[str, Any]]] = []  # stand-ins, with their flag and attributes
         self.constants: dict[str, torch.Tensor] = {}
         self.tokens: dict[float, HostNode] = {}
         self.spent: set[float] = set()
@@ -185,7 +194,20 @@ class Tape:
         lifted.ref.storage.input = len(self.lifted)
         self.lifted.append(lifted)
         self.by_id[id(fake)] = lifted
+        self.given.append((fake, bool(fake.requires_grad), vars(fake) | vars(found.tensor)))
         return fake
+
+    def refuse_changed(self) -> None:
+        """Refuses what a step did to Python's side of a stand-in: the tensor that it stands for knows nothing of it."""
+        for fake, required, attributes in self.given:
+            hooked = any(getattr(fake, name) for name in HOOK_TABLES)
+            now = {name: value for name, value in vars(fake).items() if not name.startswith(("_", "wholestep_"))}
+            set_anew = any(name not in attributes or attributes[name] is not now[name] for name in now)
+            flag = fake.is_leaf and fake.requires_grad != required
+            if (fake.is_leaf and fake.grad is not None) or hooked or flag or set_anew:
+                source = self.by_id[id(fake)].source
+                what = f"{source}, of symbolic size, gets a gradient, a hook, a flag or an attribute"
+                raise UnsupportedError(what, user_line())
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """The way into memory of a tensor that the step uses."""
