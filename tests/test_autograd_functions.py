@@ -279,3 +279,19 @@ def test_one_of_several_views_is_guarded_as_in_eager(written: bool) -> None:
             part.sum() if written else part.add_(1)
         errors.append(str(error.value).split(" is a view and ")[1])
     assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_results_that_share_memory_share_counters_as_in_eager(requires_grad: bool) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = x * 2
+        return y.detach(), y[0], y, y.data, y[0].detach()
+
+    seen = []
+    for run in (fn, ws.compile(fn)):
+        results = run(torch.ones(3, 2, requires_grad=requires_grad))
+        with torch.no_grad():
+            results[0].mul_(2)
+            results[3].mul_(2)
+        seen.append([(t._version, t._is_view()) for t in results])
+    assert seen[0] == seen[1]

@@ -135,6 +135,7 @@ class Outlet:
         self.slots: list[Slot] = []
         self.by_tensor: dict[int, int] = {}
         self.by_storage: dict[int, int] = {}
+        self.first: dict[int, torch.Tensor] = {}  # id of a memory -> the tensor met first in it
         self.by_object: set[int] = set()
         self.keep: list[Any] = []
         self.facts: dict[int, dict[str, Any]] = {}
@@ -178,7 +179,9 @@ class Outlet:
             if id(storage) not in self.by_storage:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
             output = self.by_storage[id(storage)]
-            slot = Slot(output, None, None if is_first else place, **self.facts[id(tensor)], base=parent)
+            own = _counts_alone(tensor, self.first.setdefault(id(storage), tensor))
+            known = self.facts[id(tensor)]
+            slot = Slot(output, None, None if is_first else place, **known, own_counter=own, base=parent)
         return self._add(tensor, slot)
 
     def _leads_nowhere(self, ref: Ref, stays: bool, is_first: bool) -> bool:
@@ -266,7 +269,7 @@ def _counts_alone(tensor: torch.Tensor, real: object) -> bool:
     if tensor.is_inference():
         return True
     before = tensor._version
-    if not isinstance(real, torch.Tensor) or is_made(real) or real.is_inference():
+    if not isinstance(real, torch.Tensor) or real is tensor or real.is_inference():
         return True
     count = real._version
     torch.autograd.graph.increment_version(real)
