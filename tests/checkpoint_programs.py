@@ -36,17 +36,25 @@ def step_of(plan: str) -> Any:
     if plan == "alone":
         return train_step
     mesh = ws.init_device_mesh("cpu", (comm.get_world_size(),), mesh_dim_names=("dp",))
-    kind = {"whole": lambda: ws.DataParallel("dp"), "sharded": lambda: ws.ShardedOptimizer("dp", min_bytes=1)}[plan]
-    return ws.compile(train_step, mesh=mesh, plan=kind())
+    kinds = {
+        "whole": lambda: ws.DataParallel("dp"),
+        "sharded": lambda: ws.ShardedOptimizer("dp", min_bytes=1),
+        "fully": lambda: ws.FullyShard("dp", min_bytes=1),
+    }
+    return ws.compile(train_step, mesh=mesh, plan=kinds[plan]())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def batch(number: int) -> torch.Tensor:
-    """The same on every rank: then any number of ranks trains alike, batch statistics included."""
-    return torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+def batch(number: int, plan: str = "whole") -> torch.Tensor:
+    """The same on every rank: then any number of ranks trains alike, batch statistics included.
+
+    In the global view each rank has its rows.
+    """
+    whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+    return whole.chunk(comm.get_world_size())[comm.get_rank()] if plan == "fully" else whole
 
 
 def train(plan: str, path: str, steps: int) -> dict[str, torch.Tensor]:
@@ -54,11 +62,16 @@ def train(plan: str, path: str, steps: int) -> dict[str, torch.Tensor]:
     model = net()
     opt, step = adamw(model), step_of(plan)
     for number in range(steps):
-        step(model, opt, batch(number))
+        step(model, opt, batch(number, plan))
     ws.save(path, ws.compile(model), opt)
     for number in range(steps, 2 * steps):
-        step(model, opt, batch(number))
-    return copy.deepcopy(model.state_dict())
+        step(model, opt, batch(number, plan))
+    return whole(model)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's state, also where the ranks hold parts of it."""
+    return ws.full_state_dict(model) if comm.is_initialized() else copy.deepcopy(model.state_dict())
 
 
 def resume(plan: str, path: str, steps: int) -> dict[str, Any]:
@@ -69,10 +82,13 @@ def resume(plan: str, path: str, steps: int) -> dict[str, Any]:
     ws.load(path, model, opt)
     parts = 0
     for number in range(steps, 2 * steps):
-        step(model, opt, batch(number))
+        step(model, opt, batch(number, plan))
         parts = sum(part_of(v) is not None for held in opt.state.values() for v in held.values())
-    ws.save(f"{path}-again", model, opt)
-    return {"weights": copy.deepcopy(model.state_dict()), "parts": parts}
+    if plan == "fully":  # into parts that are there already
+        ws.load(path, model, opt)
+        for number in range(steps, 2 * steps):
+            step(model, opt, batch(number, plan))
+    return {"weights": whole(model), "parts": parts}
 
 
 # Blocks of a matrix over a mesh ------------------------------------------------------------------------------------

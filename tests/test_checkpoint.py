@@ -151,20 +151,22 @@ def test_nobody_needs_this_library_to_read_one(tmp_path):
 # Ranks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("transport", "ranks"), [("shm", 2), ("thread", 3)])
-def test_a_checkpoint_of_some_ranks_serves_any_others(transport, ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("transport", "ranks", "made"), [("shm", 2, "sharded"), ("thread", 3, "sharded"), ("thread", 4, "fully")]
+)
+def test_a_checkpoint_of_some_ranks_serves_any_others(transport, ranks, made, tmp_path):
     path = str(tmp_path / "c")
-    (one, *rest) = run_ranks(programs.train, ranks, transport, ("sharded", path, 2))
+    (one, *rest) = run_ranks(programs.train, ranks, transport, (made, path, 2))
     index = json.loads((tmp_path / "c" / "index.json").read_text())
     writers = {re.search(r"rank(\d)", name)[1] for name in index["files"]}
     assert len(writers) == ranks
     tree = [ws.checkpoint.state_dict(path), dict(ws.checkpoint.optimizer_state_dict(path)["state"])]
     whole = sum(t.numel() * t.itemsize for t in tree_leaves(tree) if isinstance(t, torch.Tensor))
     assert sum(index["files"].values()) < whole + 4096 * len(index["files"]), "every byte once"
-    for count, plan in ((2, "sharded"), (4, "sharded"), (2, "whole")):
+    for count, plan in ((2, "sharded"), (4, "sharded"), (2, "whole"), (2, "fully")):
         for found in run_ranks(programs.resume, count, "thread", (plan, path, 2)):
             assert all(torch.allclose(found["weights"][k], one[k], atol=1e-5) for k in one)
-            assert (found["parts"] > 0) is (plan == "sharded")
+            assert (found["parts"] > 0) is (plan != "whole")
     alone = programs.resume("alone", path, 2)
     assert all(torch.allclose(alone["weights"][k], one[k], atol=1e-5) for k in one)
 
