@@ -91,6 +91,23 @@ def looks(model, opt, x, y):
     return {"out": out.detach(), "rows": x[:2], "weight": model.fc1.weight.detach()[0], "count": x.shape[0]}
 
 
+def with_history(model, opt, x, y):
+    """A result that autograd follows to the parameters, and that lives while the next step is captured."""
+    plain(model, opt, x, y)
+    return sum(p.norm() for p in model.parameters())
+
+
+class Uneven(nn.Module):
+    """An MLP whose parameters do not divide, one of which is for one rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.scale = nn.Linear(6, 3), nn.Linear(3, 4), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.fc2(torch.tanh(self.fc1(x))) * self.scale, y)
+
+
 CASES = {
     "mlp": Case(plain, MLP, adamw, rows),
     "mlp by columns": Case(plain, MLP, adamw, rows, Cut(dim=1, least=7)),
@@ -98,6 +115,8 @@ CASES = {
     "mlp, state from before": Case(plain, MLP, adamw, rows, before=2),
     "momentum": Case(plain, MLP, sgd, rows),
     "looks": Case(looks, MLP, adamw, rows),
+    "with history": Case(with_history, MLP, adamw, rows),
+    "uneven": Case(plain, Uneven, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1), rows),
     "accumulated": Case(accumulated, MLP, sgd, rows),
     "kept": Case(kept, MLP, adamw, rows),
     "gpt": Case(clipped, lambda: GPT(dropout=0.0), adamw, tokens),

@@ -85,5 +85,17 @@ def mark_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
 
 def narrow_to(tensor: torch.Tensor, part: Part) -> None:
     """Makes a whole tensor a part of itself: the object stays, the rest of its memory is free."""
-    tensor.data = tensor.detach()[part.slices].clone(memory_format=torch.contiguous_format)
+    give_data(tensor, tensor.detach()[part.slices].clone(memory_format=torch.contiguous_format))
     mark_part(tensor, part)
+
+
+def give_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Gives a tensor data of another shape; autograd forgets where it was to accumulate gradients of the old one.
+
+    The node that accumulates a leaf's gradients lives as long as a graph that leads to it, knows the shape, and is left
+    behind only when the type changes.
+    """
+    if tensor.requires_grad and tensor.is_leaf:
+        other = torch.float32 if tensor.dtype is not torch.float32 else torch.float64
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = data

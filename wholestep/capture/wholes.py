@@ -13,7 +13,7 @@ import torch
 
 from wholestep.capture.walk import Found
 from wholestep.errors import UnsupportedError
-from wholestep.parts import Part, part_of
+from wholestep.parts import Part, give_data, part_of
 
 PartOf = Callable[[Found], Part | None]  # what a tensor that carries no mark holds all the same
 
@@ -47,14 +47,13 @@ class Wholes:
                     remedy="make batches outside of torch.inference_mode()",
                 )
             mine = tensor.detach()
-            tensor.data = _untouched(tensor, part)
             self._data.append((tensor, mine))
+            give_data(tensor, _untouched(tensor, part))
 
     def back(self) -> None:
         """Gives the tensors their own data back."""
         while self._data:
-            tensor, mine = self._data.pop()
-            tensor.data = mine
+            give_data(*self._data.pop())
 
 
 def _untouched(tensor: torch.Tensor, part: Part) -> torch.Tensor:
