@@ -319,6 +319,29 @@ def test_packed_sequences() -> None:
     assert marked_line(step) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("step", "x"),
+    [
+        (lambda x: x[:, 2], torch.ones(2, 2)),
+        (lambda x: x.select(1, -3), torch.ones(2, 2)),
+        (lambda x: x[0], torch.ones(0, 3)),
+        (lambda x: x[0], torch.tensor(1.0)),
+        (lambda x: x.clone().div_(2), torch.arange(3)),
+        (lambda x: torch.dropout(x, 0.5, True), torch.arange(3, dtype=torch.uint8)),
+        (lambda x: x.clone().div_(2, rounding_mode="floor"), torch.arange(3)),
+    ],
+)
+def test_kernels_errors_in_eagers_words(step: Any, x: Tensor) -> None:
+    try:
+        expected: Any = step(x)
+    except (IndexError, RuntimeError) as error:
+        with pytest.raises(type(error)) as caught:
+            ws.compile(step)(x)
+        assert str(caught.value).splitlines()[0] == str(error).splitlines()[0]
+    else:
+        assert torch.equal(ws.compile(step)(x), expected)
+
+
 def test_nested_tensors() -> None:
     """`nn.TransformerEncoder` makes them of padded batches by itself."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()

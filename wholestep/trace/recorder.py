@@ -22,6 +22,7 @@ from wholestep.ir import UnderGrad
 from wholestep.parts import Part
 from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, no_modes
 from wholestep.trace.alias import Geometry, Ref
+from wholestep.trace.checks import CHECKS
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import geometry
 from wholestep.trace.sizes import Sizes, is_size
@@ -59,6 +60,8 @@ class Recorder(Writes, TorchDispatchMode):
             if special is not None:
                 return special(self, *args, **kwargs)
             args, kwargs = map_leaves(self._exchange, args), map_leaves(self._exchange, kwargs)
+            if func in CHECKS:
+                CHECKS[func](*args, **kwargs)
             if func in HIDDEN_WRITES and all_args(func, args, kwargs)[TRAINING_FLAG]:
                 return self._hidden(func, args, kwargs)
             if func._schema.is_mutable:
