@@ -358,6 +358,7 @@ def pieces() -> Iterator[Any]:
     yield aten.unfold.default, t(5, 6), 1, 3, 2
     yield aten.cat.default, [t(5, 4), t(5, 3)], 1
     yield aten.cat.default, [t(5, 4), t(2, 4), t(1, 4)]
+    yield aten.cat.default, [t(0), t(5, 4, 3)], -2
     yield aten.stack.default, [t(5, 4), t(5, 4)], 1
     yield aten.stack.default, [t(), t()]
     yield aten.constant_pad_nd.default, t(5, 4), [1, 2]

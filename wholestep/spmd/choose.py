@@ -146,5 +146,7 @@ def _cost(row: Row, call: Call, held: Sequence[Held], pending: float) -> float:
         if (id(one), wanted) not in seen:
             seen.add((id(one), wanted))
             total += one.nearest(wanted, ranks)[0]
-    addends = (nbytes(v) for v, p in zip(call.results, row.outs, strict=True) if isinstance(p, Partial))
-    return total + pending * sum(addends) * (ranks - 1) / ranks
+    made = sum(nbytes(v) for v, p in zip(call.results, row.outs, strict=True) if isinstance(p, Partial))
+    taken = sum(nbytes(v) for v, p in zip(call.values, row.ins, strict=True) if isinstance(p, Partial))
+    grown = made - taken if taken else 0  # addends are best reduced before they become more
+    return total + max(pending * made, grown) * (ranks - 1) / ranks

@@ -108,9 +108,10 @@ def _windows(call: Call) -> Iterator[Row]:
 
 
 def _cat(call: Call) -> Iterator[Row]:
+    """A tensor of shape [0] may be among others of more dimensions: nothing, as the caches of models begin."""
     count = call.results[0].dim()
-    if all(value.dim() == count for value in call.values):
-        yield from beside(call, int(call.argument("dim", 0)))
+    names = _letters(count, int(call.argument("dim", 0)))
+    yield from Dims([names if value.dim() == count else [None] for value in call.values], [names]).rows(call)
     yield from linear_rows(call, [range(len(call.values))])
 
 
