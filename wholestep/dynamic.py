@@ -143,12 +143,16 @@ def _sizeless(world: Snapshot, paths: frozenset[str]) -> list[Guard]:
     ]
 
 
-def shapes(values: Any) -> Any:
-    """The shapes of the tensors in nested arguments: calls that differ in them cannot share a program."""
+def shapes(values: Any, depth: int = 6) -> Any:
+    """The shapes of the tensors in nested arguments: calls that differ in them cannot share a program.
+
+    Args:
+        depth: how far to look; a container may hold itself.
+    """
     if isinstance(values, torch.Tensor):
         return values.shape
-    if isinstance(values, (tuple, list)):
-        return tuple([shapes(value) for value in values])
     if isinstance(values, Mapping):
-        return tuple([shapes(value) for value in values.values()])
+        values = list(values.values())
+    if isinstance(values, (tuple, list)) and depth:
+        return tuple([shapes(value, depth - 1) for value in values])
     return None
