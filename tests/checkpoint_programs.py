@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import threading
 from typing import Any
 
 import torch
@@ -141,3 +144,15 @@ def mistakes(path: str) -> dict[str, str]:
             found[name] = str(error)
     found["unchanged"] = all(torch.equal(before[key], value) for key, value in other.state_dict().items())
     return found
+
+
+def saves_until_one_dies(path: str) -> None:
+    """Saves a model of ones, of twos, and so on; rank 1 is killed in the middle of that."""
+    layer = nn.Linear(200, 200)
+    if comm.get_rank() == 1:
+        threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for number in range(1, 1_000_000):
+        with torch.no_grad():
+            layer.weight.fill_(number)
+            layer.bias.fill_(number)
+        ws.save(path, layer)

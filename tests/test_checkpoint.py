@@ -26,6 +26,7 @@ from wholestep.checkpoint.save import share_out
 from wholestep.errors import CheckpointError
 from wholestep.parts import Part
 from wholestep.testing import run_ranks
+from wholestep.testing.ranks import RankError
 
 SAVE = sys.modules["wholestep.checkpoint.save"]
 DOCUMENT = Path(__file__).parent.parent / "docs" / "checkpoints.md"
@@ -289,6 +290,13 @@ def test_killed_at_any_moment_the_last_complete_one_is_intact(tmp_path):
     ws.save(path, numbered(value))
     assert len(list(path.iterdir())) == 2, "rubbish is removed"
     assert value > 0
+
+
+def test_when_a_rank_dies_the_last_one_that_all_have_written_is_intact(tmp_path):
+    with pytest.raises(RankError, match="rank 1 of 2 did not finish"):
+        run_ranks(programs.saves_until_one_dies, 2, "shm", (str(tmp_path),))
+    found = ws.checkpoint.state_dict(tmp_path)
+    assert len({float(v) for tensor in found.values() for v in (tensor.min(), tensor.max())}) == 1
 
 
 # Mistakes ---------------------------------------------------------------------------------------------------------
