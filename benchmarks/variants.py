@@ -15,7 +15,9 @@ from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
 from benchmarks.models import train_step
+from wholestep.api import Pass
 from wholestep.passes import fuse_optimizer
+from wholestep.spmd import Plan
 
 Step = Callable[..., torch.Tensor]
 
@@ -66,24 +68,14 @@ def _ours_fused() -> Step:
     return ws.compile(train_step, passes=[fuse_optimizer])
 
 
-def _ours_two_ranks() -> Step:
-    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp"))
+def _spread(plan: Plan, *passes: Pass) -> Callable[[], Step]:
+    """Our step on two ranks, by a plan along their one axis."""
 
+    def make() -> Step:
+        mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        return ws.compile(train_step, mesh=mesh, plan=plan, passes=passes)  # type: ignore[no-any-return]
 
-def _ours_two_ranks_fused() -> Step:
-    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp"), passes=[fuse_optimizer])
-
-
-def _ours_sharded_optimizer() -> Step:
-    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return ws.compile(train_step, mesh=mesh, plan=ws.ShardedOptimizer("dp"))
-
-
-def _ours_sharded_optimizer_fused() -> Step:
-    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return ws.compile(train_step, mesh=mesh, plan=ws.ShardedOptimizer("dp"), passes=[fuse_optimizer])
+    return make
 
 
 @dataclass(frozen=True)
@@ -118,10 +110,16 @@ VARIANTS = {
     "ddp": Variant("DDP, Gloo", 2, "ddp", model=_ddp),
     "compiled-ddp": Variant("torch.compile(DDP), Gloo", 2, "ddp", model=_compiled_ddp, slow_start=True),
     "fsdp2": Variant("FSDP2, Gloo", 2, "ddp", model=_fsdp2),
-    "ours-dp": Variant("wholestep, DataParallel", 2, "ddp", step=_ours_two_ranks),
-    "ours-so": Variant("wholestep, ShardedOptimizer", 2, "ddp", step=_ours_sharded_optimizer),
-    "ours-so-fused": Variant(
-        "wholestep, ShardedOptimizer, fuse_optimizer", 2, "ddp", step=_ours_sharded_optimizer_fused
+    "ours-dp": Variant("wholestep, DataParallel", 2, "ddp", step=_spread(ws.DataParallel("dp"))),
+    "ours-dp-fused": Variant(
+        "wholestep, DataParallel, fuse_optimizer", 2, "ddp", step=_spread(ws.DataParallel("dp"), fuse_optimizer)
     ),
-    "ours-dp-fused": Variant("wholestep, DataParallel, fuse_optimizer", 2, "ddp", step=_ours_two_ranks_fused),
+    "ours-so": Variant("wholestep, ShardedOptimizer", 2, "ddp", step=_spread(ws.ShardedOptimizer("dp"))),
+    "ours-so-fused": Variant(
+        "wholestep, ShardedOptimizer, fuse_optimizer", 2, "ddp", step=_spread(ws.ShardedOptimizer("dp"), fuse_optimizer)
+    ),
+    "ours-fs": Variant("wholestep, FullyShard", 2, "ddp", step=_spread(ws.FullyShard("dp"))),
+    "ours-fs-cheaper": Variant(
+        "wholestep, FullyShard(gather='cheaper')", 2, "ddp", step=_spread(ws.FullyShard("dp", gather="cheaper"))
+    ),
 }
