@@ -232,3 +232,24 @@ def test_groups_of_calls_keep_the_order_of_collectives():
         assert all(map(torch.equal, ws.compile(sums)(p, y), sums(p, y)))
     finally:
         comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
+)
+def test_losses_leave_the_arena_where_it_is(loss: str, reduction: str) -> None:
+    """Their out= forms resize what they are given to all elements, and move the memory that it is a part of."""
+    function = getattr(nn.functional, loss)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return function(torch.sigmoid(x) * 0.5, torch.sigmoid(y), reduction=reduction) * 2 + 1
+
+    x, y = torch.randn(40, 50), torch.randn(40, 50)
+    compiled = ws.compile(step)
+    compiled(x, y)
+    program = compiled._latest().run
+    before = {key: arena.untyped_storage().data_ptr() for key, arena in program._arena.items()}
+    assert torch.equal(compiled(x, y), step(x, y))
+    assert before == {key: arena.untyped_storage().data_ptr() for key, arena in program._arena.items()}
+    assert all(arena.untyped_storage().nbytes() == program._sizes[key] for key, arena in program._arena.items())

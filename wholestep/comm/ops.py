@@ -42,6 +42,9 @@ SCHEMAS = {
     "barrier": "(Tensor x, str group) -> Tensor",
     "wait": "(Tensor x) -> Tensor",
     "wait_": "(Tensor(a!) x) -> Tensor(a!)",
+    # into memory that is there, as lowered programs do
+    "all_gather.out": "(Tensor x, str group, *, Tensor(a!) out) -> Tensor(a!)",
+    "reduce_scatter.out": "(Tensor x, str op, str group, *, Tensor(a!) out) -> Tensor(a!)",
 }
 
 _library = torch.library.Library("wholestep", "FRAGMENT")
@@ -87,12 +90,18 @@ def _broadcast_in_place(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
 
 
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
-    out = _fake_all_gather(x, group)
+    return _all_gather_out(x, group, out=_fake_all_gather(x, group))
+
+
+def _all_gather_out(x: torch.Tensor, group: str, *, out: torch.Tensor) -> torch.Tensor:
     return _started(out, moves.all_gather_into_tensor(out, x, group, async_op=True))
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    out = _fake_reduce_scatter(x, op, group)
+    return _reduce_scatter_out(x, op, group, out=_fake_reduce_scatter(x, op, group))
+
+
+def _reduce_scatter_out(x: torch.Tensor, op: str, group: str, *, out: torch.Tensor) -> torch.Tensor:
     return _started(out, reductions.reduce_scatter_tensor(out, x, op, group, async_op=True))
 
 
@@ -151,6 +160,10 @@ def _itself(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x
 
 
+def _given(*_: Any, out: torch.Tensor) -> torch.Tensor:
+    return out
+
+
 def _rows(x: torch.Tensor, what: str) -> int:
     if x.dim() == 0:
         raise ValueError(f"wholestep::{what}: a tensor of at least one dimension is required, found a scalar")
@@ -195,6 +208,8 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "barrier": (_barrier, _like),
     "wait": (_wait, _itself),
     "wait_": (_wait, _itself),
+    "all_gather.out": (_all_gather_out, _given),
+    "reduce_scatter.out": (_reduce_scatter_out, _given),
 }
 
 for _name, _schema in SCHEMAS.items():
@@ -203,6 +218,7 @@ for _name, _schema in SCHEMAS.items():
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _device)
     torch.library.register_fake(f"wholestep::{_name}", _fake, lib=_library)
-    has_side_effect(getattr(torch.ops.wholestep, _name).default)
+    _packet, _, _overload = _name.partition(".")
+    has_side_effect(getattr(getattr(torch.ops.wholestep, _packet), _overload or "default"))
 for _name, (_gradient, _keep) in gradients.RULES.items():
     torch.library.register_autograd(f"wholestep::{_name}", _gradient, setup_context=_keep, lib=_library)

@@ -170,15 +170,20 @@ def out_variant(op: Overload, key: str) -> tuple[Overload, tuple[Any, ...], tupl
     if op in OUT_ALIASES:
         found, extra = OUT_ALIASES[op]
         return found, extra, ("out",)
-    if op.namespace != "aten":
+    if op.namespace not in ("aten", "wholestep") or _computes_in_out(op):
         return None
-    for other in _overloads(base_name(op), "aten"):
+    for other in _overloads(base_name(op), op.namespace):
         written = _written(other)
         if not written or len(written) != len(op._schema.returns):
             continue
         if _signature(other, written) == _signature(op) and has_native_kernel(other, key):
             return other, (), tuple(other._schema.arguments[i].name for i in written)
     return None
+
+
+def _computes_in_out(op: Overload) -> bool:
+    """True for losses, which write all elements to ``out``, resized for them, before they reduce them there."""
+    return any(a.name == "reduction" for a in op._schema.arguments) and not base_name(op).endswith("_backward")
 
 
 @functools.cache

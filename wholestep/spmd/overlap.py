@@ -49,13 +49,17 @@ def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
 
     Args:
         step: left as it is.
-        in_flight: results that were started and not waited for hold at most so many bytes, one collective excepted.
+        in_flight: results of collectives that were moved, and not waited for, hold at most so many bytes. A collective
+            that alone gives more stays where it is.
     """
     step = copy_step(step, "start_early")
     flying: list[One] = []
     previous: fx.Node | None = None
     for one in found(step, _KINDS):
         size = nbytes(info(one.start).value)
+        if size > in_flight:
+            previous = one.start
+            continue
         chain = _chain(one.start)
         waited = None
         while flying and sum(nbytes(info(f.start).value) for f in flying) + size > in_flight:
