@@ -1,4 +1,4 @@
-"""The main job: one GPT trained four ways, side by side, with a table, a picture and the program that ran.
+"""The main job: one GPT trained six ways, side by side, with a table, a picture and the program that ran.
 
 Each way is a process of its own (or two), started one after the other so that none disturbs another. Everything
 lands in a folder: `losses.png`, `program.py` and `program_on_two_ranks.py`, and one JSON file per rank.
@@ -31,19 +31,30 @@ APART = 0.02  # nats: curves farther apart than this do not lie on each other
 
 @dataclass(frozen=True)
 class Job:
-    """One way to train: its name in train_gpt.py, its name here, its processes and the job it is compared with."""
+    """One way to train.
+
+    Attributes:
+        name: in train_gpt.py.
+        title: here.
+        ranks: its processes.
+        baseline: the job that its speed is compared with.
+        like: the job whose losses it shall have.
+    """
 
     name: str
     title: str
     ranks: int
     baseline: str
+    like: str
 
 
 JOBS = [
-    Job("eager", "eager, 1 rank", 1, "eager"),
-    Job("compiled", "compiled, 1 rank", 1, "eager"),
-    Job("ddp", "DDP, 2 ranks", 2, "ddp"),
-    Job("compiled-dp", "compiled, 2 ranks", 2, "ddp"),
+    Job("eager", "eager, 1 rank", 1, "eager", "eager"),
+    Job("compiled", "compiled, 1 rank", 1, "eager", "eager"),
+    Job("ddp", "DDP, 2 ranks", 2, "ddp", "ddp"),
+    Job("compiled-dp", "compiled, 2 ranks", 2, "ddp", "ddp"),
+    Job("sharded-optimizer", "opt. sharded, 2 ranks", 2, "ddp", "ddp"),
+    Job("fully-sharded", "fully sharded, 2 ranks", 2, "ddp", "eager"),  # one device's step, whatever the ranks
 ]
 
 
@@ -110,13 +121,13 @@ def farthest(a: Outcome, b: Outcome) -> float:
 
 
 def table(outcomes: dict[str, Outcome]) -> Table:
-    """The four ways as rows; each × compares with the stock way on as many processes."""
+    """The ways as rows; each × compares with the stock way on as many processes."""
     one = outcomes["eager"]
     title = f"Byte-level GPT, {one.parameters / 1e6:.1f} M parameters, {len(one.losses)} steps"
     note = "×: against the stock way on as many ranks; speed-up above 1: faster"
     shown = Table(title=title, caption=note, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     shown.add_column("way", no_wrap=True)
-    for heading in ("steps/s", "speed-up", "first 2 steps", "peak memory", "loss"):
+    for heading in ("steps/s", "speed-up", "first two", "peak memory", "loss"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for job in JOBS:
         mine, base = outcomes[job.name], outcomes[job.baseline]
@@ -143,12 +154,13 @@ def agreement(difference: float) -> str:
 
 def summary(outcomes: dict[str, Outcome]) -> str:
     """The whole outcome in one sentence."""
-    eager, compiled, ddp, both = (outcomes[job.name] for job in JOBS)
+    eager, compiled, ddp, both, _, sharded = (outcomes[job.name] for job in JOBS)
     return (
-        f"In {len(eager.losses)} steps the loss fell from {eager.losses[0]:.2f} to {last(eager):.2f} all four ways: "
+        f"In {len(eager.losses)} steps the loss fell from {eager.losses[0]:.2f} to {last(eager):.2f} all six ways: "
         f"compiled, one process ran at {compiled.rate / eager.rate:.2f}× eager's speed with losses equal "
         f"{agreement(farthest(eager, compiled))}, and two processes at {both.rate / ddp.rate:.2f}× DDP's speed "
-        f"with losses equal {agreement(farthest(ddp, both))}."
+        f"with losses equal {agreement(farthest(ddp, both))}; fully sharded, two processes have one's losses "
+        f"{agreement(farthest(eager, sharded))}."
     )
 
 
@@ -174,15 +186,17 @@ def main() -> None:
         outcomes = {job.name: run(job, options.steps, options.out, progress, bar) for job, bar in jobs}
     console.print(table(outcomes))
     picture = options.out / "losses.png"
-    draw_losses({job.title: outcomes[job.name].losses for job in JOBS}, picture)
+    titles = {job.name: job.title for job in JOBS}
+    pairs = [(titles[job.like], titles[job.name]) for job in JOBS if job.like != job.name]
+    draw_losses({job.title: outcomes[job.name].losses for job in JOBS}, pairs, picture)
     programs = {"compiled": "program.py", "compiled-dp": "program_on_two_ranks.py"}
     for name, kept_as in programs.items():
         (options.out / f"{name}.program.py").replace(options.out / kept_as)
     program = options.out / programs["compiled"]
     console.print(f"Loss curves: {picture}\nThe program of one step: {program}", soft_wrap=True)
     for job in JOBS:
-        if farthest(outcomes[job.name], outcomes[job.baseline]) > APART:
-            sys.exit(f"the losses of '{job.title}' leave those of '{job.baseline}' by more than {APART}")
+        if farthest(outcomes[job.name], outcomes[job.like]) > APART:
+            sys.exit(f"the losses of '{job.title}' leave those of '{job.like}' by more than {APART}")
     console.print(summary(outcomes), soft_wrap=True, highlight=False)
 
 

@@ -26,9 +26,9 @@ def standard_library(limit: int = 8_000_000) -> Tensor:
 def batch(text: Tensor, step: int, rows: int, context: int, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
     """One rank's share of the global batch of a step: inputs and next bytes, int64 [rows / ranks, context].
 
-    The global batch depends on the step alone, so a run on two ranks sees what a run on one sees.
+    The global batch depends on the step alone, so a run on two ranks sees what a run on one sees, in that order.
     """
     chooser = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(text) - context - 1, (rows,), generator=chooser)[rank::ranks]
+    starts = torch.randint(len(text) - context - 1, (rows,), generator=chooser).chunk(ranks)[rank]
     window = text[starts[:, None] + torch.arange(context + 1)].long()
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
