@@ -42,7 +42,10 @@ SCHEMAS = {
     "barrier": "(Tensor x, str group) -> Tensor",
     "wait": "(Tensor x) -> Tensor",
     "wait_": "(Tensor(a!) x) -> Tensor(a!)",
-    # into memory that is there, as lowered programs do
+}
+
+# Into memory that is there, as lowered programs have it.
+_INTO = {
     "all_gather.out": "(Tensor x, str group, *, Tensor(a!) out) -> Tensor(a!)",
     "reduce_scatter.out": "(Tensor x, str op, str group, *, Tensor(a!) out) -> Tensor(a!)",
 }
@@ -212,7 +215,7 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "reduce_scatter.out": (_reduce_scatter_out, _given),
 }
 
-for _name, _schema in SCHEMAS.items():
+for _name, _schema in (SCHEMAS | _INTO).items():
     _kernel, _fake = _RULES[_name]
     _library.define(_name + _schema)
     for _device in ("CPU", "CUDA"):
