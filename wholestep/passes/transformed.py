@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
+from torch.fx.node import map_aggregate
 
 from wholestep.errors import GraphError
 from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, fake_tensors, info, set_info
@@ -86,7 +86,8 @@ class _Inlined(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        named = tree_map(lambda x: (self.nodes | self.given).get(id(x), x), (list(args), dict(kwargs or {})))
+        known = self.nodes | self.given
+        named: Any = map_aggregate((tuple(args), dict(kwargs or {})), lambda x: known.get(id(x), x))
         with self.graph.inserting_before(self.call):
             made = self.graph.call_function(func, tuple(named[0]), named[1])
             set_info(made, replace(self.record, value=result))

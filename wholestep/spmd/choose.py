@@ -53,7 +53,7 @@ class Held:
 
 
 def nbytes(value: torch.Tensor) -> int:
-    """Bytes of a whole tensor."""
+    """Bytes of a tensor."""
     return value.numel() * value.itemsize
 
 

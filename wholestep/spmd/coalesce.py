@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import StepGraph, info, set_info
+from wholestep.spmd.choose import nbytes
 from wholestep.spmd.rewrite import call, copy_step
 
 aten = torch.ops.aten
@@ -98,11 +99,6 @@ def found(step: StepGraph, targets: Sequence[Any] | Any) -> list[One]:
         if len(waits) == len(node.users) == 1 and waits[0].users:
             result.append(One(node, waits[0], place[node], min(place[user] for user in waits[0].users)))
     return result
-
-
-def nbytes(value: torch.Tensor) -> int:
-    """Bytes of a tensor."""
-    return value.numel() * value.itemsize
 
 
 @dataclass

@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from wholestep.ir import StepGraph, info, is_effectful
-from wholestep.spmd.coalesce import One, found, nbytes
+from wholestep.spmd.choose import nbytes
+from wholestep.spmd.coalesce import One, found
 from wholestep.spmd.rewrite import copy_step, is_view
 
 aten = torch.ops.aten
