@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.api import capture
 from wholestep.autograd import Joint, Partitioned
 from wholestep.ir import info
 from wholestep.lower import lower
+from wholestep.pipeline import capture
 from wholestep.runtime import saved_places
 
 Function = Callable[..., Sequence[Tensor]]

@@ -204,7 +204,7 @@ for run in (model, torch.compile(model, backend="wholestep")):
     found.append([p.grad for p in model.parameters()])
     model.zero_grad()
 assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-from wholestep.api import Compiled
+from wholestep.compiled import Compiled
 import gc
 assert any(type(o) is Compiled and o.captures for o in gc.get_objects()), "another backend ran"
 """

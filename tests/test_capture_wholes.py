@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.api import capture
 from wholestep.capture.wholes import whole_strides
 from wholestep.errors import UnsupportedError
 from wholestep.ir import info
 from wholestep.parts import Part, mark_part
+from wholestep.pipeline import capture
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from examples.gpt import GPT, GPTConfig
-from wholestep.api import capture
 from wholestep.autograd import aot_function, min_cut_partition
 from wholestep.dynamic import Templates
+from wholestep.pipeline import capture
 
 F = nn.functional
 
@@ -90,7 +90,7 @@ def test_a_trace_at_other_sizes_is_the_capture_of_those_sizes() -> None:
         return loss
 
     templates = Templates(capture)
-    look = ws.api.snapshot
+    look = ws.pipeline.snapshot
     for size in (6, 4, 9):
         batch = pictures(size)
         _, made = templates(step, batch, {}, frozenset(), False, False, look)
@@ -158,7 +158,7 @@ def test_a_branch_on_a_size_is_a_guard() -> None:
     for size in (4, 6, 10, 20, 3):
         x = torch.randn(size, 2)
         assert torch.equal(compiled(x), fn(x))
-    assert compiled._templates.captures == 2
+    assert compiled._known.templates.captures == 2
     (reason,) = compiled.recompiles
     assert reason.startswith("L['x'].shape[0] <= 8: expected True, found False, as L['x'].shape[0] is 10 (decided at")
     assert "test_dynamic.py" in reason
@@ -247,7 +247,7 @@ def test_many_sizes_leave_a_bounded_number_of_programs() -> None:
     compiled = ws.compile(lambda x: x * 2, dynamic=True)
     for size in range(2, 80):
         compiled(torch.ones(size))
-    assert compiled.captures == ws.api.MAX_SIZES == len(compiled._programs) and compiled.recompiles == []
+    assert compiled.captures == ws.compiled.MAX_SIZES == len(compiled._known.programs) and compiled.recompiles == []
 
 
 def test_a_mesh_is_refused() -> None:

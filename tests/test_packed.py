@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from wholestep.api import capture
 from wholestep.ir import check, info
 from wholestep.lower.naive import interpret
 from wholestep.packed import Packed
+from wholestep.pipeline import capture
 from wholestep.torch_compat import FakeTensor
 
 

@@ -29,9 +29,11 @@ ARROWS: dict[str, set[str]] = {
     "override": set(),
     "checkpoint": {"errors", "parts", "comm"},
     "report": BASE | {*STAGES, "comm", "simulate"},
-    "api": BASE | {*STAGES, "comm", "dynamic", "override", "parallel", "simulate", "report"},
+    "pipeline": BASE | {*STAGES, "dynamic", "override"},
+    "compiled": BASE | {*STAGES, "dynamic", "override", "pipeline", "report"},
+    "api": BASE | {*STAGES, "override", "pipeline", "compiled"},
     "dynamic": BASE | {"capture", "trace"},  # what `dynamic=True` puts in the place of a capture
-    "aot": BASE | {*STAGES, "api"},
+    "aot": BASE | {*STAGES, "pipeline", "compiled"},
     "launch": {"errors"},
     "testing": BASE | {*STAGES, "comm", "parallel", "api", "launch"},
     "cli": BASE | {*STAGES, "comm", "parallel", "simulate", "report", "api", "launch"},

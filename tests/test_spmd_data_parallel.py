@@ -11,10 +11,10 @@ from torch import nn
 
 import wholestep as ws
 from wholestep import comm
-from wholestep.api import capture
 from wholestep.errors import PlanError
 from wholestep.ir import check
 from wholestep.lower import lower
+from wholestep.pipeline import capture
 from wholestep.spmd.data_parallel import reduce_gradients
 from wholestep.spmd.meeting import communication
 from wholestep.testing import run_ranks

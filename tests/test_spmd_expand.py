@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from wholestep import comm
-from wholestep.api import capture
 from wholestep.comm.rows import piece
 from wholestep.ir import Input, StepGraph, check, info
+from wholestep.pipeline import capture
 from wholestep.spmd.coalesce import coalesce
 from wholestep.spmd.expand import at_rest, expand
 from wholestep.spmd.fully_shard import FullyShard, fully_shard

@@ -15,8 +15,8 @@ from test_spmd_expand import cut, rows_of_everything
 from torch import fx
 
 import wholestep as ws
-from wholestep.api import capture
 from wholestep.ir import check, info
+from wholestep.pipeline import capture
 from wholestep.spmd.expand import Rest, at_rest, expand
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Replicate

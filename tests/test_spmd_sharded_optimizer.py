@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from wholestep.api import capture
 from wholestep.errors import PlanError
 from wholestep.ir import check, info
 from wholestep.lower import lower
 from wholestep.parts import Part
+from wholestep.pipeline import capture
 from wholestep.spmd.meeting import communication
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.shard_optimizer import shard_optimizer

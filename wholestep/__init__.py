@@ -1,8 +1,9 @@
 """Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""
 
 from wholestep import checkpoint
-from wholestep.api import Compiled, compile, trace
+from wholestep.api import compile, trace
 from wholestep.checkpoint import load, save
+from wholestep.compiled import Compiled
 from wholestep.override import Override
 from wholestep.spmd import (
     DataParallel,

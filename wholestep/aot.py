@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from wholestep.api import Compiled, Halving, capture, joint_of
 from wholestep.autograd import Joint, Partition, default_partition
+from wholestep.compiled import Compiled
 from wholestep.ir import check
 from wholestep.lower import Backend
 from wholestep.passes.decompose import decompose
+from wholestep.pipeline import Halving, Options, capture, joint_of
 from wholestep.runtime import compiled_module
 from wholestep.spmd import Launch
 
@@ -49,8 +50,8 @@ def aot_function(
         again when something about a call differs (`recompiles`).
     """
     passes = [decompose(decompositions)] if decompositions else []
-    halving = Halving(partition_fn, bw_compiler)
-    return Compiled(fn, Launch(None, None), passes, fw_compiler, guard_data, halving=halving, dynamic=bool(dynamic))
+    options = Options(Launch(None, None), passes, fw_compiler, guard_data, Halving(partition_fn, bw_compiler))
+    return Compiled(fn, options, dynamic=bool(dynamic))
 
 
 def aot_module(
@@ -106,4 +107,4 @@ def dynamo_backend(
     def graph(*inputs: Any) -> Any:
         return gm(*inputs)
 
-    return Compiled(graph, Launch(None, None), (), backend)
+    return Compiled(graph, Options(Launch(None, None), backend=backend))

@@ -20,7 +20,7 @@ from wholestep.trace import Traced
 from wholestep.trace.concrete import at_sizes
 from wholestep.trace.sizes import Sizes
 
-# Called as `api.capture` is, with the sizes to take as symbols, or None.
+# Called as `pipeline.capture` is, with the sizes to take as symbols, or None.
 Capture = Callable[..., tuple[Snapshot, Traced]]
 
 
@@ -72,10 +72,10 @@ class Template:
 
 
 class Templates:
-    """Captures with symbolic sizes; called as `api.capture` is, it gives a trace of the sizes of that call.
+    """Captures with symbolic sizes; called as `pipeline.capture` is, it gives a trace of the sizes of that call.
 
     Args:
-        capture: `api.capture`.
+        capture: `pipeline.capture`.
 
     Attributes:
         reason: why the last call was captured anew: "" where it was not, None where nothing was there to serve it.

@@ -32,7 +32,7 @@ MAX_STRUCTURES = 256
 
 
 class Served(Protocol):
-    """A compiled step, as `api.py` makes them."""
+    """A compiled step, as `compiled.py` makes them."""
 
     recompiles: list[str]
 
@@ -101,7 +101,7 @@ class CompiledBackward:
         eager: why backwards in this context were left to the engine -> how often.
     """
 
-    # (function, backend, look) -> a compiled step; given by api.py, which knows the later stages
+    # (function, backend, look) -> a compiled step; given by compiled.py, which knows the later stages
     pipeline: Callable[[Callable[..., Any], Any, Callable[..., Snapshot]], Served]
 
     def __init__(self, backend: Any) -> None:

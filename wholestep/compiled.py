@@ -1,0 +1,260 @@
+"""A compiled step: which of its programs serves a call, and when a new one is captured."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from wholestep.autograd.compiled_backward import CompiledBackward
+from wholestep.capture import hollow, no_collection, snapshot
+from wholestep.dynamic import Templates, shapes
+from wholestep.errors import CaptureError, LazyError, WholestepError
+from wholestep.lower import Backend
+from wholestep.override import Override, Overrides
+from wholestep.pipeline import Known, Look, Options, build, capture, is_tracing, of_one_rank
+from wholestep.report import Explanation, explain
+from wholestep.runtime import Entry, Missed, Program, give_back
+from wholestep.spmd import Launch
+
+# A step that keeps needing new captures is misused: better an error than minutes lost in silence.
+MAX_ENTRIES = 32
+# Of programs for many sizes: how many stay, and how many of them with their memory.
+MAX_SIZES, AT_HAND = 64, 8
+
+
+class Compiled:
+    """A training step that is captured at its first call and replayed afterwards.
+
+    Attributes:
+        recompiles: why calls needed a new program, one reason each; empty while the first still serves.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: Options,
+        look: Look = snapshot,
+        module_override: Sequence[Override] = (),
+        dynamic: bool = False,
+    ) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._options, self._launch = fn, options, options.launch
+        self._look, self._module_override, self._dynamic = look, module_override, dynamic
+        self._lock = threading.RLock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all captures, and which modules are replaced."""
+        self._overrides = Overrides(self._module_override)
+        self._entries: list[Entry] = []
+        self._known = Known(templates=Templates(capture) if self._dynamic else None)
+        self._varying: frozenset[str] = frozenset()
+        self._fixed: frozenset[str] = frozenset()
+        self.recompiles: list[str] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_tracing():  # inside of another step's capture: part of that step
+            return self._fn(*args, **kwargs)
+        return self.serve(args, kwargs)
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None) -> Any:
+        """One call of the step.
+
+        Args:
+            ready: called once it is clear which program serves, before it runs.
+        """
+        with self._lock:
+            missed = Missed("")
+            for entry in self._candidates(args, kwargs):
+                outcome = entry(args, kwargs, self._begin(entry, ready) if self._launch.view else ready)
+                if type(outcome) is not Missed:
+                    if entry is not self._entries[0]:
+                        self._prefer(entry)
+                    return outcome
+                missed = missed if missed.reason else outcome
+            self._launch.miss()
+            try:
+                entry = self._capture(args, kwargs, missed)
+            except LazyError:  # the call that gives lazy modules their parameters
+                if self._launch.view:
+                    raise
+                return self._fn(*args, **kwargs)
+            outcome = entry(args, kwargs, ready)
+            if type(outcome) is Missed:
+                raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")
+            return outcome
+
+    def _candidates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
+        """The entries that may serve a call: with one for each size, those of its sizes, else one for its reason."""
+        if self._known.templates is None:
+            return list(self._entries)
+        wanted = shapes((args, kwargs))
+        return [e for e in self._entries if e.shapes == wanted] or self._entries[:1]
+
+    def _prefer(self, entry: Entry) -> None:
+        """Puts an entry first; with one for each size, those not used lately give back their memory."""
+        if entry in self._entries:
+            self._entries.remove(entry)
+        self._entries.insert(0, entry)
+        if self._known.templates is not None:
+            serving = [e.program for e in self._entries[:AT_HAND]]
+            for unused in self._entries[AT_HAND:]:
+                if unused.program not in serving:
+                    unused.program.rest()
+            for gone in self._entries[MAX_SIZES:]:
+                self._entries.remove(gone)
+                self._known.programs = {k: p for k, p in self._known.programs.items() if p is not gone.program}
+
+    def _begin(self, entry: Entry, ready: Callable[[], Any] | None) -> Callable[[], Any]:
+        def begin() -> None:
+            self._launch.begin(entry.terms)
+            if ready is not None:
+                ready()
+
+        return begin
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Missed) -> Entry:
+        if (len(self._entries) if self._known.templates is None else self._known.templates.captures) >= MAX_ENTRIES:
+            raise CaptureError(
+                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {missed.reason}",
+                remedy="keep the number that changes in a tensor, or compile a smaller part of the step",
+            )
+        known = len(self._known.programs)
+        for program in self._known.programs.values():
+            program.rest()  # their arenas are empty between calls, and tracing needs memory too
+        try:
+            with no_collection():  # hundreds of thousands of small objects, few of them garbage
+                entry = self._build(args, kwargs, missed.varying - self._fixed)
+        except Exception as error:
+            self._launch.withdraw(error)
+            raise
+        give_back()
+        reason = missed.reason
+        if self._known.templates is not None:
+            reason = reason if self._known.templates.reason is None else self._known.templates.reason
+            entry.shapes = shapes((args, kwargs))
+        if known and len(self._known.programs) > known and reason:
+            self.recompiles.append(reason)
+        self._prefer(entry)
+        return entry
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
+        """Captures with a number that was another before as an input, or as it is where that cannot be."""
+        make = functools.partial(
+            build,
+            self._fn,
+            args,
+            kwargs,
+            self._options,
+            self._known,
+            look=self._view,
+            overrides=self._overrides.transforming,
+        )
+        if varying <= self._varying:
+            return make(self._varying)
+        try:
+            entry = make(self._varying | varying)
+        except Exception:  # a size, an index, a text: or the step's own error, which comes again
+            inputs = self._varying
+            for path in sorted(varying) if len(varying) > 1 else ():
+                inputs |= self._can_vary(args, kwargs, inputs, path)
+            self._fixed |= varying - inputs
+            entry, varying = make(inputs), inputs
+        self._varying |= varying
+        return entry
+
+    @property
+    def _view(self) -> Look:
+        """How this step takes snapshots."""
+        return _view(self._look, self._module_override, self._overrides)
+
+    def _can_vary(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
+    ) -> frozenset[str]:
+        """The path, if the number there can be an input."""
+        try:
+            capture(self._fn, args, kwargs, others | {path}, self._options.guard_data, look=self._view)
+        except Exception:
+            return frozenset()
+        return frozenset([path])
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What a call would do, before it does: collectives, bytes, memory, and where they come from.
+
+        Nothing runs, changes or communicates, so that one process can look at a rank of any world:
+        ``comm.init_process_group("null", rank=0, world_size=256)``. Models may be of fake tensors, when they and their
+        optimizers are arguments of the step.
+
+        Args:
+            args, kwargs: as for a call.
+
+        Returns:
+            An `Explanation`, for `print` and with fields.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        with self._lock, no_collection():
+            given = args
+            fn, args, kwargs = hollow(self._fn, args, kwargs)
+            look = self._view if args is given else _view(self._look, self._module_override)
+            launch = self._launch
+            traced = capture(
+                fn, args, kwargs, self._varying, self._options.guard_data, not launch.passes, look, launch.part
+            )[1]
+            key = launch.key(traced.step, traced.fingerprint)
+            program = self._known.programs.get(key)
+            step = program.step if program is not None else self._known.steps.get(key)
+            if step is None:
+                step = of_one_rank(traced, self._options, self._overrides.transforming)
+                if args is given:  # not copies that stand for fake tensors
+                    self._known.steps[key] = step
+            title = f"{getattr(self, '__name__', type(self._fn).__name__)}{launch}"
+            whole = traced.step if launch.view else None
+            return explain(title, step, whole, launch.axes, self.captures, self.recompiles)
+
+    def _latest(self) -> Program:
+        if not self._entries:
+            raise ValueError("nothing is captured yet: call the step once first")
+        return self._entries[0].program
+
+    @property
+    def specialized(self) -> list[str]:
+        """With ``dynamic=True``: the sizes that only one value serves, and the line that decided so."""
+        return list(self._known.templates.specialized) if self._known.templates is not None else []
+
+    @property
+    def captures(self) -> int:
+        """How many captures serve calls now."""
+        return len(self._entries)
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """The captured graphs, after all passes; the latest used comes first."""
+        return list({id(e.program): e.program.step.gm for e in self._entries}.values())
+
+    @property
+    def code(self) -> str:
+        """The generated program that served last, as readable Python."""
+        return self._latest().code
+
+
+def _view(look: Look, overrides: Sequence[Override], known: Overrides | None = None) -> Look:
+    """A way to take snapshots in which modules are replaced.
+
+    Args:
+        known: the overrides with what they have replaced so far.
+    """
+    return functools.partial(look, replace=(known or Overrides(overrides)).replace) if overrides else look
+
+
+def _compile_backward(fn: Callable[..., Any], backend: Backend, look: Look) -> Compiled:
+    """The pipeline for a backward: as for a step of one process, from a snapshot of its own."""
+    return Compiled(fn, Options(Launch(None, None), backend=backend), look)
+
+
+CompiledBackward.pipeline = staticmethod(_compile_backward)

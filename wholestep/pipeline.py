@@ -1,0 +1,224 @@
+"""The pipeline: a call of a Python step -> a captured, lowered program that serves such calls."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wholestep.autograd import Joint, Partition, default_partition
+from wholestep.autograd.differentiate import differentiate
+from wholestep.capture import (
+    PartOf,
+    Snapshot,
+    compile_binder,
+    forget,
+    new_values,
+    refuse_shared_parts,
+    snapshot,
+)
+from wholestep.dynamic import Templates
+from wholestep.ir import StepGraph, check, info
+from wholestep.lower import Backend, lower
+from wholestep.override import Override
+from wholestep.passes import transformed
+from wholestep.runtime import Backward, Entry, Program, saved_places
+from wholestep.spmd import Launch
+from wholestep.trace import SharedMemory, Traced, trace_step
+from wholestep.trace.sizes import Sizes
+
+Pass = Callable[[StepGraph], StepGraph]
+Look = Callable[..., Snapshot]  # called as `snapshot` is
+
+_tracing = threading.local()
+_capturing = threading.RLock()  # a capture exchanges functions of torch for all threads
+
+
+@dataclass(frozen=True)
+class Halving:
+    """How a joint graph is cut, and the backend of its backward (None: that of the forward)."""
+
+    partition: Partition = default_partition
+    backend: Backend | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of a compiled step.
+
+    Attributes:
+        launch: mesh and plans, whose passes come first.
+        guard_data: numbers and shapes that depend on data become guards, not errors.
+        halving: how a joint graph of forward and backward becomes two programs.
+    """
+
+    launch: Launch
+    passes: Sequence[Pass] = ()
+    backend: Backend = "aten"
+    guard_data: bool = False
+    halving: Halving = Halving()
+
+
+@dataclass
+class Known:
+    """What earlier calls of a step have left.
+
+    Attributes:
+        programs: those lowered before, by key; a capture that computes the same shares one.
+        steps: graphs that went through all passes before, by the same key, not run yet.
+        templates: captures for many sizes, which a call's may come from.
+    """
+
+    programs: dict[str, Program] = field(default_factory=dict)
+    steps: dict[str, StepGraph] = field(default_factory=dict)
+    templates: Templates | None = None
+
+
+def build(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    known: Known,
+    varying: frozenset[str] = frozenset(),
+    look: Look = snapshot,
+    overrides: Sequence[Override] = (),
+) -> Entry:
+    """From one call to a program: every stage of Wholestep, in order.
+
+    Args:
+        known: is added to.
+        varying: paths of numbers that are inputs of the step rather than guards.
+        look: takes the snapshot.
+        overrides: transform the graph that the plans have made.
+    """
+    launch = options.launch
+    take = known.templates or capture
+    world, traced = take(fn, args, kwargs, varying, options.guard_data, not launch.passes, look, launch.part)
+    program = _program(traced, options, known, overrides)
+    inputs = traced.step.signature.inputs[: traced.n_inputs]
+    values = [world.original(item.value) for item in traced.lifted[: len(inputs)]]
+    written = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
+    mutated = [source for source in written if source is not None]
+    refuse_shared_parts(world, mutated)
+    terms = launch.start(traced.step, program.packed.whole, inputs, values, world.parts)
+    cut = launch.cut(program.placements, inputs, values, world.parts)
+    if cut.moved:
+        return build(fn, args, kwargs, options, known, varying, look, overrides)
+    if cut.any:
+        world = look(fn, args, kwargs, names=world.names, varying=varying)
+    bound = [item.source for item in traced.lifted if item.source is not None]
+    binder = compile_binder(world, bound, mutated=mutated)
+    binder.prepare(traced.effects, traced.result, args, kwargs)
+    forget(traced.effects, traced.result)
+    return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms)
+
+
+def _program(traced: Traced, options: Options, known: Known, overrides: Sequence[Override]) -> Program:
+    """The program of what was traced: one made before for the same, or passes and lowering."""
+    key = options.launch.key(traced.step, traced.fingerprint)
+    if key not in known.programs:
+        step = known.steps.pop(key, None) or of_one_rank(traced, options, overrides)
+        if traced.derivative is None:
+            lowered = lower(step, [info(node).value for node in step.placeholders], options.backend)
+            known.programs[key] = Program(step, lowered, traced.fingerprint)
+        else:
+            known.programs[key] = in_halves(step, traced, options.backend, options.halving)
+    return known.programs[key]
+
+
+def of_one_rank(traced: Traced, options: Options, overrides: Sequence[Override]) -> StepGraph:
+    """The graph that this rank runs: what was traced, after plans, overrides and passes."""
+    step = check(traced.step, "trace")
+    for transform in (*options.launch.passes, *_last_words(overrides, traced), *options.passes):
+        step = check(transform(step), _name(transform))
+    return step
+
+
+def _last_words(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
+    """The overrides' transformations as passes."""
+    if not overrides:
+        return []
+    beginnings = dict(zip(map(id, traced.hoisted.state), traced.hoisted.begin(), strict=True))
+    flat = [beginnings.get(id(item), item.value) for item in traced.lifted[: traced.n_inputs]]
+
+    def last_word(override: Override) -> Pass:
+        name = f"{type(override).__qualname__}.transform"
+        return functools.partial(transformed, transform=lambda gm: override.transform(gm, flat), name=name)
+
+    return [last_word(override) for override in overrides]
+
+
+def in_halves(step: StepGraph, traced: Traced, backend: Backend, halving: Halving) -> Program:
+    """Partitions a joint graph and lowers forward and backward."""
+    joint = joint_of(step, traced)
+    halves = halving.partition(joint)
+    forward, backward = (
+        lower(half, [info(node).value for node in half.placeholders], target)
+        for half, target in ((halves.forward, backend), (halves.backward, halving.backend or backend))
+    )
+    return Program(step, forward, traced.fingerprint, Backward(halves, backward, saved_places(joint, halves)))
+
+
+def joint_of(step: StepGraph, traced: Traced) -> Joint:
+    """A traced step with a backward as a joint graph; ``step`` is its graph, after passes."""
+    assert traced.derivative is not None
+    count = traced.n_inputs
+    derivative = traced.derivative
+    rewritten = tuple(i for i, *_ in (*derivative.rewritten, *traced.refused) if i < count)
+    return Joint(step, count, derivative.n_forward, rewritten, derivative.inputs[: derivative.n_given])
+
+
+def _name(transform: Pass) -> str:
+    function = transform.func if isinstance(transform, functools.partial) else transform
+    return getattr(function, "__name__", str(function))
+
+
+def is_tracing() -> bool:
+    """True inside of a step that this thread is capturing."""
+    return getattr(_tracing, "active", False)
+
+
+def capture(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    varying: frozenset[str] = frozenset(),
+    guard_data: bool = False,
+    differentiable: bool = True,
+    look: Look = snapshot,
+    part: PartOf | None = None,
+    sizes: list[Sizes] | None = None,
+) -> tuple[Snapshot, Traced]:
+    """Runs the step once on fake tensors; everything real is as before when it returns or raises.
+
+    Args:
+        guard_data: numbers and shapes that depend on data become guards, not errors.
+        differentiable: whether results that require grad shall be differentiable outside of the step.
+        part: in the global view, what a tensor without a mark is of a whole one.
+        sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
+    """
+    with _capturing:
+        world = look(fn, args, kwargs, varying=varying)
+        shared: frozenset[int] = frozenset()
+        backward = differentiate if differentiable and world.differentiable else None
+        while True:
+            try:
+                _tracing.active = True
+                names = world.module_names()
+                world.put_wholes(part)
+                world.put_twins()
+                step = world.twins.exchange(fn)
+                symbols = None
+                if sizes is not None:
+                    symbols = Sizes()
+                    sizes.append(symbols)
+                how = shared, guard_data, backward, symbols
+                return world, trace_step(step, args, kwargs, world, names, new_values, *how)
+            except SharedMemory as request:
+                shared = request.memories
+            finally:
+                _tracing.active = False
+                world.restore()
