@@ -53,6 +53,7 @@ typedef struct {
     _Alignas(LINE) _Atomic uint32_t sleepers; /* ranks in futex_wait on `round` */
     _Atomic uint32_t pid, failed, cpu;        /* failed: this rank left the group; cpu: where it last had to wait */
     _Atomic uint32_t awaited, target;         /* a sleeper's: the rank and the round of it that it sleeps for */
+    _Atomic uint64_t claimed; /* allreduce_exchange.c: a round, and the pieces of this rank's part that are claimed in it */
     _Atomic uint64_t streams_until; /* slots.c: until then it wants slots written past the caches; monotonic, ns */
     _Alignas(LINE) desc_t desc[DEPTH];        /* by round */
     _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
