@@ -120,16 +120,70 @@ def test_wrong_chains_are_refused() -> None:
     x = torch.ones(4)
     place = (0, x.data_ptr())
     for places, steps in [
-        ([place], [(10_000, 0, 0, -1, -1, -1, 0)]),
-        ([place], [(0, 0, 1, -1, -1, -1, 0)]),
-        ([place], [(0, -1, 0, -1, -1, -1, 0)]),
+        ([place], [(10_000, 0, 0, -1, -1, -1, -1, 0)]),
+        ([place], [(0, 0, 1, -1, -1, -1, -1, 0)]),
+        ([place], [(0, -1, 0, -1, -1, -1, -1, 0)]),
         ([(3, 0)], []),
         ([place], [(0, 0, 0)]),
     ]:
         with pytest.raises(ValueError):
             chains.native.chain(4, places, steps)
-    made = chains.native.chain(4, [(2, 0)], [(chains.native.KERNELS["neg"], 0, 0, -1, -1, -1, 0)])
+    made = chains.native.chain(4, [(2, 0)], [(chains.native.KERNELS["neg"], 0, 0, -1, -1, -1, -1, 0)])
     with pytest.raises(TypeError):
         chains.native.run(made)
     chains.native.run(made, x.data_ptr())
     assert torch.equal(x, -torch.ones(4))
+
+
+def test_pairs_of_operators_run_as_one() -> None:
+    steps = [
+        ("mul_number", "w", ("w",), "decay"),
+        ("mul_number", "v", ("v",), "beta"),
+        ("addcmul_fused", "v", ("v", "g", "g"), "rest"),
+        ("sqrt", "s", ("v",), None),
+        ("div_number", "s", ("s",), "bias"),
+        ("add_number", "s", ("s",), "eps"),
+        ("addcdiv", "w", ("w", "m", "s"), "rate"),
+    ]
+    found = chains.paired(steps, {"w", "v", "g", "m"}, ())
+    assert found == [
+        ("mul_addcmul_fused", "v", ("v", "g", "g"), "rest", "beta"),
+        ("sqrt", "s", ("v",), None, None),
+        ("div_add_number", "s", ("s",), "eps", "bias"),
+        ("mul_addcdiv", "w", ("w", "m", "s"), "rate", "decay"),
+    ]
+
+
+def test_operators_that_must_run_alone() -> None:
+    first, second = ("mul_number", "r", ("x",), "n"), ("add", "y", ("r", "x"), None)
+    write, read = ("neg", "x", ("x",), None), ("neg", "z", ("r",), None)
+    assert [s[0] for s in chains.paired([first, second], {"x", "y"}, ())] == ["mul_add"]
+    alone = [
+        ([first, second], {"r", "x", "y"}, ()),  # somebody reads the product
+        ([first, read, second], {"x", "y", "z"}, ()),
+        ([first, second, read], {"x", "y", "z"}, ()),
+        ([first, write, second], {"x", "y"}, ()),  # x is another one by then
+        ([first, ("neg", "q", ("q",), None), second], {"x", "y", "q"}, {"q"}),  # and so it is if q is x
+        ([first, ("add", "y", ("r", "r"), None)], {"x", "y"}, ()),
+        ([first, ("add", "y", ("x", "r"), None)], {"x", "y"}, ()),
+    ]
+    for steps, lasting, shared in alone:
+        assert [s[:4] for s in chains.paired(steps, lasting, shared)] == steps
+
+
+@pytest.mark.parametrize("pair", chains._PAIRS, ids=" ".join)
+def test_a_pair_has_the_bits_of_both(pair: tuple[str, str]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: chains._trial(generator) for name in "xyz"}
+    numbers = {"n": torch.tensor(0.37), "k": torch.tensor(-0.9)}
+    more = {"add_number": (), "addcmul": ("y", "z"), "addcmul_fused": ("y", "z"), "addcdiv": ("y", "z")}
+    operands = ("r", *more.get(pair[1], ("y",)))
+    steps = [(pair[0], "r", ("x",), "n"), (pair[1], "r", operands, None if pair[1] == "add" else "k")]
+    results = []
+    for alone in (True, False):
+        memory = {**tensors, **numbers, "r": torch.empty_like(tensors["x"])}
+        for some in [steps[:1], steps[1:]] if alone else [steps]:
+            chains.chain(memory["r"].numel(), some, memory)()
+        results.append(memory["r"])
+    assert len(chains.paired(steps, "r", ())) == 1
+    assert torch.equal(results[0].nan_to_num(7.5), results[1].nan_to_num(7.5))

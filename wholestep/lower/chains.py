@@ -11,8 +11,9 @@ gives stays torch's.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,10 +177,67 @@ def _as_called(node: fx.Node, step: Step, operands: list[torch.Tensor], number: 
 
 # What the generated program calls
 
+# A product or quotient by a number, and the operator that alone reads it -> the kernel that does both: in the first
+# cache too, passes over a block are what most operators cost.
+_PAIRS = {("mul_number", kernel): f"mul_{kernel}" for kernel in
+          ("add", "axpy", "axpy_fused", "addcmul", "addcmul_fused", "addcdiv")}  # fmt: skip
+_PAIRS["div_number", "add_number"] = "div_add_number"
+
+Named = tuple[str, str, tuple[str, ...], str | None]  # kernel, result, operands, number
+
+
+def paired(
+    steps: Sequence[Named], lasting: Collection[str], shared: Collection[str]
+) -> list[tuple[*Named, str | None]]:
+    """Steps with the number of a second one that each may have taken in.
+
+    Args:
+        lasting: names of memory that somebody reads after the chain.
+        shared: names of memory that may have another name, too.
+    """
+    left: list[tuple[*Named, str | None]] = [(*step, None) for step in steps]
+    index = 1
+    while index < len(left):
+        kernel, result, (first, *others), number, _ = left[index]
+        before = _alone_before(left, index, lasting, shared)
+        pair = None if before is None else _PAIRS.get((left[before][0], kernel))
+        if before is None or pair is None:
+            index += 1
+            continue
+        _, _, (source,), other, _ = left[before]
+        left[index] = (pair, result, (source, *others), number, other)
+        del left[before]
+    return left
+
+
+def _alone_before(
+    steps: Sequence[tuple[Any, ...]], index: int, lasting: Collection[str], shared: Collection[str]
+) -> int | None:
+    """The step whose result only one other step reads, as its first operand; None when it must run on its own."""
+    _, result, (first, *others), *_ = steps[index]
+    writers = [i for i in range(index) if steps[i][1] == first]
+    if not writers or first in others:
+        return None
+    before = writers[-1]
+    untouched = {first, *steps[before][2]}
+    between, after = steps[before + 1 : index], steps[index + 1 :]
+    if any(first in step[2] or step[1] in untouched or step[1] in shared for step in between):
+        return None
+    if result != first and (first in lasting or any(first in step[2] for step in after)):
+        return None
+    return before
+
+
+def _overlapping(memory: dict[str, torch.Tensor], count: int) -> list[str]:
+    """Names of tensors of a chain's size that share bytes with another one."""
+    begins = sorted((tensor.data_ptr(), name) for name, tensor in memory.items() if tensor.numel() == count)
+    near = [(a, b) for (p, a), (q, b) in itertools.pairwise(begins) if q - p < 4 * count]
+    return [name for pair in near for name in pair]
+
 
 def chain(
     count: int,
-    steps: Sequence[tuple[str, str, tuple[str, ...], str | None]],
+    steps: Sequence[Named],
     memory: dict[str, torch.Tensor],
     given: Sequence[str] = (),
 ) -> Callable[..., None]:
@@ -196,20 +254,22 @@ def chain(
     places: dict[str, tuple[int, int]] = {name: (_GIVEN, i) for i, name in enumerate(given)}
     places |= {name: (_MEMORY, tensor.data_ptr()) for name, tensor in memory.items()}
     scratch = 0
-    for _, result, _, _ in steps:
+    pairs = paired(steps, places, {*given, *_overlapping(memory, count)})
+    for _, result, *_ in pairs:
         if result not in places:
             places[result] = (_SCRATCH, scratch)
             scratch += 1
     index = {name: i for i, name in enumerate(places)}
     rows = []
     touched: set[str] = set()
-    for kernel, result, operands, number in steps:
+    for kernel, result, operands, *numbers in pairs:
         names = [result, *operands]
         new = [places[n][0] != _SCRATCH and n not in (*touched, *names[:i]) for i, n in enumerate(names)]
         touched.update(names)
         result_, a, b, c = (*(index[n] for n in names), -1, -1)[:4]
         touches = sum(1 << i for i, first in enumerate(new) if first)
-        rows.append((native.KERNELS[kernel], result_, a, b, c, -1 if number is None else index[number], touches))
+        number, other = (-1 if name is None else index[name] for name in numbers)
+        rows.append((native.KERNELS[kernel], result_, a, b, c, number, other, touches))
     made = native.chain(count, list(places.values()), rows)
     run = functools.partial(native.run, made)
     run.memory = memory  # type: ignore[attr-defined]  # which it knows by address alone

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BLOCK 512         /* elements: operands and what is asked for ahead stay in the first cache; 1024 took 1.2 times as long */
+#define BLOCK 256        /* elements: operands and what is asked for ahead stay in the first cache; 512 took 1.3 times as long */
 #define ALONE_FROM 65536 /* elements from which other Python threads may run meanwhile */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -24,11 +24,12 @@
 /* Operands may be the very same memory as the result, never shifted against it. */
 #define EACH _Pragma("GCC ivdep") for (Py_ssize_t i = 0; i < n; i++)
 
-typedef void kernel_t(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s);
+typedef void kernel_t(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s, float t);
 
 #define KERNEL(NAME, EXPRESSION)                                                                                       \
-    CLONES static void NAME(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s) {         \
-        (void)a, (void)b, (void)c, (void)s;                                                                            \
+    CLONES static void NAME(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s,           \
+                            float t) {                                                                                 \
+        (void)a, (void)b, (void)c, (void)s, (void)t;                                                                   \
         EACH r[i] = EXPRESSION;                                                                                        \
     }
 
@@ -55,11 +56,20 @@ KERNEL(lerp_high, b[i] - (b[i] - a[i]) * (1.0f - s))
 KERNEL(lerp_low_fused, fmaf(s, b[i] - a[i], a[i]))
 KERNEL(lerp_high_fused, fmaf(s - 1.0f, b[i] - a[i], b[i]))
 
-CLONES static void lerp(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s) {
-    (fabsf(s) < 0.5f ? lerp_low : lerp_high)(n, r, a, b, c, s);
+/* Two operators in a row, the first of them on a and the number t, each rounding as it does alone: half the passes. */
+KERNEL(mul_add, a[i] * t + b[i])
+KERNEL(mul_axpy, a[i] * t + s * b[i])
+KERNEL(mul_axpy_fused, fmaf(s, b[i], a[i] * t))
+KERNEL(mul_addcmul, a[i] * t + s * b[i] * c[i])
+KERNEL(mul_addcmul_fused, fmaf(s * b[i], c[i], a[i] * t))
+KERNEL(mul_addcdiv, a[i] * t + s * b[i] / c[i])
+KERNEL(div_add_number, a[i] / t + s)
+
+CLONES static void lerp(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s, float t) {
+    (fabsf(s) < 0.5f ? lerp_low : lerp_high)(n, r, a, b, c, s, t);
 }
-CLONES static void lerp_fused(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s) {
-    (fabsf(s) < 0.5f ? lerp_low_fused : lerp_high_fused)(n, r, a, b, c, s);
+CLONES static void lerp_fused(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s, float t) {
+    (fabsf(s) < 0.5f ? lerp_low_fused : lerp_high_fused)(n, r, a, b, c, s, t);
 }
 
 /* MKL's square root, which is torch's where torch was built with MKL: it does not round correctly, so its bits are had by
@@ -80,8 +90,8 @@ CLONES static void keep_zeros(Py_ssize_t n, float *r, const float *a, const floa
     EACH r[i] = a[i] == 0 ? a[i] : root[i];
 }
 
-static void root_mkl(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s) {
-    (void)b, (void)c, (void)s;
+static void root_mkl(Py_ssize_t n, float *r, const float *a, const float *b, const float *c, float s, float t) {
+    (void)b, (void)c, (void)s, (void)t;
     int found = zeros(n, a);
     if (!found) {
         mkl_sqrt((int)n, a, r, mkl_mode);
@@ -103,7 +113,9 @@ static const struct {
     {"mul_number", mul_number}, {"div", div_}, {"div_number", div_number}, {"axpy", axpy}, {"axpy_fused", axpy_fused},
     {"neg", negate}, {"abs", absolute}, {"sqrt", root}, {"sqrt_mkl", root_mkl}, {"maximum", largest}, {"minimum", least},
     {"addcmul", addcmul}, {"addcmul_fused", addcmul_fused}, {"addcdiv", addcdiv}, {"lerp", lerp},
-    {"lerp_fused", lerp_fused},
+    {"lerp_fused", lerp_fused}, {"mul_add", mul_add}, {"mul_axpy", mul_axpy}, {"mul_axpy_fused", mul_axpy_fused},
+    {"mul_addcmul", mul_addcmul}, {"mul_addcmul_fused", mul_addcmul_fused}, {"mul_addcdiv", mul_addcdiv},
+    {"div_add_number", div_add_number},
 };
 #define KERNEL_COUNT (Py_ssize_t)(sizeof KERNELS / sizeof *KERNELS)
 
@@ -113,8 +125,8 @@ typedef struct {
     int64_t kind, value;
 } place_t;
 typedef struct {
-    int64_t kernel, result, a, b, c, number; /* places, -1 for none */
-    int64_t touches;                         /* which of result, a, b, c is memory that no earlier step touched, as bits */
+    int64_t kernel, result, a, b, c, number, other; /* places, -1 for none */
+    int64_t touches;                                /* which of result, a, b, c is memory that no earlier step touched, as bits */
 } step_t;
 typedef struct {
     Py_ssize_t count, places, steps, scratch, given;
@@ -145,10 +157,10 @@ static void work(const chain_t *c, const int64_t *given) {
         Py_ssize_t n = c->count - from < BLOCK ? c->count - from : BLOCK;
         for (const step_t *s = c->step; s < c->step + c->steps; s++) {
             if (s->touches) look_ahead(c, given, s, scratch, from);
-            const float *number = at(c, given, scratch, s->number, 0);
+            const float *number = at(c, given, scratch, s->number, 0), *other = at(c, given, scratch, s->other, 0);
             KERNELS[s->kernel].run(n, at(c, given, scratch, s->result, from), at(c, given, scratch, s->a, from),
                                    at(c, given, scratch, s->b, from), at(c, given, scratch, s->c, from),
-                                   number ? *number : 0);
+                                   number ? *number : 0, other ? *other : 0);
         }
     }
 }
@@ -175,14 +187,14 @@ static int read_rows(PyObject *rows, int64_t **into, Py_ssize_t *count, Py_ssize
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* chain(count, places, steps) -> chain. A place is (kind, value), a step (kernel, result, a, b, c, number, touches). */
+/* chain(count, places, steps) -> chain. A place is (kind, value), a step (kernel, result, a, b, c, number, other, touches). */
 static PyObject *py_chain(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *places, *steps;
     chain_t *c = calloc(1, sizeof *c);
     if (!c) return PyErr_NoMemory();
     if (!PyArg_ParseTuple(args, "nOO", &c->count, &places, &steps) ||
-        read_rows(places, (int64_t **)&c->place, &c->places, 2) || read_rows(steps, (int64_t **)&c->step, &c->steps, 7))
+        read_rows(places, (int64_t **)&c->place, &c->places, 2) || read_rows(steps, (int64_t **)&c->step, &c->steps, 8))
         goto wrong;
     for (place_t *p = c->place; p < c->place + c->places; p++) {
         if (p->kind == SCRATCH && p->value >= c->scratch) c->scratch = p->value + 1;
@@ -193,7 +205,7 @@ static PyObject *py_chain(PyObject *self, PyObject *args) {
     for (step_t *s = c->step; s < c->step + c->steps; s++) {
         if (s->kernel < 0 || s->kernel >= KERNEL_COUNT || (KERNELS[s->kernel].run == root_mkl && !mkl_sqrt))
             PyErr_SetString(PyExc_ValueError, "no such kernel");
-        for (int64_t *p = &s->result; p <= &s->number; p++)
+        for (int64_t *p = &s->result; p <= &s->other; p++)
             if (*p < (p <= &s->a ? 0 : -1) || *p >= c->places) PyErr_SetString(PyExc_ValueError, "no such operand");
     }
     if (!PyErr_Occurred()) return PyCapsule_New(c, "chain", forget);
