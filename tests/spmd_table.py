@@ -23,8 +23,8 @@ the shapes and arguments of each call. Everything whole is always possible.
 
 Operators that torch tags as pointwise have the rule of `aten.exp` or, with several operands, `aten.addcmul`; of
 operators on lists (`_foreach_…`, `_fused_…`) each column of the lists goes its own way, here the first. What has no
-tensor among its operands is made whole on every rank, and cut, which sends nothing. `functional(…)` is the pure form of
-an operator that writes.
+tensor among its operands is made whole on every rank, or in pieces where all readers want pieces. `functional(…)`
+is the pure form of an operator that writes.
 """
 
 

@@ -20,6 +20,7 @@ from wholestep.spmd.choose import Choices, Held, replicated
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.place import in_memory, moved, place
 from wholestep.spmd.placements import Placement, Shard, normal
+from wholestep.spmd.raise_cuts import raise_cuts
 from wholestep.spmd.redistribute import redistribute
 from wholestep.spmd.rewrite import call, kept, part_of_whole
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
@@ -83,6 +84,8 @@ class _Expansion:
         self.held: dict[fx.Node, Any] = {}  # node of the step -> `Held`, a tree of them, or this rank's node
         self.lives: dict[tuple[int | None, torch.Size], Placement] = {}  # by autograd sequence number and shape
         self.choices = Choices(pending)
+        self.cuts: dict[fx.Node, int] = {}  # pieces that are taken of whole values, and of which dimension
+        self.gone: dict[fx.Node, fx.Node | None] = {}
         self.write = Writer(self.graph, line, self._node_of)
 
     def run(self) -> StepGraph:
@@ -96,6 +99,7 @@ class _Expansion:
             elif node.op == "call_function":
                 self._call(node)
         self.graph.output(tuple(self._outputs()))
+        self.gone = raise_cuts(self.graph, self.cuts, self.line)
         gm = lazy_graph_module(self.step.gm, self.graph)
         signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()))
         return dead_code(StepGraph(gm, signature, "expand"))
@@ -138,7 +142,8 @@ class _Expansion:
         """This rank's node for a value in a placement, where there is one; of its mark, if it has one."""
         marks = [user for user in node.users if user.target is place]
         held = self.held.get(marks[0] if marks else node)
-        return held.versions.get(wanted) if isinstance(held, Held) and wanted is not None else None
+        found = held.versions.get(wanted) if isinstance(held, Held) and wanted is not None else None
+        return self.gone.get(found, found) if found is not None else None
 
     # Calls
 
@@ -218,10 +223,13 @@ class _Expansion:
         """This rank's node for a value in a placement; made where it is not at hand."""
         if wanted not in held.versions:
             start = held.nearest(wanted, self.line.size)[1]
-            held.versions[wanted] = redistribute(
+            found = redistribute(
                 self.graph, held.versions[start], held.value.shape, [start], [wanted], [self.line],
                 phase=record.phase, seq=record.seq, where=record.where, module=record.module,
             )  # fmt: skip
+            if start == R and isinstance(wanted, Shard) and found is not held.versions[start]:
+                self.cuts[found] = wanted.dim
+            held.versions[wanted] = found
         return held.versions[wanted]
 
     def _keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:

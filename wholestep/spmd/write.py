@@ -19,7 +19,7 @@ from wholestep.torch_compat import OpOverload
 aten = torch.ops.aten
 
 _SIZES = ("size", "input_sizes", "input_size", "self_size")  # arguments that give the result's shape
-_NEEDS_STRIDES = (aten.view.default, aten._unsafe_view.default)
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 class Writer:
@@ -47,8 +47,8 @@ class Writer:
         """The same call on local operands."""
         args, kwargs = exchanged(node.args, node.kwargs, local, self.node_of)
         args, kwargs = self._with_sizes(node, row, args, kwargs)
-        if node.target in _NEEDS_STRIDES:
-            args = (self._viewable(local[0], args[1], info(node)), *args[1:])
+        if node.target in VIEWS:
+            args = (self.viewable(local[0], args[1], info(node)), *args[1:])
         return self._add(node.target, args, kwargs, info(node))
 
     def lists(
@@ -92,7 +92,7 @@ class Writer:
                 args, kwargs = with_arguments(node.target, args, kwargs, **{one.name: shape})
         return args, kwargs
 
-    def _viewable(self, node: fx.Node, shape: Sequence[int], record: NodeInfo) -> fx.Node:
+    def viewable(self, node: fx.Node, shape: Sequence[int], record: NodeInfo) -> fx.Node:
         """A value that can be seen in another shape, copied where its strides do not allow it."""
         try:
             evaluate(aten.view.default, (node, list(shape)), {})
