@@ -27,10 +27,12 @@ try:
     from wholestep.lower import _chain as native
 except ImportError:  # not built: torch's foreach kernels, and tiles, serve instead
     native = None  # type: ignore[assignment]
+if not hasattr(native, "run_part"):  # built from older source
+    native = None  # type: ignore[assignment]
 
 aten = torch.ops.aten
 _MKL_MODE = 0x2 | 0x100 | 0x140000  # high accuracy, no error state, subnormals kept: as torch calls it
-_MEMORY, _SCRATCH, _GIVEN = range(3)
+_MEMORY, _SCRATCH, _GIVEN, _PART = range(4)
 # Elements from which torch's kernels run on several threads where there are some. A chain runs on one: with threads of
 # its own beside torch's, which spin for a while after each kernel, BERT-base's step took 2.2 of eager's time, not 0.75.
 SHARED_FROM = 1 << 15
@@ -240,6 +242,7 @@ def chain(
     steps: Sequence[Named],
     memory: dict[str, torch.Tensor],
     given: Sequence[str] = (),
+    part: str | None = None,
 ) -> Callable[..., None]:
     """A function that runs a chain.
 
@@ -248,11 +251,15 @@ def chain(
         steps: (kernel, result, operands, number), by name.
         memory: tensors that stay where they are.
         given: names of those whose addresses each call gives, in this order.
+        part: name of one of which each call gives some elements, before the addresses: the function then takes the
+            place of the first of them and a tensor that is them, and runs the chain on their places.
 
     Names that are neither are values between steps, and need no memory.
     """
     places: dict[str, tuple[int, int]] = {name: (_GIVEN, i) for i, name in enumerate(given)}
     places |= {name: (_MEMORY, tensor.data_ptr()) for name, tensor in memory.items()}
+    if part is not None:
+        places[part] = (_PART, 0)
     scratch = 0
     pairs = paired(steps, places, {*given, *_overlapping(memory, count)})
     for _, result, *_ in pairs:
@@ -264,13 +271,17 @@ def chain(
     touched: set[str] = set()
     for kernel, result, operands, *numbers in pairs:
         names = [result, *operands]
-        new = [places[n][0] != _SCRATCH and n not in (*touched, *names[:i]) for i, n in enumerate(names)]
+        new = [places[n][0] in (_MEMORY, _GIVEN) and n not in (*touched, *names[:i]) for i, n in enumerate(names)]
         touched.update(names)
         result_, a, b, c = (*(index[n] for n in names), -1, -1)[:4]
         touches = sum(1 << i for i, first in enumerate(new) if first)
         number, other = (-1 if name is None else index[name] for name in numbers)
         rows.append((native.KERNELS[kernel], result_, a, b, c, number, other, touches))
     made = native.chain(count, list(places.values()), rows)
-    run = functools.partial(native.run, made)
+    run = functools.partial(native.run if part is None else _run_part, made)
     run.memory = memory  # type: ignore[attr-defined]  # which it knows by address alone
     return run
+
+
+def _run_part(made: Any, first: int, part: torch.Tensor, *addresses: int) -> None:
+    native.run_part(made, first, part.numel(), part.data_ptr(), *addresses)

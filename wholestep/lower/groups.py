@@ -10,10 +10,11 @@ from torch import fx
 from wholestep.ir import info
 from wholestep.lower.calls import CallWriter
 from wholestep.lower.chains import chain, chain_step, kernel_of
-from wholestep.lower.lives import Plan
-from wholestep.lower.memory import pieces, tiles
+from wholestep.lower.lives import Plan, variable
+from wholestep.lower.memory import at, pieces, tiles
 from wholestep.lower.ops import aten, base_name
 from wholestep.lower.order import BATCH_OPS
+from wholestep.lower.products import by_rows, is_product, rows_at_once
 from wholestep.lower.spell import NUMBER_AS_TENSOR
 
 
@@ -68,7 +69,12 @@ class GroupWriter(CallWriter):
         memory: dict[str, str] = {}
         given: list[str] = []
         rows, words = [], []
+        (product, *_) = *(node for node in nodes if is_product(node)), None
+        if product is not None and self.plan.store[product].kind != "scratch":
+            self._single(product, self.body)
         for node in nodes:
+            if node is product:
+                continue
             step = chain_step(node)
             assert step is not None
             operands = [self._name(o) for o in step.operands]
@@ -85,12 +91,44 @@ class GroupWriter(CallWriter):
             called = ", ".join([*operands, *([number] if number else [])])
             words.append(f"#   {name} = {base_name(node.target)}({called})")  # type: ignore[arg-type]
         self.namespace["chain"] = chain
-        count = math.prod(info(nodes[0]).value.shape)
+        count = math.prod(info(nodes[-1]).value.shape)
         lasting = f"{{{', '.join(f'{name!r}: {name}' for name in memory)}}}"
-        self.bound.append(f"chain_{index} = chain({count}, {rows}, {lasting}, {given})")
-        addresses = ", ".join(f"{name}.data_ptr()" for name in given)
-        self._say(self.body, f"chain_{index}({addresses})", nodes[-1])
+        addresses = [f"{name}.data_ptr()" for name in given]
+        if product in self.plan.pieces:
+            piece = self._piece(product)
+            self.bound.append(f"chain_{index} = chain({count}, {rows}, {lasting}, {given}, {self._name(product)!r})")
+            self._by_rows(index, product, piece, addresses)
+        else:
+            self.bound.append(f"chain_{index} = chain({count}, {rows}, {lasting}, {given})")
+            self._say(self.body, f"chain_{index}({', '.join(addresses)})", nodes[-1])
         self.body += words
+
+    def _by_rows(self, index: int, product: fx.Node, piece: str, addresses: list[str]) -> None:
+        """The loop over a product's pieces, each of which the chain reads from the cache."""
+        left = self._name(product.args[0])  # type: ignore[arg-type]
+        self.namespace["by_rows"], parts = by_rows, f"by_rows({left}, {piece})"
+        if left in self.stable:
+            self.bound.append(f"parts_{index} = list({parts})")
+            parts = f"parts_{index}"
+        self.in_tile = {left: "some", self._name(product): "part"}
+        inner: list[str] = []
+        self._out(product, inner)
+        self.in_tile = {}
+        inner.append(f"chain_{index}({', '.join(['first', 'part', *addresses])})")
+        self.body += [f"for first, some, part in {parts}:", *("    " + line for line in inner)]
+        if left not in self.stable:
+            self.body.append("del some, part")
+
+    def _piece(self, product: fx.Node) -> str:
+        """The variable of memory for some rows of a product."""
+        value, slot = info(product).value, self.plan.slots[self.plan.pieces[product]]
+        name = f"{variable(product)}_rows"
+        shape = (rows_at_once(value), value.shape[1])
+        spec = f"{slot.offset}, {shape}, {(shape[1], 1)}, {value.dtype}"
+        self.bound.append(f"{name} = at(arena['{slot.device}'], {spec})")
+        self.namespace["at"] = at
+        self.made.add(variable(product))
+        return name
 
     def _operand(self, name: str, memory: dict[str, str], given: list[str]) -> None:
         if name in self.stable:

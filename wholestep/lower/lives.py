@@ -22,6 +22,7 @@ from wholestep.lower.ops import (
 )
 from wholestep.lower.order import Item
 from wholestep.lower.pack import Part
+from wholestep.lower.products import is_product
 from wholestep.lower.values import (
     How,
     Written,
@@ -64,6 +65,7 @@ class Plan:
         unpacked: `cat` -> (operand, first element, elements) of what must be copied; the rest is computed in place.
         slots, arena: the arena's buffers, and bytes per device.
         scratch: for each item that runs by pieces, dtypes of its scratch buffers.
+        pieces: product that is computed by rows -> the slot for some of them.
     """
 
     step: StepGraph
@@ -80,13 +82,15 @@ class Plan:
     arena: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     scratch: dict[int, list[torch.dtype]] = field(default_factory=dict)
+    pieces: dict[fx.Node, int] = field(default_factory=dict)
     last_item: dict[fx.Node, int] = field(default_factory=dict)
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 # Names that the generated program uses itself.
 _TAKEN = re.compile(
-    r"inputs|arena|scratch|tile|fresh|loans|lend_.*|run|bind|torch|math|at|chain|filled|tiles|pieces|cells|(list|tiles|chain|result|new|object)_\d+"
+    r"inputs|arena|scratch|tile|fresh|loans|lend_.*|run|bind|torch|math|at|chain|filled|tiles|pieces|cells|by_rows|first|some|part"
+    r"|(list|tiles|chain|parts|result|new|object)_\d+|.*_rows"
     r"|(number|tensors|aten|host)_.*|.*_(cells|float32|float64|t)"
 )
 
@@ -226,7 +230,7 @@ class Lives:
         item = self.item_of[reader]
         if self.items[item].kind == "single":
             return self.position[reader]
-        if self.items[item].by_pieces:
+        if self.items[item].by_pieces and not is_product(reader):
             shape = info(reader).value.shape
             if all(info(o).value.shape == shape for o in reader.all_input_nodes if self.root[o] is root):
                 return self.position[reader]

@@ -2,7 +2,8 @@
 
 Two groupings change the order of elementwise nodes, never their bits:
 
-- a `chain` is the optimizer's arithmetic on one parameter, run by one compiled kernel (see `chains`);
+- a `chain` is the optimizer's arithmetic on one parameter, run by one compiled kernel (see `chains`), with the product
+  of matrices that is its gradient where nobody else reads that (see `products`);
 - a `tile` group is a chain of other operators over big tensors of one shape. It runs on 64 K elements after another,
   so that memory is passed over once instead of once for each operator;
 - a `batch` group is one operator on many small tensors, run by a single ``_foreach`` call.
@@ -24,6 +25,7 @@ from torch import fx
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.lower.chains import chain_step
 from wholestep.lower.ops import aten, base_name, inplace_variant, is_collective, is_pointwise, out_variant
+from wholestep.lower.products import product_of
 
 TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
 TILE_FROM = 1 << 18  # elements from which a chain is tiled: 1 MB in float32
@@ -167,9 +169,19 @@ class _Grouping:
         self.members[b], self.direct[b], self.indirect[b] = [], 1 << a, 0
         return a
 
+    def _add_products(self) -> None:
+        """Takes gradients that only a chain reads into it, which depends on what they depend on as it is."""
+        for group, (key, members) in enumerate(zip(self.keys, self.members, strict=True)):
+            if key[0] == "chain":
+                product = product_of(members, lambda node, group=group: self.group_of.get(node) == group)  # type: ignore[misc]
+                if product is not None:
+                    self.group_of[product] = group
+                    members.append(product)
+
     def ordered(self) -> list[Item]:
         """Sorts items so that each follows what it reads, as near to the original order as that allows."""
         place = {node: i for i, node in enumerate(self.nodes)}
+        self._add_products()
         for members in self.members:
             members.sort(key=place.__getitem__)
         items: list[Item] = []

@@ -29,6 +29,7 @@ from wholestep.lower.ops import (
 )
 from wholestep.lower.order import Item
 from wholestep.lower.pack import Part, find_parts
+from wholestep.lower.products import is_product, rows_at_once
 from wholestep.lower.values import (
     LEND_FROM,
     How,
@@ -211,6 +212,10 @@ class _Planner(Claims):
         plan.how[node] = how
         if over is not None:
             self._share(node, over)
+        elif tiled and is_product(node):
+            plan.store[node] = Store("scratch")
+            plan.slots.append(Slot(0, 0, 0, str(info(node).value.device)))
+            plan.pieces[node] = len(plan.slots) - 1
         elif tiled and self._within_item(node):
             dtypes = plan.scratch.setdefault(self.item_of[node], [])
             plan.store[node] = Store("scratch", len(dtypes))
@@ -253,8 +258,13 @@ class _Planner(Claims):
         for index, (kind, node) in enumerate(plan.returned):
             if kind == "value" and plan.store[self.root[node]].kind not in ("call", "fresh", "lent"):
                 plan.returned[index] = ("clone", node)
+        for node, index in plan.pieces.items():
+            value, item = info(node).value, self.item_of[node]
+            size = rows_at_once(value) * value.shape[1] * value.itemsize
+            plan.slots[index] = Slot(size, item, item, str(value.device), pieces=[(0, size, item)])
         for index, slot in enumerate(plan.slots):
-            self._describe(slot, self.members[index])
+            if index in self.members:
+                self._describe(slot, self.members[index])
         plan.arena = place(plan.slots)
         plan.peak = min(peak(plan.slots), sum(plan.arena.values()))
 

@@ -119,7 +119,8 @@ static const struct {
 };
 #define KERNEL_COUNT (Py_ssize_t)(sizeof KERNELS / sizeof *KERNELS)
 
-enum { MEMORY, SCRATCH, GIVEN }; /* an address; a block of the chain's own; an address that each call gives */
+enum { MEMORY, SCRATCH, GIVEN, PART }; /* an address; a block of the chain's own; an address that each call gives, for
+                                          the whole, and for the elements on which the call works */
 
 typedef struct {
     int64_t kind, value;
@@ -130,37 +131,48 @@ typedef struct {
 } step_t;
 typedef struct {
     Py_ssize_t count, places, steps, scratch, given;
+    int in_parts;
     place_t *place;
     step_t *step;
 } chain_t;
 
-static float *at(const chain_t *c, const int64_t *given, float *scratch, int64_t index, Py_ssize_t from) {
+typedef struct {
+    const chain_t *chain;
+    const int64_t *given;
+    Py_ssize_t first, end;
+    int64_t part;
+    float *scratch;
+} call_t;
+
+static float *at(const call_t *call, int64_t index, Py_ssize_t from) {
     if (index < 0) return NULL;
-    const place_t *p = &c->place[index];
-    if (p->kind == SCRATCH) return scratch + p->value * BLOCK;
-    return (float *)(uintptr_t)(p->kind == GIVEN ? given[p->value] : p->value) + from;
+    const place_t *p = &call->chain->place[index];
+    if (p->kind == SCRATCH) return call->scratch + p->value * BLOCK;
+    if (p->kind == PART) return (float *)(uintptr_t)call->part + (from - call->first);
+    return (float *)(uintptr_t)(p->kind == GIVEN ? call->given[p->value] : p->value) + from;
 }
 
 /* Asks for the next block of what a step is the first to touch: without it, the chain waits for memory at each block. */
-static void look_ahead(const chain_t *c, const int64_t *given, const step_t *s, float *scratch, Py_ssize_t from) {
-    Py_ssize_t next = from + BLOCK, n = c->count - next < BLOCK ? c->count - next : BLOCK;
+static void look_ahead(const call_t *call, const step_t *s, Py_ssize_t from) {
+    Py_ssize_t next = from + BLOCK, left = call->chain->count - next, n = left < BLOCK ? left : BLOCK;
     for (int i = 0; i < 4; i++) {
         if (!(s->touches >> i & 1)) continue;
-        const float *there = at(c, given, scratch, (&s->result)[i], next);
+        const float *there = at(call, (&s->result)[i], next);
         for (Py_ssize_t j = 0; j < n; j += 16) __builtin_prefetch(there + j, 1, 3);
     }
 }
 
-static void work(const chain_t *c, const int64_t *given) {
+static void work(call_t *call) {
+    const chain_t *c = call->chain;
     float scratch[(c->scratch + 1) * BLOCK] __attribute__((aligned(64)));
-    for (Py_ssize_t from = 0; from < c->count; from += BLOCK) {
-        Py_ssize_t n = c->count - from < BLOCK ? c->count - from : BLOCK;
+    call->scratch = scratch;
+    for (Py_ssize_t from = call->first; from < call->end; from += BLOCK) {
+        Py_ssize_t n = call->end - from < BLOCK ? call->end - from : BLOCK;
         for (const step_t *s = c->step; s < c->step + c->steps; s++) {
-            if (s->touches) look_ahead(c, given, s, scratch, from);
-            const float *number = at(c, given, scratch, s->number, 0), *other = at(c, given, scratch, s->other, 0);
-            KERNELS[s->kernel].run(n, at(c, given, scratch, s->result, from), at(c, given, scratch, s->a, from),
-                                   at(c, given, scratch, s->b, from), at(c, given, scratch, s->c, from),
-                                   number ? *number : 0, other ? *other : 0);
+            if (s->touches) look_ahead(call, s, from);
+            const float *number = at(call, s->number, 0), *other = at(call, s->other, 0);
+            KERNELS[s->kernel].run(n, at(call, s->result, from), at(call, s->a, from), at(call, s->b, from),
+                                   at(call, s->c, from), number ? *number : 0, other ? *other : 0);
         }
     }
 }
@@ -199,7 +211,8 @@ static PyObject *py_chain(PyObject *self, PyObject *args) {
     for (place_t *p = c->place; p < c->place + c->places; p++) {
         if (p->kind == SCRATCH && p->value >= c->scratch) c->scratch = p->value + 1;
         if (p->kind == GIVEN && p->value >= c->given) c->given = p->value + 1;
-        if (p->kind < MEMORY || p->kind > GIVEN || p->value < 0) PyErr_SetString(PyExc_ValueError, "no such place");
+        if (p->kind == PART) c->in_parts = 1;
+        if (p->kind < MEMORY || p->kind > PART || p->value < 0) PyErr_SetString(PyExc_ValueError, "no such place");
     }
     if (c->scratch > 256) PyErr_SetString(PyExc_ValueError, "more than 256 blocks of scratch");
     for (step_t *s = c->step; s < c->step + c->steps; s++) {
@@ -214,25 +227,41 @@ wrong:
     return NULL;
 }
 
-/* run(chain, *addresses) */
-static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+/* One call: of the whole, or of some elements, whose place and number come before the addresses. */
+static PyObject *call(PyObject *const *args, Py_ssize_t n, int in_parts) {
     chain_t *c = n < 1 ? NULL : PyCapsule_GetPointer(args[0], "chain");
-    if (!c || n - 1 != c->given) {
+    Py_ssize_t before = in_parts ? 4 : 1;
+    if (!c || n - before != c->given || c->in_parts != in_parts) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a chain and the addresses it asks for are required");
         return NULL;
     }
-    int64_t given[n];
-    for (Py_ssize_t i = 0; i < n - 1; i++) given[i] = (int64_t)PyLong_AsUnsignedLongLongMask(args[i + 1]);
+    int64_t numbers[n];
+    for (Py_ssize_t i = 1; i < n; i++) numbers[i] = (int64_t)PyLong_AsUnsignedLongLongMask(args[i]);
     if (PyErr_Occurred()) return NULL;
-    if (c->count < ALONE_FROM) {
-        work(c, given);
+    call_t made = {.chain = c, .given = numbers + before, .end = c->count};
+    if (in_parts) {
+        made.first = numbers[1], made.end = numbers[1] + numbers[2], made.part = numbers[3];
+        if (made.first < 0 || numbers[2] < 0 || numbers[2] > c->count - made.first) {
+            PyErr_SetString(PyExc_ValueError, "a part that the chain does not have");
+            return NULL;
+        }
+    }
+    if (made.end - made.first < ALONE_FROM) {
+        work(&made);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        work(c, given);
+        work(&made);
         Py_END_ALLOW_THREADS
     }
     Py_RETURN_NONE;
+}
+
+/* run(chain, *addresses) */
+static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) { return (void)self, call(args, n, 0); }
+
+/* run_part(chain, first element, elements, address of the part, *addresses) */
+static PyObject *py_run_part(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    return (void)self, call(args, n, 1);
 }
 
 /* use_mkl(address of vmsSqrt, mode) */
@@ -249,6 +278,7 @@ static PyMethodDef METHODS[] = {
     {"use_mkl", py_use_mkl, METH_VARARGS, NULL},
     {"chain", py_chain, METH_VARARGS, NULL},
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
+    {"run_part", (PyCFunction)(void (*)(void))py_run_part, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_chain", NULL, -1, METHODS, NULL, NULL, NULL, NULL};
