@@ -47,6 +47,8 @@ PLAIN: tuple[type, ...] = (
 )
 _EXACT_PLAIN = frozenset(PLAIN)
 _BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
+# What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
+SCHEDULED = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})
 BOOKKEEPING = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
 
 
@@ -364,7 +366,7 @@ def _optimizer(walk: Walk, optimizer: torch.optim.Optimizer, source: Source) -> 
     walk.holders.add(source.path)
     for index, group in enumerate(optimizer.param_groups):
         where = Item(Item(Item(Vars(source), "param_groups"), index), "")
-        later = frozenset(key for key in group if key not in optimizer.defaults and key != "params")
+        later = frozenset(key for key in group if key in SCHEDULED and key not in optimizer.defaults)
         lifted = set()
         for key, value in group.items():
             if isinstance(value, float) or (key == "lr" and type(value) is int):
