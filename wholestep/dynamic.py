@@ -26,7 +26,11 @@ Capture = Callable[..., tuple[Snapshot, Traced]]
 
 @dataclass
 class Template:
-    """One trace with symbolic sizes, and what else must hold for it to serve."""
+    """One trace with symbolic sizes, and what else must hold for it to serve.
+
+    Attributes:
+        grown: paths of lists that the step only appends to.
+    """
 
     traced: Traced
     sizes: Sizes
@@ -34,6 +38,7 @@ class Template:
     names: frozenset[str]
     varying: frozenset[str]
     shares: frozenset[tuple[str, str]]
+    grown: frozenset[str]
 
     @property
     def paths(self) -> frozenset[str]:
@@ -96,7 +101,7 @@ class Templates:
     ) -> tuple[Snapshot, Traced]:  # fmt: skip
         reasons: list[str] = []
         for template in self.known:
-            world = look(fn, args, kwargs, names=template.names, varying=varying)
+            world = look(fn, args, kwargs, names=template.names, varying=varying | template.grown)
             misfit = template.misfit(world) if template.varying == varying else "another number varies"
             if misfit is None:
                 self.reason = ""
@@ -119,7 +124,7 @@ class Templates:
         last = sizes[-1]
         self.specialized += [reason for reason in last.specialized() if reason not in self.specialized]
         paths = frozenset(source.path for source, _, _ in last.layouts)
-        template = Template(traced, last, _sizeless(world, paths), world.names, varying, frozenset())
+        template = Template(traced, last, _sizeless(world, paths), world.names, varying, frozenset(), world.varying - varying)
         template.shares = sharing(world, template.written)
         if traced.fingerprint in [known.traced.fingerprint for known in self.known]:
             self.reason = ""  # other objects, as after an optimizer's first step, and the same program

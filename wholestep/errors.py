@@ -58,9 +58,11 @@ class LeakError(CaptureError):
 
     Attributes:
         held: the tensor or number, by which tracing finds the line that made it.
+        grown: paths of the lists that it was appended to, when that is all that happened.
     """
 
     held: object = None
+    grown: frozenset[str] = frozenset()
 
 
 class GraphError(WholestepError, AssertionError):

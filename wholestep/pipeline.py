@@ -20,6 +20,7 @@ from wholestep.capture import (
     snapshot,
 )
 from wholestep.dynamic import Templates
+from wholestep.errors import LeakError
 from wholestep.ir import StepGraph, check, info
 from wholestep.lower import Backend, lower
 from wholestep.override import Override
@@ -108,7 +109,7 @@ def build(
     if cut.moved:
         return build(fn, args, kwargs, options, known, varying, look, overrides)
     if cut.any:
-        world = look(fn, args, kwargs, names=world.names, varying=varying)
+        world = look(fn, args, kwargs, names=world.names, varying=world.varying)
     bound = [item.source for item in traced.lifted if item.source is not None]
     binder = compile_binder(world, bound, mutated=mutated)
     binder.prepare(traced.effects, traced.result, args, kwargs)
@@ -219,6 +220,12 @@ def capture(
                 return world, trace_step(step, args, kwargs, world, names, new_values, *how)
             except SharedMemory as request:
                 shared = request.memories
+            except LeakError as leak:  # once more, not looking into lists that the step appends to
+                if not leak.grown:
+                    raise
+                varying |= leak.grown
             finally:
                 _tracing.active = False
                 world.restore()
+            if not varying <= world.varying:
+                world = look(fn, args, kwargs, varying=varying)

@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.effects import CallStep, DelAttr, DelItem, Effect, SetAttr, SetContents, SetGrad, SetItem, fill
+from wholestep.capture.effects import (
+    CallStep,
+    DelAttr,
+    DelItem,
+    Effect,
+    Extend,
+    SetAttr,
+    SetContents,
+    SetGrad,
+    SetItem,
+    fill,
+)
 from wholestep.capture.fastpath import FastPath, compiled
 from wholestep.capture.source import Call, Global, Source, Vars
 from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, assemble, assemble_record
@@ -111,7 +122,7 @@ class Applier:
         self.reads.append(f"{holder} = {self._read(effect.source)}")
         if isinstance(effect, (SetItem, DelItem)):
             self.reads.append(f"k{index} = {self._value(effect.key)}")
-        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents)):
+        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents, Extend)):
             self.reads.append(f"v{index} = {self._value(effect.value)}")
         table = isinstance(effect.source, (Vars, Global))
         if isinstance(effect, SetGrad):
@@ -121,6 +132,8 @@ class Applier:
             line = f"{holder}[k{index}] = v{index}"
         elif isinstance(effect, DelItem):
             line = f"del {holder}[k{index}]"
+        elif isinstance(effect, Extend):
+            line = f"{holder}.extend(v{index})"
         elif isinstance(effect, CallStep):
             line = f"{holder}.step(*{self._constant(effect.args)})"
         elif isinstance(effect, SetContents):

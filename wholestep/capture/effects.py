@@ -18,6 +18,7 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Contents
+from wholestep.capture.sinks import REMEDY, Sink
 from wholestep.capture.source import Source, Version
 from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Tree, Value, hollow_out, new_in
 from wholestep.capture.walk import Place, is_plain
@@ -101,6 +102,16 @@ class SetContents(Effect):
 
 
 @dataclass(frozen=True, eq=False)
+class Extend(Effect):
+    """``source.extend(values)``: a list or deque that the step appends to and does not read."""
+
+    value: Tree
+
+    def __str__(self) -> str:
+        return f"{self.source} += {self.value}"
+
+
+@dataclass(frozen=True, eq=False)
 class CallStep(Effect):
     """``source.step(*args)``: a learning-rate scheduler moves on, after all else."""
 
@@ -124,6 +135,7 @@ class _Values:
         self.stand_ins = {id(s): n for s, n in zip(snap.stand_ins, snap.numbers, strict=False)}
         self.new: dict[int, New] = {}
         self.open: set[int] = set()
+        self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many new values, and the first of them
         self.made: dict[int, tuple[Any, Value]] = {}  # a container that is held twice is made once
 
     def value(self, value: Any, where: str) -> Value:
@@ -131,6 +143,8 @@ class _Values:
         if id(value) in self.stand_ins:
             number = self.stand_ins[id(value)]
             return Existing(number.source, number.value)
+        if type(value) is Sink:
+            return Existing(vars(value)["source"], vars(value)["holder"])
         if isinstance(value, Count):
             found = self.snap.find(value.tensor)
             assert found is not None
@@ -215,6 +229,13 @@ def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: 
     for place in snap.places:
         now = place.box.read(place.holder)
         found.extend(_place_effects(snap, place, now, values))
+    if values.grown:
+        source, count, held = values.grown[0]
+        leak = _leak(held, f"{source} grows by {count} values made in the step, at each call", REMEDY)
+        leak.grown = frozenset(source.path for source, _, _ in values.grown)
+        raise leak
+    for source, taken in snap.walk.sinks.taken():
+        found.append(Extend(source, values.tree([], dict(enumerate(taken)), source.text)))
     return found, values.value(result, "the step's result")
 
 
@@ -235,8 +256,7 @@ def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values)
         grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
         if grown and place.box is not boxes.MAPPING and any(isinstance(v, New) for v in tree.values[len(before):]):
             held = next(v.value for v in tree.values[len(before):] if isinstance(v, New))
-            raise _leak(held, f"{source} grows by {len(now) - len(before)} values made in the step, at each call",
-                        "return them from the step and append them outside, or clear the container first")
+            values.grown.append((source, len(now) - len(before), held))
         yield SetContents(source, place.box, tree)
         return
     for key in before:

@@ -20,6 +20,7 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.anchored import Anchored, identical, memory, same_plain, sharing_pattern
+from wholestep.capture.arrays import as_stamped
 from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.source import REGISTRIES, Grad, Source
 from wholestep.capture.walk import Number, Place, global_state, is_plain
@@ -237,6 +238,11 @@ class FastPath:
         self._require(f"len(args) == {len(call.args)} and " +
                       (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs"))
         self._require("global_state() == STATE")
+        arrays = self.snap.walk.arrays.values()
+        if arrays:  # each is the very same, or the guards are compared one by one
+            self.space["as_stamped"] = as_stamped
+            self._require(f"as_stamped({self._fresh([a.value for a in arrays])}, "
+                          f"{self._fresh([a.stamp for a in arrays])})")
         numbers = {number.source.path for number in self.snap.numbers}
         for source, value in self.snap.walk.roots[:-1]:
             if source.path not in numbers:

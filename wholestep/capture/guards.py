@@ -112,6 +112,9 @@ def _value_guard(walk: Walk, source: Source, value: Any, found: list[Guard]) -> 
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
+    elif id(value) in walk.arrays:
+        found.append(Guard(source, "type", type(value)))
+        found.append(Guard(source, "array", walk.arrays[id(value)].stamp))
     elif first is None or isinstance(value, (tuple, frozenset, types.MethodType)):
         found.append(Guard(source, "type", type(value)))
     elif first.path == source.path:

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from wholestep.capture.boxes import MISSING
-from wholestep.capture.effects import CallStep, DelAttr, DelItem, Effect, SetAttr, SetContents, SetGrad, SetItem, fill
+from wholestep.capture.effects import (
+    CallStep,
+    DelAttr,
+    DelItem,
+    Effect,
+    Extend,
+    SetAttr,
+    SetContents,
+    SetGrad,
+    SetItem,
+    fill,
+)
 from wholestep.capture.source import Call, Global, Vars
 from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Value, assemble, assemble_record
 
@@ -46,7 +57,7 @@ def replay(effects: Sequence[Effect], call: Call, made: Sequence[Any], result: V
     for effect in effects:
         key = build(effect.key, call, made, memo) if isinstance(effect, (SetItem, DelItem)) else None
         value: Any = MISSING
-        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents)):
+        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents, Extend)):
             value = build(effect.value, call, made, memo)
         ready.append((effect, effect.source.read(call), key, value))
     for entry in ready:
@@ -61,6 +72,8 @@ def _assign(effect: Effect, holder: Any, key: Any, value: Any) -> None:
         holder[key] = value
     elif isinstance(effect, DelItem):
         del holder[key]
+    elif isinstance(effect, Extend):
+        holder.extend(value)
     elif isinstance(effect, CallStep):
         holder.step(*effect.args)
     elif isinstance(effect, SetContents):

@@ -162,6 +162,8 @@ class Snapshot:
         if len(stand_ins) != len(self.numbers):
             raise ValueError(f"{len(stand_ins)} stand-ins for {len(self.numbers)} numbers; give one for each")
         self.stand_ins = list(stand_ins)
+        for array in self.walk.arrays.values():
+            array.keep()
         args = [self.twins.exchange(value) for value in self.call.args]
         kwargs = {name: self.twins.exchange(value) for name, value in self.call.kwargs.items()}
         for number, stand_in in zip(self.numbers, stand_ins, strict=True):
@@ -210,6 +212,7 @@ class Snapshot:
                 self._originals[id(twins.of[key])] = twins.of[key], found.tensor
                 if key in self.parts:
                     self.parts[id(twins.of[key])] = self.parts[key]
+        twins.of.update(self.walk.sinks.put())
         if twins.of:
             for place in self.places:
                 if place.box not in (boxes.TENSOR, boxes.TUPLE):
@@ -275,6 +278,8 @@ class Snapshot:
         Raises:
             LeakError: a new tensor is held where a replay cannot put its successor.
         """
+        for array in self.walk.arrays.values():
+            array.refuse_changed()
         if self.replaced:
             self._hand_back_training()
         for scheduler, _ in self.walk.schedulers:
@@ -292,6 +297,8 @@ class Snapshot:
         torch.set_grad_enabled(self._grad_mode)
         torch.clear_autocast_cache()
         self.wholes.back()
+        for array in self.walk.arrays.values():
+            array.restore()
         failures: list[Exception] = []
         for place in self.places:
             try:
@@ -302,6 +309,7 @@ class Snapshot:
         moved = [(tensor, version) for tensor, version, _ in self._versions if tensor._version != version]
         if moved:
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
+        self.walk.sinks.restore()
         self._lifted.clear()
         self.noted.clear()
         self.twins = Twins(())

@@ -8,7 +8,7 @@ begins at the step. A view of another tensor in reach is given a view of that on
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -101,8 +101,8 @@ class Twins:
         return None
 
     def exchange(self, value: Any) -> Any:
-        """A value with each tensor and module replaced by its twin; tuples are made anew around theirs, others stay."""
-        if isinstance(value, (torch.Tensor, torch.nn.Module)):
+        """A value with what has a twin replaced by it; tuples are made anew around theirs, others stay."""
+        if isinstance(value, (torch.Tensor, torch.nn.Module, list, deque)):
             return self.of.get(id(value), value)
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
             parts = [self.exchange(item) for item in value]

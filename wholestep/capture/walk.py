@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parameter import is_lazy
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import boxes
+from wholestep.capture.arrays import Array, stamp
 from wholestep.capture.boxes import Box, Contents, Names
 from wholestep.capture.code import (
     Reach,
@@ -36,6 +38,7 @@ from wholestep.capture.code import (
     is_user_class,
     is_user_module,
 )
+from wholestep.capture.sinks import Sinks
 from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Method, Source, Vars
 from wholestep.errors import LazyError
 from wholestep.ir import InputKind
@@ -44,6 +47,7 @@ from wholestep.torch_compat import HOOK_TABLES, default_device
 PLAIN: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
+    numpy.generic,
 )
 _EXACT_PLAIN = frozenset(PLAIN)
 _BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
@@ -175,6 +179,8 @@ class Walk:
         self.tensors: dict[int, Found] = {}
         self.state = global_state()
         self.metadata: dict[int, tuple[Any, ...]] = {}
+        self.arrays: dict[int, Array] = {}
+        self.sinks = Sinks()
         self.numbers: list[Number] = []
         self.holders: set[str] = set()  # paths of objects whose tensors are no batch: modules, optimizers, the user's
         self.named: set[tuple[int, str]] = set()  # globals met: id of the module's table, name
@@ -291,6 +297,10 @@ def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
         walk.add(attributes, Vars(source), boxes.ATTRIBUTES, tensor)
 
 
+def _array(walk: Walk, array: numpy.ndarray[Any, Any], source: Source) -> None:
+    walk.arrays[id(array)] = Array(array, source, stamp(array))
+
+
 def _tensor_kind(walk: Walk, tensor: torch.Tensor, source: Source) -> InputKind:
     if isinstance(source, Attr) and source.name == "grad":
         return "grad"
@@ -326,6 +336,9 @@ def _mapping(walk: Walk, holder: dict[Any, Any], source: Source) -> None:
 
 def _sequence(box: Box) -> Handler:
     def handle(walk: Walk, holder: Any, source: Source) -> None:
+        if source.path in walk.varying and type(holder) in (list, deque):
+            walk.sinks.found[id(holder)] = holder, source
+            return
         walk.add(holder, source, box)
         _plain_attributes(walk, holder, source)
     return handle
@@ -433,6 +446,7 @@ def _partial(walk: Walk, value: functools.partial[Any], source: Source) -> None:
 
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
+    numpy.ndarray: _array,
     torch.optim.Optimizer: _optimizer,
     LRScheduler: _scheduler,
     dict: _mapping,

@@ -169,7 +169,9 @@ def trace_step(
     try:
         effects, value = world.outcome(is_made, result)
     except LeakError as error:
-        raise LeakError(error.what, error.where or recorder.made_at(error.held), error.remedy) from None
+        leak = LeakError(error.what, error.where or recorder.made_at(error.held), error.remedy)
+        leak.grown = error.grown
+        raise leak from None
     made = new_values(effects, value)
     outlet.observe(made)
     versions = _versions(recorder, before)

@@ -1,0 +1,106 @@
+"""Sinks: lists that a step appends to and does not read.
+
+Such a list is another one at each call, and yet the step is the same. So it is not looked into: while the step is
+traced an empty sink stands in its place, takes what is appended, and refuses to be read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from wholestep.errors import LeakError
+
+REMEDY = "return them from the step and append them outside, or clear the container first"
+
+
+class Sink:
+    """Stands for a list or deque that a step appends to.
+
+    Attributes:
+        holder: the list itself, which stays as it is.
+        taken: what was appended.
+        refusal: why the step cannot be captured, once it has read the list.
+    """
+
+    def __init__(self, holder: Any, source: Any) -> None:
+        self.__dict__.update(holder=holder, source=source, taken=[], refusal=None)
+
+    @property
+    def __class__(self) -> type:
+        return type(self.__dict__["holder"])
+
+    def append(self, value: Any) -> None:
+        self.__dict__["taken"].append(value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        self.__dict__["taken"].extend(values)
+
+    def __iadd__(self, values: Iterable[Any]) -> Any:
+        self.extend(values)
+        return self
+
+
+def _refuse(self: Any) -> LeakError:
+    state = self.__dict__
+    error = LeakError(f"{state['source']} grows by values made in the step, at each call, and the step reads it",
+                      remedy=REMEDY)
+    state["refusal"] = state["refusal"] or error
+    return error
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _refuse(self)
+
+    return read
+
+
+_OWN = {*vars(Sink), *vars(object), "__class_getitem__"} - {"__eq__", "__ne__", "__repr__", "__str__", "__reduce_ex__"}
+for _name in ({*dir(list), *dir(deque), "__bool__", "__copy__", "__deepcopy__"} - _OWN):
+    setattr(Sink, _name, _reading(_name))
+
+
+class Sinks:
+    """The lists that one snapshot does not look into.
+
+    Attributes:
+        found: id of a list -> the list and its source.
+        standing: what stands in their place while the step is traced.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[Any, Any]] = {}
+        self.standing: dict[int, Sink] = {}
+        self._before: dict[int, list[Any]] = {}
+
+    def put(self) -> dict[int, Sink]:
+        """Makes a sink for each; gives them by the id of the list."""
+        self.standing = {key: Sink(holder, source) for key, (holder, source) in self.found.items()}
+        self._before = {key: list(holder) for key, (holder, _) in self.found.items()}
+        return self.standing
+
+    def taken(self) -> list[tuple[Any, list[Any]]]:
+        """Source and new values of each list that the step has appended to.
+
+        Raises:
+            LeakError: it has read one of them, or has reached one past its sink.
+        """
+        for key, sink in self.standing.items():
+            holder, before = self.found[key][0], self._before[key]
+            if len(holder) != len(before) or any(a is not b for a, b in zip(holder, before, strict=True)):
+                raise _refuse(sink)
+            if vars(sink)["refusal"] is not None:
+                raise vars(sink)["refusal"]
+        states = [vars(sink) for sink in self.standing.values()]
+        return [(state["source"], state["taken"]) for state in states if state["taken"]]
+
+    def restore(self) -> None:
+        """Puts the lists back as they were."""
+        for key, before in self._before.items():
+            holder = self.found[key][0]
+            if len(holder) != len(before):
+                holder.clear()
+                holder.extend(before)
+        self.standing, self._before = {}, {}
