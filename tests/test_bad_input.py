@@ -163,11 +163,11 @@ def test_operator_without_fake_rule() -> None:
 def kept_in_a_global_list(model: MLP, x: Tensor, y: Tensor) -> Tensor:
     loss = model(x, y)
     KEPT.append(loss.detach())  # HERE
-    return loss
+    return loss / len(KEPT)
 
 
 def test_result_kept_elsewhere() -> None:
-    KEPT[:] = [0.0]  # an empty list may be cleared and filled by each step; one that only grows is refused
+    KEPT[:] = [0.0]  # a step may append to a list, or clear and fill it; one that it also reads is refused
     try:
         error = assert_refused(training(kept_in_a_global_list), LeakError)
     finally:
@@ -178,11 +178,11 @@ def test_result_kept_elsewhere() -> None:
 def kept_number(model: MLP, x: Tensor, y: Tensor) -> Tensor:
     loss = model(x, y)
     KEPT.append(loss.item())  # HERE
-    return loss
+    return loss * KEPT[-1]
 
 
 def test_number_kept_elsewhere() -> None:
-    KEPT[:] = [0.0]  # an empty list may be cleared and filled by each step; one that only grows is refused
+    KEPT[:] = [0.0]  # a step may append to a list, or clear and fill it; one that it also reads is refused
     try:
         error = assert_refused(training(kept_number), LeakError)
     finally:

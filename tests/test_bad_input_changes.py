@@ -146,13 +146,27 @@ def numpy_random(seed: int) -> World:
     return training(lambda model, x, y: model(x, y) * float(numpy.random.rand()))(seed)
 
 
-def generator_as_argument(seed: int) -> World:
+def generator_seeded_inside(seed: int) -> World:
     generator = torch.Generator().manual_seed(3)
 
     def step(x: Tensor) -> Tensor:
-        return x + torch.randn(3, generator=generator)
+        return x + torch.randn(3, generator=generator.manual_seed(1))
 
     return World(step, [(torch.ones(3),)])
+
+
+def generator_made_inside(seed: int) -> World:
+    return World(lambda x: x + torch.randn(3, generator=torch.Generator().manual_seed(3)), [(torch.ones(3),)])
+
+
+def array_written(seed: int) -> World:
+    counts = numpy.zeros(3)
+
+    def step(x: Tensor) -> Tensor:
+        counts[1] += 1
+        return x * 2
+
+    return World(step, [(torch.ones(3),)], {"counts": lambda: counts.tolist()})
 
 
 def seed_set_inside(seed: int) -> World:
@@ -222,7 +236,9 @@ PYTHON_EFFECTS = (
     counts_on_the_module,
     python_random,
     numpy_random,
-    generator_as_argument,
+    generator_seeded_inside,
+    generator_made_inside,
+    array_written,
     seed_set_inside,
     grad_scaler,
     global_number_read,

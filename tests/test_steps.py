@@ -10,6 +10,7 @@ from zoo.gradients import GRADIENTS
 from zoo.hooks import HOOKS
 from zoo.numbers import NUMBERS
 from zoo.steps import STEPS
+from zoo.strangers import STRANGERS
 
 import wholestep as ws
 
@@ -37,6 +38,11 @@ def test_gradients(name: str) -> None:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name: str) -> None:
     assert_same_run(NUMBERS[name])
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_as_others_write_them(name: str) -> None:
+    assert_same_run(STRANGERS[name])
 
 
 def test_numbers_that_vary_are_inputs() -> None:

@@ -7,6 +7,7 @@ import ctypes
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from wholestep.torch_compat import (
     evaluated,
     fake_refusal,
     free_saved_tensors,
+    generator_id,
     gloo_options,
     has_native_kernel,
     is_one_of_several,
@@ -455,3 +457,16 @@ def test_a_strict_fake_tensor_gives_no_address():
     fake = empty_fake(strict_fake_mode(), torch.ones(3))
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         fake.data_ptr()
+
+
+def test_a_generator_is_known_by_its_c_object() -> None:
+    ours, met = torch.Generator(), []
+
+    class See(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            met.append(kwargs["generator"])
+            return func(*args, **kwargs)
+
+    with See():
+        torch.randn(2, generator=ours)
+    assert generator_id(met[0]) == generator_id(ours) != generator_id(torch.default_generator)

@@ -59,10 +59,12 @@ class LeakError(CaptureError):
     Attributes:
         held: the tensor or number, by which tracing finds the line that made it.
         grown: paths of the lists that it was appended to, when that is all that happened.
+        read: whether the step read such a list.
     """
 
     held: object = None
     grown: frozenset[str] = frozenset()
+    read: bool = False
 
 
 class GraphError(WholestepError, AssertionError):

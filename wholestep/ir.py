@@ -28,7 +28,7 @@ from wholestep.errors import CaptureError, GraphError
 from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
-InputKind = Literal["parameter", "buffer", "grad", "state", "batch", "tensor", "number"]
+InputKind = Literal["parameter", "buffer", "grad", "state", "batch", "tensor", "number", "generator"]
 
 
 @dataclass(slots=True)

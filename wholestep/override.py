@@ -27,7 +27,7 @@ class Override:
         """
         return module
 
-    def transform(self, gm: fx.GraphModule, flat_state: list[torch.Tensor | float]) -> fx.GraphModule:
+    def transform(self, gm: fx.GraphModule, flat_state: list[torch.Tensor | torch.Generator | float]) -> fx.GraphModule:
         """The graph of one rank, collectives included, as it shall run; called once for each program.
 
         Args:

@@ -204,6 +204,7 @@ def capture(
     with _capturing:
         world = look(fn, args, kwargs, varying=varying)
         shared: frozenset[int] = frozenset()
+        first: LeakError | None = None
         backward = differentiate if differentiable and world.differentiable else None
         while True:
             try:
@@ -222,8 +223,8 @@ def capture(
                 shared = request.memories
             except LeakError as leak:  # once more, not looking into lists that the step appends to
                 if not leak.grown:
-                    raise
-                varying |= leak.grown
+                    raise (first or leak) if leak.read else leak  # noqa: B904
+                first, varying = leak, varying | leak.grown
             finally:
                 _tracing.active = False
                 world.restore()

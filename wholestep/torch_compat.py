@@ -197,6 +197,11 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+def generator_id(generator: torch.Generator) -> int:
+    """Identifies a random generator; Python may hold several objects of one."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
 # --- capture ---------------------------------------------------------------------------------------------
 
 # The reading of a tensor's version counter, as function modes see it.

@@ -231,7 +231,8 @@ def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: 
         found.extend(_place_effects(snap, place, now, values))
     if values.grown:
         source, count, held = values.grown[0]
-        leak = _leak(held, f"{source} grows by {count} values made in the step, at each call", REMEDY)
+        leak = _leak(held, f"{source} grows by {count} values made in the step, at each call, and the step reads it",
+                     REMEDY)
         leak.grown = frozenset(source.path for source, _, _ in values.grown)
         raise leak
     for source, taken in snap.walk.sinks.taken():
@@ -254,9 +255,9 @@ def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values)
     if place.box in (boxes.LIST, boxes.SET, boxes.DEQUE) or _reordered(now, before):
         tree = values.tree(place.holder, now, source.text)
         grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
-        if grown and place.box is not boxes.MAPPING and any(isinstance(v, New) for v in tree.values[len(before):]):
-            held = next(v.value for v in tree.values[len(before):] if isinstance(v, New))
-            values.grown.append((source, len(now) - len(before), held))
+        new = new_in(tree.values[len(before):]) if grown and place.box is not boxes.MAPPING else []
+        if new:
+            values.grown.append((source, len(now) - len(before), new[0]))
         yield SetContents(source, place.box, tree)
         return
     for key in before:

@@ -446,6 +446,7 @@ class FastPath:
         tensors = {f.source.path: f.tensor for f in self.snap.tensors.values()}
         numbers = {n.source.path: n for n in self.snap.numbers}
         volatile = {id(t): name for name, t in self.volatile_tensors}
+        generators = {source.path: generator for generator, source in self.snap.walk.generators.values()}
         for number in self.snap.numbers:
             self._require(self._is_number(number))
         parts = []
@@ -457,6 +458,8 @@ class FastPath:
             elif source.path in tensors:
                 tensor = tensors[source.path]
                 parts.append(self.anchored_tensors.get(id(tensor)) or volatile[id(tensor)])
+            elif source.path in generators:
+                parts.append(self._name(generators[source.path]))  # guarded by identity
             else:
                 raise ValueError(f"{source} is not a tensor or number that the snapshot found")
         self.lines.append(f"return [{', '.join(parts)}]")

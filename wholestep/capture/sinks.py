@@ -12,7 +12,7 @@ from typing import Any
 
 from wholestep.errors import LeakError
 
-REMEDY = "return them from the step and append them outside, or clear the container first"
+REMEDY = "read it outside of the step, clear it first, or return the values and append them outside"
 
 
 class Sink:
@@ -27,7 +27,7 @@ class Sink:
     def __init__(self, holder: Any, source: Any) -> None:
         self.__dict__.update(holder=holder, source=source, taken=[], refusal=None)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self.__dict__["holder"])
 
@@ -46,6 +46,7 @@ def _refuse(self: Any) -> LeakError:
     state = self.__dict__
     error = LeakError(f"{state['source']} grows by values made in the step, at each call, and the step reads it",
                       remedy=REMEDY)
+    error.read = True
     state["refusal"] = state["refusal"] or error
     return error
 

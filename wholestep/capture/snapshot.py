@@ -60,6 +60,7 @@ class Snapshot:
         if replace is not None:
             self._replace(replace)
         self.stand_ins: list[object] = []
+        self._seeds: list[tuple[torch.Generator, Source, torch.Tensor]] = []
         self._lifted: dict[tuple[int, Any], Any] = {}
         self.noted: list[Noted] = []
         self._grad_mode = torch.is_grad_enabled()
@@ -162,6 +163,8 @@ class Snapshot:
         if len(stand_ins) != len(self.numbers):
             raise ValueError(f"{len(stand_ins)} stand-ins for {len(self.numbers)} numbers; give one for each")
         self.stand_ins = list(stand_ins)
+        self._seeds = [(g, source, g.get_state()) for g, source in self.walk.generators.values()
+                       if g is not torch.default_generator]
         for array in self.walk.arrays.values():
             array.keep()
         args = [self.twins.exchange(value) for value in self.call.args]
@@ -198,6 +201,11 @@ class Snapshot:
     def original(self, value: Any) -> Any:
         """The tensor that a twin took the place of while the step was traced; any other value as it is."""
         return self._originals[id(value)][1] if id(value) in self._originals else value
+
+    @property
+    def generators(self) -> dict[int, tuple[torch.Generator, Source]]:
+        """The random generators that the step can see."""
+        return self.walk.generators
 
     @property
     def parts(self) -> dict[int, Part]:
@@ -280,6 +288,10 @@ class Snapshot:
         """
         for array in self.walk.arrays.values():
             array.refuse_changed()
+        for generator, source, state in self._seeds:
+            if not torch.equal(generator.get_state(), state):
+                raise UnsupportedError(f"{source}, a random generator, is seeded inside of the step",
+                                       remedy="seed it outside")
         if self.replaced:
             self._hand_back_training()
         for scheduler, _ in self.walk.schedulers:
@@ -299,6 +311,8 @@ class Snapshot:
         self.wholes.back()
         for array in self.walk.arrays.values():
             array.restore()
+        for generator, _, state in self._seeds:
+            generator.set_state(state)
         failures: list[Exception] = []
         for place in self.places:
             try:

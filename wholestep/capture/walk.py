@@ -42,7 +42,7 @@ from wholestep.capture.sinks import Sinks
 from wholestep.capture.source import Attr, Call, Cell, Function, Global, Item, Local, Member, Method, Source, Vars
 from wholestep.errors import LazyError
 from wholestep.ir import InputKind
-from wholestep.torch_compat import HOOK_TABLES, default_device
+from wholestep.torch_compat import HOOK_TABLES, default_device, generator_id
 
 PLAIN: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
@@ -180,6 +180,7 @@ class Walk:
         self.state = global_state()
         self.metadata: dict[int, tuple[Any, ...]] = {}
         self.arrays: dict[int, Array] = {}
+        self.generators: dict[int, tuple[torch.Generator, Source]] = {}
         self.sinks = Sinks()
         self.numbers: list[Number] = []
         self.holders: set[str] = set()  # paths of objects whose tensors are no batch: modules, optimizers, the user's
@@ -299,6 +300,10 @@ def _tensor(walk: Walk, tensor: torch.Tensor, source: Source) -> None:
 
 def _array(walk: Walk, array: numpy.ndarray[Any, Any], source: Source) -> None:
     walk.arrays[id(array)] = Array(array, source, stamp(array))
+
+
+def _generator(walk: Walk, generator: torch.Generator, source: Source) -> None:
+    walk.generators[generator_id(generator)] = generator, source
 
 
 def _tensor_kind(walk: Walk, tensor: torch.Tensor, source: Source) -> InputKind:
@@ -447,6 +452,7 @@ def _partial(walk: Walk, value: functools.partial[Any], source: Source) -> None:
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
     numpy.ndarray: _array,
+    torch.Generator: _generator,
     torch.optim.Optimizer: _optimizer,
     LRScheduler: _scheduler,
     dict: _mapping,
@@ -474,7 +480,7 @@ _LATER = (_optimizer, _scheduler, _class)
 # Registered operators and their namespaces keep books of their own, which change when one is first run.
 OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)),)
 OPAQUE: tuple[type, ...] = (
-    types.BuiltinFunctionType, torch.Generator, weakref.ref, torch.library.CustomOpDef, *OPERATORS
+    types.BuiltinFunctionType, weakref.ref, torch.library.CustomOpDef, *OPERATORS
 )
 
 

@@ -8,7 +8,7 @@ May import: errors, ir, torch_compat. Must not import capture, autograd, spmd, p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -48,6 +48,8 @@ class World(Protocol):
     def parts(self) -> dict[int, Part]: ...
     @property
     def spread(self) -> bool: ...
+    @property
+    def generators(self) -> Mapping[int, tuple[torch.Generator, Any]]: ...
     def homes(self, effects: list[Any]) -> dict[int, tuple[str, InputKind]]: ...
     def sizable(self) -> list[Any]: ...
     def exchange(self, tensors: dict[int, torch.Tensor]) -> None: ...
@@ -140,6 +142,7 @@ def trace_step(
         SharedMemory: restore the world and try again.
     """
     recorder = Recorder(world.find, Whereabouts(names), shared, guard_data, world.parts, sizes)
+    recorder.generators = world.generators
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
         world.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})

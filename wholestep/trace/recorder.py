@@ -20,13 +20,13 @@ from torch import fx
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import UnderGrad
 from wholestep.parts import Part
-from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, no_modes
+from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id, no_modes
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.checks import CHECKS
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import geometry
 from wholestep.trace.sizes import Sizes, is_size
-from wholestep.trace.tape import Found, map_leaves
+from wholestep.trace.tape import Found, Lifted, map_leaves
 from wholestep.trace.where import Whereabouts, user_line
 from wholestep.trace.writes import Writes, all_args
 
@@ -87,13 +87,27 @@ class Recorder(Writes, TorchDispatchMode):
         if isinstance(leaf, (torch.SymFloat, torch.SymInt)):
             return leaf if is_size(leaf) else leaf.node.fx_node
         if isinstance(leaf, torch.Generator):
-            if leaf is not torch.default_generator:
-                raise UnsupportedError("a random operator with its own generator", user_line(), "use the default one")
-            return None
+            is_default = generator_id(leaf) == generator_id(torch.default_generator)
+            return None if is_default else self._generator(leaf)
         if type(leaf) is float and leaf in self.tokens:
             self.spent.add(leaf)
             return self.tokens[leaf].fx_node
         return leaf
+
+    def _generator(self, generator: torch.Generator) -> fx.Node:
+        """The input that a random generator which the step can see is, or becomes."""
+        key = generator_id(generator)
+        found = self.generators.get(key)
+        if found is None:
+            what = "a random operator with a generator that the step makes, or that is out of its sight"
+            raise UnsupportedError(what, user_line(), "make it before the step")
+        if self.parts:
+            what = "a random operator with its own generator, in a step that is spread over ranks"
+            raise UnsupportedError(what, user_line(), "draw from torch's default generator")
+        if key not in self.drawn:
+            self.drawn[key] = Lifted(self.placeholder(found[1], "generator", None), found[1], found[0])
+            self.lifted.append(self.drawn[key])
+        return self.drawn[key].node
 
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in SHAPE_FROM_DATA:

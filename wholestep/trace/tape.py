@@ -66,7 +66,7 @@ class Lifted:
 
     node: fx.Node
     source: Any
-    value: torch.Tensor | float
+    value: torch.Tensor | torch.Generator | float
     ref: Ref | None = None
     fake: Any = None
     members: list[torch.Tensor] = field(default_factory=list)
@@ -114,6 +114,9 @@ class Tape:
         self.predicates: dict[fx.Node, Predicate] = {}
         self.gradients: list[Gradient] = []
         self.last_placeholder: fx.Node | None = None
+        # random generators that the step can see, with their sources, by `generator_id`; and those that it draws from
+        self.generators: Mapping[int, tuple[torch.Generator, Any]] = {}
+        self.drawn: dict[int, Lifted] = {}
 
     # -- the graph -------------------------------------------------------------------------------------
 
@@ -319,7 +322,7 @@ class Tape:
         if isinstance(leaf, torch.Tensor):
             self.ref(leaf)
             return leaf if isinstance(leaf, FakeTensor) else self.by_id[id(leaf)].fake
-        return leaf.meta["info"].value if isinstance(leaf, fx.Node) else leaf
+        return _fake_value(leaf)
 
     def _reads(self, leaf: Any) -> Any:
         return self.ref(leaf).read(self.emit) if isinstance(leaf, torch.Tensor) else leaf
