@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+import wholestep as ws
 from wholestep import comm
 from wholestep.testing import run_ranks
 
@@ -156,13 +157,13 @@ def busy_rank(pipe, rank, size, folder, seconds):
     pipe.send("gone")
 
 
-def world_of(size, folder, seconds=30.0):
+def world_of(size, folder, setting=30.0, run=busy_rank):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["wholestep.comm"])
+    context.set_forkserver_preload(["wholestep"])
     pipes, ranks = [], []
     for rank in range(size):
         here, there = context.Pipe()
-        ranks.append(context.Process(target=busy_rank, args=(there, rank, size, str(folder), seconds), daemon=True))
+        ranks.append(context.Process(target=run, args=(there, rank, size, str(folder), setting), daemon=True))
         ranks[-1].start()
         there.close()
         pipes.append(here)
@@ -223,6 +224,82 @@ def test_a_stopped_rank_is_named_at_the_timeout_with_where_it_stands(tmp_path):
     assert kind == "DistTimeoutError"
     assert "rank 0 waited 1 s" in message
     assert "for rank 1, which last stood at #" in message
+    end_world(ranks)
+
+
+# Compiled steps ---------------------------------------------------------------------------------------------------
+
+
+def look_up_and_learn(table, layer, opt, x, y):
+    loss = torch.nn.functional.cross_entropy(layer(table(x)), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+def compiled_step(plan):
+    table, layer = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 4)
+    opt = torch.optim.SGD([*table.parameters(), *layer.parameters()], lr=0.1)
+    mesh = ws.init_device_mesh("cpu", (comm.get_world_size(),), mesh_dim_names=("dp",))
+    step = ws.compile(look_up_and_learn, mesh=mesh, plan=getattr(ws, plan)("dp"))
+    return lambda x, y: step(table, layer, opt, x, y)
+
+
+def fails_in_the_middle(folder):
+    """Rank 1's data are wrong, which its program finds half-way; it catches the error and stays alive."""
+    os.environ["WHOLESTEP_DUMP"] = folder
+    step, x, y = compiled_step("DataParallel"), torch.arange(12), torch.arange(12) % 4
+    step(x, y)
+    with pytest.raises((IndexError, comm.DistRankError)) as caught:
+        for _ in range(3):
+            step(x + 100 if comm.get_rank() == 1 else x, y)
+    with pytest.raises(comm.DistRankError, match="its step failed with IndexError"):
+        comm.all_reduce(torch.ones(1))
+    comm.destroy_process_group()
+    comm.init_process_group("null", rank=0, world_size=1, store=comm.HashStore())
+    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("transport", ["shm", "thread", "gloo"])
+def test_a_rank_whose_program_fails_is_named_by_the_others(transport, tmp_path):
+    for rank, (kind, message, notes) in enumerate(run_ranks(fails_in_the_middle, 3, transport, (str(tmp_path),))):
+        assert kind == ("IndexError" if rank == 1 else "DistRankError")
+        if rank != 1:
+            assert "rank 1 cannot go on: its step failed with IndexError: index out of range" in message
+            assert any("test_comm_faults.py:" in note and f"rank{rank}." in note for note in notes)
+
+
+def trains_until(pipe, rank, size, folder, plan):
+    """Runs a compiled step until it fails; reports why."""
+    torch.set_num_threads(1)
+    os.environ["WHOLESTEP_DUMP"] = folder
+    comm.init_process_group("shm", f"file://{folder}/store", timedelta(seconds=30), size, rank)
+    step, x, y = compiled_step(plan), torch.arange(12), torch.arange(12) % 4
+    step(x, y)
+    pipe.send("ready")
+    try:
+        while True:
+            step(x, y)
+    except comm.DistError as error:
+        pipe.send((type(error).__name__, str(error), time.time()))
+    comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("plan", ["DataParallel", "FullyShard"])
+def test_a_rank_killed_in_a_compiled_step_is_named_by_every_survivor(plan, tmp_path):
+    pipes, ranks = world_of(3, tmp_path, plan, run=trains_until)
+    time.sleep(0.1)
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    for rank in (0, 2):
+        assert pipes[rank].poll(20)
+        kind, message, _ = pipes[rank].recv()
+        assert kind == "DistRankError"
+        assert "rank 1 has exited or was killed" in message
+        [dump] = tmp_path.glob(f"rank{rank}.*.json")
+        failed = [call for call in json.loads(dump.read_text())["collectives"] if call["state"] == "failed"]
+        assert failed
+        assert "test_comm_faults.py:" in failed[0]["where"]
     end_world(ranks)
 
 

@@ -70,7 +70,7 @@ class Compiled:
         with self._lock:
             missed = Missed("")
             for entry in self._candidates(args, kwargs):
-                outcome = entry(args, kwargs, self._begin(entry, ready) if self._launch.view else ready)
+                outcome = self._run(entry, args, kwargs, ready) if self._launch.joint else entry(args, kwargs, ready)
                 if type(outcome) is not Missed:
                     if entry is not self._entries[0]:
                         self._prefer(entry)
@@ -83,7 +83,7 @@ class Compiled:
                 if self._launch.view:
                     raise
                 return self._fn(*args, **kwargs)
-            outcome = entry(args, kwargs, ready)
+            outcome = self._run(entry, args, kwargs, ready, True) if self._launch.joint else entry(args, kwargs, ready)
             if type(outcome) is Missed:
                 raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")
             return outcome
@@ -109,13 +109,31 @@ class Compiled:
                 self._entries.remove(gone)
                 self._known.programs = {k: p for k, p in self._known.programs.items() if p is not gone.program}
 
-    def _begin(self, entry: Entry, ready: Callable[[], Any] | None) -> Callable[[], Any]:
+    def _run(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None,
+        met: bool = False,
+    ) -> Any:  # fmt: skip
+        """Runs a program whose ranks wait for each other: all begin together, and learn when one fails on its way.
+
+        Args:
+            met: the ranks have met for this call.
+        """
+        running = False
+
         def begin() -> None:
-            self._launch.begin(entry.terms)
+            nonlocal running
+            if self._launch.view and not met:
+                self._launch.begin(entry.terms)
             if ready is not None:
                 ready()
+            running = True
 
-        return begin
+        try:
+            return entry(args, kwargs, begin)
+        except BaseException as error:
+            if running:
+                self._launch.abort(error)
+            raise
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Missed) -> Entry:
         if (len(self._entries) if self._known.templates is None else self._known.templates.captures) >= MAX_ENTRIES:

@@ -166,6 +166,10 @@ class DeviceGroup(ProcessGroup):
         for part in set(self.parts.values()):
             part.name_parts(name, labels)
 
+    def abort(self, reason: str) -> None:
+        for part in set(self.parts.values()):
+            part.abort(reason)
+
     def shutdown(self) -> None:
         for part in set(self.parts.values()):
             part.shutdown()

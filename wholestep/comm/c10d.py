@@ -18,7 +18,14 @@ import torch.distributed.distributed_c10d as options  # the home of the options 
 
 from wholestep.comm.carry import movable, reducible_as
 from wholestep.comm.debug import DebugLevel, get_debug_level
-from wholestep.comm.errors import DistBackendError, DistMismatchError, DistNetworkError, DistTimeoutError
+from wholestep.comm.errors import (
+    DistBackendError,
+    DistError,
+    DistMismatchError,
+    DistNetworkError,
+    DistRankError,
+    DistTimeoutError,
+)
 from wholestep.comm.fold import average
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
@@ -114,9 +121,9 @@ class EngineWork(Work):
         except RuntimeError as failure:
             kind = DistTimeoutError if "imed out" in str(failure) or "imeout" in str(failure) else DistBackendError
             group = self._group
-            rank = group.labels[group.rank()]
-            self._failure = kind(f"rank {rank} of group {group.group_name!r}: {self._what} failed: {failure}")
-            raise self._failure from failure
+            told = "" if kind is DistTimeoutError else group.told()
+            here = f"rank {group.labels[group.rank()]} of group {group.group_name!r}: {self._what} failed: "
+            raise self._failed(DistRankError(here + told) if told else kind(f"{here}{failure}")) from failure
         return True
 
     @property
@@ -156,7 +163,7 @@ class C10dGroup(ProcessGroup):
         engine = _engine_class(backend)
         if engine is None:
             raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
-        self._store = _ForTorch(store)
+        self._ours, self._store = store, _ForTorch(store)
         address = store.local_address() if backend == "gloo" and INTERFACE_VARIABLE not in os.environ else ""
         try:
             # where the store was reached, the others are too: Gloo itself would ask for the host's name, which many a
@@ -176,9 +183,25 @@ class C10dGroup(ProcessGroup):
             # would abort the program ("terminate called without an active exception").
             del engine
 
+    def abort(self, reason: str) -> None:
+        if self._engine is not None:
+            with contextlib.suppress(DistError):  # the store may have ended with its master
+                self._ours.compare_set("aborted", "", f"rank {self.labels[self._rank]} cannot go on: {reason}")
+            self.shutdown()  # which the others' engines notice
+
+    def told(self) -> str:
+        """What a rank that aborted the group said; nothing where none did."""
+        with contextlib.suppress(DistError):
+            if self._ours.check(["aborted"]):
+                return self._ours.get("aborted").decode()
+        return ""
+
     def _run(self, what: str, tensors: list[torch.Tensor], start: Callable[[], Any], checked: bool = True) -> Work:
         if self._engine is None:
-            raise DistBackendError(f"{what}: group {self.group_name!r} has ended")
+            told = self.told()
+            raise (DistRankError if told else DistBackendError)(
+                f"{what}: group {self.group_name!r} has ended{told and f': {told}'}"
+            )
         if checked:
             self.sequence += 1
             if get_debug_level() is DebugLevel.DETAIL:
@@ -244,7 +267,7 @@ class C10dGroup(ProcessGroup):
         return work if restore is None and opts.op is not RedOpType.AVG else Then(work, finish, [tensor])
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        start, kind = self._engine.allreduce, options.AllreduceOptions
+        start, kind = lambda *given: self._engine.allreduce(*given), options.AllreduceOptions
         works = [self._reduce("all_reduce", kind, tensor, opts or Options(), start) for tensor in tensors]
         return works[0] if len(works) == 1 else All(works, tensors)
 
@@ -262,7 +285,7 @@ class C10dGroup(ProcessGroup):
         opts = opts or Options()
         (tensor,) = tensors
         scratch = tensor.clone()  # an engine may use the tensors of the other ranks for sums on the way
-        work = self._reduce("reduce", options.ReduceOptions, scratch, opts, self._engine.reduce)
+        work = self._reduce("reduce", options.ReduceOptions, scratch, opts, lambda *given: self._engine.reduce(*given))
 
         def keep() -> None:
             if opts.root == self._rank:
@@ -273,7 +296,7 @@ class C10dGroup(ProcessGroup):
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         """As an all-reduce that keeps one part: Gloo has no reduce-scatter of its own."""
         flat = torch.stack([piece.reshape(-1) for piece in inputs[0]])
-        start, kind = self._engine.allreduce, options.AllreduceOptions
+        start, kind = lambda *given: self._engine.allreduce(*given), options.AllreduceOptions
         work = self._reduce("reduce_scatter", kind, flat, opts or Options(), start)
 
         def keep_mine() -> None:

@@ -25,9 +25,10 @@ class Record:
     calls: list[Call]
     groups: dict[str, list[int]]
 
-    def last(self, group: str) -> Call | None:
-        """What it called last in a group."""
-        return next((call for call in reversed(self.calls) if call["group"] == group), None)
+    def at(self, group: str) -> Call | None:
+        """Where it stands in a group: the first call there that did not end, else the last."""
+        here = [call for call in self.calls if call["group"] == group]
+        return next((call for call in here if call["state"] != "completed"), here[-1] if here else None)
 
     def waiting(self) -> Call | None:
         """The first call that did not end."""
@@ -66,7 +67,7 @@ def _read(path: Path) -> Record:
 
 
 def _sentence(group: str, records: dict[int, Record]) -> str:
-    lasts = {rank: call for rank, record in records.items() if (call := record.last(group)) is not None}
+    lasts = {rank: call for rank, record in records.items() if (call := record.at(group)) is not None}
     ahead = max(call["seq"] for call in lasts.values())
     at = {rank: call for rank, call in sorted(lasts.items()) if call["seq"] == ahead}
     if len({(call["op"], str(call["shape"]), call["dtype"]) for call in at.values()}) > 1:
@@ -86,7 +87,7 @@ def _absence(rank: int, group: str, records: dict[int, Record]) -> str:
     """Where a rank is that others wait for."""
     if rank not in records:
         return f"rank {rank} left no record"
-    last, elsewhere = records[rank].last(group), records[rank].waiting()
+    last, elsewhere = records[rank].at(group), records[rank].waiting()
     said = f"rank {rank} stopped after #{last['seq']} {_words(last)}" if last else f"rank {rank} has called nothing"
     if elsewhere is not None and elsewhere["group"] != group:
         said += f" and waits in #{elsewhere['seq']} {_words(elsewhere)} of group {elsewhere['group']!r}"

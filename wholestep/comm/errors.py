@@ -6,7 +6,7 @@ DistError (wholestep.errors)
 ├── DistBackendError     a backend cannot do what was asked
 ├── DistMismatchError    ranks called different collectives, or the same one on different tensors
 ├── DistTimeoutError     a collective did not end within its time-out
-└── DistRankError        another rank has exited or was killed
+└── DistRankError        another rank has exited, was killed, or cannot go on
 """
 
 from __future__ import annotations
@@ -45,4 +45,4 @@ class DistTimeoutError(DistError):
 
 
 class DistRankError(DistError):
-    """A rank of the group has exited or was killed."""
+    """A rank of the group has exited, was killed, or said that it cannot go on."""

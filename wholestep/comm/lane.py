@@ -26,7 +26,7 @@ class LaneWork(Work):
         try:
             step()
         except Exception as failure:  # noqa: BLE001 - whatever it is belongs to who waits
-            self._failure = failure
+            self._failed(failure)
         finally:
             self._ended.set()
 

@@ -35,10 +35,10 @@ def launch(
     try:
         work = start(group)
         if async_op:
-            return recorder.under_way(entry, work)
+            return recorder.under_way(entry, work, group)
         work.wait()
     except DistError as failure:
-        recorder.fail(entry, failure, group.labels[group.rank()])
+        recorder.fail(entry, group, failure)
         raise
     recorder.done(entry)
     return None

@@ -81,6 +81,16 @@ class LedGroup(ProcessGroup):
             if group is not None:
                 group.shutdown()
 
+    def abort(self, reason: str) -> None:
+        if not self._reason:
+            rank = self.labels[self._rank]
+            told = json.dumps([DistRankError.__name__, f"rank {rank} cannot go on: {reason}"])
+            with contextlib.suppress(DistError):  # the store may have ended with its master
+                told = self._store.compare_set("broken", "", told).decode()
+            self._reason = told
+            self._inside.abort(reason)
+            self._lane.start("abort", self._stop, [], True)  # behind what the lane is in the middle of
+
     # Running, and failing ---------------------------------------------------------------------------------------
 
     def _start(

@@ -84,6 +84,15 @@ class ProcessGroup:
     def shutdown(self) -> None:
         """Frees what the group holds. Called once by `destroy_process_group`."""
 
+    def abort(self, reason: str) -> None:
+        """Ends the group on all ranks because this one cannot go on: the others' collectives raise `DistRankError`.
+
+        A backend that cannot tell the others leaves them to their time-out.
+
+        Args:
+            reason: what went wrong here; the others' errors have it.
+        """
+
     def __repr__(self) -> str:
         return f"<{self.name()} group {self.group_name!r}: rank {self._rank} of {self._size}>"
 

@@ -54,9 +54,9 @@ def conclude(found: Any, result: list[torch.Tensor], keep: Any = None) -> Work |
         return None
     group, outcome, entry = found
     if isinstance(outcome, int):
-        return recorder.under_way(entry, ShmWork(group, outcome, result, keep))
+        return recorder.under_way(entry, ShmWork(group, outcome, result, keep), group)
     failure = group._error(outcome)
-    recorder.fail(entry, failure, group.labels[group.rank()])
+    recorder.fail(entry, group, failure)
     raise failure
 
 

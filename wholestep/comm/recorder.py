@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import weakref
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from wholestep.comm.world import world
 
 KEPT = 1000
 FOLDER_VARIABLE = "WHOLESTEP_DUMP"
-_PACKAGE = "wholestep."
+_LIBRARIES = ("wholestep.", "torch.")
 
 
 # An entry is a list, since native/quick.c makes them too: 0.2 us, where an object with named fields takes 0.5.
@@ -43,9 +44,9 @@ def shown(group: ProcessGroup, op: str, like: torch.Tensor | None) -> Shown:
 
 
 def begin(group: ProcessGroup, op: str, like: torch.Tensor | None) -> Entry:
-    """Notes a collective that is about to start, at the first line above that is not the package's own."""
+    """Notes a collective that is about to start, at the first line above that is neither the package's nor torch's."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(_PACKAGE):
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(_LIBRARIES):
         frame = frame.f_back
     seq = group._get_sequence_number_for_group() + 1
     where = frame.f_code, frame.f_lasti
@@ -55,9 +56,10 @@ def begin(group: ProcessGroup, op: str, like: torch.Tensor | None) -> Entry:
     return entry
 
 
-def under_way(entry: Entry, work: Work) -> Work:
-    """Notes the work that the collective ends with."""
+def under_way(entry: Entry, work: Work, group: ProcessGroup) -> Work:
+    """Notes the work that the collective ends with; if that fails, so does the collective."""
     entry[WORK] = weakref.ref(work)
+    work._report = partial(fail, entry, group)
     return work
 
 
@@ -100,8 +102,9 @@ def _as_dict(entry: Entry) -> dict[str, Any]:
     }
 
 
-def fail(entry: Entry, error: BaseException, rank: int) -> None:
+def fail(entry: Entry, group: ProcessGroup, error: BaseException) -> None:
     """Notes the failure and writes the dump; a dump that cannot be written must not hide the failure."""
+    rank = group.labels[group.rank()]
     entry[STATE], entry[ERROR] = "failed", str(error)
     try:
         error.add_note(f"at {_where(entry)}; the last collectives are in {dump(rank)}")

@@ -100,7 +100,7 @@ class ShmWork(Work):
         self._group._under_way.pop(self._ticket, None)
         self._ticket, self._keep = 0, None
         if outcome is not None:
-            self._failure = self._group._error(outcome)
+            self._failed(self._group._error(outcome))
 
 
 class MessageWork(Work):
@@ -120,13 +120,13 @@ class MessageWork(Work):
             group._under_way.pop(ticket, None)
             here = f"rank {group.labels[group.rank()]} of group {group.group_name!r}: {self._what}"
             if status == TIMEOUT:
-                self._failure = DistTimeoutError(f"{here} did not end within {limit:g} s")
+                self._failed(DistTimeoutError(f"{here} did not end within {limit:g} s"))
             elif status == DIED:
-                self._failure = DistRankError(f"{here}: rank {group.labels[self.source]} has exited or was killed")
+                self._failed(DistRankError(f"{here}: rank {group.labels[self.source]} has exited or was killed"))
             elif status == MISMATCH:
-                self._failure = DistMismatchError(f"{here}: {tensor.nbytes} bytes are required, {got} were sent")
+                self._failed(DistMismatchError(f"{here}: {tensor.nbytes} bytes are required, {got} were sent"))
             elif status:
-                self._failure = DistBackendError(f"{here}: no shared memory left for the message")
+                self._failed(DistBackendError(f"{here}: no shared memory left for the message"))
         if self._failure is not None:
             raise self._failure
         return True
@@ -196,6 +196,10 @@ class ShmGroup(ProcessGroup):
             native.stop(handle)
             self._under_way.clear()
 
+    def abort(self, reason: str) -> None:
+        if self._handle:
+            native.abort(self._handle, reason.encode())
+
     def _live(self, what: str) -> int:
         if not self._handle:
             raise ValueError(f"{what}: group {self.group_name!r} has been destroyed")
@@ -217,6 +221,9 @@ class ShmGroup(ProcessGroup):
             return DistTimeoutError(
                 f"{group}: {me} waited {self._seconds:g} s in {here} for {other}, which last stood at {there}"
             )
+        reason = native.reason(self._handle, culprit).decode(errors="replace") if status == ABORTED else ""
+        if reason:
+            return DistRankError(f"{group}: {other} cannot go on: {reason}; {me} is in {here}")
         if status == MEMORY:
             return DistBackendError(f"{group}: {me} cannot read the memory of {other} in {here}")
         return DistBackendError(

@@ -115,7 +115,8 @@ class _Room:
         self.shown: dict[int, dict[int, Any]] = {}  # by meeting number, then rank
         self.standing: dict[int, str] = {}
         self.mail: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-        self.left: dict[int, str] = {}
+        self.left: set[int] = set()
+        self.reasons: dict[int, str] = {}  # of ranks that said why they cannot go on
 
 
 _rooms: dict[str, _Room] = {}
@@ -147,6 +148,8 @@ class ThreadGroup(MeetingGroup):
         self._meetings += 1
         limit = ((opts and opts.timeout) or self.timeout).total_seconds()
         with room.changed:
+            if self._rank in room.reasons:
+                raise DistRankError(f"group {self.group_name!r} has ended: {room.reasons[self._rank]}")
             room.standing[self._rank] = what
             met = room.shown.setdefault(number, {})
             met[self._rank] = shown
@@ -163,7 +166,9 @@ class ThreadGroup(MeetingGroup):
         here = f"group {self.group_name!r}: rank {self._rank} waits in {what}"
         stood = "; ".join(f"rank {r} last stood at {self._room.standing.get(r, 'no collective yet')}" for r in missing)
         if gone:
-            return DistRankError(f"{here}; rank {gone[0]} has left the group; {stood}")
+            first = next((rank for rank in gone if rank in self._room.reasons), gone[0])
+            why = f"cannot go on: {self._room.reasons[first]}" if first in self._room.reasons else "has left the group"
+            return DistRankError(f"{here}; rank {first} {why}; {stood}")
         return DistTimeoutError(f"{here} for {limit:g} s; {stood}")
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
@@ -175,9 +180,15 @@ class ThreadGroup(MeetingGroup):
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         return _Receipt(self, tensors[0], src, tag)
 
+    def abort(self, reason: str) -> None:
+        with self._room.changed:
+            self._room.reasons[self._rank] = reason
+            self._room.left.add(self._rank)
+            self._room.changed.notify_all()
+
     def shutdown(self) -> None:
         with self._room.changed:
-            self._room.left[self._rank] = "destroyed"
+            self._room.left.add(self._rank)
             self._room.changed.notify_all()
         with _rooms_lock:
             if len(self._room.left) == self._size:

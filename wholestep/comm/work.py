@@ -22,6 +22,7 @@ class Work:
 
     _result: list[torch.Tensor] | None = None
     _failure: BaseException | None = None
+    _report: Callable[[BaseException], None] | None = None  # is told once what it failed with
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Returns True when the tensors hold the result.
@@ -37,6 +38,13 @@ class Work:
     def is_completed(self) -> bool:
         """True once `wait` would not block."""
         return True
+
+    def _failed(self, failure: BaseException) -> BaseException:
+        """Keeps what it ended with, and reports it."""
+        self._failure = failure
+        if self._report is not None:
+            self._report(failure)
+        return failure
 
     def is_success(self) -> bool:
         """True when it ended without an error."""
@@ -80,7 +88,7 @@ class Then(Work):
             try:
                 self._first.wait(timeout) if timeout is not None else self._first.wait()
             except BaseException as failure:
-                self._failure = failure
+                self._failed(failure)
                 raise
             self._done = True
             self._step()
@@ -98,11 +106,15 @@ class All(Work):
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         end = None if timeout is None else time.monotonic() + (seconds(timeout) or 0.0)
-        for work in self._works:
-            if end is None:
-                work.wait()
-            else:
-                work.wait(max(0.0, end - time.monotonic()))
+        try:
+            for work in self._works:
+                if end is None:
+                    work.wait()
+                else:
+                    work.wait(max(0.0, end - time.monotonic()))
+        except BaseException as failure:
+            self._failed(failure)
+            raise
         return True
 
     def is_completed(self) -> bool:

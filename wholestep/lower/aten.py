@@ -149,6 +149,7 @@ class Program:
 
     def _compile(self) -> Callable[..., Any]:
         filename = f"wholestep program {id(self)}"  # in brackets, it would have to be split into lines at once
+        self._source.namespace["__name__"] = "wholestep.program"  # records of collectives show the line that calls it
         try:
             exec(compile(self.code, filename, "exec"), self._source.namespace)
         except SyntaxError as error:

@@ -164,6 +164,19 @@ class Launch:
         if not self._meeting.agree(terms):
             self._compare(terms.now() if terms.random else terms)
 
+    @property
+    def joint(self) -> bool:
+        """Whether the step has ranks that wait for each other."""
+        return bool(self._meeting.groups)
+
+    def abort(self, error: BaseException) -> None:
+        """This rank's program has failed in the middle: the others, which wait for its collectives, are told."""
+        if isinstance(error, comm.DistMismatchError) and len(self._meeting.groups) == 1:
+            return  # all of them have seen it
+        reason = f"its step failed with {type(error).__name__}: {error}"
+        for group in self._meeting.groups:
+            group.abort(reason)
+
     def miss(self) -> None:
         """In the global view, before a capture: the others are told, and meet this rank when it is done."""
         if self.view:

@@ -216,6 +216,23 @@ static PyObject *py_alive(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return wrong(n, 2) ? NULL : PyBool_FromLong(rank_alive(address(a[0]), (int)number(a[1])));
 }
 
+/* abort(handle, reason): this rank cannot go on; the group is broken on all ranks */
+static PyObject *py_abort(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    char *reason;
+    Py_ssize_t length;
+    if (wrong(n, 2) || PyBytes_AsStringAndSize(a[1], &reason, &length)) return NULL;
+    round_abort(address(a[0]), reason, (size_t)length);
+    Py_RETURN_NONE;
+}
+
+/* reason(handle, rank) -> why it cannot go on; empty while it can */
+static PyObject *py_reason(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 2)) return NULL;
+    return PyBytes_FromString(((group_t *)address(a[0]))->ctl[number(a[1])].reason);
+}
+
 /* sequence(handle) -> collectives started */
 static PyObject *py_sequence(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
@@ -248,7 +265,8 @@ static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(s
                                 METHOD(release),     METHOD(run),       METHOD(finish),     METHOD(test),
                                 METHOD(p2p_start),   METHOD(p2p_finish), METHOD(p2p_test),  METHOD(alive),
                                 METHOD(repeat),      METHOD(sequence),   METHOD(quick_setup), METHOD(quick_pause),
-                                METHOD(learn),       METHOD(again),      {NULL, NULL, 0, NULL}};
+                                METHOD(learn),       METHOD(again),       METHOD(abort),      METHOD(reason),
+                                {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
                                         NULL, NULL, NULL, NULL};
 

@@ -99,6 +99,18 @@ int round_fail(group_t *g, int rank, int status) {
     return status;
 }
 
+/* This rank cannot go on: the others learn why as soon as they wait for it. The first reason stays. */
+void round_abort(group_t *g, const char *reason, size_t length) {
+    ctl_t *me = &g->ctl[g->rank];
+    if (g->broken) return;
+    memcpy(me->reason, reason, length < REASON ? length : REASON - 1);
+    g->fail_status = E_ABORTED, g->fail_culprit = g->rank;
+    memset(&g->fail_theirs, 0, sizeof g->fail_theirs);
+    g->broken = 1;
+    atomic_store(&me->failed, 1);
+    for (int r = 0; r < g->size; r++) futex_wake_all(&g->ctl[r].round);
+}
+
 /* A rank's memory cannot be read: is it dying? Its memory goes a moment before its lock. */
 int round_unreadable(group_t *g, int rank) {
     struct timespec pause = {0, 10 * 1000 * 1000};
@@ -115,8 +127,11 @@ int round_broken(const group_t *g, job_t *job) {
     return g->fail_status ? g->fail_status : E_ABORTED;
 }
 
-/* A rank will not come. Names the rank that died at its work before one that left, and perhaps ended, because of it. */
+/* A rank will not come. Names one that said why, else the one that died at its work, before one that left, and perhaps
+ * ended, because of it. */
 static int blame(group_t *g, int rank) {
+    for (int r = 0; r < g->size; r++)
+        if (r != g->rank && atomic_load(&g->ctl[r].failed) && g->ctl[r].reason[0]) return round_fail(g, r, E_ABORTED);
     for (int r = 0; r < g->size; r++)
         if (r != g->rank && !atomic_load(&g->ctl[r].failed) && !rank_alive(g, r)) return round_fail(g, r, E_DIED);
     return round_fail(g, rank, rank_alive(g, rank) ? E_ABORTED : E_DIED);

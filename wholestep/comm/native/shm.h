@@ -29,6 +29,7 @@
  * 4 x 32 KB 7.5 | 7.3, 12 x 32 KB 17.4 | -, 16 x 32 KB 21.5 | 9.1, 24 x 32 KB 18.7 | -, 4 x 128 KB 21.6 | 9.6,
  * 4 x 256 KB 20.2 | 8.6. */
 #define DEPTH 32
+#define REASON 512              /* bytes, the last of which is 0 */
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
 
 enum { OP_BARRIER, OP_ALL_REDUCE, OP_REDUCE, OP_BROADCAST, OP_ALL_GATHER, OP_REDUCE_SCATTER, OP_GATHER, OP_SCATTER,
@@ -55,6 +56,7 @@ typedef struct {
     _Atomic uint32_t awaited, target;         /* a sleeper's: the rank and the round of it that it sleeps for */
     _Atomic uint64_t claimed; /* allreduce_exchange.c: a round, and the pieces of this rank's part that are claimed in it */
     _Atomic uint64_t streams_until; /* slots.c: until then it wants slots written past the caches; monotonic, ns */
+    char reason[REASON];                      /* why this rank cannot go on; empty while it can */
     _Alignas(LINE) desc_t desc[DEPTH];        /* by round */
     _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
     _Atomic uint32_t bell_sleepers;
@@ -145,6 +147,7 @@ void round_publish(group_t *g);
 int round_wait(group_t *g, uint32_t round, uint32_t last);
 int round_arrived(const group_t *g, uint32_t round);
 int round_fail(group_t *g, int rank, int status);
+void round_abort(group_t *g, const char *reason, size_t length);
 int round_unreadable(group_t *g, int rank);
 int round_broken(const group_t *g, job_t *job);
 int round_compare(group_t *g, job_t *job);
