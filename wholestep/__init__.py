@@ -16,7 +16,9 @@ from wholestep.spmd import (
     TensorParallel,
     full_state_dict,
     init_device_mesh,
+    load_plan,
     register_sharding,
+    save_plan,
 )
 
 __version__ = "0.1.0"
@@ -38,7 +40,9 @@ __all__ = [
     "full_state_dict",
     "init_device_mesh",
     "load",
+    "load_plan",
     "register_sharding",
     "save",
+    "save_plan",
     "trace",
 ]

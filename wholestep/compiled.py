@@ -15,10 +15,11 @@ from wholestep.dynamic import Templates, shapes
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.lower import Backend
 from wholestep.override import Override, Overrides
-from wholestep.pipeline import Known, Look, Options, build, capture, is_tracing, of_one_rank
-from wholestep.report import Explanation, explain
+from wholestep.pipeline import Known, Look, Options, build, capture, is_tracing, of_one_rank, stages_of_one_rank
+from wholestep.report import Explanation, Stage, explain
 from wholestep.runtime import Entry, Missed, Program, give_back
 from wholestep.spmd import Launch
+from wholestep.trace import Traced
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
 MAX_ENTRIES = 32
@@ -200,6 +201,14 @@ class Compiled:
             return frozenset()
         return frozenset([path])
 
+    def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, bool]:
+        """A capture that no call is served from, and whether it is of real tensors."""
+        given, launch = args, self._launch
+        fn, args, kwargs = hollow(self._fn, args, kwargs)
+        look = self._view if args is given else _view(self._look, self._module_override)
+        how = self._varying, self._options.guard_data, not launch.passes, look, launch.parts
+        return capture(fn, args, kwargs, *how)[1], args is given
+
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call would do, before it does: collectives, bytes, memory, and where they come from.
 
@@ -217,23 +226,37 @@ class Compiled:
             CaptureError: the step cannot be captured.
         """
         with self._lock, no_collection():
-            given = args
-            fn, args, kwargs = hollow(self._fn, args, kwargs)
-            look = self._view if args is given else _view(self._look, self._module_override)
+            traced, real = self._look_at(args, kwargs)
             launch = self._launch
-            traced = capture(
-                fn, args, kwargs, self._varying, self._options.guard_data, not launch.passes, look, launch.part
-            )[1]
             key = launch.key(traced.step, traced.fingerprint)
             program = self._known.programs.get(key)
             step = program.step if program is not None else self._known.steps.get(key)
             if step is None:
                 step = of_one_rank(traced, self._options, self._overrides.transforming)
-                if args is given:  # not copies that stand for fake tensors
+                if real:  # not copies that stand for fake tensors
                     self._known.steps[key] = step
             title = f"{getattr(self, '__name__', type(self._fn).__name__)}{launch}"
             whole = traced.step if launch.view else None
             return explain(title, step, whole, launch.axes, self.captures, self.recompiles)
+
+    def stages(self, *args: Any, **kwargs: Any) -> list[Stage]:
+        """What each pass makes of the graph of a call: print one to see the difference. Nothing runs, as in `explain`.
+
+        Args:
+            args, kwargs: as for a call.
+
+        Returns:
+            The stages in order, the traced graph first.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        with self._lock, no_collection():
+            traced, _ = self._look_at(args, kwargs)
+            found: list[Stage] = []
+            for name, step in stages_of_one_rank(traced, self._options, self._overrides.transforming):
+                found.append(Stage.of(name, step, found[-1] if found else None))
+            return found
 
     def _latest(self) -> Program:
         if not self._entries:

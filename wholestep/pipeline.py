@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from wholestep.autograd import Joint, Partition, default_partition
 from wholestep.autograd.differentiate import differentiate
 from wholestep.capture import (
-    PartOf,
+    PartsOf,
     Snapshot,
     compile_binder,
     forget,
@@ -97,7 +97,7 @@ def build(
     """
     launch = options.launch
     take = known.templates or capture
-    world, traced = take(fn, args, kwargs, varying, options.guard_data, not launch.passes, look, launch.part)
+    world, traced = take(fn, args, kwargs, varying, options.guard_data, not launch.passes, look, launch.parts)
     program = _program(traced, options, known, overrides)
     inputs = traced.step.signature.inputs[: traced.n_inputs]
     values = [world.original(item.value) for item in traced.lifted[: len(inputs)]]
@@ -132,10 +132,19 @@ def _program(traced: Traced, options: Options, known: Known, overrides: Sequence
 
 def of_one_rank(traced: Traced, options: Options, overrides: Sequence[Override]) -> StepGraph:
     """The graph that this rank runs: what was traced, after plans, overrides and passes."""
+    *_, (_, step) = stages_of_one_rank(traced, options, overrides)
+    return step
+
+
+def stages_of_one_rank(
+    traced: Traced, options: Options, overrides: Sequence[Override]
+) -> Iterator[tuple[str, StepGraph]]:
+    """The names of the passes, "trace" first, each with the graph that it gives."""
     step = check(traced.step, "trace")
+    yield "trace", step
     for transform in (*options.launch.passes, *_last_words(overrides, traced), *options.passes):
         step = check(transform(step), _name(transform))
-    return step
+        yield _name(transform), step
 
 
 def _last_words(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
@@ -190,7 +199,7 @@ def capture(
     guard_data: bool = False,
     differentiable: bool = True,
     look: Look = snapshot,
-    part: PartOf | None = None,
+    parts: PartsOf | None = None,
     sizes: list[Sizes] | None = None,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
@@ -198,7 +207,7 @@ def capture(
     Args:
         guard_data: numbers and shapes that depend on data become guards, not errors.
         differentiable: whether results that require grad shall be differentiable outside of the step.
-        part: in the global view, what a tensor without a mark is of a whole one.
+        parts: in the global view, what tensors without a mark are of whole ones.
         sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
     """
     with _capturing:
@@ -210,7 +219,7 @@ def capture(
             try:
                 _tracing.active = True
                 names = world.module_names()
-                world.put_wholes(part)
+                world.put_wholes(parts)
                 world.put_twins()
                 step = world.twins.exchange(fn)
                 symbols = None

@@ -26,7 +26,7 @@ from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.values import Const, Existing, New, Tree
 from wholestep.capture.walk import Found, Number
-from wholestep.capture.wholes import PartOf, Wholes
+from wholestep.capture.wholes import PartsOf, Wholes
 
 __all__ = [
     "Binder",
@@ -42,7 +42,7 @@ __all__ = [
     "GuardFailure",
     "New",
     "Number",
-    "PartOf",
+    "PartsOf",
     "SetAttr",
     "SetContents",
     "SetGrad",

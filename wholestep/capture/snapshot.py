@@ -23,7 +23,7 @@ from wholestep.capture.source import Call, Child, Local, Replacement, Source, in
 from wholestep.capture.twins import Twins
 from wholestep.capture.values import Value
 from wholestep.capture.walk import Found, Number, Place, Walk, is_plain
-from wholestep.capture.wholes import PartOf, Wholes
+from wholestep.capture.wholes import PartsOf, Wholes
 from wholestep.errors import UnsupportedError
 from wholestep.ir import InputKind
 from wholestep.parts import Part, part_of
@@ -68,7 +68,7 @@ class Snapshot:
         self._hidden: dict[int, str] | None = None
         self._versions: list[tuple[torch.Tensor, int, Any]] = []
         self.twins = Twins(())
-        self.wholes, self.spread = Wholes((), no_part), False
+        self.wholes, self.spread = Wholes((), None), False
         self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._count_versions()
 
@@ -188,14 +188,14 @@ class Snapshot:
             vars(scheduler)["step"] = Deferred(scheduler, source, self._note)
         return tuple(args), kwargs
 
-    def put_wholes(self, part: PartOf | None) -> None:
+    def put_wholes(self, parts: PartsOf | None) -> None:
         """Gives tensors that the rank holds as parts the shapes of the whole ones, until `restore`.
 
         Args:
-            part: what a tensor that carries no mark holds all the same; None when the step is not spread over ranks.
+            parts: what tensors that carry no mark hold all the same; None when the step is not spread over ranks.
         """
-        self.spread = part is not None
-        self.wholes = Wholes(self.tensors.values(), part or no_part)
+        self.spread = parts is not None
+        self.wholes = Wholes(self.tensors.values(), parts)
         self.wholes.put()
 
     def original(self, value: Any) -> Any:
@@ -342,11 +342,6 @@ class Snapshot:
                 path = re.sub(r"^\w+\['(\w+)'\]", r"\1", str(place.source))
                 names.setdefault(id(place.owner), path.removesuffix(".__dict__"))
         return names
-
-
-def no_part(found: Found) -> Part | None:
-    """Whatever carries no mark is whole."""
-    return None
 
 
 def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:

@@ -7,7 +7,7 @@ touches (a kernel gives pages when they are written), and put back afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -15,7 +15,8 @@ from wholestep.capture.walk import Found
 from wholestep.errors import UnsupportedError
 from wholestep.parts import Part, give_data, part_of
 
-PartOf = Callable[[Found], Part | None]  # what a tensor that carries no mark holds all the same
+# What tensors hold, by the plans, where they carry no mark that says so.
+PartsOf = Callable[[Sequence[Found]], Sequence[Part | None]]
 
 
 class Wholes:
@@ -25,12 +26,13 @@ class Wholes:
         parts: id of a tensor -> what it holds.
     """
 
-    def __init__(self, tensors: Iterable[Found], part: PartOf) -> None:
+    def __init__(self, tensors: Iterable[Found], parts: PartsOf | None) -> None:
         known = list(tensors)
+        meant = parts(known) if parts is not None else [None] * len(known)
         self.parts: dict[int, Part] = {}
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for found in known:
-            mark = part_of(found.tensor) or part(found)
+        for found, part in zip(known, meant, strict=True):
+            mark = part_of(found.tensor) or part
             if mark is not None:
                 self.parts[id(found.tensor)] = mark
                 if found.tensor.is_leaf and found.tensor.grad is not None:  # of the same part as its tensor

@@ -7,6 +7,7 @@ May import: errors, ir, torch_compat, parts, comm and every stage. Must not impo
 from wholestep.report.explanation import Explanation, explain
 from wholestep.report.holding import Memory
 from wholestep.report.sending import Sending
+from wholestep.report.stages import Stage, code
 from wholestep.report.unruled import Unruled
 
-__all__ = ["Explanation", "Memory", "Sending", "Unruled", "explain"]
+__all__ = ["Explanation", "Memory", "Sending", "Stage", "Unruled", "code", "explain"]

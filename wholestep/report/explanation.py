@@ -58,7 +58,8 @@ class Explanation:
             lines += [f"    {kind.kind:<16}{kind.count:>7} x {_size(kind.nbytes):>12}" for kind in kinds]
             places = sorted((one for one in self.collectives if one.axis == axis), key=lambda one: -one.nbytes)
             lines += [
-                f"      {one.kind:<14}{one.count:>7} x {_size(one.nbytes):>12}  {one.phase:<10}{_place(one)}"
+                f"      {one.kind:<14}{one.count:>7} x {_size(one.nbytes):>12}  {one.phase:<10}"
+                f"{place_of(one.module, one.where)}"
                 for one in places[:PLACES]
             ]
             if len(places) > PLACES:
@@ -112,8 +113,9 @@ def _without_rule(operators: Sequence[Unruled]) -> list[str]:
     return [head, *(f"{row}  {one.module}{_at(one.where)}" for row, one in zip(rows, operators, strict=True))]
 
 
-def _place(one: Sending) -> str:
-    return f"{one.module}{_at(one.where)}".strip()
+def place_of(module: str, where: str) -> str:
+    """A module's path and a ``file:line``, those that there are."""
+    return f"{module}{_at(where)}".strip()
 
 
 def _at(where: str) -> str:

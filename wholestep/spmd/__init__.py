@@ -11,6 +11,7 @@ from wholestep.spmd.global_view import AtRest, GlobalPlan, View
 from wholestep.spmd.launch import Launch, Plan
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
+from wholestep.spmd.plan_file import load_plan, save_plan
 from wholestep.spmd.plans import DataParallel, ShardedOptimizer
 from wholestep.spmd.redistribute import bytes_sent, redistribute
 from wholestep.spmd.rules import register_sharding
@@ -39,6 +40,8 @@ __all__ = [
     "bytes_sent",
     "full_state_dict",
     "init_device_mesh",
+    "load_plan",
     "redistribute",
     "register_sharding",
+    "save_plan",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from wholestep.errors import PlanError
-from wholestep.ir import Input, StepGraph
+from wholestep.ir import StepGraph
 from wholestep.spmd.expand import at_rest, expand
-from wholestep.spmd.global_view import AtRest
+from wholestep.spmd.global_view import AtRest, check_placements
 from wholestep.spmd.marks import mark_gradients, mark_inputs, mark_parameters
 from wholestep.spmd.mesh import DeviceMesh, Line
 from wholestep.spmd.patterns import check_patterns, matches, parameter_path, parameter_paths
@@ -35,7 +35,9 @@ class FullyShard(AtRest):
     Attributes:
         axis: name of the mesh axis.
         parameters: patterns (`fnmatch`) of the paths of the parameters, or of modules, that are split.
-        batch: `Shard(dim)`: each rank is given its part of the batch; `Replicate()`: the whole of it.
+        batch: `Shard(dim)`: each rank is given its part of the batch; `Replicate()`: the whole of it. Or pattern ->
+            placement, for tensors apart by their paths in the arguments: ``{"batch.mask": Replicate()}``; the others
+            are `Shard(0)`.
         gather: "always": where a forward or backward computes with a parameter, it is gathered; "cheaper": it stays
             where it is if moving the other operands takes fewer bytes, as for large layers on small batches.
         again: gather once more in the backward, rather than keep what the forward gathered.
@@ -44,7 +46,7 @@ class FullyShard(AtRest):
 
     axis: str
     parameters: str | Sequence[str] = "*"
-    batch: Placement = Shard(0)
+    batch: Placement | Mapping[str, Placement] = Shard(0)
     gather: Literal["always", "cheaper"] = "always"
     again: bool = True
     min_bytes: int = 1 << 16
@@ -52,8 +54,7 @@ class FullyShard(AtRest):
     def __post_init__(self) -> None:
         if self.gather not in ("always", "cheaper"):
             raise PlanError(f"FullyShard: gather={self.gather!r}: 'always' or 'cheaper' is required")
-        if not isinstance(self.batch, (Shard, Replicate)):
-            raise PlanError(f"FullyShard: batch={self.batch!r}: Shard(dim) or Replicate() is required")
+        check_placements("FullyShard", "batch", self.batch)
 
     def passes(self, mesh: DeviceMesh) -> list[Pass]:
         """The passes that this plan adds to the head of the chain.
@@ -62,10 +63,6 @@ class FullyShard(AtRest):
             PlanError: the mesh has no such axis.
         """
         return [partial(fully_shard, line=mesh.line(self.axis), plan=self)]
-
-    def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
-        """See `GlobalPlan`."""
-        return R if item.kind == "buffer" else super().placement_of(item, value)
 
     def place(self, source: str, value: torch.Tensor) -> Placement:
         """Where a parameter is."""

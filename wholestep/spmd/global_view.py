@@ -7,9 +7,10 @@ graph of the whole step the graph of one rank. Capture, launch and the passes al
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -18,6 +19,7 @@ from wholestep.errors import PlanError
 from wholestep.ir import Input, StepGraph
 from wholestep.parts import Part, Span
 from wholestep.spmd.mesh import DeviceMesh, Line
+from wholestep.spmd.patterns import argument_path, check_patterns, matches
 from wholestep.spmd.placements import Placement, Replicate, Shard, normal
 
 _GRAD = re.compile(r"(?P<owner>.+)\.grad")
@@ -42,33 +44,71 @@ class GlobalPlan(Protocol):
         ...
 
 
-class AtRest:
-    """For plans that place parameters and buffers: the rest follows.
+class AtRest(ABC):
+    """For plans that place parameters: the rest follows.
 
     Gradients and optimizer state lie as their parameter does, where they have as many dimensions; all other tensors
     are on every rank.
 
     Attributes:
-        batch: of the tensors that the step is called with, those without dimensions excepted.
+        batch: of the tensors that the step is called with, those without dimensions excepted; or of some, by patterns
+            of their paths (``batch.mask`` for ``batch["mask"]``), of which the first that fits counts.
+        unnamed: of those that fit no pattern.
     """
 
-    batch: Placement = Shard(0)
+    batch: Placement | Mapping[str, Placement] = Shard(0)
+    unnamed: ClassVar[Placement] = Shard(0)
 
+    @abstractmethod
     def place(self, source: str, value: torch.Tensor) -> Placement:
-        """Where a parameter or a buffer lies."""
-        raise NotImplementedError
+        """Where a parameter lies."""
+
+    def place_buffer(self, source: str, value: torch.Tensor) -> Placement:
+        """Where a module's buffer lies."""
+        return Replicate()
+
+    def place_argument(self, source: str) -> Placement:
+        """Where a tensor that the step is called with lies."""
+        if not isinstance(self.batch, Mapping):
+            return self.batch
+        path = argument_path(source)
+        return next((one for pattern, one in self.batch.items() if matches(path, pattern)), self.unnamed)
+
+    def check_batch(self, sources: Sequence[str]) -> None:
+        """Refuses a pattern that no argument's path fits.
+
+        Raises:
+            PlanError: naming the nearest paths.
+        """
+        paths = [argument_path(source) for source in sources]
+        patterns = list(self.batch) if isinstance(self.batch, Mapping) else []
+        check_patterns(f"{type(self).__name__}, batch", patterns, paths, "tensor that the step is called with")
 
     def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
         """See `GlobalPlan`."""
         if not value.dim():
             return Replicate()
         if item.kind == "batch":
-            return self.batch
-        source = item.source if item.kind in ("parameter", "buffer") else owner_of(item)
+            return self.place_argument(item.source)
+        if item.kind == "buffer":
+            return self.place_buffer(item.source, value)
+        source = item.source if item.kind == "parameter" else owner_of(item)
         placement = self.place(source, value) if source and not source.startswith("memory of ") else Replicate()
         if isinstance(placement, Shard) and item.kind in ("grad", "state") and placement.dim >= value.dim():
             return Replicate()
         return placement
+
+
+def check_placements(plan: str, field: str, found: Any) -> None:
+    """Refuses what is not a placement of a tensor between calls, nor a mapping of patterns to such.
+
+    Raises:
+        PlanError: naming what was found.
+    """
+    for pattern, one in found.items() if isinstance(found, Mapping) else [("", found)]:
+        if not isinstance(one, (Shard, Replicate)):
+            at = f"[{pattern!r}]" if pattern else ""
+            raise PlanError(f"{plan}: {field}{at}={one!r}: Shard(dim) or Replicate() is required")
 
 
 def owner_of(item: Input) -> str:
@@ -99,6 +139,12 @@ class View:
             if not isinstance(placement, (Shard, Replicate)):
                 raise PlanError(f"{plan!r} places {item.source} as {placement}: Shard or Replicate() is required")
         return tuple(found)
+
+    def check_batch(self, sources: Sequence[str]) -> None:
+        """See `AtRest`."""
+        for plan in self.plans:
+            if isinstance(plan, AtRest):
+                plan.check_batch(sources)
 
     def given(self, item: Input, mine: torch.Tensor) -> Part | None:
         """What this rank's tensor of the batch is of the whole one, of which each rank gives an equal piece."""

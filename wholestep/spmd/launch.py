@@ -86,10 +86,17 @@ class Launch:
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
 
     @property
-    def part(self) -> Callable[[Found], Part | None] | None:
-        """What a tensor that carries no mark is of a whole one; None outside of the global view."""
+    def parts(self) -> Callable[[Sequence[Found]], list[Part | None]] | None:
+        """What tensors that carry no mark are of whole ones; None outside of the global view."""
         view = self.view
-        return None if view is None else lambda found: _given(view, found)
+        if view is None:
+            return None
+
+        def of(tensors: Sequence[Found]) -> list[Part | None]:
+            view.check_batch([found.source.text for found in tensors if found.kind == "batch"])
+            return [_given(view, found) for found in tensors]
+
+        return of
 
     @property
     def axes(self) -> dict[str, str]:

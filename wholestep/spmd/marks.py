@@ -10,7 +10,7 @@ from torch import fx
 from wholestep.ir import Phase, StepGraph, info
 from wholestep.spmd.patterns import matches
 from wholestep.spmd.place import in_memory, placed
-from wholestep.spmd.placements import Placement, Shard
+from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.rewrite import copy_step, is_view
 from wholestep.spmd.sharding import R
 from wholestep.torch_compat import OpOverload
@@ -79,23 +79,29 @@ def mark_inputs(step: StepGraph, *, kind: str, placement: Shard) -> StepGraph:
     return step
 
 
-def mark_results(step: StepGraph, *, patterns: Sequence[str], placement: Shard) -> StepGraph:
-    """What modules give in a forward is split for those who read it outside.
+def mark_results(step: StepGraph, placements: Mapping[str, Placement], *, least: int = 0) -> StepGraph:
+    """What modules give in a forward is placed for those who read it outside.
 
     Args:
         step: left as it is.
-        patterns: of the modules' paths.
+        placements: by patterns of the modules' paths; the first that fits counts. Tensors without the dimension that
+            is to be split stay as they are.
+        least: tensors of fewer dimensions stay as they are, too.
     """
+    if not placements:
+        return step
     step = copy_step(step, "mark_results")
     calls = [node for node in step.graph.nodes if node.op == "call_function" and info(node).phase == "forward"]
     for node in calls:
         module, value = info(node).module, info(node).value
-        if not isinstance(value, torch.Tensor) or value.dim() <= placement.dim + 1:
+        placement = next((one for pattern, one in placements.items() if matches(module, pattern)), None)
+        if placement is None or not isinstance(value, torch.Tensor) or value.dim() < least:
+            continue
+        if isinstance(placement, Shard) and not -value.dim() <= placement.dim < value.dim():
             continue
         inside = [user for user in node.users if user.op == "call_function" and info(user).module == module]
-        if any(matches(module, pattern) for pattern in patterns) and not any(
-            info(user).phase == "forward" for user in inside
-        ):
+        if not any(info(user).phase == "forward" for user in inside):
+            placement = normal(placement, value.shape)
             placed(node, placement, "forward", lambda reader, home=module: (  # type: ignore[misc]
                 reader.op == "output" or info(reader).module != home or info(reader).phase != "forward"))  # fmt: skip
     return step

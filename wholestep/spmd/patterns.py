@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Sequence
 
 from wholestep.errors import PlanError
@@ -15,9 +16,19 @@ def parameter_path(source: str) -> str:
     return source.rpartition("]")[2].removeprefix(".") or source
 
 
+def argument_path(source: str) -> str:
+    """An argument's path in the step: ``L['batch']['mask']`` -> ``batch.mask``."""
+    return ".".join(re.findall(r"[^\[\]'\".]+", source.removeprefix("L")))
+
+
 def parameter_paths(step: StepGraph) -> list[str]:
     """The paths of all parameters that a step reads."""
     return [parameter_path(item.source) for item in step.signature.inputs if item.kind == "parameter"]
+
+
+def tensor_paths(step: StepGraph) -> list[str]:
+    """The paths of all parameters and buffers that a step reads."""
+    return [parameter_path(i.source) for i in step.signature.inputs if i.kind in ("parameter", "buffer")]
 
 
 def matches(path: str, pattern: str) -> bool:
@@ -25,8 +36,13 @@ def matches(path: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(path, form) for form in (pattern, f"*.{pattern}"))
 
 
-def check_patterns(plan: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+def check_patterns(
+    plan: str, patterns: Sequence[str], names: Sequence[str], what: str = "parameter or module of the step"
+) -> None:
     """Refuses a pattern that matches nothing.
+
+    Args:
+        what: the names are of.
 
     Raises:
         PlanError: naming the nearest names.
@@ -34,7 +50,8 @@ def check_patterns(plan: str, patterns: Sequence[str], names: Sequence[str]) -> 
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or list(names[:3])
+            found = f"such as {', '.join(map(repr, near))}" if near else "none"
             raise PlanError(
-                f"{plan}: the pattern {pattern!r} matches no parameter or module of the step\n  found: such as "
-                f"{', '.join(map(repr, near))}\n  to do: correct the pattern; * stands for any text, dots included"
+                f"{plan}: the pattern {pattern!r} matches no {what}\n  found: {found}\n"
+                "  to do: correct the pattern; * stands for any text, dots included"
             )

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from wholestep.errors import PlanError
-from wholestep.ir import Input, StepGraph
+from wholestep.ir import StepGraph, info
 from wholestep.spmd.expand import at_rest, expand
-from wholestep.spmd.global_view import AtRest
+from wholestep.spmd.global_view import AtRest, check_placements
 from wholestep.spmd.marks import mark_gradients, mark_results
 from wholestep.spmd.mesh import DeviceMesh, Line
-from wholestep.spmd.patterns import check_patterns, matches, parameter_path, parameter_paths
+from wholestep.spmd.patterns import check_patterns, matches, parameter_path, tensor_paths
 from wholestep.spmd.placements import Placement, Replicate, Shard
 from wholestep.spmd.rewrite import Pass
 
@@ -34,20 +34,27 @@ class TensorParallel(AtRest):
     Roles of modules, by patterns (`fnmatch`) of their paths: "column" splits a linear layer's outputs, "row" its
     inputs, "embedding" the rows of a table; "sequence" splits what a module gives along its sequence, dimension 1,
     until somebody needs the whole of it. A loss over split classes is computed on the parts. A placement, by the
-    pattern of a parameter's path, says for that one.
+    pattern of a parameter's or a buffer's path, says for that one.
 
     After Shoeybi et al., "Megatron-LM" (2019), and Korthikanti et al., "Reducing Activation Recomputation" (2022).
 
     Attributes:
         axis: name of the mesh axis.
         roles: pattern -> role, several roles, or placement. The first that fits counts.
+        results: pattern of modules -> placement of what they give in a forward, for those who read it outside.
+        batch: `Replicate()`: every rank is given the same; `Shard(dim)`: each its part. Or pattern -> placement, for
+            tensors apart by their paths in the arguments: ``{"batch.x": Shard(1)}``; the others are `Replicate()`.
     """
 
     axis: str
     roles: Mapping[str, Role | Sequence[Role] | Placement] = field(default_factory=dict)
-    batch: Placement = field(default=R, init=False)
+    results: Mapping[str, Placement] = field(default_factory=dict)
+    batch: Placement | Mapping[str, Placement] = R
+    unnamed: ClassVar[Placement] = R
 
     def __post_init__(self) -> None:
+        check_placements("TensorParallel", "batch", self.batch)
+        check_placements("TensorParallel", "results", self.results)
         for pattern, role in self.roles.items():
             known = all(one in get_args(Role) for one in _roles(role)) and bool(_roles(role))
             if not known and not isinstance(role, (Shard, Replicate)):
@@ -64,9 +71,11 @@ class TensorParallel(AtRest):
         """
         return [partial(tensor_parallel, line=mesh.line(self.axis), plan=self)]
 
-    def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
-        """See `GlobalPlan`."""
-        return R if item.kind == "buffer" else super().placement_of(item, value)
+    def place_buffer(self, source: str, value: torch.Tensor) -> Placement:
+        """Where a buffer is: by its own path alone."""
+        path = parameter_path(source)
+        placements = ((pattern, role) for pattern, role in self.roles.items() if isinstance(role, (Shard, Replicate)))
+        return next((one for pattern, one in placements if matches(path, pattern)), R)
 
     def place(self, source: str, value: torch.Tensor) -> Placement:
         """Where a parameter is."""
@@ -83,9 +92,9 @@ class TensorParallel(AtRest):
         return R
 
     @property
-    def sequences(self) -> list[str]:
-        """Patterns of the modules whose results are split along the sequence."""
-        return [pattern for pattern, role in self.roles.items() if "sequence" in _roles(role)]
+    def sequences(self) -> dict[str, Placement]:
+        """Patterns of the modules whose results are split along the sequence, with that placement."""
+        return {pattern: Shard(1) for pattern, role in self.roles.items() if "sequence" in _roles(role)}
 
 
 def tensor_parallel(step: StepGraph, *, line: Line, plan: TensorParallel) -> StepGraph:
@@ -94,13 +103,13 @@ def tensor_parallel(step: StepGraph, *, line: Line, plan: TensorParallel) -> Ste
     Raises:
         PlanError: a pattern of the plan matches nothing.
     """
-    paths = parameter_paths(step)
+    paths, modules = tensor_paths(step), {info(node).module for node in step.graph.nodes if node.op == "call_function"}
     check_patterns("TensorParallel", list(plan.roles), [*paths, *(path.rpartition(".")[0] for path in paths)])
+    check_patterns("TensorParallel, results", list(plan.results), sorted(modules - {""}), "module of the step")
     if line.size == 1:
         return step
     rest = at_rest(step, plan.placement_of)
-    if plan.sequences:
-        step = mark_results(step, patterns=plan.sequences, placement=Shard(1))
+    step = mark_results(mark_results(step, plan.results), plan.sequences, least=3)  # batch, sequence, features
     return expand(mark_gradients(step, rest=rest.inputs), line=line, rest=rest)
 
 
