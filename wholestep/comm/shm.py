@@ -188,6 +188,7 @@ class ShmGroup(ProcessGroup):
         except DistError:
             native.stop(handle)
             raise
+        native.ready(handle)
         return int(handle)
 
     def shutdown(self) -> None:

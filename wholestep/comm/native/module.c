@@ -54,17 +54,22 @@ static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     g->slots = (char *)(g->ctl + size);
     g->depth = ring_depth(size), g->ahead = g->depth / 2, g->chunk = ring_chunk(size), g->slot = ring_slot(size);
     g->rings = (ring_t *)(g->slots + g->depth * (size_t)size * g->slot);
-    cpu_set_t cpus;
-    CPU_ZERO(&cpus);
-    int cores = sched_getaffinity(0, sizeof cpus, &cpus) ? 1 : CPU_COUNT(&cpus);
-    g->spins = size <= cores ? spins_of_a_wait() : 0; /* with more ranks than cores a spin keeps the other from running */
-    g->budget = g->spins;
+    cores_note(g);
     pthread_mutex_init(&g->lock, NULL);
     pthread_mutex_init(&g->p2p_lock, NULL);
     pthread_cond_init(&g->wake, NULL);
     for (size_t at = 0; at < g->depth * g->slot; at += 4096) g->slots[g->depth * (size_t)rank * g->slot + at] = 0;
     atomic_store(&g->ctl[rank].pid, (uint32_t)getpid());
     return PyLong_FromVoidPtr(g);
+}
+
+/* ready(handle): every rank has attached */
+static PyObject *py_ready(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 1)) return NULL;
+    group_t *g = address(a[0]);
+    g->budget = g->spins = cores_suffice(g) ? spins_of_a_wait() : 0; /* else a spin would keep another from running */
+    Py_RETURN_NONE;
 }
 
 static PyObject *py_stop(PyObject *self, PyObject *const *a, Py_ssize_t n) {
@@ -265,7 +270,7 @@ static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(s
                                 METHOD(release),     METHOD(run),       METHOD(finish),     METHOD(test),
                                 METHOD(p2p_start),   METHOD(p2p_finish), METHOD(p2p_test),  METHOD(alive),
                                 METHOD(repeat),      METHOD(sequence),   METHOD(quick_setup), METHOD(quick_pause),
-                                METHOD(learn),       METHOD(again),       METHOD(abort),      METHOD(reason),
+                                METHOD(learn),       METHOD(again),       METHOD(abort),      METHOD(reason),     METHOD(ready),
                                 {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
                                         NULL, NULL, NULL, NULL};

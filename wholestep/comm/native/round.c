@@ -22,10 +22,40 @@ static inline void pause_cpu(void) {
 #endif
 }
 
+void cores_note(group_t *g) {
+    cpu_set_t *mine = &g->ctl[g->rank].cores;
+    if (sched_getaffinity(0, sizeof *mine, mine)) memset(mine, 0xff, sizeof *mine); /* more cores than a set holds */
+}
+
+/* Whether each rank can have a core of its own. Launchers may bind ranks to cores: of those that may run on some cores
+ * alone there must not be more than cores. */
+int cores_suffice(const group_t *g) {
+    cpu_set_t all, both;
+    CPU_ZERO(&all);
+    for (int r = 0; r < g->size; r++) {
+        const cpu_set_t *some = &g->ctl[r].cores;
+        int bound = 0;
+        for (int other = 0; other < g->size; other++) {
+            CPU_AND(&both, some, &g->ctl[other].cores);
+            bound += CPU_EQUAL(&both, &g->ctl[other].cores) != 0;
+        }
+        if (bound > CPU_COUNT(some)) return 0;
+        CPU_OR(&all, &all, some);
+    }
+    return g->size <= CPU_COUNT(&all);
+}
+
+/* By the fastest of some trials: in one the core may have been somebody else's for a while, and a rank that thinks that
+ * it spins for long, and does not, sleeps at every other small collective. */
 int spins_of_a_wait(void) {
-    double began = now();
-    for (int i = 0; i < 1000; i++) pause_cpu();
-    return (int)(SPIN / (now() - began) * 1000) + 1;
+    double fastest = 1;
+    for (int trial = 0; trial < 20; trial++) {
+        double began = now();
+        for (int i = 0; i < 100; i++) pause_cpu();
+        double took = now() - began;
+        if (took > 0 && took < fastest) fastest = took;
+    }
+    return (int)(SPIN / fastest * 100) + 1;
 }
 
 double now(void) {

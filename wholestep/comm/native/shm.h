@@ -13,10 +13,14 @@
  * segment.c  memory                            slots.c     copies in and out of slots
  * module.c   the Python names                 quick.c     calls like an earlier one
  */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* cpu_set_t */
+#endif
 #ifndef WHOLESTEP_SHM_H
 #define WHOLESTEP_SHM_H
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -56,6 +60,7 @@ typedef struct {
     _Atomic uint32_t awaited, target;         /* a sleeper's: the rank and the round of it that it sleeps for */
     _Atomic uint64_t claimed; /* allreduce_exchange.c: a round, and the pieces of this rank's part that are claimed in it */
     _Atomic uint64_t streams_until; /* slots.c: until then it wants slots written past the caches; monotonic, ns */
+    cpu_set_t cores;                          /* on which this rank may run */
     char reason[REASON];                      /* why this rank cannot go on; empty while it can */
     _Alignas(LINE) desc_t desc[DEPTH];        /* by round */
     _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
@@ -139,6 +144,8 @@ const char *segment_map(uint32_t pid, const desc_t *d);
 
 /* round.c */
 double now(void);
+void cores_note(group_t *g);
+int cores_suffice(const group_t *g);
 int spins_of_a_wait(void);
 int rank_alive(const group_t *g, int rank);
 void futex_wake_all(_Atomic uint32_t *word);
