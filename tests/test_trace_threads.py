@@ -1,6 +1,8 @@
 """What other threads do while a step is traced is not part of the step."""
 
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -46,3 +48,26 @@ def test_another_thread_is_not_part_of_the_step():
     thread.join()
     assert errors == []
     assert {info(n).phase for n in step.graphs[0].graph.nodes if n.op == "call_function"} == {"forward"}
+
+
+def test_threads_that_call_one_module_at_once_have_eagers_gradients():
+    model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.LayerNorm(128), nn.Linear(128, 128), nn.Tanh())
+    compiled = ws.compile(model)
+    inputs = [[torch.randn(64, 32, requires_grad=True) for _ in range(100)] for _ in range(3)]
+
+    def gradients(module, x):
+        return torch.autograd.grad(module(x).square().sum(), [x, *model.parameters()])
+
+    expected = [[gradients(model, x) for x in given] for given in inputs]
+
+    def wrong(k):
+        pairs = zip(inputs[k], expected[k], strict=True)
+        return sum(not all(map(torch.equal, gradients(compiled, x), wanted)) for x, wanted in pairs)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(wrong, range(3))) == [0, 0, 0]
+    finally:
+        sys.setswitchinterval(before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,6 +90,7 @@ class Program:
         self._whole: Callable[[], StepGraph] = lambda: step
         self._apart: frozenset[str] = frozenset()
         self.rebinds = 0
+        self._lock = threading.Lock()  # a backward may run in any thread, and there is one arena
         self._make(step)
 
     def _make(self, step: StepGraph) -> None:
@@ -124,7 +126,7 @@ class Program:
         if graded:
             set_grad_mode(False)
         try:
-            with below_autograd():
+            with self._lock, below_autograd():
                 if out := self._loans.out():
                     self._apart |= frozenset(out)
                     self._make(self._whole())
@@ -137,11 +139,12 @@ class Program:
 
     def rest(self) -> None:
         """Gives back arena, scratch and memory kept for results; the next call takes them anew."""
-        self._run, self._scratch = None, {}
-        self._arena = {device: memory for device, memory in self._arena.items() if device == SHARED}
-        self._loans.forget()
-        if "fresh" in self._source.namespace:
-            self._source.namespace["fresh"].forget()
+        with self._lock:
+            self._run, self._scratch = None, {}
+            self._arena = {device: memory for device, memory in self._arena.items() if device == SHARED}
+            self._loans.forget()
+            if "fresh" in self._source.namespace:
+                self._source.namespace["fresh"].forget()
 
     def keep(self, packed: Packed) -> None:
         """Takes its graph at rest in place of the graph itself."""
