@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.decomposition
 from torch import Tensor, nn
 
 import wholestep as ws
@@ -117,6 +118,47 @@ def test_a_decomposition_table_reaches_forward_and_backward() -> None:
     assert not {aten.silu.default, aten.silu_backward.default} & set(targets) and aten.sigmoid.default in targets
 
 
+def test_torchs_own_decomposition_table_serves() -> None:
+    """Named tuples, factories, functions that decline (NotImplemented), and lists that they change."""
+    table = torch._inductor.decomposition.select_decomp_table()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = nn.functional.layer_norm(x, [4], w)[:, [0, 2, 1]] + torch.arange(3)
+        return torch.ops.aten._unsafe_masked_index(y.relu(), torch.ones(3, 3) > 0, [torch.tensor([0, 1, 0]), None], 0.0)
+
+    names: list[str] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        names.extend(str(n.target) for n in gm.graph.nodes)
+        return gm
+
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    found = aot_function(fn, compiler, decompositions=table)(x, w)
+    torch.testing.assert_close(found, fn(x, w))
+    for one, two in zip(*(torch.autograd.grad(y.sum(), [x, w]) for y in (found, fn(x, w))), strict=True):
+        torch.testing.assert_close(one, two)
+    assert "aten.native_layer_norm.default" not in names and "aten.add.Tensor" in names
+
+
+def test_a_compiler_may_give_a_callable_that_takes_one_list() -> None:
+    """Marked as torch's own compilers mark theirs."""
+    taken: list[list[Any]] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        def boxed(values: list[Any]) -> Any:
+            taken.append(list(values))
+            result = gm(*values)
+            values.clear()
+            return result
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    x = torch.randn(4, requires_grad=True)
+    aot_function(lambda x: x.sin().exp(), compiler)(x).sum().backward()
+    assert torch.equal(x.grad, x.sin().exp().detach() * x.cos().detach()) and len(taken) == 2
+
+
 def test_export_joint_names_its_inputs_and_runs_nothing() -> None:
     model = Net()
     x = torch.randn(5, 6)
@@ -197,6 +239,7 @@ def test_dynamos_front_end_gives_its_graphs_to_our_backend() -> None:
 
 BY_NAME = """
 import torch
+import torch._inductor.decomposition
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 x, found = torch.randn(5, 4), []
 for run in (model, torch.compile(model, backend="wholestep")):

@@ -26,7 +26,7 @@ UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]:
     """Makes a lowering of a user's ``(gm, example_inputs) -> callable``.
 
-    The callable gets the inputs in order and returns the flat outputs, pure or not; new values of mutated
+    The callable gets the inputs in order (in one list, when it is marked by ``_boxed_call = True``) and returns the flat outputs, pure or not; new values of mutated
     inputs are then copied into them, and outputs that share memory are given their own.
     """
 
@@ -34,10 +34,11 @@ def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]],
         compiled = backend(_with_own_offsets(step).gm, example_inputs)
         if not callable(compiled):
             raise LoweringError(f"backend {backend!r} returned {type(compiled).__name__}, required a callable")
+        boxed = getattr(compiled, "_boxed_call", False)  # torch's mark of a callable that takes one list
 
         def run(*inputs: Any) -> list[Any]:
             with torch.no_grad():
-                values = compiled(*inputs)
+                values = compiled(list(inputs)) if boxed else compiled(*inputs)
                 if len(values) != step.signature.n_outputs:
                     raise LoweringError(
                         f"backend {backend!r}: its callable returned {len(values)} outputs, "

@@ -12,7 +12,7 @@ from torch import fx
 from wholestep.errors import UnsupportedError
 from wholestep.ir import NodeInfo, StepGraph, dead_code, fake_tensors, info, set_info
 from wholestep.passes.cleanup import Pass
-from wholestep.torch_compat import FakeTensor, OpOverload, make_fx
+from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, make_fx
 
 Table = Mapping[Any, Callable[..., Any]]
 
@@ -21,33 +21,50 @@ def decompose(table: Table) -> Pass:
     """A pass that replaces each operator of a table by what its function does.
 
     Args:
-        table: operator overload -> a function of the same arguments, as in `torch._decomp`; it may change rounding.
+        table: operator overload -> a function of the same arguments, as in `torch._decomp`; it may change rounding,
+            and where it returns NotImplemented the operator stays.
     """
     return partial(_decompose, table)
 
 
 def _decompose(table: Table, step: StepGraph) -> StepGraph:
+    fakes = (fake for node in step.graph.nodes if node.op != "output" for fake in fake_tensors(info(node).value))
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None)
     for node in list(step.graph.nodes):
-        if node.op == "call_function" and node.target in table:
-            _inline(step, node, _expanded(node, table))
+        if node.op == "call_function" and node.target in table and mode is not None:
+            inside = _expanded(node, table, mode)
+            if inside is not None:
+                _inline(step, node, inside)
     return dead_code(step)
 
 
-def _expanded(node: fx.Node, table: Table) -> fx.GraphModule:
-    """A node's operator as a graph over the tensors among its arguments."""
+def _expanded(node: fx.Node, table: Table, mode: FakeTensorMode) -> fx.GraphModule | None:
+    """A node's operator as a graph over the tensors among its arguments; None where the table leaves it as it is."""
     operands = node.all_input_nodes
-    values = [info(n).value for n in operands]
+    declined = False
 
     def call(*tensors: Any) -> Any:
+        nonlocal declined
         given = dict(zip(operands, tensors, strict=True))
-        args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
-        return table[node.target](*args, **kwargs)
+        args, kwargs = _filled((node.args, node.kwargs), given)
+        result = table[node.target](*args, **kwargs)
+        declined = result is NotImplemented
+        return () if declined else tuple(result) if isinstance(result, tuple) else result
 
-    mode = next((t.fake_mode for v in values for t in fake_tensors(v) if isinstance(t, FakeTensor)), None)
-    if mode is None:
-        raise UnsupportedError(f"{node.target} reads no tensor, and is in the decomposition table", info(node).where)
     with torch.no_grad(), mode:
-        return make_fx(call, decomposition_table=dict(table), tracing_mode="real")(*values)
+        values = [info(n).value for n in operands]
+        inside = make_fx(call, decomposition_table=dict(table), tracing_mode="real")(*values)
+    return None if declined else inside
+
+
+def _filled(value: Any, given: dict[fx.Node, Any]) -> Any:
+    """Arguments with values in the place of nodes, in containers that a function may change."""
+    if isinstance(value, (list, tuple)):
+        items = [_filled(v, given) for v in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {k: _filled(v, given) for k, v in value.items()}
+    return given[value] if isinstance(value, fx.Node) else value
 
 
 def _inline(step: StepGraph, node: fx.Node, inside: fx.GraphModule) -> None:
