@@ -35,7 +35,7 @@ def served(program: Program, difference: str) -> bool:
 
 
 def judge(program: Program) -> None:
-    """Compares a program with eager; a step that gives an input another shape may be refused at once."""
+    """Compares a program with eager; a step that gives a leaf another shape may be refused at once."""
     try:
         compare(program)
     except (Different, UnsupportedError) as error:

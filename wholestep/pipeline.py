@@ -27,7 +27,7 @@ from wholestep.override import Override
 from wholestep.passes import transformed
 from wholestep.runtime import Backward, Entry, Program, saved_places
 from wholestep.spmd import Launch
-from wholestep.trace import SharedMemory, Traced, trace_step
+from wholestep.trace import ReshapedInput, SharedMemory, Traced, trace_step
 from wholestep.trace.sizes import Sizes
 
 Pass = Callable[[StepGraph], StepGraph]
@@ -213,6 +213,7 @@ def capture(
     with _capturing:
         world = look(fn, args, kwargs, varying=varying)
         shared: frozenset[int] = frozenset()
+        reshaped: frozenset[int] = frozenset()
         first: LeakError | None = None
         backward = differentiate if differentiable and world.differentiable else None
         while True:
@@ -220,7 +221,7 @@ def capture(
                 _tracing.active = True
                 names = world.module_names()
                 world.put_wholes(parts)
-                world.put_twins()
+                world.put_twins(reshaped)
                 step = world.twins.exchange(fn)
                 symbols = None
                 if sizes is not None:
@@ -230,6 +231,8 @@ def capture(
                 return world, trace_step(step, args, kwargs, world, names, new_values, *how)
             except SharedMemory as request:
                 shared = request.memories
+            except ReshapedInput as request:
+                reshaped |= {id(request.tensor)}
             except LeakError as leak:  # once more, not looking into lists that the step appends to
                 if not leak.grown:
                     raise (first or leak) if leak.read else leak  # noqa: B904

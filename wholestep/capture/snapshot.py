@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -211,10 +211,19 @@ class Snapshot:
     def parts(self) -> dict[int, Part]:
         return self.wholes.parts
 
-    def put_twins(self) -> None:
-        """Puts twins in the place of tensors with a history, until `restore`; `lift` gives those among arguments."""
+    @property
+    def twin_ids(self) -> Container[int]:
+        """The ids of the tensors that stand in the place of others now."""
+        return self.twins.found.keys()
+
+    def put_twins(self, reshaped: Container[int] = ()) -> None:
+        """Puts twins in the place of tensors with a history, until `restore`; `lift` gives those among arguments.
+
+        Args:
+            reshaped: ids of other tensors that need one: the step makes them views of what they were.
+        """
         replaced = {id(old): new for old, new in self.replaced}
-        self.twins = twins = Twins(self.tensors.values() if self.differentiable else (), replaced)
+        self.twins = twins = Twins(self.tensors.values() if self.differentiable else (), replaced, reshaped)
         for key, found in self.tensors.items():
             if key in twins.of:
                 self._originals[id(twins.of[key])] = twins.of[key], found.tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,17 +34,22 @@ class Twins:
 
     Args:
         replaced: id of a module -> the module that takes its place.
+        reshaped: ids of tensors that the step makes views of what they were.
 
     Attributes:
         of: id of an original -> its twin.
         found: id of a twin -> where its original was found.
     """
 
-    def __init__(self, tensors: Iterable[Found], replaced: Mapping[int, torch.nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[Found],
+        replaced: Mapping[int, torch.nn.Module] | None = None,
+        reshaped: Container[int] = (),
+    ) -> None:
+        self._reshaped = reshaped
         self.of: dict[int, Any] = dict(replaced or {})
         self.found: dict[int, Found] = {}
-        if not torch.is_grad_enabled():
-            return
         self._known = {id(f.tensor): f for f in tensors}
         views = [f for f in self._known.values() if f.tensor._base is not None]
         self._views = {_node(f.tensor): f for f in views}
@@ -56,7 +61,9 @@ class Twins:
     def _needs(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_inference():
             return False
-        return (tensor.requires_grad and not tensor.is_leaf) or self._is_view(tensor)
+        if not torch.is_grad_enabled():
+            return id(tensor) in self._reshaped
+        return (tensor.requires_grad and not tensor.is_leaf) or self._is_view(tensor) or id(tensor) in self._reshaped
 
     @staticmethod
     def _is_view(tensor: torch.Tensor) -> bool:

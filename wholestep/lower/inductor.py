@@ -26,8 +26,9 @@ UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]:
     """Makes a lowering of a user's ``(gm, example_inputs) -> callable``.
 
-    The callable gets the inputs in order (in one list, when it is marked by ``_boxed_call = True``) and returns the flat outputs, pure or not; new values of mutated
-    inputs are then copied into them, and outputs that share memory are given their own.
+    The callable gets the inputs in order (in one list, when it is marked by ``_boxed_call = True``) and returns the
+    flat outputs, pure or not; new values of mutated inputs are then copied into them, and outputs that share memory
+    are given their own.
     """
 
     def lower(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:

@@ -16,7 +16,7 @@ from wholestep.ir import info
 from wholestep.parts import Part, mark_part
 from wholestep.runtime.function import SECOND_TIME, CompiledFunction, Plan, Ran, Spent
 from wholestep.runtime.program import Program
-from wholestep.torch_compat import lazy_graph_module, make_one_of_several, set_versions
+from wholestep.torch_compat import below_autograd, lazy_graph_module, make_one_of_several, set_versions
 from wholestep.trace import Traced
 from wholestep.trace.results import Slot
 from wholestep.trace.tape import flat_memory, memory_of
@@ -151,6 +151,7 @@ class Entry:
         if self.plan is None:
             outputs = self.program.run(*values[: self.count])
             self._count(values)
+            self._reshape(values)
         else:
             outputs, slots = self._differentiable(self.plan, values, versions)
         for index, before, after in traced.memories:
@@ -173,6 +174,15 @@ class Entry:
             mark_part(slots[index], part)
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
+
+    def _reshape(self, values: list[Any]) -> None:
+        """Makes inputs the views of what they were that the step makes them; it is counted with the writes."""
+        for index, size, stride in self.traced.reshaped:
+            tensor = values[index]
+            if not tensor._is_view() and tensor.grad_fn is not None:
+                tensor.detach_()  # its new history comes with its new value; the old one is of the old shape
+            with below_autograd():
+                tensor.as_strided_(size, stride)
 
     def _count(self, values: list[Any]) -> None:
         """Counts writes to inputs as eager execution counts them."""
@@ -199,6 +209,8 @@ class Entry:
         if self.copied:
             again = [where == "output" and i in self.copied for where, i in plan.backward.saved]
             saved = [v.detach().clone() if copy else v for v, copy in zip(saved, again, strict=True)]
+        for index, *_ in traced.reshaped:
+            saved = [v.detach() if v is values[index] else v for v in saved]
         del outputs[derivative.n_forward :]
         new_value = {k: out for _, out, k in derivative.rewritten} if derivative.rewritten else {}
         bare = tuple([
@@ -209,6 +221,7 @@ class Entry:
         ran = Ran(bare, saved, [values[i] for i in derivative.late] if derivative.late else ())
         with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
             results = CompiledFunction.apply(plan, ran, *[values[i] for i in derivative.inputs], *slots.values())
+            self._reshape(values)
             for index, _, k in derivative.rewritten:
                 values[index].copy_(results[k])
         for slot, tensor in zip(derivative.outputs, results, strict=True):

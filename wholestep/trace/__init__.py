@@ -8,7 +8,7 @@ May import: errors, ir, torch_compat. Must not import capture, autograd, spmd, p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -26,12 +26,12 @@ from wholestep.trace.predicates import Predicate
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Derivative, Differentiated, Made, Outlet, Slot
 from wholestep.trace.sizes import Sizes, is_made
-from wholestep.trace.tape import Found, Lifted, memory_of
+from wholestep.trace.tape import Found, Lifted, ReshapedInput, memory_of
 from wholestep.trace.where import Whereabouts
 from wholestep.trace.window import CallWindow
 from wholestep.trace.world import exchanged, same_python_randomness
 
-__all__ = ["SharedMemory", "Traced", "World", "trace_step"]
+__all__ = ["ReshapedInput", "SharedMemory", "Traced", "World", "trace_step"]
 
 
 class World(Protocol):
@@ -41,6 +41,8 @@ class World(Protocol):
     def tensors(self) -> dict[int, Any]: ...
     @property
     def numbers(self) -> list[Any]: ...
+    @property
+    def twin_ids(self) -> Container[int]: ...
     def versions(self) -> dict[int, int]: ...
     def find(self, tensor: torch.Tensor) -> Found | None: ...
     def lift(self, stand_ins: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
@@ -90,6 +92,7 @@ class Traced:
         memories: (input index, bytes on entry, bytes afterwards) where the step asks for or changes an input's memory.
         grad_mode: what the step leaves grad mode at, None when that is what it found.
         refused: (input, output, why) of each input whose new history cannot be differentiated.
+        reshaped: (input, size, stride) of each input that the step makes a view of what it was.
     """
 
     step: StepGraph
@@ -106,6 +109,7 @@ class Traced:
     memories: list[tuple[int, int, int]] = field(default_factory=list)
     grad_mode: bool | None = None
     refused: list[tuple[int, int, str]] = field(default_factory=list)
+    reshaped: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
 
     @property
     def n_inputs(self) -> int:
@@ -139,10 +143,11 @@ def trace_step(
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
-        SharedMemory: restore the world and try again.
+        SharedMemory, ReshapedInput: restore the world and try again.
     """
     recorder = Recorder(world.find, Whereabouts(names), shared, guard_data, world.parts, sizes)
     recorder.generators = world.generators
+    recorder.twins = world.twin_ids
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
         world.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})
@@ -286,7 +291,8 @@ def _finish(
     primals = used[: len(used) - len(backward.tangents)] if backward else used
     lifted = [primary[node] for node in primals]
     known = {id(item) for item in lifted}
-    served = [*recorder.lifted, *versions, *(m.item for m in recorder.memories.values())]
+    reshaped = [(recorder.by_id[key], ref.geometry) for key, ref in recorder.reshaped.items()]
+    served = [*recorder.lifted, *versions, *(i for i, _ in reshaped), *(m.item for m in recorder.memories.values())]
     served += [*backward.inputs, *(i for i, _, _ in (*backward.rewritten, *backward.refused))] if backward else []
     lifted += [item for item in dict.fromkeys(served) if id(item) not in known]
     new_index = {id(item): index for index, item in enumerate(lifted)}
@@ -328,6 +334,7 @@ def _finish(
         derivative,
         [(new_index[id(m.item)], m.before, m.now) for m in recorder.memories.values()],
         refused=[(new_index[id(item)], output, why) for item, output, why in refused],
+        reshaped=[(new_index[id(item)], tuple(place.shape), tuple(place.stride)) for item, place in reshaped],
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,6 +53,14 @@ class Found(Protocol):
     def entangled(self) -> bool: ...
     @property
     def detached(self) -> bool: ...
+
+
+class ReshapedInput(Exception):  # noqa: N818 - a request, not an error
+    """The step makes an input a view of what it was, as `t_` does; trace again, with a twin in its place."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__("an input is given another shape in place")
+        self.tensor = tensor
 
 
 @dataclass(eq=False)
@@ -104,6 +112,8 @@ class Tape:
         self.inputs: list[Input] = []
         self.taken: set[str] = set()
         self.by_id: dict[int, Lifted] = {}
+        self.twins: Container[int] = ()  # ids of the tensors that stand for inputs while the step is traced
+        self.reshaped: dict[int, Ref] = {}  # id of a twin that became a view of what it was -> its way into memory
         self.given: list[tuple[torch.Tensor, bool, dict[str, Any]]] = []  # stand-ins, with their flag and attributes
         self.constants: dict[str, torch.Tensor] = {}
         self.tokens: dict[float, HostNode] = {}
@@ -227,7 +237,7 @@ class Tape:
             return found
         lifted = self.lift_once(tensor)
         assert lifted.ref is not None
-        return lifted.ref
+        return self.reshaped.get(id(tensor), lifted.ref)
 
     def lift_once(self, tensor: torch.Tensor) -> Lifted:
         """The input that a real tensor is, or becomes."""

@@ -13,7 +13,7 @@ from torch import fx
 
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Functionalized
-from wholestep.torch_compat import FakeTensor, OpOverload
+from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
 from wholestep.trace.alias import Geometry, Ref, elements, fit
 from wholestep.trace.ops import (
     CONSTANT_WRITES,
@@ -26,7 +26,7 @@ from wholestep.trace.ops import (
 )
 from wholestep.trace.sizes import is_made
 from wholestep.trace.storages import Storages
-from wholestep.trace.tape import map_leaves
+from wholestep.trace.tape import ReshapedInput, map_leaves
 from wholestep.trace.where import user_line
 
 aten = torch.ops.aten
@@ -173,11 +173,7 @@ class Writes(Storages):
         if view is not None:
             self._execute(view, args, kwargs)  # eager's own error first, if there is one
         if not is_made(tensor):
-            raise UnsupportedError(
-                f"{func} changes the shape of {self._describe(tensor)}, which the step did not make",
-                user_line(),
-                "use the form that returns a view",
-            )
+            return self._reshape_input(func, view, args, kwargs)
         if func in RESIZES and self._fits(tensor, args[1]):
             return self._resize(func, args, kwargs)
         if view is None:
@@ -190,6 +186,29 @@ class Writes(Storages):
         self._execute(func, args, kwargs)
         ref = Ref(base.storage, Geometry.of(tensor), old, view, tuple(args[1:]), kwargs)
         tensor.wholestep_ref = ref  # type: ignore[attr-defined]
+        return tensor
+
+    def _reshape_input(self, func: Any, view: Any, args: Any, kwargs: Any) -> Any:
+        """An input that becomes a view of what it was: a twin does so while the step is traced, itself at each run."""
+        tensor = args[0]
+        can = view is not None and _can_have_a_twin(tensor) and not self.parts
+        if can and id(tensor) not in self.twins:
+            raise ReshapedInput(tensor)
+        base, before = self.ref(tensor), tensor.storage_offset()
+        item = self.by_id[id(tensor)]
+        with self.fake_mode, torch.no_grad(), below_autograd():
+            fake = func(item.fake.detach(), *args[1:], **kwargs)
+        if not can or fake.storage_offset() != item.fake.storage_offset():
+            raise UnsupportedError(
+                f"{func} changes the shape of {self._describe(tensor)}, which the step did not make",
+                user_line(),
+                "use the form that returns a view",
+            )
+        with no_modes(), torch.no_grad(), below_autograd():
+            func(*args, **kwargs)
+        assert tensor.storage_offset() == before
+        item.fake = fake
+        self.reshaped[id(tensor)] = Ref(base.storage, Geometry.of(fake), base, view, tuple(args[1:]), kwargs)
         return tensor
 
     def _fits(self, tensor: torch.Tensor, wanted: Any) -> bool:
@@ -222,6 +241,12 @@ class Writes(Storages):
                 user_line(),
                 "give it an output of the right shape",
             )
+
+
+def _can_have_a_twin(tensor: torch.Tensor) -> bool:
+    """Not a leaf: gradients flow to itself."""
+    leaf = tensor.requires_grad and tensor.is_leaf
+    return type(tensor) is torch.Tensor and not tensor.is_inference() and not leaf
 
 
 def _positional(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
