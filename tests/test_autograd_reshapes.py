@@ -21,7 +21,7 @@ RESHAPES: dict[str, Any] = {
     "as_strided_": lambda x: (x.as_strided_((2, 2), (1, 2)), x + 1)[1],
     "twice": lambda x: x.t_().t_() * 3,
     "views": lambda x: (x.t_(), x[0], x.reshape(-1)),
-    "read_before": lambda x: (x * x, x.t_() * 3),
+    "read_before": lambda x: (x * 2, x.t_() * 3),
 }
 
 

@@ -367,3 +367,31 @@ def test_decisions_on_data_when_asked_for() -> None:
     for n in (torch.tensor([3, 2]), torch.tensor([2, 3]), torch.tensor([2, 2]), torch.tensor([3, 2])):
         assert torch.equal(compiled(x, n), step(x, n))
     assert 1 < compiled.captures <= 3, "no more than there were different lengths"
+
+
+WORDS = {
+    "matmul": (lambda a: a @ a, (3, 4)),
+    "linear": (nn.Linear(3, 4), (2, 5)),
+    "broadcast": (lambda a: a + a.new_ones(5, 6), (3, 4)),
+    "view": (lambda a: a.t().view(12), (3, 4)),
+    "reshape": (lambda a: a.reshape(5), (3, 4)),
+    "cat": (lambda a: torch.cat([a, a[:, :2], a.t()]), (3, 4)),
+    "convolution": (nn.Conv2d(3, 4, 3), (1, 2, 8, 8)),
+    "layer norm": (nn.LayerNorm(4), (3, 5)),
+    "target": (lambda a: nn.functional.cross_entropy(a, torch.zeros(4, dtype=torch.long)), (3, 5)),
+    "inverse": (torch.linalg.inv, (3, 4)),
+    "index": (lambda a: a[:, 7], (3, 4)),
+    "dimension": (lambda a: a.softmax(4), (3, 4)),
+    "written": (lambda a: a.detach().copy_(torch.ones(5)), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_what_a_kernel_refuses_is_said_in_its_words(what: str) -> None:
+    fn, shape = WORDS[what]
+    words = []
+    for call in (fn, ws.compile(fn), *([ws.compile(fn, dynamic=True)] if what == "matmul" else [])):
+        with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
+            call(torch.randn(shape, requires_grad=True))
+        words.append((caught.type, str(caught.value)))
+    assert len(set(words)) == 1

@@ -1,4 +1,5 @@
-"""What kernels refuse and fake tensors of some versions of torch (2.11, 2.12) let pass, refused in eager's words."""
+"""What kernels refuse, in their words: where fake tensors use others, and where those of some versions of torch (2.11,
+2.12) let it pass."""
 
 from __future__ import annotations
 
@@ -6,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from wholestep.torch_compat import OpOverload, no_modes
+from wholestep.trace.tape import map_leaves
 
 aten = torch.ops.aten
 
@@ -37,3 +41,36 @@ CHECKS: dict[Any, Callable[..., None]] = {
     aten.div_.Scalar: _divide,
     aten.div_.Tensor: _divide,
 }
+
+LARGEST = 1 << 28  # bytes of an operand: beyond them an error keeps the words of fake tensors
+
+
+def kernels_error(func: OpOverload, args: Any, kwargs: Any) -> Exception | None:
+    """What eager raises where an operator has failed on fake tensors: its kernel is tried on zeros of their shapes."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    with no_modes():
+        try:
+            func(*map_leaves(_zeros, args), **map_leaves(_zeros, kwargs))
+        except _Unlike:
+            return None
+        except Exception as error:
+            return error.with_traceback(None)
+    return None
+
+
+class _Unlike(Exception):  # noqa: N818 - not for users
+    """An argument without a stand-in."""
+
+
+def _zeros(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        plain = leaf.layout == torch.strided and leaf.device.type == "cpu" and not (leaf.is_conj() or leaf.is_neg())
+        if not plain or any(type(n) is not int for n in leaf.shape) or leaf.numel() * leaf.itemsize > LARGEST:
+            raise _Unlike
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
+    if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise _Unlike
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str)) or type(leaf).__module__ == "torch":
+        return leaf
+    raise _Unlike

@@ -10,7 +10,6 @@ engine run as they always do, while nothing real changes.
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from wholestep.ir import UnderGrad
 from wholestep.parts import Part
 from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id, no_modes
 from wholestep.trace.alias import Geometry, Ref
-from wholestep.trace.checks import CHECKS
+from wholestep.trace.checks import CHECKS, kernels_error
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import geometry
 from wholestep.trace.sizes import Sizes, is_size
@@ -67,16 +66,12 @@ class Recorder(Writes, TorchDispatchMode):
             if func._schema.is_mutable:
                 return self._mutable(func, args, kwargs)
             return self._view(func, args, kwargs) if is_view(func) else self._pure(func, args, kwargs)
-        except ValueError as error:
-            if str(error).startswith("Cannot view a tensor"):  # fake tensors say it in other words than kernels
-                raise RuntimeError(VIEW_ERROR) from error
-            raise
-        except RuntimeError as error:
-            kind = fake_refusal(error)
+        except (ValueError, RuntimeError) as error:
+            kind = fake_refusal(error) if isinstance(error, RuntimeError) else None
             if kind is None:
-                unequal = UNEQUAL.search(str(error))
-                if unequal is not None:
-                    raise RuntimeError(_unequal(*unequal.groups())) from error
+                said = None if isinstance(error, CaptureError) else kernels_error(func, args, kwargs)
+                if said is not None:
+                    raise said from error
                 raise
             if kind == "data" and self.guard_data and not func._schema.is_mutable:
                 return self._observed(func, args, kwargs)
@@ -212,20 +207,6 @@ def _check_view(place: Geometry, shape: Sequence[int]) -> None:
     with no_modes():
         torch.empty_strided(place.shape, place.stride, device="meta").view(shape)
 
-
-def _unequal(size: str, place: str, shape: str) -> str:
-    """Eager's words for tensors of sizes that do not broadcast."""
-    sizes = shape.split(", ")
-    first = sizes[int(place)]
-    return (f"The size of tensor a ({first}) must match the size of tensor b ({size}) at non-singleton dimension "
-            f"{len(sizes) + int(place)}")  # fmt: skip
-
-
-UNEQUAL = re.compile(r"broadcast a dimension of length (\d+) at (-\d+)!.* broadcastable to \[([\d, ]+)\]")
-VIEW_ERROR = (
-    "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
-    "contiguous subspaces). Use .reshape(...) instead."
-)
 
 # Zeros without memory, which autograd makes for gradients that are not there; C++ asks fakes what they are made of.
 MATERIAL = {aten._efficientzerotensor.default: aten.zeros.default}
