@@ -159,3 +159,11 @@ def saves_until_one_dies(path: str) -> None:
             layer.weight.fill_(number)
             layer.bias.fill_(number)
         ws.save(path, layer)
+
+
+def with_extra(path: str) -> dict[str, Any]:
+    """What each rank loads besides a model, when each rank saves its own."""
+    model = net()
+    ws.save(path, model, extra={"rank": comm.get_rank(), "mean": torch.full((2,), 2.0 + comm.get_rank())})
+    found = ws.load(path, model)
+    return {"rank": found["rank"], "mean": found["mean"].tolist()}

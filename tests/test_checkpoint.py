@@ -354,3 +354,42 @@ def test_what_cannot_be_saved_leaves_what_was_there(tmp_path):
         ws.save(tmp_path / "c", nn.LazyLinear(3))
     assert files.read_index(tmp_path / "c")["shards"] == "shards-1"
     assert sorted(e.name for e in (tmp_path / "c").iterdir()) == ["index.json", "shards-1"]
+
+
+def test_a_run_goes_on_with_its_scheduler_and_its_random_numbers(tmp_path):
+    def start():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return model, opt, torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4, 5], 0.5)
+
+    def go_on(model, opt, scheduler, steps):
+        for _ in range(steps):
+            model(torch.randn(3, 4)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+            scheduler.step()
+        return [p.detach().clone() for p in model.parameters()], scheduler.get_last_lr()
+
+    torch.manual_seed(0)
+    model, opt, scheduler = start()
+    go_on(model, opt, scheduler, 3)
+    given = {"step": 3, "scheduler": scheduler.state_dict(), "random": torch.get_rng_state(), "pair": (1.5, None)}
+    ws.save(tmp_path / "run", model, opt, extra=given)
+    wanted = go_on(model, opt, scheduler, 3)
+    model, opt, scheduler = start()
+    extra = ws.load(tmp_path / "run", model, opt)
+    assert extra["step"] == 3 and extra["pair"] == (1.5, None)
+    scheduler.load_state_dict(extra["scheduler"])
+    torch.set_rng_state(extra["random"])
+    found = go_on(model, opt, scheduler, 3)
+    assert found[1] == wanted[1] and all(map(torch.equal, found[0], wanted[0]))
+    ws.save(tmp_path / "bare", model)
+    assert ws.load(tmp_path / "bare", model) is None
+    with pytest.raises(CheckpointError, match="extra.model is a Linear"):
+        ws.save(tmp_path / "run", model, opt, extra={"model": model[0]})
+    assert ws.load(tmp_path / "run", model, opt)["step"] == 3
+
+
+def test_every_rank_is_given_what_the_first_saved_besides(tmp_path):
+    found = run_ranks(programs.with_extra, 2, "shm", args=(str(tmp_path / "run"),))
+    assert found == [{"rank": 0, "mean": [2.0, 2.0]}] * 2

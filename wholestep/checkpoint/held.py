@@ -152,6 +152,17 @@ def optimizer_contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> Co
     return found
 
 
+def extra_contents(extra: Any) -> Contents:
+    """What a run keeps besides.
+
+    Raises:
+        CheckpointError: something that is neither tensors nor plain data.
+    """
+    found = Contents()
+    found.tree["value"] = describe(extra, "extra", found.add)
+    return found
+
+
 # Plain data -------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +180,7 @@ def describe(value: Any, name: str, add: Callable[[str, torch.Tensor], None]) ->
         return {"$tensor": name}
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if type(value) is dict:
+    if isinstance(value, dict):  # a Counter, as schedulers hold, comes back as a dict
         inner = {key: describe(v, f"{name}.{key}", add) for key, v in value.items()}
         plain = all(type(key) is str and not key.startswith("$") for key in value)
         return inner if plain else {"$items": [[describe(k, f"{name}.key", add), v] for k, v in inner.items()]}

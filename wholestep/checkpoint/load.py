@@ -20,7 +20,7 @@ from wholestep.parts import mark_part, part_of
 SHOWN = 8  # names of each kind of mistake
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Loads a checkpoint into a model and its optimizer, in place.
 
     A collective when there is a process group. The ranks may be as many as they like and hold any parts; each reads
@@ -30,6 +30,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     Args:
         path: what `save` was given.
         model, optimizer: as they were built for training; wrapped otherwise than before as may be.
+
+    Returns:
+        The ``extra`` that `save` was given, on every rank; None without.
 
     Raises:
         CheckpointError: on every rank, and nothing has changed: the checkpoint is not complete, or of another model;
@@ -45,9 +48,11 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
     try:
         with Progress(f"loading {path}", plan.nbytes, ranks.rank == 0) as progress:
             plan.run(progress.advance)
+            extra = plan.reader.extra()
     except Exception as error:  # noqa: BLE001
         trouble = f"{path} cannot be read: {type(error).__name__}: {error}"
     ranks.agree(trouble)
+    return extra
 
 
 class Loading:

@@ -74,6 +74,10 @@ class Reader:
         """All of a tensor."""
         return self.read(kind, name, self.part(kind, name))
 
+    def extra(self) -> Any:
+        """What was saved besides model and optimizer."""
+        return rebuild(self.index.get("extra", {}).get("value"), lambda name: self.whole("extra", name))
+
 
 def state_dict(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The model of a checkpoint as an ordinary state dict of whole tensors on the CPU, for `load_state_dict`.

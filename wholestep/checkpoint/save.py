@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wholestep.checkpoint import files
-from wholestep.checkpoint.held import Contents, model_contents, optimizer_contents
+from wholestep.checkpoint.held import Contents, extra_contents, model_contents, optimizer_contents
 from wholestep.checkpoint.progress import Progress
 from wholestep.checkpoint.ranks import Ranks
 from wholestep.errors import CheckpointError
@@ -22,7 +22,9 @@ from wholestep.parts import Part
 MAX_FILE = 1 << 30  # bytes of a file, about: progress shows after each
 
 
-def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def save(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None, extra: Any = None
+) -> None:
     """Saves a model and its optimizer in a directory, in the place of the checkpoint that is there.
 
     A collective when there is a process group: every rank calls it with its own objects, on a file system that all
@@ -36,6 +38,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         path: a directory of its own; made where it is not there.
         model: its parameters, persistent buffers and extra state.
         optimizer: of parameters of the model; its state and groups.
+        extra: what else a run needs, which `load` gives back: tensors, numbers, texts, lists, tuples and dicts of such,
+            as ``{"step": 7, "scheduler": scheduler.state_dict(), "random": torch.get_rng_state()}``. Rank 0's counts.
 
     Raises:
         CheckpointError: on every rank, and what was there before still is: something cannot be saved, the ranks hold
@@ -48,6 +52,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         contents["model"] = model_contents(model)
         if optimizer is not None:
             contents["optimizer"] = optimizer_contents(model, optimizer)
+        contents["extra"] = extra_contents(extra if ranks.rank == 0 else None)
         name = files.begin(path) if ranks.rank == 0 else ""
     except Exception as error:  # noqa: BLE001 - no rank may be left waiting
         trouble = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
