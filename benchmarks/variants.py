@@ -119,7 +119,7 @@ VARIANTS = {
         "wholestep, ShardedOptimizer, fuse_optimizer", 2, "ddp", step=_spread(ws.ShardedOptimizer("dp"), fuse_optimizer)
     ),
     "ours-fs": Variant("wholestep, FullyShard", 2, "ddp", step=_spread(ws.FullyShard("dp"))),
-    "ours-fs-cheaper": Variant(
-        "wholestep, FullyShard(gather='cheaper')", 2, "ddp", step=_spread(ws.FullyShard("dp", gather="cheaper"))
+    "ours-fs-always": Variant(
+        "wholestep, FullyShard(gather='always')", 2, "ddp", step=_spread(ws.FullyShard("dp", gather="always"))
     ),
 }

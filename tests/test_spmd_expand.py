@@ -132,6 +132,32 @@ def test_fully_sharded_parameters_are_gathered_and_gradients_reduce_scattered(ra
     assert counts(operators) == {"all_gather": 5, "all_reduce": 5, "reduce_scatter": 4}
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_wide_layer_on_few_rows_stays_where_it_is(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 150), nn.ReLU(), nn.Linear(150, 150), nn.ReLU(), nn.Linear(150, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def largest(rows: int, gather: str) -> int:
+        """Elements of the largest result of a call."""
+        plan = FullyShard("dp", min_bytes=1, gather=gather)  # type: ignore[arg-type]
+        args = model, optimizer, torch.randn(rows, 6)
+        if rows == 6:
+            compare(train, *args, ranks=ranks, plan=plan)
+        comm.init_process_group("null", rank=0, world_size=ranks)
+        try:
+            step = capture(train, args, {}, differentiable=False)[1].step
+            mine = fully_shard(step, line=Line(comm.get_group().group_name, ranks, 0), plan=plan)
+        finally:
+            comm.destroy_process_group()
+        values = [info(node).value for node in mine.graph.nodes if node.op == "call_function"]
+        return max(value.numel() for value in values if isinstance(value, torch.Tensor))
+
+    assert largest(6, "always") == 150 * 150
+    assert largest(6, "cheaper") == 150 * 150 // ranks
+    assert largest(120, "cheaper") == 150 * 150  # now the weight is what is cheaper to move
+
+
 def test_tensor_parallel_layers_meet_once_in_each_direction() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))

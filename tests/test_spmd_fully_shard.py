@@ -12,7 +12,7 @@ from wholestep.testing import run_ranks
 BLOCKS = {"*.qkv": "column", "*.mlp.0": "column"}
 PLANS = {
     "mlp": FullyShard("dp", min_bytes=1),
-    "mlp, whole batch": FullyShard("dp", min_bytes=1, batch=Replicate()),
+    "mlp, whole batch": FullyShard("dp", min_bytes=1, gather="always", batch=Replicate()),
     "mlp, state from before": FullyShard("dp", min_bytes=1),
     "momentum": FullyShard("dp", min_bytes=1, again=False),
     "looks": FullyShard("dp", parameters="fc1.*", min_bytes=1),

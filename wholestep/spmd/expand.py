@@ -22,7 +22,8 @@ from wholestep.spmd.place import in_memory, moved, place
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.raise_cuts import raise_cuts
 from wholestep.spmd.redistribute import redistribute
-from wholestep.spmd.rewrite import call, kept, part_of_whole
+from wholestep.spmd.rewrite import call, is_view, kept, part_of_whole
+from wholestep.spmd.rules import rows
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
 from wholestep.spmd.sharding import Build, Call, R, Row
 from wholestep.spmd.write import Writer
@@ -173,8 +174,20 @@ class _Expansion:
         local = self._operands(call, row, info(node))
         if row.emit is None:
             self._keep(node, self.write.call(node, row, local), list(row.outs))
+            if is_view(node) and len(call.operands) == 1:
+                self._look_again(node, call)
         else:
             self.held[node] = self._built(call, row, local, info(node))
+
+    def _look_again(self, node: fx.Node, call: Call) -> None:
+        """A view of what is at hand in several placements is at hand in several, too; what nobody reads is dropped."""
+        source, made = self.held[call.operands[0]], self.held[node]
+        if not isinstance(made, Held) or len(source.versions) == 1:
+            return
+        for other in (replicated(call), *rows(call)):
+            have = source.versions.get(other.ins[0])
+            if have is not None and other.emit is None and other.outs[0] not in made.versions:
+                made.versions[other.outs[0]] = self.write.call(node, other, [have])
 
     def _run_on_lists(self, node: fx.Node) -> None:
         """Each column goes its own way; those that take other calls leave the lists."""

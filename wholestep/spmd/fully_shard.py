@@ -13,7 +13,7 @@ from wholestep.errors import PlanError
 from wholestep.ir import StepGraph
 from wholestep.spmd.expand import at_rest, expand
 from wholestep.spmd.global_view import AtRest, check_placements
-from wholestep.spmd.marks import mark_gradients, mark_inputs, mark_parameters
+from wholestep.spmd.marks import dear_to_gather, mark_gradients, mark_inputs, mark_parameters
 from wholestep.spmd.mesh import DeviceMesh, Line
 from wholestep.spmd.patterns import check_patterns, matches, parameter_path, parameter_paths
 from wholestep.spmd.placements import Placement, Replicate, Shard
@@ -26,7 +26,8 @@ R = Replicate()
 class FullyShard(AtRest):
     """Parameters, gradients and optimizer state are split over an axis; the batch is, too (ZeRO-3, FSDP).
 
-    A parameter is gathered right before a forward or backward computes with it, and freed after. Gradients are
+    A parameter is gathered right before a forward or backward computes with it, and freed after; one that is far larger
+    than all that meets it stays where it is, and each rank computes with its part on all rows. Gradients are
     reduce-scattered; the optimizer updates its part. Each rank is given its own part of the batch, rows of every
     tensor among the step's arguments; the step means what it means on one device with all of them.
 
@@ -39,7 +40,7 @@ class FullyShard(AtRest):
             placement, for tensors apart by their paths in the arguments: ``{"batch.mask": Replicate()}``; the others
             are `Shard(0)`.
         gather: "always": where a forward or backward computes with a parameter, it is gathered; "cheaper": it stays
-            where it is if moving the other operands takes fewer bytes, as for large layers on small batches.
+            where it is if what it meets is far smaller, as in large layers on small batches.
         again: gather once more in the backward, rather than keep what the forward gathered.
         min_bytes: smaller parameters stay whole on every rank.
     """
@@ -47,7 +48,7 @@ class FullyShard(AtRest):
     axis: str
     parameters: str | Sequence[str] = "*"
     batch: Placement | Mapping[str, Placement] = Shard(0)
-    gather: Literal["always", "cheaper"] = "always"
+    gather: Literal["always", "cheaper"] = "cheaper"
     again: bool = True
     min_bytes: int = 1 << 16
 
@@ -88,7 +89,9 @@ def fully_shard(step: StepGraph, *, line: Line, plan: FullyShard) -> StepGraph:
     rest = at_rest(step, plan.placement_of)
     if plan.batch == R:
         step = mark_inputs(step, kind="batch", placement=Shard(0))
-    if plan.gather == "always":
-        step = mark_parameters(step, rest=rest.inputs, again=plan.again)
+    gathered = rest.inputs
+    if plan.gather == "cheaper":
+        gathered = dear_to_gather(step, rest=rest.inputs, again=plan.again)
+    step = mark_parameters(step, rest=gathered, again=plan.again)
     step = mark_gradients(step, rest=rest.inputs)
-    return expand(step, line=line, rest=rest, pending=float(plan.gather == "cheaper"))
+    return expand(step, line=line, rest=rest, pending=float(gathered != rest.inputs))

@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from wholestep.ir import Phase, StepGraph, info
+from wholestep.ir import Phase, StepGraph, fake_tensors, info
+from wholestep.spmd.choose import nbytes
 from wholestep.spmd.patterns import matches
 from wholestep.spmd.place import in_memory, placed
 from wholestep.spmd.placements import Placement, Shard, normal
-from wholestep.spmd.rewrite import copy_step, is_view
+from wholestep.spmd.rewrite import copy_step, is_view, readers
 from wholestep.spmd.sharding import R
 from wholestep.torch_compat import OpOverload
+
+# How much smaller what meets a parameter must be for it to stay: collectives have latency, and what is split otherwise
+# than by rows may have to be put in order.
+FAR = 4
 
 
 def mark_parameters(step: StepGraph, *, rest: Sequence[Placement], again: bool) -> StepGraph:
@@ -41,6 +46,34 @@ def mark_parameters(step: StepGraph, *, rest: Sequence[Placement], again: bool) 
                 if mark is not None:
                     _bring_late(mark, stretch)
     return step
+
+
+def dear_to_gather(step: StepGraph, *, rest: Sequence[Placement], again: bool) -> list[Placement]:
+    """Of split parameters, leaves those out (as replicated) that had better stay: all that meets them is far smaller.
+
+    A wide layer on few rows of a batch is computed by parts of its weight, each on all rows.
+
+    Args:
+        rest: placements of the inputs between calls.
+        again: whether a backward gathers anew.
+    """
+    stretch, found = _stretches(step, again), list(rest)
+    for index, (node, item) in enumerate(zip(step.placeholders, step.signature.inputs, strict=True)):
+        if item.kind != "parameter" or not isinstance(rest[index], Shard):
+            continue
+        value = info(node).value
+        met = [r for r in readers(node) if stretch.get(r) is not None and not _is_elementwise(r, value.shape)]
+        gathered = nbytes(value) * (len({stretch[reader] for reader in met}) + 1)  # and the gradient, once
+        if met and FAR * sum(_beside(reader, node) for reader in met) <= gathered:
+            found[index] = R
+    return found
+
+
+def _beside(reader: fx.Node, parameter: fx.Node) -> int:
+    """Bytes of what a call reads besides a parameter and its views, and of what it gives."""
+    own = {parameter, *_views(parameter)}
+    values = [info(node).value for node in (reader, *reader.all_input_nodes) if node not in own]
+    return sum(nbytes(tensor) for value in values for tensor in fake_tensors(value))
 
 
 def mark_gradients(step: StepGraph, *, rest: Sequence[Placement]) -> StepGraph:
