@@ -11,6 +11,7 @@ import torch
 from equal import Different, assert_same_failure, assert_same_or_refused, assert_same_run
 from hypothesis import given
 from torch import Tensor
+from worlds import World
 from zoo.programs import PURE, RESHAPES, VIEWS, InputSpec, Instruction, Program, build_inputs, programs, run, world_of
 
 from wholestep.errors import UnsupportedError
@@ -112,3 +113,21 @@ def test_each_pure_operator_with_a_gradient(op: str) -> None:
             grad=True,
         )
     )
+
+
+def test_elements_of_a_memory_that_has_none() -> None:
+    def make(seed: int) -> World:
+        def step(x: Tensor, count: Tensor) -> Tensor:
+            count.add_(1)
+            return torch.as_strided(x, (1,), (1,)) + 1
+
+        return World(step, [(torch.ones(0), torch.zeros(()))])
+
+    assert_same_failure(make)
+
+
+def test_nothing_split() -> None:
+    def make(seed: int) -> World:
+        return World(lambda x: [part + 1 for part in x.split(2)], [(torch.ones(0, 3),)])
+
+    assert_same_run(make)

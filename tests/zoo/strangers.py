@@ -118,6 +118,47 @@ def lists_that_grow(seed: int) -> World:
 
 
 @register(STRANGERS)
+def boolean_masks_of_constants(seed: int) -> World:
+    """Contrastive learning: the mask says nothing of data, so the shapes that it gives are known."""
+    model = MLP()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        z = F.normalize(model.logits(torch.cat([x, x + 0.1])), dim=1)
+        same = torch.arange(len(x)).repeat(2)
+        same = same.unsqueeze(0) == same.unsqueeze(1)
+        others = ~torch.eye(len(z), dtype=torch.bool)
+        pairs, near = (z @ z.T)[others].view(len(z), -1), same[others].view(len(z), -1)
+        logits = torch.cat([pairs[near].view(len(z), -1), pairs[~near].view(len(z), -1)], 1)
+        loss = F.cross_entropy(logits / 0.1, torch.zeros(len(z), dtype=torch.long))
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    return World(step, labelled(), {"model": model, "opt": opt})
+
+
+@register(STRANGERS)
+def parameters_as_one_vector(seed: int) -> World:
+    """A perturbation tried and taken back; the judge sees values alone, since ``.data = v`` copies."""
+    model = MLP()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        old = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        nn.utils.vector_to_parameters(old + 0.1 * torch.randn_like(old), model.parameters())
+        loss = model(x, y)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.vector_to_parameters(old, model.parameters())
+        opt.step()
+        return loss.detach(), [p.detach().clone() for p in model.parameters()]
+
+    return World(step, labelled())
+
+
+@register(STRANGERS)
 def own_generators(seed: int) -> World:
     model = MLP()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -97,6 +97,8 @@ class Storage:
         input: index of the lifted input whose memory this is, None for memory made in the step.
         first: the node that gave the root its first content.
         moved: whether it became the memory of a tensor from outside, by ``p.data = t``.
+        given: memories of tensors from outside that parts of it were copied to, as ``p.data = t[:n]`` would have let
+            both be one, with their generations then.
     """
 
     value: fx.Node
@@ -105,6 +107,7 @@ class Storage:
     input: int | None = None
     first: fx.Node = field(init=False)
     moved: bool = False
+    given: list[tuple[Storage, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.first = self.value
@@ -126,6 +129,9 @@ class Ref:
 
     def read(self, emit: Emit) -> fx.Node:
         """The node that holds this tensor's content now."""
+        if any(other.generation != then for other, then in self.storage.given):
+            what = "a read of memory that an assignment to .data gave to another tensor, which was written since"
+            raise UnsupportedError(what, user_line(), "read the tensor that was given it")
         if self.node is not None and self.generation == self.storage.generation:
             return self.node
         if self.parent is None:

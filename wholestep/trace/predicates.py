@@ -153,6 +153,17 @@ def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:
     node.update_arg(place, offset)
 
 
+def follows_from_numbers(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the values of nodes follow from Python's numbers alone, so that they are the same at each call."""
+    needed, queue = set[fx.Node](), [*nodes]
+    while queue and len(needed) <= MAX_NODES:
+        current = queue.pop()
+        if current not in needed:
+            needed.add(current)
+            queue.extend(current.all_input_nodes)
+    return len(needed) <= MAX_NODES and _is_constant(needed)
+
+
 def _slice(node: fx.Node, data: Callable[[fx.Node], bool], line: str, guard_data: bool) -> list[fx.Node]:
     """All nodes that a number follows from, in order."""
     needed: set[fx.Node] = set()
@@ -166,7 +177,7 @@ def _slice(node: fx.Node, data: Callable[[fx.Node], bool], line: str, guard_data
         raise DataDependentError(
             "Python decides on a value that is only known when the step runs",
             line,
-            "use torch.where, or take the decision outside of the step",
+            "use torch.where, take the decision outside of the step, or pass guard_data=True to ws.compile",
         )
     return [n for n in node.graph.nodes if n in needed]
 

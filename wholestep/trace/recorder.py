@@ -23,7 +23,7 @@ from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, 
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.checks import CHECKS, kernels_error
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
-from wholestep.trace.predicates import geometry
+from wholestep.trace.predicates import follows_from_numbers, geometry
 from wholestep.trace.sizes import Sizes, is_size
 from wholestep.trace.tape import Found, Lifted, map_leaves
 from wholestep.trace.where import Whereabouts, user_line
@@ -73,7 +73,7 @@ class Recorder(Writes, TorchDispatchMode):
                 if said is not None:
                     raise said from error
                 raise
-            if kind == "data" and self.guard_data and not func._schema.is_mutable:
+            if kind == "data" and not func._schema.is_mutable and (self.guard_data or self._is_fixed(func, args)):
                 return self._observed(func, args, kwargs)
             raise _translated(func, error, kind) from error
 
@@ -126,8 +126,9 @@ class Recorder(Writes, TorchDispatchMode):
         """An operator whose result's shape, or the bool it gives, depends on data: as it is on the real inputs."""
         node = self.emit(func, map_leaves(self._reads, args), map_leaves(self._reads, kwargs), value=())
         if str(func._schema.returns[0].type) == "bool":
-            return self.decide(node, None, user_line())
-        found = self.decide(self.emit(geometry, (self._shaped_like(node),), value=()), None, user_line())
+            return self.decide(node, None, user_line(), not self.guard_data)
+        shaped = self.emit(geometry, (self._shaped_like(node),), value=())
+        found = self.decide(shaped, None, user_line(), not self.guard_data)
         with self.fake_mode:
             fakes = [torch.empty_strided(*place, dtype=dtype, device=device) for *place, dtype, device in found]
         if len(func._schema.returns) > 1:
@@ -136,6 +137,17 @@ class Recorder(Writes, TorchDispatchMode):
         node.meta["info"].value = node.meta["val"] = self.value(fakes[0])
         self.root(fakes[0], node)
         return fakes[0]
+
+    def _is_fixed(self, func: Any, args: Any) -> bool:
+        """Whether a result's shape depends on values that are the same at each call, as those of `torch.eye` are."""
+        nodes: list[fx.Node] = []
+
+        def note(leaf: Any) -> None:
+            if isinstance(leaf, torch.Tensor):
+                nodes.append(self._reads(leaf))
+
+        map_leaves(note, args[1:] if func in SHAPE_ALONE else args)
+        return follows_from_numbers(nodes)
 
     def _shaped_like(self, node: fx.Node) -> fx.Node:
         """A call whose result has the shape of a node's, without operands of which only the shape counts."""
@@ -162,6 +174,8 @@ class Recorder(Writes, TorchDispatchMode):
         base = self.ref(args[0])
         if func is aten.view.default and base.geometry.repeats:
             _check_view(base.geometry, args[1])
+        if func is aten.as_strided.default and self._fakes(args[0]).untyped_storage().nbytes() == 0:
+            _check_strided(args[0], *args[1:], **kwargs)
         self.note()
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor):
@@ -208,6 +222,13 @@ def _check_view(place: Geometry, shape: Sequence[int]) -> None:
         torch.empty_strided(place.shape, place.stride, device="meta").view(shape)
 
 
+def _check_strided(tensor: torch.Tensor, shape: Any, stride: Any, offset: int | None = None) -> None:
+    """Eager's error for elements in a memory that has none; fakes give them."""
+    start = tensor.storage_offset() if offset is None else offset
+    with no_modes():
+        torch.empty(0, dtype=tensor.dtype).as_strided(shape, stride, start)
+
+
 # Zeros without memory, which autograd makes for gradients that are not there; C++ asks fakes what they are made of.
 MATERIAL = {aten._efficientzerotensor.default: aten.zeros.default}
 
@@ -228,7 +249,15 @@ def _lift_fresh(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if isinstance(tensor, FakeTensor) else recorder.constant(tensor)
 
 
+def _split(recorder: Recorder, tensor: torch.Tensor, size: Any, dim: int = 0) -> Any:
+    """`split`; of nothing, it is one part of nothing, on which fake tensors of torch 2.11 fail."""
+    if tensor.shape[dim] == 0:
+        return recorder._view(aten.split_with_sizes.default, (tensor, [0], dim), {})
+    return recorder._view(aten.split.Tensor, (tensor, size, dim), {})
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.split.Tensor: _split,
     aten._local_scalar_dense.default: Recorder.item,
     aten.item.default: Recorder.item,
     aten.lift_fresh.default: _lift_fresh,

@@ -381,12 +381,16 @@ class Tape:
             raise DataDependentError("Python needs the value of a complex tensor", user_line())
         return make_host(HostNode(self, node, node.meta["info"].value, known=False))
 
-    def decide(self, node: fx.Node, hint: Any, line: str) -> Any:
-        """Python branches on a host number: its value now becomes a guard, if it is cheap to know."""
+    def decide(self, node: fx.Node, hint: Any, line: str, fixed: bool = False) -> Any:
+        """Python branches on a host number: its value now becomes a guard, if it is cheap to know.
+
+        Args:
+            fixed: it is the same at each call.
+        """
         predicate = self.predicates.get(node)
         if predicate is None:
             absent = {item.node for item in self.lifted if id(item.value) in self.parts}
-            predicate = decide(node, self.lifted, self.constants, self._is_data, line, self.guard_data, absent)
+            predicate = decide(node, self.lifted, self.constants, self._is_data, line, self.guard_data or fixed, absent)
             self.predicates[node] = predicate
         return predicate.expected
 

@@ -36,6 +36,7 @@ class CallWindow(TorchFunctionMode):
         if remedy is not None and args and isinstance(args[0], torch.Tensor):
             if self.recorder.guard_data and name in READABLE:
                 return self._read(name, func, args)
+            remedy += GUARD_DATA if name in READABLE else ""
             what = "Cannot access data pointer" if name == "data_ptr" else "Python needs the value"
             raise DataDependentError(f"{what} of a tensor: Tensor.{name}", user_line(), remedy)
         if name in OWNERS and not is_made(args[0]):
@@ -168,7 +169,8 @@ class CallWindow(TorchFunctionMode):
                 f"assigning .data of shape {list(new.shape)} and strides {list(new.stride())} to a tensor of shape "
                 f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step", user_line()
             )
-        if ref.storage.input is not None or ref.storage.root is not ref:
+        ours = self.recorder.ref(tensor)
+        if ref.storage.input is not None or ours.parent is not None:
             raise UnsupportedError(
                 "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",
                 user_line(),
@@ -180,7 +182,10 @@ class CallWindow(TorchFunctionMode):
         with no_modes():
             set_versions((tensor,), (version,))
         ref.storage.moved = True
-        new.wholestep_ref = self.recorder.ref(tensor)  # type: ignore[attr-defined]
+        if ref.parent is None:
+            new.wholestep_ref = ours  # type: ignore[attr-defined]
+        else:  # one of several that are given parts of one memory
+            ref.storage.given.append((ours.storage, ours.storage.generation))
 
 
 # Functions that read the memory of arguments in C++, where no mode sees it: their positions and names.
@@ -189,6 +194,8 @@ BY_VALUE: dict[Any, tuple[Any, ...]] = {
     **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), (1, "indices_or_sections")),
     **dict.fromkeys(CTC_LOSSES, (2, 3, "input_lengths", "target_lengths")),
 }
+
+GUARD_DATA = ", or pass guard_data=True to ws.compile"
 
 # Tensor methods that give a value to Python, and what makes it of a number.
 READABLE: dict[str, Any] = {

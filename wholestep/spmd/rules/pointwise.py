@@ -128,6 +128,7 @@ RULES: dict[str, Rule] = {
     # pointwise, though torch does not tag them so
     **dict.fromkeys(
         [
+            "aten.leaky_relu",  # tagged since torch 2.12
             "aten.lift_fresh_copy",
         ],
         pointwise,
