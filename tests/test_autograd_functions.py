@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import wholestep as ws
 from wholestep.aot import dynamo_backend
 from wholestep.autograd import aot_function, aot_module, default_partition, export_joint, min_cut_partition
+from wholestep.errors import UnsupportedError
 from wholestep.ir import check, info
 
 
@@ -338,3 +339,50 @@ def test_results_that_share_memory_share_counters_as_in_eager(requires_grad: boo
             results[3].mul_(2)
         seen.append([(t._version, t._is_view()) for t in results])
     assert seen[0] == seen[1]
+
+
+def _gradients_kept(fn: Any, after: Any) -> list[list[Any]]:
+    seen: list[list[Any]] = []
+    for call in (fn, compiled := ws.compile(fn), compiled):
+        x = torch.arange(4.0, requires_grad=True)
+        y = call(x)
+        after(y)
+        seen.append([y.retains_grad, y.requires_grad, y.is_leaf, y.grad, x.grad])
+    return seen
+
+
+def test_gradients_that_results_keep() -> None:
+    """`retain_grad()` inside, and the gradient of a leaf made inside, with the backward outside and inside."""
+
+    def kept(x: Tensor) -> Tensor:
+        y = x.sin()
+        y.retain_grad()
+        return y
+
+    def differentiated(x: Tensor) -> Tensor:
+        y = kept(x)
+        (y * y).sum().backward()
+        return y
+
+    def leaf(x: Tensor) -> Tensor:
+        y = nn.Parameter(x.detach() + 1)
+        (y * y).sum().backward()
+        return y
+
+    cases: list[tuple[Any, Any]] = [(kept, lambda y: (y * y).sum().backward()), (differentiated, lambda y: None)]
+    for fn, after in [*cases, (leaf, lambda y: None), (leaf, lambda y: (y * 3).sum().backward())]:
+        eager, *ours = _gradients_kept(fn, after)
+        for found in ours:
+            assert found[:3] == eager[:3] and same([g for g in eager[3:] if g is not None],
+                                                   [g for g in found[3:] if g is not None])
+            assert [g is None for g in eager] == [g is None for g in found]
+
+
+def test_a_gradient_that_only_the_inside_would_see_is_refused() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        y.retain_grad()
+        return y, (y * y).sum()
+
+    with pytest.raises(UnsupportedError, match=r"retain_grad\(\) on a result that other results"):
+        ws.compile(fn)(torch.ones(3, requires_grad=True))

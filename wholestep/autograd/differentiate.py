@@ -76,6 +76,7 @@ def differentiate(
     for tensor in _ends(outputs):
         if recorder.find(tensor) is not None:
             recorder.lift_once(tensor)
+    _refuse_retained(recorder, outputs)
     roots = [*_roots(recorder), *_leaves(outlet, values)]
     new = {id(o): recorder.ref(o.tensor).read(recorder.emit) for o in outputs if o.input is not None}
     last = next(iter(reversed(recorder.graph.nodes)))
@@ -202,6 +203,19 @@ def _rewritten(recorder: Recorder) -> list[_Output]:
             )
         found.append(_Output(tensor, None, recorder.by_id[id(tensor)]))
     return found
+
+
+def _refuse_retained(recorder: Recorder, outputs: list[_Output]) -> None:
+    """A result keeps the gradient that reaches it outside; what another result adds to it inside, nobody sees."""
+    for output in outputs:
+        kept = output.tensor
+        others = [o.tensor.grad_fn for o in outputs if o is not output]
+        if kept.retains_grad and kept.grad is None and any(_reach(node, [kept.grad_fn]) for node in others):
+            raise UnsupportedError(
+                "retain_grad() on a result that other results of a compiled function are made of",
+                recorder.made_at(kept),
+                "call backward() inside of the function too, or make them outside of it",
+            )
 
 
 def _refuse(recorder: Recorder, outlet: Outlet, refused: list[tuple[_Output, str]]) -> None:

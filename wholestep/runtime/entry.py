@@ -100,6 +100,7 @@ class Entry:
             versions = {("output", s.output): s.version for s in whole if s.version}
             versions |= {("input", s.input): s.version for s in whole if s.input in self.hoisted}
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
+        self.graded = [(i, s.grad) for i, s in enumerate(traced.slots) if s.retains or s.grad is not None]
         self.sources = [item.source for item in traced.lifted]
         # the first call's tensors and the graph would else live as long as the program
         self.traced = replace(traced, step=None, lifted=[], hoisted=None)  # type: ignore[arg-type]
@@ -172,6 +173,10 @@ class Entry:
             make_one_of_several(slots[index], traced.slots[index].outdated)
         for index, part in self.kept.items():
             mark_part(slots[index], part)
+        for index, grad in self.graded:
+            if traced.slots[index].retains:
+                slots[index].retain_grad()
+            slots[index].grad = None if grad is None else slots[grad]
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
 

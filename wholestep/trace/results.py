@@ -38,6 +38,8 @@ class Slot:
         own_counter: whether its version counter is its own, not that of the input it lies in.
         base: index of the slot that autograd knows it as a view of.
         parameter: whether it is a `torch.nn.Parameter`.
+        retains: whether it keeps its gradient, as `retain_grad()` asks for.
+        grad: index of the slot of its gradient.
         refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
     """
 
@@ -55,6 +57,8 @@ class Slot:
     base: int | None = None
     refusal: str = ""
     parameter: bool = False
+    retains: bool = False
+    grad: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,8 @@ class Outlet:
         for value in values:
             if is_made(value):
                 bases = [value._base] if value._is_view() and is_made(value._base) else []
-                self.facts |= {id(v): _autograd(v) for v in (value, *bases)}
+                grad = _gradient(value)
+                self.facts |= {id(v): _autograd(v) for v in (value, *bases, *([] if grad is None else [grad]))}
 
     def slot(self, tensor: torch.Tensor, stays: bool = False) -> int:
         """The index of the slot for a tensor made in the step; ``stays`` where its object is kept for later steps."""
@@ -233,9 +238,18 @@ class Outlet:
     def place(self, value: Any, stays: bool = False) -> Made:
         """Where a replay finds a tensor or a number that the step made; see `slot`."""
         if isinstance(value, FakeTensor):
-            return Made(slot=self.slot(value, stays))
+            index, grad = self.slot(value, stays), _gradient(value)
+            if grad is not None:
+                self.slots[index] = replace(self.slots[index], grad=self.slot(grad))
+            return Made(slot=index)
         number = self.recorder.size(value) if is_size(value) else value
         return Made(output=self._output(number.node.fx_node))
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that a tensor of the step's own has by now."""
+    held = bool(is_leaf(tensor)) or tensor.retains_grad
+    return tensor.grad if held and is_made(tensor.grad) else None
 
 
 def _autograd(tensor: torch.Tensor) -> dict[str, Any]:
@@ -249,6 +263,7 @@ def _autograd(tensor: torch.Tensor) -> dict[str, Any]:
         "inference": inference,
         "several": several,
         "outdated": several and leaf is None,
+        "retains": tensor.retains_grad,
     }
 
 
