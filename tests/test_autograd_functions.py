@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.decomposition
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import wholestep as ws
@@ -241,6 +242,7 @@ def test_dynamos_front_end_gives_its_graphs_to_our_backend() -> None:
 BY_NAME = """
 import torch
 import torch._inductor.decomposition
+import torch.utils.checkpoint
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 x, found = torch.randn(5, 4), []
 for run in (model, torch.compile(model, backend="wholestep")):
@@ -386,3 +388,35 @@ def test_a_gradient_that_only_the_inside_would_see_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"retain_grad\(\) on a result that other results"):
         ws.compile(fn)(torch.ones(3, requires_grad=True))
+
+
+def test_a_view_that_is_written_before_its_base_is_met() -> None:
+    def fn(view: Tensor, base: Tensor, x: Tensor) -> Tensor:
+        view.mul_(2).copy_(x)
+        return base * 3
+
+    seen = []
+    for call in (fn, ws.compile(fn)):
+        base, x = torch.arange(3.0), torch.ones(2, requires_grad=True)
+        out = call(base[:2], base, x)
+        seen.append([out.detach(), base.detach(), *torch.autograd.grad(out.sum() + base.sum(), x)])
+    assert same(*seen)
+
+
+@pytest.mark.parametrize("preserve", [False, True])
+def test_reentrant_checkpoints_inside_of_a_module_whose_backward_runs_outside(preserve: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True, preserve_rng_state=preserve).exp()
+
+    compiled, seen = ws.compile(fn), []
+    for call in (fn, compiled, compiled):
+        inner.zero_grad()
+        torch.manual_seed(0)
+        x = torch.ones(3, 4, requires_grad=True)
+        out = call(x)
+        torch.manual_seed(0)
+        out.sum().backward()
+        seen.append([out.detach(), x.grad, *(p.grad for p in inner.parameters())])
+    assert same(seen[0], seen[1]) and same(seen[0], seen[2])

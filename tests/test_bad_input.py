@@ -377,6 +377,7 @@ WORDS = {
     "linear": (nn.Linear(3, 4), (2, 5)),
     "broadcast": (lambda a: a + a.new_ones(5, 6), (3, 4)),
     "view": (lambda a: a.t().view(12), (3, 4)),
+    "overlapping view": (lambda a: a.unfold(1, 2, 2).view(-1), (2, 3)),
     "reshape": (lambda a: a.reshape(5), (3, 4)),
     "cat": (lambda a: torch.cat([a, a[:, :2], a.t()]), (3, 4)),
     "convolution": (nn.Conv2d(3, 4, 3), (1, 2, 8, 8)),

@@ -49,6 +49,8 @@ def aot_function(
         A function with the results, gradients, aliases and errors of ``fn``. It is captured at its first call, and
         again when something about a call differs (`recompiles`).
     """
+    if not callable(fn):
+        raise TypeError(f"aot_function takes a function, a method or a module, not {type(fn).__name__}")
     passes = [decompose(decompositions)] if decompositions else []
     options = Options(Launch(None, None), passes, fw_compiler, guard_data, Halving(partition_fn, bw_compiler))
     return Compiled(fn, options, dynamic=bool(dynamic))

@@ -27,7 +27,7 @@ from wholestep.override import Override
 from wholestep.passes import transformed
 from wholestep.runtime import Backward, Entry, Program, saved_places
 from wholestep.spmd import Launch
-from wholestep.trace import ReshapedInput, SharedMemory, Traced, trace_step
+from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
 from wholestep.trace.sizes import Sizes
 
 Pass = Callable[[StepGraph], StepGraph]
@@ -214,6 +214,7 @@ def capture(
         world = look(fn, args, kwargs, varying=varying)
         shared: frozenset[int] = frozenset()
         reshaped: frozenset[int] = frozenset()
+        reentrant = True
         first: LeakError | None = None
         backward = differentiate if differentiable and world.differentiable else None
         while True:
@@ -227,12 +228,14 @@ def capture(
                 if sizes is not None:
                     symbols = Sizes()
                     sizes.append(symbols)
-                how = shared, guard_data, backward, symbols
+                how = shared, guard_data, backward, symbols, reentrant
                 return world, trace_step(step, args, kwargs, world, names, new_values, *how)
             except SharedMemory as request:
                 shared = request.memories
             except ReshapedInput as request:
                 reshaped |= {id(request.tensor)}
+            except ReentrantCheckpoint:
+                reentrant = False
             except LeakError as leak:  # once more, not looking into lists that the step appends to
                 if not leak.grown:
                     raise (first or leak) if leak.read else leak  # noqa: B904

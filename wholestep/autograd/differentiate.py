@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, empty_fake
+from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Differentiated, Outlet, is_leaf
 from wholestep.trace.sizes import is_made
@@ -29,6 +30,8 @@ IN_PLACE = (
     "which ran its backward already"
 )
 
+# What a checkpoint says whose backward would run another one inside of `torch.autograd.grad`.
+REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
 NO_ADDRESS = "Cannot access data pointer"
 
 
@@ -239,6 +242,8 @@ def _gradients(
     except CaptureError:
         raise
     except (RuntimeError, NotImplementedError) as error:
+        if REENTRANT in str(error):
+            raise ReentrantCheckpoint from None
         if NO_ADDRESS in str(error):
             raise UnsupportedError(str(error), remedy="address memory outside of compiled functions") from error
     kept = []

@@ -31,7 +31,7 @@ from wholestep.trace.where import Whereabouts
 from wholestep.trace.window import CallWindow
 from wholestep.trace.world import exchanged, same_python_randomness
 
-__all__ = ["ReshapedInput", "SharedMemory", "Traced", "World", "trace_step"]
+__all__ = ["ReentrantCheckpoint", "ReshapedInput", "SharedMemory", "Traced", "World", "trace_step"]
 
 
 class World(Protocol):
@@ -70,6 +70,10 @@ class SharedMemory(Exception):  # noqa: N818 - a request, not an error
     def __init__(self, memories: frozenset[int]) -> None:
         super().__init__(f"{len(memories)} shared memories")
         self.memories = memories
+
+
+class ReentrantCheckpoint(Exception):  # noqa: N818 - a request, not an error
+    """A checkpoint's backward would run another one inside; trace again, with checkpoints of the other kind."""
 
 
 @dataclass
@@ -128,6 +132,7 @@ def trace_step(
     guard_data: bool = False,
     differentiate: Differentiate | None = None,
     sizes: Sizes | None = None,
+    reentrant: bool = True,
 ) -> Traced:
     """Runs a step once on fake tensors and records it.
 
@@ -140,10 +145,11 @@ def trace_step(
         guard_data: numbers and shapes that depend on data are read from the real inputs and become guards.
         differentiate: traces the backward of what the step leaves behind.
         sizes: takes the sizes of tensors among the arguments as symbols.
+        reentrant: False to run checkpoints with ``use_reentrant=True`` as those without: gradients are the same.
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
-        SharedMemory, ReshapedInput: restore the world and try again.
+        SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
     """
     recorder = Recorder(world.find, Whereabouts(names), shared, guard_data, world.parts, sizes)
     recorder.generators = world.generators
@@ -156,7 +162,8 @@ def trace_step(
 
     @contextmanager
     def recording() -> Iterator[None]:
-        with recorder.whereabouts.following(), exchanged(recorder, parameters), CallWindow(recorder), recorder:
+        exchange = exchanged(recorder, parameters, reentrant)
+        with recorder.whereabouts.following(), exchange, CallWindow(recorder), recorder:
             yield
 
     grad_mode = torch.is_grad_enabled()

@@ -172,7 +172,7 @@ class Recorder(Writes, TorchDispatchMode):
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = self.ref(args[0])
-        if func is aten.view.default and base.geometry.repeats:
+        if func is aten.view.default and (base.geometry.repeats or self.sizes is None):
             _check_view(base.geometry, args[1])
         if func is aten.as_strided.default and self._fakes(args[0]).untyped_storage().nbytes() == 0:
             _check_strided(args[0], *args[1:], **kwargs)
@@ -217,7 +217,7 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
 
 
 def _check_view(place: Geometry, shape: Sequence[int]) -> None:
-    """Eager's error for a shape that an expanded tensor cannot be seen in; fakes give one whatever its elements are."""
+    """Eager's error for a shape that a tensor cannot be seen in; fakes of expanded and of overlapping ones give one."""
     with no_modes():
         torch.empty_strided(place.shape, place.stride, device="meta").view(shape)
 

@@ -260,7 +260,7 @@ class Tape:
         if tensor.layout != torch.strided:
             what = f"{found.source} holds a sparse tensor between calls"
             raise UnsupportedError(what, user_line(), "use dense tensors")
-        begins_inside = found.beginning is not None or found.detached or tensor._base is not None
+        begins_inside = found.detached or tensor._base is not None or id(tensor) in self.twins
         if tensor.requires_grad and not tensor.is_leaf and not begins_inside:
             raise UnsupportedError(
                 f"{found.source} is the result of an earlier differentiable computation",

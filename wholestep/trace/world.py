@@ -12,11 +12,12 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
+from torch.utils import checkpoint as checkpoints
 
 from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.ir import Gradient, get_rng_state, set_rng_state
@@ -156,6 +157,16 @@ def same_python_randomness() -> Iterator[None]:
         numpy.random.set_state(theirs)
 
 
+def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """A checkpoint that gives gradients where a reentrant one does, and runs no backward inside of another."""
+    checkpoints.check_backward_validity(args)
+    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+        return checkpoints.checkpoint(function, *args, **options)
+    with torch.no_grad():
+        return function(*args)
+
+
 def _only_in(thread: Thread, replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement in the thread that traces, the function itself in all others."""
 
@@ -166,8 +177,12 @@ def _only_in(thread: Thread, replacement: Callable[..., Any], original: Callable
 
 
 @contextmanager
-def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[None]:
-    """Replaces what must be seen while tracing; everything is as before on exit, however it ends."""
+def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: bool = True) -> Iterator[None]:
+    """Replaces what must be seen while tracing; everything is as before on exit, however it ends.
+
+    Args:
+        reentrant: see `trace_step`.
+    """
     get_state, set_state = _traced_rng(recorder)
     thread = Thread()
     replacements: list[tuple[Any, str, Any]] = [
@@ -188,6 +203,9 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor]) -> Iterator[No
         (torch.overrides, "has_torch_function", _only_in(thread, _is_overridden, torch.overrides.has_torch_function)),
         (torch.distributions.Distribution, "_validate_args", False),
     ]
+    if not reentrant:
+        apply = _only_in(thread, _checkpointed, checkpoints.CheckpointFunction.apply)
+        replacements.append((checkpoints, "CheckpointFunction", SimpleNamespace(apply=apply)))
     saved = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
     for (owner, name, replacement), (_, _, original) in zip(replacements, saved, strict=True):
         is_function = isinstance(original, FunctionType)
