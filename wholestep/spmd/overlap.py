@@ -42,7 +42,8 @@ def _is_light(node: fx.Node) -> bool:
     if node.op != "call_function" or is_effectful(node):
         return False
     values = [info(one).value for one in (node, *node.all_input_nodes)]
-    return node.target is aten.clone.default or all(isinstance(v, torch.Tensor) and v.numel() == 1 for v in values)
+    # not by the count of elements: of an uneven piece one rank may hold a single one, and all are to move alike
+    return node.target is aten.clone.default or all(isinstance(v, torch.Tensor) and not v.dim() for v in values)
 
 
 def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
