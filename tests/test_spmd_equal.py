@@ -19,6 +19,9 @@ FEW = {
     ],
     "2x2": [
         ("float64", "llama", "[TensorParallel sequence, FullyShard]"),
+        ("float64", "mlp", "[TensorParallel, FullyShard]"),  # keeps its gradients
+        ("float64", "convnet", "[TensorParallel, ShardedOptimizer]"),  # a momentum that the first step makes
+        ("float64", "gpt", "[TensorParallel embedding, FullyShard cheaper]"),  # 19 words: other sizes on other lines
         ("float64", "mlp", "[DataParallel(reduce='sum'), ShardedOptimizer]"),
     ],
 }

@@ -30,6 +30,15 @@ def test_narrowing_keeps_the_object_and_frees_the_rest():
     assert part_of(mark_part(tensor, None)) is None
 
 
+def test_a_part_is_narrowed_further():
+    tensor = torch.arange(24.0).view(4, 6)
+    half, corner = Part.rows((4, 6), 2, 4), Part.of((4, 6), [(3, 4), (0, 2)])
+    narrow_to(tensor, half)
+    narrow_to(tensor, corner, half)
+    assert tensor.tolist() == [[18.0, 19.0]] and part_of(tensor) == corner
+    assert half.inside(corner) is None and Part.rows((4, 6), 1, 3).inside(half) is None
+
+
 @pytest.mark.parametrize("transport", ["thread", "shm"])
 def test_whole_states_come_from_blocks_of_any_kind(transport):
     for found in run_ranks(programs.whole_states, 4, transport):

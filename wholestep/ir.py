@@ -98,6 +98,7 @@ class Signature:
         dying: indices of inputs that nobody else reads once the program has: given in a list, which it empties, their
             memory is free after their last reader.
         kept: how many of the last outputs are held until a backward: their memory is not reused by the next call.
+        uneven: whether dimensions were cut into pieces of several sizes, which differ from rank to rank.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -107,6 +108,7 @@ class Signature:
     homes: dict[int, Input] = field(default_factory=dict)
     dying: frozenset[int] = frozenset()
     kept: int = 0
+    uneven: bool = False
 
 
 @dataclass

@@ -54,6 +54,12 @@ class Part(NamedTuple):
         """True when nothing is missing."""
         return self.size == self.shape
 
+    def inside(self, outer: Part) -> Part | None:
+        """What this part is of a tensor that holds another one; None where that lacks some of it."""
+        spans = [(a - first, b - first) for (a, b), (first, _) in zip(self.spans, outer.spans, strict=True)]
+        has = all(0 <= a and b <= size for (a, b), size in zip(spans, outer.size, strict=True))
+        return Part.of(outer.size, spans) if has else None
+
     @property
     def slices(self) -> tuple[slice, ...]:
         """What picks the part out of the whole: ``whole[part.slices]``."""
@@ -83,9 +89,15 @@ def mark_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     return tensor
 
 
-def narrow_to(tensor: torch.Tensor, part: Part) -> None:
-    """Makes a whole tensor a part of itself: the object stays, the rest of its memory is free."""
-    give_data(tensor, tensor.detach()[part.slices].clone(memory_format=torch.contiguous_format))
+def narrow_to(tensor: torch.Tensor, part: Part, held: Part | None = None) -> None:
+    """Makes a tensor a part of itself: the object stays, the rest of its memory is free.
+
+    Args:
+        held: what it is of the whole one; None: all of it.
+    """
+    local = part if held is None else part.inside(held)
+    assert local is not None, f"{held} has not {part}"
+    give_data(tensor, tensor.detach()[local.slices].clone(memory_format=torch.contiguous_format))
     mark_part(tensor, part)
 
 

@@ -80,6 +80,7 @@ def expand(step: StepGraph, *, line: Line, rest: Rest, pending: float = 1.0) -> 
 
 class _Expansion:
     def __init__(self, step: StepGraph, line: Line, rest: Rest, pending: float) -> None:
+        line = replace(line, uneven=step.signature.uneven)
         self.step, self.line, self.rest, self.pending = step, line, rest, pending
         self.graph = fx.Graph()
         self.held: dict[fx.Node, Any] = {}  # node of the step -> `Held`, a tree of them, or this rank's node
@@ -102,7 +103,8 @@ class _Expansion:
         self.graph.output(tuple(self._outputs()))
         self.gone = raise_cuts(self.graph, self.cuts, self.line)
         gm = lazy_graph_module(self.step.gm, self.graph)
-        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()))
+        uneven = old.uneven or self._is_uneven()
+        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()), uneven=uneven)
         return dead_code(StepGraph(gm, signature, "expand"))
 
     # Inputs and outputs
@@ -120,7 +122,7 @@ class _Expansion:
                 yield held
                 continue
             wanted = self.rest.outputs.get(index, R)
-            record = replace(info(value), phase="optimizer")
+            record = replace(info(_unmarked(value)), phase="optimizer")  # a mark's own placement is the wanted one
             local = self._at(held, wanted, record)
             yield kept(local, record, wanted, self.line) if index in self.step.signature.homes else local
 
@@ -146,6 +148,12 @@ class _Expansion:
         found = held.versions.get(wanted) if isinstance(held, Held) and wanted is not None else None
         return self.gone.get(found, found) if found is not None else None
 
+    def _is_uneven(self) -> bool:
+        """True when a dimension was split into pieces of several sizes."""
+        leaves = [leaf for tree in self.held.values() for leaf in _leaves(tree) if isinstance(leaf, Held)]
+        split = [(held.value, p.dim) for held in leaves for p in held.versions if isinstance(p, Shard)]
+        return any(value.shape[dim] % self.line.size for value, dim in split)
+
     # Calls
 
     def _call(self, node: fx.Node) -> None:
@@ -158,7 +166,8 @@ class _Expansion:
             wanted = normal(record.placement, record.value.shape)
             fresh = Held(source.value, source.first, source.node)  # a mark is brought there anew, and let go of alone
             local = self._at(fresh, wanted, record)
-            if record.value.is_contiguous() and not info(local).value.is_contiguous():  # a gradient has its own memory
+            if record.value.is_contiguous() and (self.line.uneven or not info(local).value.is_contiguous()):
+                # a gradient has its own memory
                 layout = {"memory_format": torch.contiguous_format}
                 local = call(self.graph, torch.ops.aten.clone.default, local, phase=record.phase, keywords=layout)
             self.held[node] = Held(record.value, wanted, local)
@@ -268,6 +277,13 @@ class _Expansion:
         found = self.held[node]
         assert isinstance(found, fx.Node), f"{node} gives tensors"
         return found
+
+
+def _unmarked(node: fx.Node) -> fx.Node:
+    """What a mark stands for: its record says which part the axes before hold."""
+    while node.target is place:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _tree(result: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:

@@ -208,7 +208,7 @@ class Launch:
         ]
         for part, item, tensor in kept:
             held = parts.get(id(tensor))
-            if held not in (None, part):
+            if held not in (None, part) and (part is None or held is None or part.inside(held) is None):
                 raise PlanError(
                     f"{item.source} holds {held}; this step needs {part or 'the whole tensor'}\n"
                     "  to do: load ws.full_state_dict(optimizer or model, group), taken before, or compile the step "
@@ -218,13 +218,15 @@ class Launch:
         for part, _, tensor in kept:
             if part is None or isinstance(tensor, FakeTensor):
                 continue
-            if id(tensor) in parts:
+            held = parts.get(id(tensor))
+            if held == part:
                 mark_part(tensor, part)
                 continue
             before.append(tensor.is_contiguous())
-            narrow_to(tensor, part)
-            if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == part.shape:
-                narrow_to(tensor.grad, part)
+            narrow_to(tensor, part, held)  # of a part, when an optimizer's state is shared out after its first step
+            shape = part.shape if held is None else held.size
+            if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == shape:
+                narrow_to(tensor.grad, part, held)
         return Cut(bool(before), not all(before))
 
     def withdraw(self, error: Exception) -> None:

@@ -27,11 +27,14 @@ class Line:
         group: name of their group.
         size: how many they are.
         rank: this rank's place among them.
+        uneven: other lines of the axis may see other sizes, since another axis has cut dimensions into unequal pieces:
+            no call may be left out because of a size, so that all ranks' graphs have the same calls in the same order.
     """
 
     group: str
     size: int
     rank: int
+    uneven: bool = False
 
 
 class DeviceMesh:

@@ -17,6 +17,10 @@ MIB = 1 << 20
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _KINDS = tuple(getattr(collectives, name).default for name in _NAMES)
 
+# What one rank makes of a value where another one copies it, or takes it as it is: all move alike, so that the
+# collectives of all ranks stay in one order.
+_COPIES = (aten.clone.default, aten.constant_pad_nd.default, aten.full_like.default, aten.new_zeros.default)
+
 
 def wait_late(step: StepGraph) -> StepGraph:
     """Moves waits, and the views and copies that are made of what they give, to right before who reads them.
@@ -43,7 +47,7 @@ def _is_light(node: fx.Node) -> bool:
         return False
     values = [info(one).value for one in (node, *node.all_input_nodes)]
     # not by the count of elements: of an uneven piece one rank may hold a single one, and all are to move alike
-    return node.target is aten.clone.default or all(isinstance(v, torch.Tensor) and not v.dim() for v in values)
+    return node.target in _COPIES or all(isinstance(v, torch.Tensor) and not v.dim() for v in values)
 
 
 def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
@@ -92,6 +96,6 @@ def _chain(start: fx.Node) -> list[fx.Node]:
         source = sources[0] if len(sources) == 1 else None
         if source is None or source.op != "call_function" or len(source.users) != 1:
             return chain
-        if not is_view(source) and source.target not in (aten.clone.default, aten.constant_pad_nd.default):
+        if not is_view(source) and source.target not in _COPIES:
             return chain
         chain.insert(0, source)

@@ -66,7 +66,7 @@ class Change:
     def divides(self, dim: int) -> bool:
         """True when all ranks' pieces are of one size. If not, no rank leaves out a call that another one makes: passes
         that move collectives shall find the same graph on every rank."""
-        return self.shape[dim] % self.line.size == 0
+        return not self.line.uneven and self.shape[dim] % self.line.size == 0
 
     def cut(self, node: fx.Node, dim: int, start: int, stop: int, of: int | None = None) -> fx.Node:
         """Elements from start to stop of a dimension, which is dimension ``of`` of the shape."""
@@ -87,7 +87,7 @@ class Change:
 
     def dense(self, node: fx.Node) -> fx.Node:
         """The elements in the order in which they are read."""
-        if info(node).value.is_contiguous():
+        if not self.line.uneven and info(node).value.is_contiguous():
             return node
         layout = {"memory_format": torch.contiguous_format}
         return call(self.graph, aten.clone.default, node, keywords=layout, **self.record)

@@ -28,10 +28,15 @@ def _dropped(names: Names, dim: int) -> list[str | None]:
 
 
 def _slice(call: Call) -> Iterator[Row]:
-    """Along the split dimension too, when what is cut out is small: each rank gives what it has of it."""
+    """Along the split dimension too, when what is cut out is small: each rank gives what it has of it.
+
+    Where other lines see other sizes, they may not have all of a dimension cut out, or as small a part of it.
+    """
     value, result = call.values[0], call.results[0]
     dim = int(call.argument("dim", 0)) % value.dim()
-    if result.shape == value.shape:
+    if call.line.uneven:
+        yield from beside(call, dim)
+    elif result.shape == value.shape:
         yield from beside(call)
     else:
         yield from beside(call, dim)
@@ -124,6 +129,8 @@ def _stack(call: Call) -> Iterator[Row]:
 def _pad(call: Call) -> Iterator[Row]:
     pads, count = call.argument("pad"), call.values[0].dim()
     padded = [count - 1 - i // 2 for i, pad in enumerate(pads) if pad]
+    if call.line.uneven:  # where other lines see other sizes, they may pad what is not padded here
+        padded.append(count - len(pads) // 2)
     yield from beside(call, *padded)
     if not call.argument("value", 0):
         yield from linear_rows(call, [(0,)])
