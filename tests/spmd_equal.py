@@ -200,7 +200,7 @@ def cells_of(axes: int, models: Sequence[str], dtype: str, plans: Sequence[str] 
 
 def on_mesh(cells: Sequence[Cell], shape: str, quiet: bool = True) -> list[Cell]:
     """The cells as run by the ranks of a mesh; of each the worst rank's."""
-    timeout = 120.0 + 600.0 * len(cells) * (not quiet)
+    timeout = 400.0 if quiet else 600.0 * len(cells)
     everybody = run_ranks(run_cells, math.prod(sizes_of(shape)), "shm", (cells, shape, quiet), timeout)
     merged = []
     for same in zip(*everybody, strict=True):
