@@ -381,3 +381,29 @@ def dead_code(step: StepGraph) -> StepGraph:
 
 
 GETITEM: Callable[..., Any] = operator.getitem
+
+
+def add_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    """`Graph.call_function`, in half the time: that one looks through all arguments for sizes to warn of."""
+    node = graph.create_node("call_function", target, (), {})
+    node.args, node.kwargs = args, kwargs or {}
+    return node
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, exchange: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """`Graph.node_copy`, in half the time."""
+    if node.op != "call_function":
+        return graph.node_copy(node, exchange)
+    made = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
+    made.args, made.kwargs = fx.map_arg(node.args, exchange), fx.map_arg(node.kwargs, exchange)
+    made.meta = dict(node.meta)
+    return made
+
+
+def copy_graph(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph, and the copy of each node; records are shared."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in old.nodes:
+        copies[node] = copy_node(graph, node, copies.__getitem__)
+    return graph, copies

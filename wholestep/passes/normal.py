@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, NodeInfo, StepGraph, info, is_effectful, set_info
+from wholestep.ir import GETITEM, NodeInfo, StepGraph, copy_graph, info, is_effectful, set_info
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
@@ -27,11 +27,7 @@ PLAINER: dict[Any, Any] = {
 
 def copy_step(step: StepGraph) -> StepGraph:
     """A copy whose graph may be rewritten; records are shared."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(step.graph, mapping)
-    graph.output(result)
-    return StepGraph(lazy_graph_module(step.gm, graph), step.signature, step.stage)
+    return StepGraph(lazy_graph_module(step.gm, copy_graph(step.graph)[0]), step.signature, step.stage)
 
 
 def spell_lists(step: StepGraph) -> StepGraph:

@@ -17,7 +17,7 @@ from wholestep.spmd.marks import dear_to_gather, mark_gradients, mark_inputs, ma
 from wholestep.spmd.mesh import DeviceMesh, Line
 from wholestep.spmd.patterns import check_patterns, matches, parameter_path, parameter_paths
 from wholestep.spmd.placements import Placement, Replicate, Shard
-from wholestep.spmd.rewrite import Pass
+from wholestep.spmd.rewrite import Pass, copy_step
 
 R = Replicate()
 
@@ -87,6 +87,7 @@ def fully_shard(step: StepGraph, *, line: Line, plan: FullyShard) -> StepGraph:
     if line.size == 1:
         return step
     rest = at_rest(step, plan.placement_of)
+    step = copy_step(step, "fully_shard")
     if plan.batch == R:
         step = mark_inputs(step, kind="batch", placement=Shard(0))
     gathered = rest.inputs

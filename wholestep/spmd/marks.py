@@ -12,7 +12,7 @@ from wholestep.spmd.choose import nbytes
 from wholestep.spmd.patterns import matches
 from wholestep.spmd.place import in_memory, placed
 from wholestep.spmd.placements import Placement, Shard, normal
-from wholestep.spmd.rewrite import copy_step, is_view, readers
+from wholestep.spmd.rewrite import is_view, readers
 from wholestep.spmd.sharding import R
 from wholestep.torch_compat import OpOverload
 
@@ -27,11 +27,10 @@ def mark_parameters(step: StepGraph, *, rest: Sequence[Placement], again: bool) 
     Element-by-element readers, as the optimizer, read the part.
 
     Args:
-        step: left as it is.
+        step: changed in place.
         rest: placements of the inputs between calls.
         again: gather in a backward what its forward had gathered, so that it is free between.
     """
-    step = copy_step(step, "mark_parameters")
     stretch = _stretches(step, again)
     phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items()) if n is not None}
     for node, placement in _parameters(step, rest):
@@ -80,10 +79,9 @@ def mark_gradients(step: StepGraph, *, rest: Sequence[Placement]) -> StepGraph:
     """Gradients are reduced, once, to where their parameters are, before anybody but a backward reads them.
 
     Args:
-        step: left as it is.
+        step: changed in place.
         rest: placements of the inputs between calls.
     """
-    step = copy_step(step, "mark_gradients")
     nodes = {node.name: node for node in step.graph.nodes}
     where = {item.source: placement for item, placement in zip(step.signature.inputs, rest, strict=True)}
     done: set[fx.Node] = set()
@@ -100,11 +98,10 @@ def mark_inputs(step: StepGraph, *, kind: str, placement: Shard) -> StepGraph:
     """Inputs that every rank holds whole are split where the step reads them.
 
     Args:
-        step: left as it is.
+        step: changed in place.
         kind: of the inputs.
         placement: for those that have its dimension.
     """
-    step = copy_step(step, "mark_inputs")
     for node, item in zip(step.placeholders, step.signature.inputs, strict=True):
         value = info(node).value
         if item.kind == kind and isinstance(value, torch.Tensor) and value.dim() > placement.dim:
@@ -116,14 +113,13 @@ def mark_results(step: StepGraph, placements: Mapping[str, Placement], *, least:
     """What modules give in a forward is placed for those who read it outside.
 
     Args:
-        step: left as it is.
+        step: changed in place.
         placements: by patterns of the modules' paths; the first that fits counts. Tensors without the dimension that
             is to be split stay as they are.
         least: tensors of fewer dimensions stay as they are, too.
     """
     if not placements:
         return step
-    step = copy_step(step, "mark_results")
     calls = [node for node in step.graph.nodes if node.op == "call_function" and info(node).phase == "forward"]
     for node in calls:
         module, value = info(node).module, info(node).value
@@ -172,11 +168,9 @@ def _stretches(step: StepGraph, again: bool) -> dict[fx.Node, int | None]:
 
 def _bring_late(mark: fx.Node, stretch: Mapping[fx.Node, int | None]) -> None:
     """Moves a mark, and the views of it, to right before the first call that reads it."""
-    order = {node: i for i, node in enumerate(mark.graph.nodes)}
     views = _views(mark)
-    readers = [user for node in (mark, *views) for user in node.users if user not in views]
-    first = min(readers, key=order.__getitem__)
-    for node in (mark, *sorted(views, key=order.__getitem__)):
+    first = min(user for node in (mark, *views) for user in node.users if user not in views)
+    for node in (mark, *sorted(views)):  # nodes compare by their place in the graph
         first.prepend(node)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import fx
 
@@ -59,7 +61,8 @@ def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
             that alone gives more stays where it is.
     """
     step = copy_step(step, "start_early")
-    flying: list[One] = []
+    flying: deque[One] = deque()
+    in_air = 0
     previous: fx.Node | None = None
     for one in found(step, _KINDS):
         size = nbytes(info(one.start).value)
@@ -68,8 +71,9 @@ def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
             continue
         chain = _chain(one.start)
         waited = None
-        while flying and sum(nbytes(info(f.start).value) for f in flying) + size > in_flight:
-            waited = flying.pop(0).wait
+        while flying and in_air + size > in_flight:
+            landed = flying.popleft()
+            waited, in_air = landed.wait, in_air - nbytes(info(landed.start).value)
         sources = [node for member in chain for node in member.all_input_nodes if node not in chain]
         after = max(node for node in (*sources, previous, waited) if node is not None)
         if after < chain[0]:
@@ -82,6 +86,7 @@ def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
                 else:
                     anchor.prepend(node)
         flying.append(one)
+        in_air += size
         previous = one.start
     step.graph.lint()
     step.gm.recompile()

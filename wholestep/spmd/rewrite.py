@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from wholestep.comm.rows import piece
-from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, info, set_info
+from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, add_call, copy_graph, info, set_info
 from wholestep.parts import Part, Span
 from wholestep.spmd.evaluate import evaluate
 from wholestep.spmd.mesh import Line
@@ -24,9 +24,7 @@ Pass = Callable[[StepGraph], StepGraph]
 
 def copy_step(step: StepGraph, stage: str) -> StepGraph:
     """A copy that may be rewritten: a graph and a signature of its own."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(step.graph, copies))
+    graph, copies = copy_graph(step.graph)
     names = {old.name: new.name for old, new in copies.items()}
     old = step.signature
     gradients = [
@@ -48,7 +46,7 @@ def call(
         phase, record: of the node's `NodeInfo`.
     """
     keywords = keywords or {}
-    node = graph.call_function(target, args, keywords)
+    node = add_call(graph, target, args, keywords)
     return set_info(node, NodeInfo(evaluate(target, args, keywords), phase, **record))
 
 

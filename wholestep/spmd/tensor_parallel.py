@@ -17,7 +17,7 @@ from wholestep.spmd.marks import mark_gradients, mark_results
 from wholestep.spmd.mesh import DeviceMesh, Line
 from wholestep.spmd.patterns import check_patterns, matches, parameter_path, tensor_paths
 from wholestep.spmd.placements import Placement, Replicate, Shard
-from wholestep.spmd.rewrite import Pass
+from wholestep.spmd.rewrite import Pass, copy_step
 
 R = Replicate()
 
@@ -109,6 +109,7 @@ def tensor_parallel(step: StepGraph, *, line: Line, plan: TensorParallel) -> Ste
     if line.size == 1:
         return step
     rest = at_rest(step, plan.placement_of)
+    step = copy_step(step, "tensor_parallel")
     step = mark_results(mark_results(step, plan.results), plan.sequences, least=3)  # batch, sequence, features
     return expand(mark_gradients(step, rest=rest.inputs), line=line, rest=rest)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
+from wholestep.ir import GETITEM, NodeInfo, add_call, copy_node, fake_tensors, info, set_info
 from wholestep.spmd.evaluate import evaluate
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Shard, local_shape
@@ -36,11 +36,11 @@ class Writer:
 
     def copy(self, node: fx.Node) -> fx.Node:
         """A node with its record, whose operands are numbers."""
-        return set_info(self.graph.node_copy(node, self.node_of), replace(info(node)))
+        return set_info(copy_node(self.graph, node, self.node_of), replace(info(node)))
 
     def pick(self, node: fx.Node, index: int) -> fx.Node:
         """One item of a call's results."""
-        picked = self.graph.call_function(GETITEM, (node, index))
+        picked = add_call(self.graph, GETITEM, (node, index))
         return set_info(picked, replace(info(node), value=info(node).value[index]))
 
     def call(self, node: fx.Node, row: Row, local: Sequence[fx.Node]) -> fx.Node:
@@ -101,7 +101,7 @@ class Writer:
         return node
 
     def _add(self, target: Any, args: Any, kwargs: Any, record: NodeInfo) -> fx.Node:
-        node = self.graph.call_function(target, args, kwargs)
+        node = add_call(self.graph, target, args, kwargs)
         return set_info(node, replace(record, value=_value(node, record)))
 
 
