@@ -115,13 +115,14 @@ def test_each_pure_operator_with_a_gradient(op: str) -> None:
     )
 
 
-def test_elements_of_a_memory_that_has_none() -> None:
+@pytest.mark.parametrize("there", [0, 1, 5])
+def test_elements_outside_of_the_memory(there: int) -> None:
     def make(seed: int) -> World:
         def step(x: Tensor, count: Tensor) -> Tensor:
             count.add_(1)
-            return torch.as_strided(x, (1,), (1,)) + 1
+            return torch.as_strided(x, (2, 1 + there), (3, 1)) + 1
 
-        return World(step, [(torch.ones(0), torch.zeros(()))])
+        return World(step, [(torch.ones(there), torch.zeros(()))])
 
     assert_same_failure(make)
 

@@ -20,7 +20,7 @@ from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import UnderGrad
 from wholestep.parts import Part
 from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id, no_modes
-from wholestep.trace.alias import Geometry, Ref
+from wholestep.trace.alias import Geometry, Ref, elements
 from wholestep.trace.checks import CHECKS, kernels_error
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import follows_from_numbers, geometry
@@ -174,8 +174,8 @@ class Recorder(Writes, TorchDispatchMode):
         base = self.ref(args[0])
         if func is aten.view.default and (base.geometry.repeats or self.sizes is None):
             _check_view(base.geometry, args[1])
-        if func is aten.as_strided.default and self._fakes(args[0]).untyped_storage().nbytes() == 0:
-            _check_strided(args[0], *args[1:], **kwargs)
+        if func is aten.as_strided.default and self.sizes is None:
+            _check_strided(self._fakes(args[0]), *args[1:], **kwargs)
         self.note()
         out = self._execute(func, args, kwargs)
         if isinstance(out, torch.Tensor):
@@ -223,10 +223,13 @@ def _check_view(place: Geometry, shape: Sequence[int]) -> None:
 
 
 def _check_strided(tensor: torch.Tensor, shape: Any, stride: Any, offset: int | None = None) -> None:
-    """Eager's error for elements in a memory that has none; fakes give them."""
+    """Eager's error for elements outside of the memory; fakes give them."""
     start = tensor.storage_offset() if offset is None else offset
-    with no_modes():
-        torch.empty(0, dtype=tensor.dtype).as_strided(shape, stride, start)
+    last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    there = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if last >= there and elements(shape):
+        with no_modes():
+            torch.empty(there, dtype=tensor.dtype).as_strided(shape, stride, start)
 
 
 # Zeros without memory, which autograd makes for gradients that are not there; C++ asks fakes what they are made of.
