@@ -219,6 +219,9 @@ PLANS: dict[int, dict[str, Sequence[Callable[[Recipe], Any]]]] = {
         "[FullyShard, ShardedOptimizer(reduce='sum')]": [fully("a"), state("b", reduce="sum")],
         "[DataParallel, ShardedOptimizer]": [data("a"), state("b")],
         "[DataParallel(reduce='sum'), ShardedOptimizer]": [data("a", reduce="sum"), state("b")],
+        "[DataParallel(reduce='sum'), ShardedOptimizer(reduce='sum')]": [
+            data("a", reduce="sum"), state("b", reduce="sum"),
+        ],
     },
     3: {
         "[TensorParallel, FullyShard, DataParallel]": [tensor("a"), fully("b"), data("c")],

@@ -22,7 +22,7 @@ FEW = {
         ("float64", "mlp", "[TensorParallel, FullyShard]"),  # keeps its gradients
         ("float64", "convnet", "[TensorParallel, ShardedOptimizer]"),  # a momentum that the first step makes
         ("float64", "gpt", "[TensorParallel embedding, FullyShard cheaper]"),  # 19 words: other sizes on other lines
-        ("float64", "mlp", "[DataParallel(reduce='sum'), ShardedOptimizer]"),
+        ("float64", "mlp", "[DataParallel(reduce='sum'), ShardedOptimizer(reduce='sum')]"),
     ],
 }
 

@@ -157,11 +157,13 @@ class Reducer:
 
     def _count_once(self, gradient: Gradient, reduced: set[Gradient]) -> None:
         """Summing: a gradient from before the backward is the same on all ranks, so each adds its part of it."""
-        local = any(g.after == gradient.before and g not in reduced for g in self.gradients)
-        if gradient.before is None or local or gradient.before not in self.nodes:
+        if gradient.before is None or gradient.before not in self.nodes:
             return
-        run = self.runs.of(self.nodes[gradient.after])
         before = self.nodes[gradient.before]
+        makers = [g for g in self.gradients if g.after == gradient.before]
+        if any(g not in reduced for g in makers) or (not makers and self.runs.of(before) is not None):
+            return  # local: another backward of this step made it
+        run = self._run_that_adds(before, self.nodes[gradient.after])
         if run is None or (before.name, run) in self.scaled:
             return
         first = min((r for r in readers(before) if self.runs.of(r) == run), key=self.runs.position.__getitem__)
@@ -169,6 +171,20 @@ class Reducer:
             part = call(self.step.graph, aten.mul.Tensor, before, 1 / self.ranks, phase="backward")
         self.scaled[before.name, run] = part.name
         reroute(before, part, lambda r: r is not part and self.runs.of(r) == run, "backward")
+
+    def _run_that_adds(self, before: fx.Node, after: fx.Node) -> int | None:
+        """The backward that adds to a gradient; plans along other axes may have reduced the sum since."""
+        adding = {reader for reader in readers(before) if self.runs.of(reader) is not None}
+        seen, reached, ahead = set(), [], [after]
+        start = min(map(self.runs.position.__getitem__, adding), default=0)
+        while ahead and adding:
+            node = ahead.pop()
+            if node in seen or self.runs.position.get(node, -1) < start:
+                continue
+            seen.add(node)
+            reached += [node] if node in adding else []
+            ahead += node.all_input_nodes
+        return self.runs.of(max(reached, key=self.runs.position.__getitem__)) if reached else None
 
     # How
 
