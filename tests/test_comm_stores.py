@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wholestep import comm
-from wholestep.comm.c10d import TorchStore
+from wholestep.comm.torch_store import TorchStore
 
 QUICK = timedelta(seconds=0.3)
 

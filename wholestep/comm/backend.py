@@ -7,9 +7,9 @@ from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Self
 
 from wholestep.comm import c10d
-from wholestep.comm.hierarchy import create_shared
 from wholestep.comm.memory import native
 from wholestep.comm.process_group import ProcessGroup
+from wholestep.comm.shared import create_shared
 from wholestep.comm.store import Store
 from wholestep.comm.threads import NullGroup, ThreadGroup
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,18 +19,19 @@ import torch.distributed.distributed_c10d as options  # the home of the options 
 
 from wholestep.comm.carry import movable, reducible_as
 from wholestep.comm.debug import DebugLevel, get_debug_level
+from wholestep.comm.engine_work import EngineWork
 from wholestep.comm.errors import (
     DistBackendError,
     DistError,
     DistMismatchError,
     DistNetworkError,
     DistRankError,
-    DistTimeoutError,
 )
 from wholestep.comm.fold import average
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.store import Store
+from wholestep.comm.torch_store import TorchStore
 from wholestep.comm.work import All, Then, Work
 from wholestep.torch_compat import gloo_options
 
@@ -38,28 +40,6 @@ _WORDS = 160  # bytes of a collective's description that ranks compare at DETAIL
 _OPS: dict[RedOpType, Any] = {
     kind: getattr(dist.ReduceOp, kind.name) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM
 }
-
-
-class TorchStore(Store):
-    """A store of torch as one of ours: for torchrun, whose agent keeps a store of its own at MASTER_PORT."""
-
-    def __init__(self, store: Any, timeout: timedelta) -> None:
-        super().__init__(timeout)
-        self._store = store
-
-    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
-        if command == "add":
-            return b"%d" % self._store.add(key, int(values[0]))
-        if command in ("delete", "has"):
-            found = self._store.delete_key(key) if command == "delete" else self._store.check([key])
-            return b"1" if found else b"0"
-        if command == "count":
-            return b"%d" % self._store.num_keys()
-        # as bytes: torch would write text as UTF-8
-        return bytes(getattr(self._store, command)(key, *values) or b"")
-
-    def _read(self, key: str) -> bytes:
-        return bytes(self._store.get(key))
 
 
 class _ForTorch(dist.Store):
@@ -104,35 +84,6 @@ def agent_store(host: str, port: int, timeout: timedelta) -> Store:
         return TorchStore(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False), timeout)
     except RuntimeError as failure:
         raise DistNetworkError(f"no store of a torchrun agent at {host}:{port}: {failure}") from failure
-
-
-class EngineWork(Work):
-    """A torch work whose errors become ours."""
-
-    def __init__(self, work: Any, what: str, group: C10dGroup, result: list[torch.Tensor]) -> None:
-        self._work, self._what, self._group, self._result = work, what, group, result
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        try:
-            if timeout is None:
-                self._work.wait()
-            else:
-                self._work.wait(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
-        except RuntimeError as failure:
-            kind = DistTimeoutError if "imed out" in str(failure) or "imeout" in str(failure) else DistBackendError
-            group = self._group
-            told = "" if kind is DistTimeoutError else group.told()
-            here = f"rank {group.labels[group.rank()]} of group {group.group_name!r}: {self._what} failed: "
-            raise self._failed(DistRankError(here + told) if told else kind(f"{here}{failure}")) from failure
-        return True
-
-    @property
-    def source(self) -> int:
-        """For a receive: the sender's rank in the group."""
-        return int(self._work._source_rank())
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
 
 
 def _engine_class(backend: str) -> Any:
@@ -199,15 +150,14 @@ class C10dGroup(ProcessGroup):
     def _run(self, what: str, tensors: list[torch.Tensor], start: Callable[[], Any], checked: bool = True) -> Work:
         if self._engine is None:
             told = self.told()
-            raise (DistRankError if told else DistBackendError)(
-                f"{what}: group {self.group_name!r} has ended{told and f': {told}'}"
-            )
+            raise (DistRankError if told else DistBackendError)(f"{what}: group {self.group_name!r} has ended. {told}")
         if checked:
             self.sequence += 1
             if get_debug_level() is DebugLevel.DETAIL:
                 self._compare(what, tensors)
+        here = f"rank {self.labels[self._rank]} of group {self.group_name!r}: {what}"
         try:
-            return EngineWork(start(), what, self, tensors)
+            return EngineWork(start(), here, self.told, tensors)
         except RuntimeError as failure:
             raise DistBackendError(f"{self.backend_name} cannot run {what}: {failure}") from failure
 
@@ -330,14 +280,12 @@ class C10dGroup(ProcessGroup):
         return Then(self.alltoall_base(came, sent, plain), spread, outputs)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return self._run("send", tensors, lambda: self._engine.send(movable(tensors), dst, tag), checked=False)
+        return self._run("send", tensors, partial(self._engine.send, movable(tensors), dst, tag), checked=False)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
-        if src < 0:
-            work = self._run("recv", tensors, lambda: self._engine.recv_anysource(movable(tensors), tag), checked=False)
-        else:
-            work = self._run("recv", tensors, lambda: self._engine.recv(movable(tensors), src, tag), checked=False)
-        return work
+        to = movable(tensors)
+        start = partial(self._engine.recv_anysource, to, tag) if src < 0 else partial(self._engine.recv, to, src, tag)
+        return self._run("recv", tensors, start, checked=False)
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         made = self._opts(options.AllToAllOptions, opts)

@@ -22,20 +22,15 @@ With n ranks, H hosts and N bytes a rank (steps inside a host are those of `shm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from wholestep.comm.errors import DistBackendError, DistMismatchError
 from wholestep.comm.fold import HALVES, average, fold
-from wholestep.comm.hosts import Layout, host_identity
 from wholestep.comm.led import LedGroup
-from wholestep.comm.memory import need_native
-from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
+from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.shm import ShmGroup
-from wholestep.comm.store import Store, store_based_barrier
 from wholestep.comm.work import Work
 
 PIECE = 1 << 20  # bytes of an all-reduce that are in one step at a time
@@ -291,20 +286,3 @@ class HierarchicalGroup(LedGroup):
         if self.layout.host_of[src] == self._host:
             return self._inside.recv(tensors, self.layout.place_of[src], tag)
         return self._pairs.recv(tensors, src, tag)
-
-
-def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> ProcessGroup:
-    """A group over shared memory: `ShmGroup` where all ranks are on one host, else `HierarchicalGroup`.
-
-    Raises:
-        DistBackendError: the engine is not built, or cannot be started.
-        DistStoreError: not all ranks came within the time-out.
-    """
-    need_native()
-    store.set(f"host{rank}", host_identity())
-    store_based_barrier(rank, store, "hosts", size, timeout)
-    homes = store.multi_get([f"host{other}" for other in range(size)])
-    layout = Layout([home.decode() for home in homes])
-    if len(layout.hosts) == 1:
-        return ShmGroup(store, rank, size, timeout)
-    return HierarchicalGroup(store, rank, layout, timeout)

@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 
 from wholestep.comm import checks, traced
+from wholestep.comm.codes import ALL_GATHER, ALL_TO_ALL, BARRIER, BROADCAST
 from wholestep.comm.launching import Group, group_root, launch, pairs, staged
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.quick import NEW, again, conclude, learn
-from wholestep.comm.shm import ALL_GATHER, ALL_TO_ALL, BARRIER, BROADCAST
 from wholestep.comm.work import All, Work
 from wholestep.comm.world import get_group
 

@@ -13,10 +13,12 @@ import torch
 
 from wholestep.comm import recorder
 from wholestep.comm.backend import DeviceGroup
+from wholestep.comm.codes import ALL_TO_ALL
+from wholestep.comm.jobs import ShmWork
 from wholestep.comm.memory import native
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType, as_op
-from wholestep.comm.shm import ALL_TO_ALL, ShmGroup, ShmWork
+from wholestep.comm.shm import ShmGroup
 from wholestep.comm.work import Work
 from wholestep.torch_compat import count_dispatch_modes
 

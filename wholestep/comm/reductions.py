@@ -12,11 +12,11 @@ import sys
 import torch
 
 from wholestep.comm import checks, traced
+from wholestep.comm.codes import ALL_REDUCE, REDUCE_SCATTER
 from wholestep.comm.launching import Group, Op, group_root, launch, reducible, staged, traced_op
 from wholestep.comm.process_group import Options
 from wholestep.comm.quick import NEW, again, conclude, learn
 from wholestep.comm.reduce_op import ReduceOp, as_op
-from wholestep.comm.shm import ALL_REDUCE, REDUCE_SCATTER
 from wholestep.comm.work import Finished, Work
 from wholestep.comm.world import get_group
 

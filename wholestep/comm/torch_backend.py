@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wholestep.comm.c10d import TorchStore
-from wholestep.comm.hierarchy import create_shared
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import RedOpType
+from wholestep.comm.shared import create_shared
+from wholestep.comm.torch_store import TorchStore
 from wholestep.comm.work import All, Work
 
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]

@@ -1,0 +1,57 @@
+"""The numbers that native/shm.h has for operations, reductions, dtypes and outcomes."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from wholestep.comm.reduce_op import RedOpType
+
+OPS = [
+    "barrier",
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+]
+BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = range(9)
+REDUCTIONS = {
+    RedOpType.SUM: 0,
+    RedOpType.PRODUCT: 1,
+    RedOpType.MIN: 2,
+    RedOpType.MAX: 3,
+    RedOpType.BAND: 4,
+    RedOpType.BOR: 5,
+    RedOpType.BXOR: 6,
+    RedOpType.AVG: 7,
+    RedOpType.PREMUL_SUM: 0,
+}
+NUMBERS = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
+NUMBERS += ["uint16", "uint32", "uint64"]
+_OTHERS = ["bool", "complex64", "complex128", "complex32", "float8_e4m3fn", "float8_e5m2"]
+DTYPES = {getattr(torch, name): code for code, name in enumerate(NUMBERS + _OTHERS)}
+_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
+TIMEOUT, DIED, MISMATCH, ABORTED, MEMORY = 1, 2, 3, 4, 5
+UNKNOWN = 255
+
+
+def describe(desc: bytes) -> str:
+    """A rank's description of a collective, in words."""
+    op, dtype, red, _, root, size, shape, seq = struct.unpack("<BBBBIQQQ", desc)
+    if seq == 0 and size == 0 and op == 0:
+        return "no collective yet"
+    words = [f"#{seq} {OPS[op]}"]
+    if op in (ALL_REDUCE, REDUCE, REDUCE_SCATTER):
+        words.append(
+            "/".join(kind.name for kind, code in REDUCTIONS.items() if code == red and kind.name != "PREMUL_SUM")
+        )
+    if op in (REDUCE, BROADCAST, GATHER, SCATTER):
+        words.append(f"root {root}")
+    if op != BARRIER:
+        words.append(f"{_NAMES.get(dtype, 'dtype?')} {size} bytes shape {shape % 0x10000:04x}")
+    return " ".join(words)

@@ -1,0 +1,29 @@
+"""The group that the name ``shm`` stands for: shared memory on one host, and on several what is made of it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from wholestep.comm.hierarchy import HierarchicalGroup
+from wholestep.comm.hosts import Layout, host_identity
+from wholestep.comm.memory import need_native
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
+from wholestep.comm.shm import ShmGroup
+from wholestep.comm.store import Store, store_based_barrier
+
+
+def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> ProcessGroup:
+    """A group over shared memory: `ShmGroup` where all ranks are on one host, else `HierarchicalGroup`.
+
+    Raises:
+        DistBackendError: the engine is not built, or cannot be started.
+        DistStoreError: not all ranks came within the time-out.
+    """
+    need_native()
+    store.set(f"host{rank}", host_identity())
+    store_based_barrier(rank, store, "hosts", size, timeout)
+    homes = store.multi_get([f"host{other}" for other in range(size)])
+    layout = Layout([home.decode() for home in homes])
+    if len(layout.hosts) == 1:
+        return ShmGroup(store, rank, size, timeout)
+    return HierarchicalGroup(store, rank, layout, timeout)
