@@ -125,11 +125,14 @@ def message_of_wrong_length():
     else:
         with pytest.raises(comm.DistMismatchError, match="8 bytes are required, 12 were sent"):
             comm.recv(torch.ones(2), 0)
-    return True
+    after = torch.full((3,), float(comm.get_rank()))  # as if nothing had been
+    comm.send(after, 1) if comm.get_rank() == 0 else comm.recv(after, 0)
+    return after.sum().item() == 0
 
 
-def test_a_message_of_the_wrong_length():
-    assert run_ranks(message_of_wrong_length, 2, "shm") == [True, True]
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_message_of_the_wrong_length(transport):
+    assert run_ranks(message_of_wrong_length, 2, transport) == [True, True]
 
 
 # Death ------------------------------------------------------------------------------------------------------------

@@ -10,24 +10,24 @@ import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
 
+from wholestep.comm.alike import in_bytes, require_alike, shapes
 from wholestep.comm.carry import movable, reducible_as
 from wholestep.comm.debug import DebugLevel, get_debug_level
 from wholestep.comm.engine_work import EngineWork
 from wholestep.comm.errors import (
     DistBackendError,
     DistError,
-    DistMismatchError,
     DistNetworkError,
     DistRankError,
 )
 from wholestep.comm.fold import average
+from wholestep.comm.letters import Letters
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.store import Store
@@ -36,7 +36,6 @@ from wholestep.comm.work import All, Then, Work
 from wholestep.torch_compat import gloo_options
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # the ecosystem's way to say which network Gloo uses
-_WORDS = 160  # bytes of a collective's description that ranks compare at DETAIL
 _OPS: dict[RedOpType, Any] = {
     kind: getattr(dist.ReduceOp, kind.name) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM
 }
@@ -103,12 +102,16 @@ class C10dGroup(ProcessGroup):
         store: shared by the ranks of the group.
         rank, size: within the group.
         timeout: for each collective.
+        checked: whether lengths of messages are compared, where the engine does not see to it itself.
 
     Raises:
         DistBackendError: this build of torch has no such engine.
     """
 
-    def __init__(self, backend: str, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self, backend: str, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT,
+        checked: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(rank, size)
         self.backend_name, self.timeout = backend, timeout
         engine = _engine_class(backend)
@@ -125,7 +128,11 @@ class C10dGroup(ProcessGroup):
         except RuntimeError as failure:
             raise DistBackendError(f"{backend} cannot start on rank {rank}: {failure}") from failure
 
+        self._letters = Letters(self._send, self._recv, self._here) if checked and backend == "gloo" else None
+
     def shutdown(self) -> None:
+        if self._letters is not None:
+            self._letters.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             with contextlib.suppress(RuntimeError):
@@ -139,6 +146,9 @@ class C10dGroup(ProcessGroup):
             with contextlib.suppress(DistError):  # the store may have ended with its master
                 self._ours.compare_set("aborted", "", f"rank {self.labels[self._rank]} cannot go on: {reason}")
             self.shutdown()  # which the others' engines notice
+
+    def _here(self) -> str:
+        return f"rank {self.labels[self._rank]} of group {self.group_name!r}"
 
     def told(self) -> str:
         """What a rank that aborted the group said; nothing where none did."""
@@ -154,16 +164,11 @@ class C10dGroup(ProcessGroup):
         if checked:
             self.sequence += 1
             if get_debug_level() is DebugLevel.DETAIL:
-                self._compare(what, tensors)
-        here = f"rank {self.labels[self._rank]} of group {self.group_name!r}: {what}"
+                self.compare(f"#{self.sequence} {what} {shapes(tensors)}")
         try:
-            return EngineWork(start(), here, self.told, tensors)
+            return EngineWork(start(), f"{self._here()}: {what}", self.told, tensors)
         except RuntimeError as failure:
             raise DistBackendError(f"{self.backend_name} cannot run {what}: {failure}") from failure
-
-    def _compare(self, what: str, tensors: list[torch.Tensor]) -> None:
-        shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors[:4])
-        self.compare(f"#{self.sequence} {what} {shapes}")
 
     def compare(self, text: str) -> None:
         """Shows what this rank is about to call to all others, and raises when one calls something else.
@@ -171,22 +176,17 @@ class C10dGroup(ProcessGroup):
         Raises:
             DistMismatchError: a rank shows another text.
         """
-        words = text.encode()[:_WORDS].ljust(_WORDS)
-        mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        mine = in_bytes(text)
         shown = [torch.empty_like(mine) for _ in range(self._size)]
         made = self._opts(options.AllgatherOptions, None)
         self._run("comparison", shown, lambda: self._engine.allgather([shown], [mine], made), checked=False).wait()
-        for rank, theirs in enumerate(shown):
-            if not torch.equal(theirs, mine):
-                raise DistMismatchError(
-                    f"group {self.group_name!r}: the ranks disagree: rank {self.labels[self._rank]} calls "
-                    f"{words.decode().strip()}; rank {self.labels[rank]} calls "
-                    f"{theirs.numpy().tobytes().decode(errors='replace').strip()}"
-                )
+        require_alike(self, shown)
 
     def _opts(self, kind: type, opts: Options | None) -> Any:
         made = kind()
         made.timeout = (opts and opts.timeout) or self.timeout
+        if hasattr(made, "rootRank"):
+            made.rootRank = opts.root if opts else 0
         return made
 
     def _reduce(
@@ -203,8 +203,6 @@ class C10dGroup(ProcessGroup):
         if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
             tensor.copy_(tensor * opts.factor)
         made.reduceOp = dist.ReduceOp.SUM if opts.op in (RedOpType.AVG, RedOpType.PREMUL_SUM) else _OPS[opts.op]
-        if kind is options.ReduceOptions:
-            made.rootRank = opts.root
         carrier, restore = reducible_as(tensor, opts.op)
         work = self._run(what, [tensor], lambda: start([carrier], made))
 
@@ -223,7 +221,6 @@ class C10dGroup(ProcessGroup):
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         made = self._opts(options.BroadcastOptions, opts)
-        made.rootRank, made.rootTensor = (opts.root if opts else 0), 0
         return self._run("broadcast", tensors, lambda: self._engine.broadcast(movable(tensors), made))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
@@ -256,13 +253,11 @@ class C10dGroup(ProcessGroup):
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         made = self._opts(options.GatherOptions, opts)
-        made.rootRank = opts.root if opts else 0
         to = [movable(outs) for outs in outputs]
         return self._run("gather", inputs, lambda: self._engine.gather(to, movable(inputs), made))
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         made = self._opts(options.ScatterOptions, opts)
-        made.rootRank = opts.root if opts else 0
         sources = [movable(parts) for parts in inputs]
         return self._run("scatter", outputs, lambda: self._engine.scatter(movable(outputs), sources, made))
 
@@ -280,11 +275,20 @@ class C10dGroup(ProcessGroup):
         return Then(self.alltoall_base(came, sent, plain), spread, outputs)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return self._run("send", tensors, partial(self._engine.send, movable(tensors), dst, tag), checked=False)
+        to = movable(tensors)
+        return self._letters.send(to[0], dst, tag) if self._letters else self._send(to, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         to = movable(tensors)
-        start = partial(self._engine.recv_anysource, to, tag) if src < 0 else partial(self._engine.recv, to, src, tag)
+        return self._letters.recv(to[0], src, tag) if self._letters else self._recv(to, src, tag)
+
+    def _send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
+        return self._run("send", tensors, lambda: self._engine.send(tensors, dst, tag), checked=False)
+
+    def _recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
+        def start() -> Any:
+            return self._engine.recv_anysource(tensors, tag) if src < 0 else self._engine.recv(tensors, src, tag)
+
         return self._run("recv", tensors, start, checked=False)
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:

@@ -61,7 +61,7 @@ class LedGroup(ProcessGroup):
         self._pairs = C10dGroup("gloo", PrefixStore("pairs", store), rank, self._size, timeout)
         self._between: C10dGroup | None = None
         if self._place == 0:
-            self._between = C10dGroup("gloo", PrefixStore("between", store), self._host, self._hosts, timeout)
+            self._between = C10dGroup("gloo", PrefixStore("between", store), self._host, self._hosts, timeout, False)
         self.name_parts("", range(self._size))
 
     def name_parts(self, name: str, labels: Sequence[int]) -> None:
