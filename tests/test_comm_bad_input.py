@@ -89,7 +89,10 @@ def another_world_size(address):
     rank = comm.get_rank()
     comm.destroy_process_group()
     if rank == 1:
-        threading.Event().wait(0.3)
+        store = Path(address.removeprefix("file://"))
+        while not (store.exists() and store.stat().st_size):  # until rank 0 has said how many ranks there are
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.1)
         with pytest.raises(ValueError, match="rank 1 says world_size 3, another rank says 2"):
             comm.init_process_group("shm", address, SHORT, 3, 1)
     else:
