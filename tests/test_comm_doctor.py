@@ -44,6 +44,23 @@ def test_records_of_ranks_that_wait_for_each_other(tmp_path):
     assert "rank 1 stopped after #8" in comm.diagnose([tmp_path])
 
 
+def record(folder, rank, op, started, state="failed", error=""):
+    call = {"number": 1, "group": "world", "seq": 6, "op": op, "shape": [4], "dtype": "float32", "where": "train.py:3"}
+    call |= {"started": started, "state": state, "error": error}
+    about = {"rank": rank, "pid": 1, "written": 9.0, "groups": {"world": [0, 1, 2]}}
+    (folder / f"rank{rank}.json").write_text(json.dumps(about | {"collectives": [call]}))
+
+
+def test_a_rank_that_comes_late_and_a_message_that_does_not_come(tmp_path):
+    for rank in range(3):
+        record(tmp_path, rank, "all_reduce", 100.0 + 5 * (rank == 1), error="rank 0 waited" if rank == 0 else "")
+    said = comm.diagnose([tmp_path])
+    assert "where all have come, rank 1 5.0 s after rank 0. rank 0 waited" in said
+    record(tmp_path, 0, "recv", 100.0, error="recv from rank 1 did not end")
+    only = comm.diagnose([tmp_path / "rank0.json"])
+    assert only == "Rank 0 waits in recv of float32 [4] at train.py:3. recv from rank 1 did not end"
+
+
 def test_what_is_no_record(tmp_path):
     (tmp_path / "junk").write_text("{}")
     with pytest.raises(ValueError, match="is not a flight record"):

@@ -306,6 +306,23 @@ def test_a_rank_killed_in_a_compiled_step_is_named_by_every_survivor(plan, tmp_p
     end_world(ranks)
 
 
+def comes_too_late():
+    """Rank 1 comes to a barrier that rank 0 has waited for in vain."""
+    late = comm.new_group(timeout=timedelta(seconds=0.5))
+    comm.barrier(late)
+    if comm.get_rank() == 1:
+        comm.barrier()  # rank 0 comes here when it has given up there
+    with pytest.raises(comm.DistError) as caught:
+        comm.barrier(late)
+    if comm.get_rank() == 0:
+        comm.barrier()
+    return type(caught.value).__name__
+
+
+def test_a_collective_that_others_gave_up_fails_for_who_comes_late():
+    assert run_ranks(comes_too_late, 2, "shm") == ["DistTimeoutError", "DistBackendError"]
+
+
 def leaves_early():
     if comm.get_rank() == 0:
         comm.destroy_process_group()

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 Call = dict[str, Any]  # a collective, as the recorder writes it
+MESSAGES = ("send", "recv")
+LATE = 0.5  # seconds after the first rank from which on a rank is said to be late
 
 
 @dataclass
@@ -73,6 +75,8 @@ def _sentence(group: str, records: dict[int, Record]) -> str:
     if len({(call["op"], str(call["shape"]), call["dtype"]) for call in at.values()}) > 1:
         said = "; ".join(f"rank {rank} calls {_words(call)}" for rank, call in at.items())
         return f"Group {group!r} does not agree on collective #{ahead}: {said}."
+    if all(call["op"] in MESSAGES for call in at.values()):
+        return " ".join(f"Rank {rank} waits in {_words(call)}. {call['error']}".strip() for rank, call in at.items())
     members = {rank for record in records.values() for rank in record.groups.get(group, [])}
     absent = [_absence(rank, group, records) for rank in sorted((members | set(lasts)) - set(at))]
     who, call = ", ".join(map(str, at)), next(iter(at.values()))
@@ -80,7 +84,10 @@ def _sentence(group: str, records: dict[int, Record]) -> str:
     error = next((call["error"] for call in at.values() if call["error"]), "")
     if absent:
         return f"{wait} for others that did not come: {'; '.join(absent)}." + (f" {error}" if error else "")
-    return f"{wait}, where all have come. {error}".strip()
+    first, last = (choose(at, key=lambda rank: float(at[rank]["started"])) for choose in (min, max))
+    late = float(at[last]["started"]) - float(at[first]["started"])
+    came = f", rank {last} {late:.1f} s after rank {first}" if late > LATE else ""
+    return f"{wait}, where all have come{came}. {error}".strip()
 
 
 def _absence(rank: int, group: str, records: dict[int, Record]) -> str:

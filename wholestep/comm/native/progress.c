@@ -115,6 +115,8 @@ static void fill(group_t *g, job_t *j, const algorithm_t *a, size_t *filled, siz
 int job_run(group_t *g, job_t *j) {
     if (g->broken) return round_broken(g, j);
     enter(g, j);
+    int gone = round_gone(g);
+    if (gone) return gone;
     const algorithm_t *a = choose(g, j), *direct = direct_form(g, j);
     size_t lead = a->lead ? a->lead(g, j) : g->ahead, filled = 0;
     if (direct) {
@@ -191,7 +193,8 @@ int job_submit(group_t *g, job_t *j, int async) {
             finish_lazy(g);
             int status = -1;
             if (g->broken) complete(g, j, status = round_broken(g, j));
-            else if (single) start_round(g, j, choose(g, j), 0), g->lazy = j;
+            else if (single && (g->job = j, status = round_gone(g))) complete(g, j, status);
+            else if (single) status = -1, start_round(g, j, choose(g, j), 0), g->lazy = j;
             else complete(g, j, status = job_run(g, j));
             release(g);
             return status;

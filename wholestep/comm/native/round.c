@@ -167,6 +167,13 @@ static int blame(group_t *g, int rank) {
     return round_fail(g, rank, rank_alive(g, rank) ? E_ABORTED : E_DIED);
 }
 
+/* At the start of a collective: a rank that has left will not come, even if it had come to this one before. */
+int round_gone(group_t *g) {
+    for (int r = 0; r < g->size; r++)
+        if (r != g->rank && atomic_load_explicit(&g->ctl[r].failed, memory_order_acquire)) return blame(g, r);
+    return OK;
+}
+
 static int sleep_until(group_t *g, int rank, uint32_t round) {
     ctl_t *other = &g->ctl[rank], *me = &g->ctl[g->rank];
     int status = OK;

@@ -156,6 +156,7 @@ int round_arrived(const group_t *g, uint32_t round);
 int round_fail(group_t *g, int rank, int status);
 void round_abort(group_t *g, const char *reason, size_t length);
 int round_unreadable(group_t *g, int rank);
+int round_gone(group_t *g);
 int round_broken(const group_t *g, job_t *job);
 int round_compare(group_t *g, job_t *job);
 int round_realign(group_t *g);
