@@ -15,8 +15,8 @@ from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
 from benchmarks.models import train_step
+from wholestep.ir import Pass
 from wholestep.passes import fuse_optimizer
-from wholestep.pipeline import Pass
 from wholestep.spmd import Plan
 
 Step = Callable[..., torch.Tensor]

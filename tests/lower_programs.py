@@ -13,7 +13,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
-from wholestep.ir import GETITEM, Functionalized, Input, NodeInfo, Signature, StepGraph, check, info, set_info
+from wholestep.ir import GETITEM, Input, NodeInfo, Signature, StepGraph, check, info, set_info
+from wholestep.pure import Functionalized
 from wholestep.torch_compat import FakeTensorMode
 
 aten = torch.ops.aten

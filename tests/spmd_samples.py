@@ -9,7 +9,7 @@ import torch
 from spmd_rules import Sample
 from torch import Tensor
 
-from wholestep.ir import Functionalized
+from wholestep.pure import Functionalized
 
 aten = torch.ops.aten
 

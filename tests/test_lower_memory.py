@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from tests.lower_programs import Builder, clone_inputs, program
 from tests.test_lower import compare
-from wholestep.ir import GETITEM, Functionalized, info
+from wholestep.ir import GETITEM, info
 from wholestep.lower.arena import ALIGN, SHARED, Slot, peak, place
 from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import interpret
+from wholestep.pure import Functionalized
 
 aten = torch.ops.aten
 

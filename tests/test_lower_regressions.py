@@ -12,10 +12,11 @@ import wholestep as ws
 from tests.lower_programs import Builder, clone_inputs
 from tests.test_lower import compare, equal
 from wholestep import comm
-from wholestep.ir import GETITEM, Functionalized, UnderGrad, get_rng_state, set_rng_state
+from wholestep.ir import GETITEM
 from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import interpret
 from wholestep.lower.ops import HIDDEN_VIEWS
+from wholestep.pure import Functionalized, UnderGrad, get_rng_state, set_rng_state
 from wholestep.testing import run_ranks
 
 aten = torch.ops.aten

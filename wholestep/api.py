@@ -9,11 +9,11 @@ from typing import Any
 from torch import fx, nn
 
 from wholestep.compiled import Compiled
-from wholestep.ir import StepGraph
+from wholestep.ir import Pass, StepGraph
 from wholestep.lower import Backend
 from wholestep.override import Override
 from wholestep.passes import transformed
-from wholestep.pipeline import Options, Pass, capture
+from wholestep.pipeline import Options, capture
 from wholestep.runtime import compiled_module
 from wholestep.spmd import DeviceMesh, Launch, Plan
 

@@ -21,7 +21,7 @@ from wholestep.capture import (
 )
 from wholestep.dynamic import Templates
 from wholestep.errors import LeakError
-from wholestep.ir import StepGraph, check, info
+from wholestep.ir import Pass, StepGraph, check, info
 from wholestep.lower import Backend, lower
 from wholestep.override import Override
 from wholestep.passes import transformed
@@ -30,7 +30,6 @@ from wholestep.spmd import Launch
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
 from wholestep.trace.sizes import Sizes
 
-Pass = Callable[[StepGraph], StepGraph]
 Look = Callable[..., Snapshot]  # called as `snapshot` is
 
 _tracing = threading.local()

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from wholestep.ir import GETITEM, Functionalized, UnderGrad, fake_tensors, info, is_effectful, is_host
+from wholestep.ir import GETITEM, fake_tensors, info, is_effectful, is_host
+from wholestep.pure import Functionalized, UnderGrad
 from wholestep.torch_compat import OpOverload
 from wholestep.trace.ops import is_view
 

@@ -10,7 +10,8 @@ from torch import fx
 
 from wholestep.autograd.costs import rate
 from wholestep.autograd.joint import Joint
-from wholestep.ir import GETITEM, Functionalized, StepGraph, info, set_info
+from wholestep.ir import GETITEM, StepGraph, info, set_info
+from wholestep.pure import Functionalized
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten

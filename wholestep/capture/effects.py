@@ -23,7 +23,8 @@ from wholestep.capture.source import Source, Version
 from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Tree, Value, hollow_out, new_in
 from wholestep.capture.walk import Place, is_plain
 from wholestep.errors import LeakError
-from wholestep.ir import Count, InputKind
+from wholestep.ir import InputKind
+from wholestep.pure import Count
 
 if TYPE_CHECKING:
     from wholestep.capture.snapshot import Snapshot

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wholestep.ir import Functionalized
+from wholestep.pure import Functionalized
 from wholestep.torch_compat import OpOverload as Overload
 from wholestep.torch_compat import TorchDispatchMode, has_native_kernel
 

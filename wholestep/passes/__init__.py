@@ -5,7 +5,8 @@ except those that say otherwise (`fuse_optimizer`), which the user asks for by n
 May import `ir`, `errors` and `torch_compat`; not capture, trace, lower or runtime.
 """
 
-from wholestep.passes.cleanup import Pass, run_passes, same_values
+from wholestep.ir import Pass
+from wholestep.passes.cleanup import run_passes, same_values
 from wholestep.passes.fuse_optimizer import fuse_optimizer
 from wholestep.passes.transformed import transformed
 

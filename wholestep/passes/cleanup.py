@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
-from wholestep.ir import StepGraph, check, dead_code, is_effectful
+from wholestep.ir import Pass, StepGraph, check, dead_code, is_effectful
 from wholestep.torch_compat import OpOverload
-
-Pass = Callable[[StepGraph], StepGraph]
 
 
 def run_passes(step: StepGraph, passes: Iterable[Pass]) -> StepGraph:

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import UnsupportedError
-from wholestep.ir import NodeInfo, StepGraph, dead_code, fake_tensors, info, set_info
-from wholestep.passes.cleanup import Pass
+from wholestep.ir import NodeInfo, Pass, StepGraph, dead_code, fake_tensors, info, set_info
 from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, make_fx
 
 Table = Mapping[Any, Callable[..., Any]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import torch
 
 from wholestep.comm.rows import piece
 from wholestep.errors import PlanError
-from wholestep.ir import Input, StepGraph
+from wholestep.ir import Input, Pass
 from wholestep.parts import Part, Span
 from wholestep.spmd.mesh import DeviceMesh, Line
 from wholestep.spmd.patterns import argument_path, check_patterns, matches
@@ -32,7 +32,7 @@ class GlobalPlan(Protocol):
 
     @property
     def axis(self) -> str: ...
-    def passes(self, mesh: DeviceMesh) -> list[Callable[[StepGraph], StepGraph]]: ...
+    def passes(self, mesh: DeviceMesh) -> list[Pass]: ...
     def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
         """Where a tensor lies along the axis when no step runs, `Shard` or `Replicate`.
 

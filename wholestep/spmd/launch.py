@@ -11,7 +11,7 @@ import torch
 from wholestep import comm
 from wholestep.capture import Found
 from wholestep.errors import PlanError
-from wholestep.ir import Input, StepGraph
+from wholestep.ir import Input, Pass, StepGraph
 from wholestep.parts import Part, mark_part, narrow_to
 from wholestep.spmd.coalesce import coalesce
 from wholestep.spmd.global_view import GlobalPlan, View
@@ -27,7 +27,7 @@ class Plan(Protocol):
 
     @property
     def axis(self) -> str: ...
-    def passes(self, mesh: DeviceMesh) -> list[Callable[[StepGraph], StepGraph]]: ...
+    def passes(self, mesh: DeviceMesh) -> list[Pass]: ...
 
 
 class Cut(NamedTuple):
@@ -61,7 +61,7 @@ class Launch:
             raise PlanError(
                 f"ws.compile: {mesh!r} without a plan: pass plan=ws.DataParallel({mesh.mesh_dim_names[0]!r})"
             )
-        self.passes: list[Callable[[StepGraph], StepGraph]] = []
+        self.passes: list[Pass] = []
         groups: list[comm.ProcessGroup] = []
         for one in plans:
             if not callable(getattr(one, "passes", None)):

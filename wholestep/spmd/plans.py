@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 from wholestep.errors import PlanError
-from wholestep.ir import StepGraph
+from wholestep.ir import Pass
 from wholestep.spmd.data_parallel import reduce_gradients
 from wholestep.spmd.mesh import DeviceMesh
 from wholestep.spmd.shard_optimizer import shard_optimizer
@@ -40,7 +39,7 @@ class DataParallel:
     def __post_init__(self) -> None:
         _check(self)
 
-    def passes(self, mesh: DeviceMesh) -> list[Callable[[StepGraph], StepGraph]]:
+    def passes(self, mesh: DeviceMesh) -> list[Pass]:
         """The passes that this plan adds to the head of the chain.
 
         Raises:
@@ -80,7 +79,7 @@ class ShardedOptimizer:
     def __post_init__(self) -> None:
         _check(self)
 
-    def passes(self, mesh: DeviceMesh) -> list[Callable[[StepGraph], StepGraph]]:
+    def passes(self, mesh: DeviceMesh) -> list[Pass]:
         """The passes that this plan adds to the head of the chain.
 
         Raises:

@@ -19,7 +19,6 @@ from wholestep.spmd.placements import Placement, Shard
 from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
 
 Choice = Callable[[fx.Node], bool]
-Pass = Callable[[StepGraph], StepGraph]
 
 
 def copy_step(step: StepGraph, stage: str) -> StepGraph:

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from wholestep.comm.rows import piece
-from wholestep.ir import GETITEM, Functionalized, NodeInfo, UnderGrad, fake_tensors, info, set_info
+from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
+from wholestep.pure import Functionalized, UnderGrad
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Op, Partial, Placement, Replicate, Shard
 from wholestep.spmd.rewrite import call as add_call

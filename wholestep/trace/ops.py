@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wholestep.ir import Functionalized
+from wholestep.pure import Functionalized
 from wholestep.torch_compat import OpOverload as Overload
 
 aten = torch.ops.aten

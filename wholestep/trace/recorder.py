@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.ir import UnderGrad
 from wholestep.parts import Part
+from wholestep.pure import UnderGrad
 from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id, no_modes
 from wholestep.trace.alias import Geometry, Ref, elements
 from wholestep.trace.checks import CHECKS, kernels_error

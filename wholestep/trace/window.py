@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from wholestep.errors import DataDependentError, UnsupportedError
-from wholestep.ir import Count
+from wholestep.pure import Count
 from wholestep.torch_compat import GET_VERSION, FakeTensor, fake_refusal, no_modes, set_versions
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import ESCAPES

@@ -20,7 +20,8 @@ import torch
 from torch.utils import checkpoint as checkpoints
 
 from wholestep.errors import DataDependentError, UnsupportedError
-from wholestep.ir import Gradient, get_rng_state, set_rng_state
+from wholestep.ir import Gradient
+from wholestep.pure import get_rng_state, set_rng_state
 from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes
 from wholestep.trace.host import AWARE, aware_choice
 from wholestep.trace.recorder import Recorder

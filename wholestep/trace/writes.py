@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import UnsupportedError
-from wholestep.ir import Functionalized
+from wholestep.pure import Functionalized
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
 from wholestep.trace.alias import Geometry, Ref, elements, fit
 from wholestep.trace.ops import (

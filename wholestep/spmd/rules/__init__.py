@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, Functionalized, UnderGrad, fake_tensors, info, is_host
+from wholestep.ir import GETITEM, fake_tensors, info, is_host
+from wholestep.pure import Functionalized, UnderGrad
 from wholestep.spmd.place import place
 from wholestep.spmd.rules import (
     along,
