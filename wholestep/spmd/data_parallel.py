@@ -17,6 +17,7 @@ from torch import fx
 
 from wholestep.errors import PlanError
 from wholestep.ir import Gradient, Phase, StepGraph, info
+from wholestep.parts import Part
 from wholestep.spmd.rewrite import Runs, call, copy_step, readers, reroute
 from wholestep.torch_compat import OpOverload
 
@@ -31,6 +32,7 @@ class Pending:
         node: gives the local values.
         gradients: those that lie in it.
         ready, needed: positions of the node and of its first reader.
+        nbytes: what counts for a bucket's cap, alike on all ranks.
         blocks: (start, elements) of the gradients in the memory, in elements; one for all when they fill it.
 
     Raises:
@@ -41,6 +43,7 @@ class Pending:
     gradients: list[Gradient]
     ready: int
     needed: int
+    nbytes: int
     blocks: list[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +66,7 @@ class Bucket:
         first = self.members[0]
         alike = (one.value.dtype, one.value.device) == (first.value.dtype, first.value.device)
         in_time = max(m.ready for m in (*self.members, one)) < min(m.needed for m in (*self.members, one))
-        return alike and in_time and self.nbytes + _nbytes(one) <= cap
+        return alike and in_time and self.nbytes + one.nbytes <= cap
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -100,6 +103,8 @@ class Reducer:
         self.reduced: set[fx.Node] = set()
         self.scaled: dict[tuple[str, int], str] = {}
         self.gradients = step.signature.gradients
+        inputs = zip(self.step.signature.inputs, self.step.placeholders, strict=True)
+        self.parts = {item.source: info(node).placement for item, node in inputs}
 
     def run(self, caps: tuple[int, int]) -> None:
         pending = self._pending()
@@ -140,8 +145,16 @@ class Reducer:
                 needed = len(position)
             else:
                 continue
-            found.append(Pending(node, gradients, position[node], needed))
+            found.append(Pending(node, gradients, position[node], needed, self._nbytes(node, gradients)))
         return found
+
+    def _nbytes(self, node: fx.Node, gradients: list[Gradient]) -> int:
+        """Of the memory; of whole parameters where ranks hold unequal parts, so that all pack alike."""
+        value, wholes = info(node).value, []
+        for gradient in gradients if self.step.signature.uneven else ():
+            part = self.parts.get(gradient.parameter)
+            wholes.append(math.prod(part.shape) if isinstance(part, Part) else math.prod(gradient.place[0]))
+        return (sum(wholes) or value.numel()) * value.itemsize  # type: ignore[no-any-return]
 
     def _inside(self, node: fx.Node, reader: fx.Node) -> bool:
         """True when the backward that made a gradient reads it."""
@@ -296,7 +309,7 @@ def _buckets(pending: list[Pending], caps: tuple[int, int]) -> list[Bucket]:
         if bucket is None:
             buckets.append(bucket := Bucket())
         bucket.members.append(one)
-        bucket.nbytes += _nbytes(one)
+        bucket.nbytes += one.nbytes
     return buckets
 
 
@@ -324,10 +337,6 @@ def _check_updates(step: StepGraph, reduced: set[fx.Node]) -> None:
 
 def _is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep"
-
-
-def _nbytes(one: Pending) -> int:
-    return one.value.numel() * one.value.itemsize
 
 
 def _is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
