@@ -123,7 +123,7 @@ def test_wrong_chains_are_refused() -> None:
         ([place], [(10_000, 0, 0, -1, -1, -1, -1, 0)]),
         ([place], [(0, 0, 1, -1, -1, -1, -1, 0)]),
         ([place], [(0, -1, 0, -1, -1, -1, -1, 0)]),
-        ([(3, 0)], []),
+        ([(4, 0)], []),
         ([place], [(0, 0, 0)]),
     ]:
         with pytest.raises(ValueError):
