@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,8 @@ def _program(traced: Traced, options: Options, known: Known, overrides: Sequence
 
 def of_one_rank(traced: Traced, options: Options, overrides: Sequence[Override]) -> StepGraph:
     """The graph that this rank runs: what was traced, after plans, overrides and passes."""
-    *_, (_, step) = stages_of_one_rank(traced, options, overrides)
+    # one at a time: the graphs between are as large as the last
+    ((_, step),) = deque(stages_of_one_rank(traced, options, overrides), maxlen=1)
     return step
 
 

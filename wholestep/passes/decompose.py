@@ -20,8 +20,8 @@ def decompose(table: Table) -> Pass:
     """A pass that replaces each operator of a table by what its function does.
 
     Args:
-        table: operator overload -> a function of the same arguments, as in `torch._decomp`; it may change rounding,
-            and where it returns NotImplemented the operator stays.
+        table: operator overload -> a function of the same arguments, as torch's own tables are; it may change
+            rounding, and where it returns NotImplemented the operator stays.
     """
     return partial(_decompose, table)
 

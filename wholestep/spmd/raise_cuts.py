@@ -27,7 +27,7 @@ from wholestep.torch_compat import OpOverload
 aten = torch.ops.aten
 
 # Operators whose result is alike everywhere: they make the piece by its sizes.
-_FILLED = (aten.full, aten.zeros, aten.ones, aten.empty, aten.new_full, aten.new_zeros, aten.new_ones, aten.new_empty)
+_FILLED = (aten.full, aten.zeros, aten.ones, aten.new_full, aten.new_zeros, aten.new_ones)
 
 
 def raise_cuts(graph: fx.Graph, cuts: dict[fx.Node, int], line: Line) -> dict[fx.Node, fx.Node | None]:
