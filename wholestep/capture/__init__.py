@@ -21,11 +21,11 @@ from wholestep.capture.effects import (
 )
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.hollow import hollow
+from wholestep.capture.places import Found, Number
 from wholestep.capture.replay import replay
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.source import Call, Source
 from wholestep.capture.values import Const, Existing, New, Tree
-from wholestep.capture.walk import Found, Number
 from wholestep.capture.wholes import PartsOf, Wholes
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.walk import metadata
+from wholestep.capture.facts import metadata
 
 
 def memory(tensor: torch.Tensor) -> int:

@@ -11,22 +11,11 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.effects import (
-    CallStep,
-    DelAttr,
-    DelItem,
-    Effect,
-    Extend,
-    SetAttr,
-    SetContents,
-    SetGrad,
-    SetItem,
-    fill,
-)
+from wholestep.capture.effects import Effect, SetGrad
+from wholestep.capture.facts import is_plain
 from wholestep.capture.fastpath import FastPath, compiled
-from wholestep.capture.source import Call, Global, Source, Vars
+from wholestep.capture.source import Call, Source
 from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, assemble, assemble_record
-from wholestep.capture.walk import is_plain
 
 Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]
 
@@ -43,7 +32,7 @@ class Applier:
     def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath, call: Call) -> None:
         self.path, self.call = path, call
         self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn,
-                                      "replaced": call.replaced, "fill": fill,
+                                      "replaced": call.replaced,
                                       "assemble": assemble, "assemble_record": assemble_record}
         self.dynamic = False
         self.built: dict[int, str] = {}  # id of a Tree or Record -> the variable that holds it
@@ -120,27 +109,10 @@ class Applier:
     def _effect(self, index: int, effect: Effect) -> None:
         holder = f"h{index}"
         self.reads.append(f"{holder} = {self._read(effect.source)}")
-        if isinstance(effect, (SetItem, DelItem)):
-            self.reads.append(f"k{index} = {self._value(effect.key)}")
-        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents, Extend)):
-            self.reads.append(f"v{index} = {self._value(effect.value)}")
-        table = isinstance(effect.source, (Vars, Global))
+        key, value = f"k{index}", f"v{index}"
+        for name, part in zip((key, value), effect.parts, strict=True):
+            if part is not None:
+                self.reads.append(f"{name} = {self._value(part)}")
         if isinstance(effect, SetGrad):
-            line = f"{holder}.grad = v{index}"
             self._replace(effect.source)
-        elif isinstance(effect, SetItem):
-            line = f"{holder}[k{index}] = v{index}"
-        elif isinstance(effect, DelItem):
-            line = f"del {holder}[k{index}]"
-        elif isinstance(effect, Extend):
-            line = f"{holder}.extend(v{index})"
-        elif isinstance(effect, CallStep):
-            line = f"{holder}.step(*{self._constant(effect.args)})"
-        elif isinstance(effect, SetContents):
-            line = f"fill({self._constant(effect.box)}, {holder}, v{index})"
-        elif isinstance(effect, SetAttr):
-            line = f"{holder}[{effect.name!r}] = v{index}" if table else f"{holder}.{effect.name} = v{index}"
-        else:
-            assert isinstance(effect, DelAttr)
-            line = f"{holder}.pop({effect.name!r}, None)" if table else f"del {holder}.{effect.name}"
-        self.writes.append(line)
+        self.writes.append(effect.statement(holder, key, value, self._constant))

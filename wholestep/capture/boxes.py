@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.source import Attr, Closure, Element, Global, Grad, Item, Member, Source
+from wholestep.capture.scope import Closure, Global
+from wholestep.capture.source import Attr, Element, Grad, Item, Member, Source
 from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]

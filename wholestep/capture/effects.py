@@ -1,35 +1,22 @@
 """Effects: what a step changed in the Python world, as values that can be replayed without running it.
 
-`differences` compares each place of a snapshot with what it holds now. `replay` does the same changes again in a
-later call: first it evaluates every new value and finds every holder, then it assigns, so that two effects that
-exchange values do not disturb each other.
+`differences` describes them. `replay` does the same changes again in a later call: first it evaluates every new value
+and finds every holder, then it assigns, so that two effects that exchange values do not disturb each other. Each
+effect says how it is done twice: as Python (`assign`), and as the text of a statement that does the same.
 """
 
 from __future__ import annotations
 
 import re
-import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from wholestep.capture import boxes
-from wholestep.capture.boxes import Contents
-from wholestep.capture.sinks import REMEDY, Sink
-from wholestep.capture.source import Source, Version
-from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Tree, Value, hollow_out, new_in
-from wholestep.capture.walk import Place, is_plain
-from wholestep.errors import LeakError
+from wholestep.capture.scope import Global
+from wholestep.capture.source import Source, Vars
+from wholestep.capture.values import NOTHING, New, Tree, Value, hollow_out, new_in
 from wholestep.ir import InputKind
-from wholestep.pure import Count
-
-if TYPE_CHECKING:
-    from wholestep.capture.snapshot import Snapshot
-
-NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +25,29 @@ class Effect:
 
     source: Source
 
+    @property
+    def parts(self) -> tuple[Value | None, Value | None]:
+        """The key and the value that must be made before the change."""
+        return getattr(self, "key", None), getattr(self, "value", None)
+
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        """Does the change in one call.
+
+        Args:
+            holder: what is at ``source``.
+            key, value: what `parts` are in this call.
+        """
+        raise NotImplementedError
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        """A statement that does it.
+
+        Args:
+            holder, key, value: names of what `assign` is given.
+            constant: gives the name of a constant.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, eq=False)
 class SetItem(Effect):
@@ -45,6 +55,12 @@ class SetItem(Effect):
 
     key: Value
     value: Value
+
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        holder[key] = value
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        return f"{holder}[{key}] = {value}"
 
     def __str__(self) -> str:
         return f"{self.source}[{self.key}] = {self.value}"
@@ -55,6 +71,12 @@ class DelItem(Effect):
     """``del source[key]``."""
 
     key: Value
+
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        del holder[key]
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        return f"del {holder}[{key}]"
 
     def __str__(self) -> str:
         return f"del {self.source}[{self.key}]"
@@ -67,6 +89,16 @@ class SetAttr(Effect):
     name: str
     value: Value
 
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        if isinstance(self.source, _TABLES):
+            holder[self.name] = value
+        else:
+            setattr(holder, self.name, value)
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        table = isinstance(self.source, _TABLES)
+        return f"{holder}[{self.name!r}] = {value}" if table else f"{holder}.{self.name} = {value}"
+
     def __str__(self) -> str:
         return f"{self.source}.{self.name} = {self.value}"
 
@@ -77,6 +109,16 @@ class DelAttr(Effect):
 
     name: str
 
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        if isinstance(self.source, _TABLES):
+            holder.pop(self.name, None)
+        else:
+            delattr(holder, self.name)
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        table = isinstance(self.source, _TABLES)
+        return f"{holder}.pop({self.name!r}, None)" if table else f"del {holder}.{self.name}"
+
     def __str__(self) -> str:
         return f"del {self.source}.{self.name}"
 
@@ -86,6 +128,12 @@ class SetGrad(Effect):
     """``source.grad = value``."""
 
     value: Value
+
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        holder.grad = value
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        return f"{holder}.grad = {value}"
 
     def __str__(self) -> str:
         return f"{self.source}.grad = {self.value}"
@@ -98,6 +146,12 @@ class SetContents(Effect):
     box: boxes.Box
     value: Tree
 
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        _fill(self.box, holder, value)
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        return f"{constant(_fill)}({constant(self.box)}, {holder}, {value})"
+
     def __str__(self) -> str:
         return f"{self.source}[:] = {self.value}"
 
@@ -107,6 +161,12 @@ class Extend(Effect):
     """``source.extend(values)``: a list or deque that the step appends to and does not read."""
 
     value: Tree
+
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        holder.extend(value)
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        return f"{holder}.extend({value})"
 
     def __str__(self) -> str:
         return f"{self.source} += {self.value}"
@@ -118,185 +178,14 @@ class CallStep(Effect):
 
     args: tuple[Any, ...]
 
+    def assign(self, holder: Any, key: Any, value: Any) -> None:
+        holder.step(*self.args)
+
+    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
+        return f"{holder}.step(*{constant(self.args)})"
+
     def __str__(self) -> str:
         return f"{self.source}.step({', '.join(map(repr, self.args))})"
-
-
-def _unchanged(now: Any, before: Any) -> bool:
-    return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
-
-
-class _Values:
-    """Turns what the step left behind into `Value`s."""
-
-    def __init__(self, snap: Snapshot, is_new: Callable[[torch.Tensor], bool]) -> None:
-        self.snap, self.is_new = snap, is_new
-        made_of = {type(stand_in) for stand_in in snap.stand_ins} - {int, float}
-        self.numbers: tuple[type, ...] = (*NUMBER_TYPES, *made_of)
-        self.stand_ins = {id(s): n for s, n in zip(snap.stand_ins, snap.numbers, strict=False)}
-        self.new: dict[int, New] = {}
-        self.open: set[int] = set()
-        self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many new values, and the first of them
-        self.made: dict[int, tuple[Any, Value]] = {}  # a container that is held twice is made once
-
-    def value(self, value: Any, where: str) -> Value:
-        """The value, described; ``where`` is the place that holds it, for messages."""
-        if id(value) in self.stand_ins:
-            number = self.stand_ins[id(value)]
-            return Existing(number.source, number.value)
-        if type(value) is Sink:
-            return Existing(vars(value)["source"], vars(value)["holder"])
-        if isinstance(value, Count):
-            found = self.snap.find(value.tensor)
-            assert found is not None
-            return Existing(Version(found.source, found.tensor._version - int(value)), value)
-        if isinstance(value, self.numbers):
-            return self._new(value)
-        if isinstance(value, torch.Tensor):
-            found = self.snap.find(value)
-            if found is not None:
-                return Existing(found.source, value)
-            return self._new(value) if self.is_new(value) else Const(value)
-        if is_plain(value):
-            return Const(value)
-        if id(value) in self.snap.walk.first:
-            return Existing(self.snap.walk.first[id(value)], value)
-        if id(value) in self.open:
-            raise LeakError(f"{where} was given a value that contains itself, made in the step",
-                            remedy="build such objects before the step, or return their tensors")
-        if id(value) in self.made:
-            return self.made[id(value)][1]
-        self.open.add(id(value))
-        try:
-            described = self._container(value, where)
-        finally:
-            self.open.discard(id(value))
-        self.made[id(value)] = value, described
-        return described
-
-    def _new(self, value: Any) -> New:
-        if id(value) not in self.new:
-            self.new[id(value)] = New(value, len(self.new))
-        return self.new[id(value)]
-
-    def _container(self, value: Any, where: str) -> Value:
-        kind = type(value)
-        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
-            return self.tree(value, dict(value), where)
-        if kind in (list, set, frozenset, deque) or isinstance(value, tuple):  # also what torch.topk returns
-            return self.tree(value, dict(enumerate(value)), where)
-        if isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                self._refuse(cell.cell_contents, f"{where}, in a function made in the step,")
-            return Const(value)
-        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator)):
-            return Const(value)
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(value, dict):
-            return Record(self.tree(value, dict(value.items()), where), self.tree(value, dict(attributes or {}), where))
-        if isinstance(attributes, dict) and not boxes.slot_names(kind) and not isinstance(value, (dict, list, set)):
-            return self.tree(value, dict(attributes), where)
-        self._refuse_inside(value, where)
-        return Const(value)
-
-    def tree(self, prototype: Any, contents: Contents, where: str) -> Tree:
-        """A container described by its contents."""
-        keys = tuple(self.value(key, where) for key in contents)
-        return Tree(prototype, keys, tuple(self.value(v, f"{where}[{k!r}]") for k, v in contents.items()))
-
-    def _refuse(self, value: Any, where: str) -> None:
-        if isinstance(value, torch.Tensor) and self.is_new(value):
-            raise _leak(value, f"{where} holds a tensor made in the step ({tuple(value.shape)}, {value.dtype})",
-                        "return the tensor from the step, or store it in an attribute, list or dict")
-
-    def _refuse_inside(self, value: Any, where: str) -> None:
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
-        held = list(inside)
-        held += [getattr(value, name, None) for name in boxes.slot_names(type(value))]
-        for item in (*held, *getattr(value, "__dict__", {}).values()):
-            self._refuse(item, f"{where} ({type(value).__name__})")
-
-
-def _leak(held: Any, what: str, remedy: str) -> LeakError:
-    error = LeakError(what, remedy=remedy)
-    error.held = held
-    return error
-
-
-def differences(snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Effect], Value]:
-    """Compares every place of a snapshot with what it holds now; see `Snapshot.outcome`."""
-    values = _Values(snap, is_new)
-    found: list[Effect] = []
-    for place in snap.places:
-        now = place.box.read(place.holder)
-        found.extend(_place_effects(snap, place, now, values))
-    if values.grown:
-        source, count, held = values.grown[0]
-        leak = _leak(held, f"{source} grows by {count} values made in the step, at each call, and the step reads it",
-                     REMEDY)
-        leak.grown = frozenset(source.path for source, _, _ in values.grown)
-        raise leak
-    for source, taken in snap.walk.sinks.taken():
-        found.append(Extend(source, values.tree([], dict(enumerate(taken)), source.text)))
-    return found, values.value(result, "the step's result")
-
-
-def _place_effects(snap: Snapshot, place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
-    before = place.before
-    for key in before if snap._lifted else ():
-        lifted = snap._lifted.get((id(place.holder), key)) if type(key) in (str, int) else None
-        if lifted is not None:
-            before = before | {key: lifted}
-    if len(now) == len(before) and all(map(_same_entry, now.items(), before.items())):
-        return
-    source = place.source
-    if place.box is boxes.TENSOR:
-        yield from _tensor_effects(place, now, values)
-        return
-    if place.box in (boxes.LIST, boxes.SET, boxes.DEQUE) or _reordered(now, before):
-        tree = values.tree(place.holder, now, source.text)
-        grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
-        new = new_in(tree.values[len(before):]) if grown and place.box is not boxes.MAPPING else []
-        if new:
-            values.grown.append((source, len(now) - len(before), new[0]))
-        yield SetContents(source, place.box, tree)
-        return
-    for key in before:
-        if key not in now:
-            mapping = place.box is boxes.MAPPING
-            yield DelItem(source, values.value(key, source.text)) if mapping else DelAttr(source, key)
-    for key, value in now.items():
-        if key in before and _unchanged(value, before[key]):
-            continue
-        described = values.value(value, snap.walk.child(place, key).text)
-        if place.box is boxes.MAPPING:
-            yield SetItem(source, values.value(key, source.text), described)
-        else:
-            yield SetAttr(source, key, described)
-
-
-def _same_entry(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
-    return _unchanged(now[0], before[0]) and _unchanged(now[1], before[1])
-
-
-def _reordered(now: Contents, before: Contents) -> bool:
-    """True when setting and deleting single keys would leave another order than the step left."""
-    kept = [id(key) if not is_plain(key) else key for key in before if key in now]
-    added = [id(key) if not is_plain(key) else key for key in now if key not in before]
-    return kept + added != [id(key) if not is_plain(key) else key for key in now]
-
-
-def _tensor_effects(place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
-    for name, value in now.items():
-        if _unchanged(value, place.before[name]) or (name == "requires_grad" and place.holder.grad_fn is not None):
-            continue  # with a history comes the flag
-        if name == "grad":
-            yield SetGrad(place.source, values.value(value, f"{place.source}.grad"))
-        elif name == "requires_grad":
-            yield SetAttr(place.source, name, Const(value))
-        else:
-            raise LeakError(f"a hook was added to {place.source} in the step",
-                            remedy="add hooks to parameters before the step; hooks on tensors of the step are free")
 
 
 def new_values(effects: Sequence[Effect], result: Value = NOTHING) -> list[Any]:
@@ -310,10 +199,7 @@ def forget(effects: Sequence[Effect], result: Value = NOTHING) -> None:
 
 
 def _values_of(effects: Sequence[Effect], result: Value) -> list[Value]:
-    held = [result]
-    for effect in effects:
-        held += [v for v in (getattr(effect, "key", None), getattr(effect, "value", None)) if v is not None]
-    return held
+    return [result, *(v for effect in effects for v in effect.parts if v is not None)]
 
 
 def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
@@ -340,9 +226,10 @@ def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
     return found
 
 
-_STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")
-
-
-def fill(box: boxes.Box, holder: Any, built: Any) -> None:
+def _fill(box: boxes.Box, holder: Any, built: Any) -> None:
     """Makes the contents of a holder those of a container that `assemble` made."""
     box.write(holder, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
+
+
+_TABLES = (Vars, Global)  # sources whose holders are tables of names
+_STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 from wholestep.capture import boxes
+from wholestep.capture.facts import META, is_one_of_a_kind, is_plain
+from wholestep.capture.handlers import OPERATORS
+from wholestep.capture.places import Place
 from wholestep.capture.source import Source
-from wholestep.capture.walk import META, OPERATORS, Place, Walk, is_one_of_a_kind, is_plain
+from wholestep.capture.walk import Walk
 
 STATE = "global state"
 

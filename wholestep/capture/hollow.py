@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.snapshot import tensors_below
+from wholestep.capture.seen import tensors_below
 from wholestep.errors import UnsupportedError
 from wholestep.parts import mark_part, part_of
 from wholestep.torch_compat import FakeTensor

@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wholestep.capture.boxes import MISSING
-from wholestep.capture.effects import (
-    CallStep,
-    DelAttr,
-    DelItem,
-    Effect,
-    Extend,
-    SetAttr,
-    SetContents,
-    SetGrad,
-    SetItem,
-    fill,
-)
-from wholestep.capture.source import Call, Global, Vars
+from wholestep.capture.effects import Effect
+from wholestep.capture.source import Call
 from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Value, assemble, assemble_record
 
 
@@ -55,33 +43,8 @@ def replay(effects: Sequence[Effect], call: Call, made: Sequence[Any], result: V
     outcome = build(result, call, made, memo)
     ready: list[tuple[Effect, Any, Any, Any]] = []
     for effect in effects:
-        key = build(effect.key, call, made, memo) if isinstance(effect, (SetItem, DelItem)) else None
-        value: Any = MISSING
-        if isinstance(effect, (SetItem, SetAttr, SetGrad, SetContents, Extend)):
-            value = build(effect.value, call, made, memo)
+        key, value = (None if part is None else build(part, call, made, memo) for part in effect.parts)
         ready.append((effect, effect.source.read(call), key, value))
-    for entry in ready:
-        _assign(*entry)
+    for effect, holder, key, value in ready:
+        effect.assign(holder, key, value)
     return outcome
-
-
-def _assign(effect: Effect, holder: Any, key: Any, value: Any) -> None:
-    if isinstance(effect, SetGrad):
-        holder.grad = value
-    elif isinstance(effect, SetItem):
-        holder[key] = value
-    elif isinstance(effect, DelItem):
-        del holder[key]
-    elif isinstance(effect, Extend):
-        holder.extend(value)
-    elif isinstance(effect, CallStep):
-        holder.step(*effect.args)
-    elif isinstance(effect, SetContents):
-        fill(effect.box, holder, value)
-    elif isinstance(effect, (SetAttr, DelAttr)):
-        if isinstance(effect.source, (Vars, Global)):
-            holder.pop(effect.name, None) if value is MISSING else holder.__setitem__(effect.name, value)
-        elif value is MISSING:
-            delattr(holder, effect.name)
-        else:
-            setattr(holder, effect.name, value)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.walk import Found
+from wholestep.capture.places import Found
 
 
 class Beginning(torch.autograd.Function):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from wholestep.capture.walk import Found
+from wholestep.capture.places import Found
 from wholestep.errors import UnsupportedError
 from wholestep.parts import Part, give_data, part_of
 

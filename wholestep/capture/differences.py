@@ -1,0 +1,201 @@
+"""Differences: each place of a snapshot compared with what it holds now, described as effects."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from wholestep.capture import boxes
+from wholestep.capture.boxes import Contents
+from wholestep.capture.effects import DelAttr, DelItem, Effect, Extend, SetAttr, SetContents, SetGrad, SetItem
+from wholestep.capture.exchange import Exchanged
+from wholestep.capture.facts import is_plain
+from wholestep.capture.places import Place
+from wholestep.capture.sinks import REMEDY, Sink
+from wholestep.capture.source import Source, Version
+from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, new_in
+from wholestep.errors import LeakError
+from wholestep.pure import Count
+
+NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
+
+
+def _unchanged(now: Any, before: Any) -> bool:
+    return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
+
+
+class _Values:
+    """Turns what the step left behind into `Value`s."""
+
+    def __init__(self, seen: Exchanged, is_new: Callable[[torch.Tensor], bool]) -> None:
+        self.seen, self.is_new = seen, is_new
+        made_of = {type(stand_in) for stand_in in seen.stand_ins} - {int, float}
+        self.numbers: tuple[type, ...] = (*NUMBER_TYPES, *made_of)
+        self.stand_ins = {id(s): n for s, n in zip(seen.stand_ins, seen.numbers, strict=False)}
+        self.new: dict[int, New] = {}
+        self.open: set[int] = set()
+        self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many new values, and the first of them
+        self.made: dict[int, tuple[Any, Value]] = {}  # a container that is held twice is made once
+
+    def value(self, value: Any, where: str) -> Value:
+        """The value, described; ``where`` is the place that holds it, for messages."""
+        if id(value) in self.stand_ins:
+            number = self.stand_ins[id(value)]
+            return Existing(number.source, number.value)
+        if type(value) is Sink:
+            return Existing(vars(value)["source"], vars(value)["holder"])
+        if isinstance(value, Count):
+            found = self.seen.find(value.tensor)
+            assert found is not None
+            return Existing(Version(found.source, found.tensor._version - int(value)), value)
+        if isinstance(value, self.numbers):
+            return self._new(value)
+        if isinstance(value, torch.Tensor):
+            found = self.seen.find(value)
+            if found is not None:
+                return Existing(found.source, value)
+            return self._new(value) if self.is_new(value) else Const(value)
+        if is_plain(value):
+            return Const(value)
+        if id(value) in self.seen.walk.first:
+            return Existing(self.seen.walk.first[id(value)], value)
+        if id(value) in self.open:
+            raise LeakError(f"{where} was given a value that contains itself, made in the step",
+                            remedy="build such objects before the step, or return their tensors")
+        if id(value) in self.made:
+            return self.made[id(value)][1]
+        self.open.add(id(value))
+        try:
+            described = self._container(value, where)
+        finally:
+            self.open.discard(id(value))
+        self.made[id(value)] = value, described
+        return described
+
+    def _new(self, value: Any) -> New:
+        if id(value) not in self.new:
+            self.new[id(value)] = New(value, len(self.new))
+        return self.new[id(value)]
+
+    def _container(self, value: Any, where: str) -> Value:
+        kind = type(value)
+        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
+            return self.tree(value, dict(value), where)
+        if kind in (list, set, frozenset, deque) or isinstance(value, tuple):  # also what torch.topk returns
+            return self.tree(value, dict(enumerate(value)), where)
+        if isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                self._refuse(cell.cell_contents, f"{where}, in a function made in the step,")
+            return Const(value)
+        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator)):
+            return Const(value)
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(value, dict):
+            return Record(self.tree(value, dict(value.items()), where), self.tree(value, dict(attributes or {}), where))
+        if isinstance(attributes, dict) and not boxes.slot_names(kind) and not isinstance(value, (dict, list, set)):
+            return self.tree(value, dict(attributes), where)
+        self._refuse_inside(value, where)
+        return Const(value)
+
+    def tree(self, prototype: Any, contents: Contents, where: str) -> Tree:
+        """A container described by its contents."""
+        keys = tuple(self.value(key, where) for key in contents)
+        return Tree(prototype, keys, tuple(self.value(v, f"{where}[{k!r}]") for k, v in contents.items()))
+
+    def _refuse(self, value: Any, where: str) -> None:
+        if isinstance(value, torch.Tensor) and self.is_new(value):
+            raise _leak(value, f"{where} holds a tensor made in the step ({tuple(value.shape)}, {value.dtype})",
+                        "return the tensor from the step, or store it in an attribute, list or dict")
+
+    def _refuse_inside(self, value: Any, where: str) -> None:
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
+        held = list(inside)
+        held += [getattr(value, name, None) for name in boxes.slot_names(type(value))]
+        for item in (*held, *getattr(value, "__dict__", {}).values()):
+            self._refuse(item, f"{where} ({type(value).__name__})")
+
+
+def _leak(held: Any, what: str, remedy: str) -> LeakError:
+    error = LeakError(what, remedy=remedy)
+    error.held = held
+    return error
+
+
+def differences(seen: Exchanged, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Effect], Value]:
+    """Compares every place of a snapshot with what it holds now; see `Snapshot.outcome`."""
+    values = _Values(seen, is_new)
+    found: list[Effect] = []
+    for place in seen.places:
+        now = place.box.read(place.holder)
+        found.extend(_place_effects(seen, place, now, values))
+    if values.grown:
+        source, count, held = values.grown[0]
+        leak = _leak(held, f"{source} grows by {count} values made in the step, at each call, and the step reads it",
+                     REMEDY)
+        leak.grown = frozenset(source.path for source, _, _ in values.grown)
+        raise leak
+    for source, taken in seen.walk.sinks.taken():
+        found.append(Extend(source, values.tree([], dict(enumerate(taken)), source.text)))
+    return found, values.value(result, "the step's result")
+
+
+def _place_effects(seen: Exchanged, place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
+    before = place.before
+    for key in before if seen.lifted else ():
+        lifted = seen.lifted.get((id(place.holder), key)) if type(key) in (str, int) else None
+        if lifted is not None:
+            before = before | {key: lifted}
+    if len(now) == len(before) and all(map(_same_entry, now.items(), before.items())):
+        return
+    source = place.source
+    if place.box is boxes.TENSOR:
+        yield from _tensor_effects(place, now, values)
+        return
+    if place.box in (boxes.LIST, boxes.SET, boxes.DEQUE) or _reordered(now, before):
+        tree = values.tree(place.holder, now, source.text)
+        grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
+        new = new_in(tree.values[len(before):]) if grown and place.box is not boxes.MAPPING else []
+        if new:
+            values.grown.append((source, len(now) - len(before), new[0]))
+        yield SetContents(source, place.box, tree)
+        return
+    for key in before:
+        if key not in now:
+            mapping = place.box is boxes.MAPPING
+            yield DelItem(source, values.value(key, source.text)) if mapping else DelAttr(source, key)
+    for key, value in now.items():
+        if key in before and _unchanged(value, before[key]):
+            continue
+        described = values.value(value, seen.walk.child(place, key).text)
+        if place.box is boxes.MAPPING:
+            yield SetItem(source, values.value(key, source.text), described)
+        else:
+            yield SetAttr(source, key, described)
+
+
+def _same_entry(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
+    return _unchanged(now[0], before[0]) and _unchanged(now[1], before[1])
+
+
+def _reordered(now: Contents, before: Contents) -> bool:
+    """True when setting and deleting single keys would leave another order than the step left."""
+    kept = [id(key) if not is_plain(key) else key for key in before if key in now]
+    added = [id(key) if not is_plain(key) else key for key in now if key not in before]
+    return kept + added != [id(key) if not is_plain(key) else key for key in now]
+
+
+def _tensor_effects(place: Place, now: Contents, values: _Values) -> Iterator[Effect]:
+    for name, value in now.items():
+        if _unchanged(value, place.before[name]) or (name == "requires_grad" and place.holder.grad_fn is not None):
+            continue  # with a history comes the flag
+        if name == "grad":
+            yield SetGrad(place.source, values.value(value, f"{place.source}.grad"))
+        elif name == "requires_grad":
+            yield SetAttr(place.source, name, Const(value))
+        else:
+            raise LeakError(f"a hook was added to {place.source} in the step",
+                            remedy="add hooks to parameters before the step; hooks on tensors of the step are free")

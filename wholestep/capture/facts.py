@@ -1,0 +1,46 @@
+"""What of the world is compared by value: plain values, the metadata of tensors, the settings of torch."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy
+import torch
+
+from wholestep.torch_compat import default_device
+
+PLAIN: tuple[type, ...] = (
+    int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
+    numpy.generic,
+)
+EXACT_PLAIN = frozenset(PLAIN)
+META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape", "stride")
+
+
+def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a captured program relies on in a tensor, in the order of `META`."""
+    strided = tensor.layout == torch.strided
+    return (type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf,
+            tensor.shape, tensor.stride() if strided else None)
+
+
+def global_state() -> tuple[Any, ...]:
+    """The settings of torch that change what a step computes, in the order of `guards.STATE_NAMES`."""
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(), default_device(), torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """True for immutable values that a guard compares by value."""
+    return type(value) in EXACT_PLAIN or issubclass(type(value), PLAIN)  # a host number says it is a float
+
+
+def is_one_of_a_kind(kind: type) -> bool:
+    """True for classes (the package's own) whose instances are not looked into but told apart by identity."""
+    return bool(getattr(kind, "guard_identity", False))

@@ -1,0 +1,253 @@
+"""How each type of object is walked: a table from type to handler.
+
+Bodies of functions are followed for user code only: torch, the standard library and installed packages change nothing
+that a guard could see, save through objects that are walked anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import types
+import weakref
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.hooks import BackwardHook
+
+from wholestep.capture import boxes
+from wholestep.capture.arrays import Array, stamp
+from wholestep.capture.boxes import Box, Names
+from wholestep.capture.code import global_names, is_installed, is_library, is_user_class, is_user_module
+from wholestep.capture.facts import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
+from wholestep.capture.places import Found, Number, Places
+from wholestep.capture.scope import Cell, Global, Local
+from wholestep.capture.source import Attr, Item, Member, Method, Source, Vars
+from wholestep.errors import LazyError
+from wholestep.ir import InputKind
+from wholestep.torch_compat import HOOK_TABLES, generator_id
+
+_BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
+# What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
+SCHEDULED = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})
+BOOKKEEPING = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
+
+Handler = Callable[[Places, Any, Source], None]
+
+
+def _tensor(walk: Places, tensor: torch.Tensor, source: Source) -> None:
+    if is_lazy(tensor):
+        raise LazyError(f"{source} has no shape yet", remedy="call the module once, which gives it one")
+    walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(walk, tensor, source))
+    walk.metadata[id(tensor)] = metadata(tensor)
+    # hooks of a tensor that an earlier computation made belong to that computation, not to the step
+    walk.add(tensor, source, boxes.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
+    attributes = vars(tensor)
+    if attributes:
+        walk.add(attributes, Vars(source), boxes.ATTRIBUTES, tensor)
+
+
+def _array(walk: Places, array: numpy.ndarray[Any, Any], source: Source) -> None:
+    walk.arrays[id(array)] = Array(array, source, stamp(array))
+
+
+def _generator(walk: Places, generator: torch.Generator, source: Source) -> None:
+    walk.generators[generator_id(generator)] = generator, source
+
+
+def _tensor_kind(walk: Places, tensor: torch.Tensor, source: Source) -> InputKind:
+    if isinstance(source, Attr) and source.name == "grad":
+        return "grad"
+    if isinstance(tensor, torch.nn.Parameter):
+        return "parameter"
+    steps: list[Any] = []
+    step: Source | None = source
+    while isinstance(step, Item):
+        steps.append(step.key)
+        step = step.base
+    if len(steps) == 2 and steps[1] == "_buffers":
+        return "buffer"
+    if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], Source):
+        return "state"
+    return "batch" if _is_batch(walk, source) else "tensor"
+
+
+def _is_batch(walk: Places, source: Source) -> bool:
+    """True for what an argument is or holds: data in containers, not what an object keeps between calls."""
+    while isinstance(source, (Item, Vars, Attr)) and source.path not in walk.holders:
+        if isinstance(source, Attr) and source.name.startswith("__"):  # of a function
+            return False
+        source = source.base
+    return isinstance(source, Local) and source.path not in walk.holders
+
+
+def _mapping(walk: Places, holder: dict[Any, Any], source: Source) -> None:
+    for index, key in enumerate(holder):
+        if type(key) not in EXACT_PLAIN:
+            walk.queue(key, Member(source, index))
+    walk.add(holder, source, boxes.MAPPING)
+    _plain_attributes(walk, holder, source)
+
+
+def _sequence(box: Box) -> Handler:
+    def handle(walk: Places, holder: Any, source: Source) -> None:
+        if source.path in walk.varying and type(holder) in (list, deque):
+            walk.sinks.found[id(holder)] = holder, source
+            return
+        walk.add(holder, source, box)
+        _plain_attributes(walk, holder, source)
+    return handle
+
+
+def _plain_attributes(walk: Places, value: Any, source: Source) -> None:
+    if type(value) in _BARE:
+        return
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict):
+        walk.add(attributes, Vars(source), boxes.ATTRIBUTES, value)
+
+
+def _object(walk: Places, value: Any, source: Source) -> None:
+    kind = type(value)
+    if not (issubclass(kind, DATA) or is_dataclass(kind)):
+        walk.holders.add(source.path)
+    _plain_attributes(walk, value, source)
+    if boxes.slot_names(kind):
+        walk.add(value, source, boxes.SLOTS)
+    for base in kind.__mro__:
+        if is_user_class(base):
+            walk.queue(base, Attr(source, "__class__") if base is kind else Attr(source, base.__name__))
+
+
+def _class(walk: Places, kind: type, source: Source) -> None:
+    if not is_user_class(kind):
+        return
+    if boxes.class_values(kind):
+        walk.add(kind, source, boxes.CLASS)
+    for name, member in vars(kind).items():
+        plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+        if isinstance(plain, types.FunctionType):
+            walk.queue(plain, Method(source, name))
+
+
+def _optimizer(walk: Places, optimizer: torch.optim.Optimizer, source: Source) -> None:
+    walk.holders.add(source.path)
+    for index, group in enumerate(optimizer.param_groups):
+        where = Item(Item(Item(Vars(source), "param_groups"), index), "")
+        later = frozenset(key for key in group if key in SCHEDULED and key not in optimizer.defaults)
+        lifted = set()
+        for key, value in group.items():
+            if isinstance(value, float) or (key == "lr" and type(value) is int):
+                walk.numbers.append(Number(Item(where.base, key), float(value), group, key))
+                lifted.add(key)
+            elif type(value) is tuple and value and all(isinstance(v, float) for v in value):
+                lifted.add(key)
+                walk.numbers += [Number(Item(Item(where.base, key), i), v, group, key, i) for i, v in enumerate(value)]
+        walk.first[id(group)] = where.base
+        place = walk.add(group, where.base, boxes.MAPPING, None, later | lifted)
+        place.lifted, place.ordered = frozenset(lifted - later), False
+    walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
+    for base in type(optimizer).__mro__:
+        if is_user_class(base):
+            walk.queue(base, Attr(source, "__class__"))
+
+
+def _scheduler(walk: Places, scheduler: LRScheduler, source: Source) -> None:
+    walk.schedulers.append((scheduler, source))
+    _object(walk, scheduler, source)
+
+
+def _function(walk: Places, function: types.FunctionType, source: Source) -> None:
+    for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
+        if id(cell) not in walk.first:
+            walk.add(cell, Cell(source, index, name), boxes.CELL)
+    for name in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, name):
+            walk.queue(getattr(function, name), Attr(source, name))
+    if vars(function):
+        walk.add(vars(function), Vars(source), boxes.ATTRIBUTES, function)
+    if not is_library(function.__code__.co_filename):
+        walk.reach.add(function, isinstance(source, Method))
+        names = global_names(function.__code__)
+        table = id(function.__globals__)
+        fresh = tuple(name for name in names if (table, name) not in walk.named)
+        walk.named.update((table, name) for name in fresh)
+        if fresh:
+            walk.add(Names(function, fresh), Global(source, "", function.__module__ or ""), boxes.NAMES)
+
+
+def _module(walk: Places, module: types.ModuleType, source: Source) -> None:
+    if is_user_module(module):
+        walk.add(vars(module), Vars(source), boxes.MODULE, module)
+
+
+def _context(walk: Places, context: Any, source: Source) -> None:
+    """What an `autograd.Function` keeps for its backward, which is code that may run."""
+    _plain_attributes(walk, context, source)
+    forward = Attr(Attr(source, "__class__"), "_forward_cls")
+    walk.queue(context._forward_cls, forward)
+    for name in ("backward", "vjp"):
+        walk.queue(getattr(context._forward_cls, name), Attr(forward, name))
+
+
+def _method(walk: Places, method: types.MethodType, source: Source) -> None:
+    walk.queue(method.__self__, Attr(source, "__self__"))
+    walk.queue(method.__func__, Attr(source, "__func__"))
+
+
+def _partial(walk: Places, value: functools.partial[Any], source: Source) -> None:
+    for name in ("func", "args", "keywords"):
+        walk.queue(getattr(value, name), Attr(source, name))
+
+
+HANDLERS: dict[type, Handler] = {
+    torch.Tensor: _tensor,
+    numpy.ndarray: _array,
+    torch.Generator: _generator,
+    torch.optim.Optimizer: _optimizer,
+    LRScheduler: _scheduler,
+    dict: _mapping,
+    list: _sequence(boxes.LIST),
+    tuple: _sequence(boxes.TUPLE),
+    set: _sequence(boxes.SET),
+    frozenset: _sequence(boxes.FROZENSET),
+    deque: _sequence(boxes.DEQUE),
+    types.FunctionType: _function,
+    types.MethodType: _method,
+    types.ModuleType: _module,
+    functools.partial: _partial,
+    BackwardCFunction: _context,
+    BackwardHook: _object,
+    types.SimpleNamespace: _object,
+    argparse.Namespace: _object,
+    UserDict: _object,
+    UserList: _object,
+    type: _class,
+}
+DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
+# Classes wait until all else is walked, optimizers and schedulers until classes are, so that a parameter is named after
+# its module: the queue in which each waits.
+WAITING: dict[Handler, int] = {_class: 0, _optimizer: 1, _scheduler: 1}
+# Registered operators and their namespaces keep books of their own, which change when one is first run.
+OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)),)
+OPAQUE: tuple[type, ...] = (
+    types.BuiltinFunctionType, weakref.ref, torch.library.CustomOpDef, *OPERATORS
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def handler(kind: type) -> Handler | None:
+    """How objects of a type are walked; None for those that nothing follows from."""
+    if issubclass(kind, PLAIN) or issubclass(kind, OPAQUE) or is_one_of_a_kind(kind):
+        return None
+    for base in kind.__mro__:
+        if base in HANDLERS:
+            return HANDLERS[base]
+    return _object if is_user_class(kind) or is_installed(kind) else None
