@@ -193,6 +193,11 @@ def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from fake_tensors(item)
 
 
+def nbytes(value: Any) -> int:
+    """Bytes that the tensors in a node's value take."""
+    return sum(t.numel() * t.itemsize for t in fake_tensors(value))
+
+
 def check(step: StepGraph, stage: str) -> StepGraph:
     """Checks the invariants that hold between stages and returns the graph unchanged.
 

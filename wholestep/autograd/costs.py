@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from wholestep.ir import GETITEM, fake_tensors, info, is_effectful, is_host
+from wholestep.ir import GETITEM, info, is_effectful, is_host, nbytes
 from wholestep.pure import Functionalized, UnderGrad
 from wholestep.torch_compat import OpOverload
 from wholestep.trace.ops import is_view
@@ -92,11 +92,6 @@ def is_free(node: fx.Node) -> bool:
     if target is GETITEM:
         return True
     return isinstance(target, OpOverload) and (is_view(target) or target._schema.name == "aten::_unsafe_view")
-
-
-def nbytes(value: Any) -> int:
-    """Bytes that the tensors of a node's value take."""
-    return sum(t.numel() * t.itemsize for t in fake_tensors(value))
 
 
 def seconds(node: fx.Node) -> float:

@@ -20,10 +20,10 @@ from torch.autograd.graph import GradientEdge
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, empty_fake
 from wholestep.trace import ReentrantCheckpoint
+from wholestep.trace.inputs import Lifted
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Differentiated, Outlet, is_leaf
 from wholestep.trace.sizes import is_made
-from wholestep.trace.tape import Lifted
 
 IN_PLACE = (
     "was changed in place by a value that requires grad, and would stay in the autograd graph after the step, "

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from wholestep.autograd.budget import within_budget
-from wholestep.autograd.costs import is_free, is_pure, nbytes, remake_price, seconds
+from wholestep.autograd.costs import is_free, is_pure, remake_price, seconds
 from wholestep.autograd.cut import Value, cheapest
 from wholestep.autograd.joint import Joint, Partitioned
 from wholestep.autograd.narrow import narrow_masks
 from wholestep.autograd.partition import split
-from wholestep.ir import GETITEM, info, is_effectful, is_host
+from wholestep.ir import GETITEM, info, is_effectful, is_host, nbytes
 
 NUMBER = 8  # bytes of a host number
 

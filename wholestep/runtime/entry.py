@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import fx
 from torch.autograd.graph import increment_version
 
-from wholestep.ir import info
 from wholestep.parts import Part, mark_part
-from wholestep.runtime.function import SECOND_TIME, CompiledFunction, Plan, Ran, Spent
+from wholestep.runtime.beginnings import Beginnings
+from wholestep.runtime.function import CompiledFunction, Plan, Ran, plan_of
 from wholestep.runtime.program import Program
-from wholestep.torch_compat import below_autograd, lazy_graph_module, make_one_of_several, set_versions
+from wholestep.runtime.slots import as_inference, refuse, remade
+from wholestep.torch_compat import below_autograd, make_one_of_several, set_versions
 from wholestep.trace import Traced
-from wholestep.trace.results import Slot
-from wholestep.trace.tape import flat_memory, memory_of
+from wholestep.trace.inputs import flat_memory, memory_of
 
 
 class Binder(Protocol):
@@ -61,10 +59,9 @@ class Entry:
         self.traced, self.binder, self.program, self.releases, self.terms = traced, binder, program, releases, terms
         derivative = traced.derivative
         self.count = traced.n_inputs
-        state = {id(item): index for index, item in enumerate(traced.hoisted.state)}
-        self.hoisted = {i: state[id(item)] for i, item in enumerate(traced.lifted) if id(item) in state}
-        self.parts = _parts(program, self.hoisted)
-        self.beginnings = _beginnings(traced.hoisted.module, {self.hoisted[i]: p for i, p in self.parts.items()})
+        beginnings = Beginnings(traced, program.placements)
+        hoisted = beginnings.hoisted
+        self.begin = beginnings.put if hoisted else None
         kept = {o: p for o, p in enumerate(program.kept) if isinstance(p, Part)}
         self.kept = {k: kept[s.output] for k, s in enumerate(traced.slots) if s.output in kept}
         self.flat = {
@@ -72,9 +69,6 @@ class Entry:
             for i, x in enumerate(traced.lifted)
             if x.members
         }
-        self.bound = [i for i in range(len(traced.lifted)) if i not in self.hoisted]
-        places = {id(item): i for i, item in enumerate(traced.lifted)}
-        self.hoist_inputs = [places[id(item)] for item in traced.hoisted.inputs]
         self.writes: dict[int, list[int]] = {}  # how often eager counts a write -> the inputs it counts them for
         # views of one memory have one counter, so each is set rather than counted up
         memories = [memory_of(traced.lifted[i].value) for i in traced.versions]  # type: ignore[arg-type]
@@ -85,20 +79,20 @@ class Entry:
         self.shared_writes = list(traced.versions.items()) if shared else []
         self.order = sorted(range(len(traced.slots)), key=lambda i: traced.slots[i].base is not None)
         # nothing was counted for what a program gives; eager may count writes, and so may the making of a beginning
-        counted = [i for i, s in enumerate(traced.slots) if s.own_counter and (s.version or s.input in self.hoisted)]
+        counted = [i for i, s in enumerate(traced.slots) if s.own_counter and (s.version or s.input in hoisted)]
         self.fresh = [i for i in counted if not traced.slots[i].inference]
         self.inference = {slot.output for slot in traced.slots if slot.inference and slot.output is not None}
         several = [i for i, s in enumerate(traced.slots) if s.several and s.geometry is not None]
         self.several = [i for i in several if not traced.slots[i].inference]
         self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
         self.handle = torch.zeros((), requires_grad=True)
-        self.plan = _plan(traced, program)
+        self.plan = plan_of(traced, program)
         # an input's memory is written again, with a history, when the forward has run
         self.copied = set(traced.step.signature.mutations) if rewritten else set()
         if self.plan is not None:
             whole = [s for s in traced.slots if s.geometry is None]
             versions = {("output", s.output): s.version for s in whole if s.version}
-            versions |= {("input", s.input): s.version for s in whole if s.input in self.hoisted}
+            versions |= {("input", s.input): s.version for s in whole if s.input in hoisted}
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
         self.graded = [(i, s.grad) for i, s in enumerate(traced.slots) if s.retains or s.grad is not None]
         self.sources = [item.source for item in traced.lifted]
@@ -116,8 +110,8 @@ class Entry:
         values = self.binder(args, kwargs)
         if type(values) is not list:
             return Missed(str(values.reason), values.varying)
-        if self.hoisted:
-            self._begin(values)
+        if self.begin is not None:
+            self.begin(values)
         if self.flat:
             missed = self._flatten(values)
             if missed is not None:
@@ -159,12 +153,12 @@ class Entry:
             if after < before:
                 values[index].untyped_storage().resize_(after)
         if self.inference:
-            outputs = self._as_inference(outputs)
+            outputs = as_inference(outputs, self.inference)
         if traced.refused:
-            self._refuse(outputs, values)
+            refuse(traced.refused, outputs, values, self.handle)
         for index in self.order:
             if index not in slots:
-                slots[index] = self._slot(traced.slots[index], outputs, values, slots)
+                slots[index] = remade(traced.slots[index], outputs, values, slots, self.handle)
         if self.shared_writes:
             set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
         if self.fresh:
@@ -219,10 +213,10 @@ class Entry:
         del outputs[derivative.n_forward :]
         new_value = {k: out for _, out, k in derivative.rewritten} if derivative.rewritten else {}
         bare = tuple([
-            outputs[new_value[k]] if slot is None else self._slot(traced.slots[slot], outputs, values, {}, False)
+            outputs[new_value[k]] if slot is None else remade(traced.slots[slot], outputs, values, {}, None)
             for k, slot in enumerate(derivative.outputs)
         ])
-        slots = {k: self._slot(traced.slots[k], outputs, values, {}) for k in derivative.made}
+        slots = {k: remade(traced.slots[k], outputs, values, {}, self.handle) for k in derivative.made}
         ran = Ran(bare, saved, [values[i] for i in derivative.late] if derivative.late else ())
         with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
             results = CompiledFunction.apply(plan, ran, *[values[i] for i in derivative.inputs], *slots.values())
@@ -241,18 +235,6 @@ class Entry:
         counted = [value for value, place in places if place in self.saved_versions]
         set_versions(tuple(counted), tuple(self.saved_versions.values()))
 
-    def _begin(self, values: list[Any]) -> None:
-        """Puts the beginnings of the state that this step makes in their places among the inputs."""
-        numbers = dict(zip(self.bound, values, strict=True))
-        with torch.no_grad():
-            made = self.beginnings(*(numbers[i] for i in self.hoist_inputs))
-        for index in sorted(self.hoisted):
-            values.insert(index, mark_part(made[self.hoisted[index]], self.parts.get(index)))
-
-    def _as_inference(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs, those that eager leaves as inference tensors copied into such."""
-        with torch.inference_mode():
-            return [out.clone() if i in self.inference else out for i, out in enumerate(outputs)]
 
     def _flatten(self, values: list[Any]) -> Missed | None:
         """Puts each shared memory, as one flat tensor, in the place of its first member."""
@@ -262,101 +244,3 @@ class Entry:
                 return Missed(f"memory of {self.sources[index]}: expected the layout of the first call, found another")
             values[index] = flat
         return None
-
-    def _slot(
-        self,
-        slot: Slot,
-        outputs: Sequence[Any],
-        values: list[Any],
-        made: dict[int, torch.Tensor],
-        with_history: bool = True,
-    ) -> torch.Tensor:
-        base: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
-        tensor = base
-        if slot.geometry is not None:
-            size, stride, offset = slot.geometry
-            start = base.storage_offset() + offset
-            if slot.base is not None:
-                base = made[slot.base]
-            # a view made without gradients could not be written later where eager's can
-            with torch.set_grad_enabled(with_history and (not slot.leaf or not base.requires_grad)):
-                tensor = base.as_strided(size, stride, start)
-            tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
-        if slot.parameter:
-            return torch.nn.Parameter(tensor, slot.requires_grad)
-        if with_history and slot.requires_grad and not tensor.requires_grad:
-            if slot.leaf:
-                return tensor.requires_grad_()
-            with torch.enable_grad():
-                return Spent.apply(slot.refusal, tensor, *self._behind(slot.refusal, values))  # type: ignore[no-any-return, no-untyped-call]
-        return tensor
-
-
-    def _refuse(self, outputs: Sequence[Any], values: list[Any]) -> None:
-        """Gives inputs the new histories that cannot be differentiated."""
-        with torch.enable_grad():
-            for index, output, why in self.traced.refused:
-                behind = self._behind(why, values)
-                values[index].copy_(Spent.apply(why, outputs[output], *behind))  # type: ignore[no-untyped-call]
-
-    def _behind(self, why: str, values: list[Any]) -> list[torch.Tensor]:
-        """What the engine comes by on its way to a result's refusal: the inputs that it may be asked to reach."""
-        if why.startswith(SECOND_TIME):
-            return [self.handle]
-        return [self.handle, *(v for v in values if isinstance(v, torch.Tensor) and v.requires_grad)]
-
-
-def _parts(program: Program, hoisted: dict[int, int]) -> dict[int, Part]:
-    """By input: the part that this rank keeps of state that the step makes."""
-    return {i: p for i, p in enumerate(program.placements) if i in hoisted and isinstance(p, Part)}
-
-
-# Factories whose result has the shape of their argument.
-_LIKE = {
-    torch.ops.aten.zeros_like.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.full_like.default,
-}
-
-
-def _beginnings(module: fx.GraphModule, parts: dict[int, Part]) -> fx.GraphModule:
-    """The creation of state, of parts where a rank keeps parts.
-
-    Args:
-        parts: by output.
-    """
-    if not parts:
-        return module
-    graph = fx.Graph()
-    made: list[fx.Node] = list(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
-    for index, part in parts.items():
-        node, shape = made[index], list(part.size)
-        like = next(iter(node.all_input_nodes), None)
-        if node.target in _LIKE and like is not None and like.target is torch.ops.aten.empty_strided.default:
-            like.args = (shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))])
-        else:
-            for dim, span in enumerate(part.spans):
-                with graph.inserting_after(node):
-                    node = graph.call_function(torch.ops.aten.slice.Tensor, (node, dim, *span))
-            with graph.inserting_after(node):
-                made[index] = graph.call_function(
-                    torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-                )
-    graph.output(tuple(made))
-    return lazy_graph_module(module, graph)
-
-
-def _plan(traced: Traced, program: Program) -> Plan | None:
-    if traced.derivative is None or program.backward is None:
-        return None
-    tangents = traced.step.placeholders[-len(traced.derivative.outputs) :]
-    values = [info(node).value for node in tangents]
-    layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
-    late = {("input", i) for i in traced.derivative.late}
-    nodes = program.backward.halves.backward.placeholders[: len(program.backward.saved)]
-    apart = frozenset(
-        i
-        for i, (place, node) in enumerate(zip(program.backward.saved, nodes, strict=True))
-        if place in late or not isinstance(info(node).value, torch.Tensor)
-    )
-    return Plan(traced.derivative, program.backward, layouts, apart)

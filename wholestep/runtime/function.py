@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from wholestep.ir import info
 from wholestep.lower.naive import run_nodes
-from wholestep.runtime.program import Backward
+from wholestep.runtime.program import Backward, Program
 from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, transforms_active
+from wholestep.trace import Traced
 from wholestep.trace.results import Derivative
 
 NO_DOUBLE_BACKWARD = (
@@ -54,6 +56,23 @@ class Plan:
     backward: Backward
     layouts: tuple[Layout, ...]
     apart: frozenset[int]
+
+
+def plan_of(traced: Traced, program: Program) -> Plan | None:
+    """The plan of a program with a backward; None for one without."""
+    if traced.derivative is None or program.backward is None:
+        return None
+    tangents = traced.step.placeholders[-len(traced.derivative.outputs) :]
+    values = [info(node).value for node in tangents]
+    layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+    late = {("input", i) for i in traced.derivative.late}
+    nodes = program.backward.halves.backward.placeholders[: len(program.backward.saved)]
+    apart = frozenset(
+        i
+        for i, (place, node) in enumerate(zip(program.backward.saved, nodes, strict=True))
+        if place in late or not isinstance(info(node).value, torch.Tensor)
+    )
+    return Plan(traced.derivative, program.backward, layouts, apart)
 
 
 class CompiledFunction(torch.autograd.Function):

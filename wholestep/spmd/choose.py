@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import info
+from wholestep.ir import info, nbytes
 from wholestep.spmd.evaluate import meta
 from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
 from wholestep.spmd.redistribute import rule_of
@@ -50,11 +50,6 @@ class Held:
         costs = [(rule_of(have, wanted).sends(size, ranks), i) for i, have in enumerate(self.versions)]
         cost, index = min(costs)
         return cost, list(self.versions)[index]
-
-
-def nbytes(value: torch.Tensor) -> int:
-    """Bytes of a tensor."""
-    return value.numel() * value.itemsize
 
 
 def replicated(call: Call) -> Row:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import StepGraph, info, set_info
-from wholestep.spmd.choose import nbytes
+from wholestep.ir import StepGraph, info, nbytes, set_info
 from wholestep.spmd.rewrite import call, copy_step
 
 aten = torch.ops.aten

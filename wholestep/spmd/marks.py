@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from wholestep.ir import Phase, StepGraph, fake_tensors, info
-from wholestep.spmd.choose import nbytes
+from wholestep.ir import Phase, StepGraph, info, nbytes
 from wholestep.spmd.patterns import matches
 from wholestep.spmd.place import in_memory, placed
 from wholestep.spmd.placements import Placement, Shard, normal
@@ -72,7 +71,7 @@ def _beside(reader: fx.Node, parameter: fx.Node) -> int:
     """Bytes of what a call reads besides a parameter and its views, and of what it gives."""
     own = {parameter, *_views(parameter)}
     values = [info(node).value for node in (reader, *reader.all_input_nodes) if node not in own]
-    return sum(nbytes(tensor) for value in values for tensor in fake_tensors(value))
+    return nbytes(values)
 
 
 def mark_gradients(step: StepGraph, *, rest: Sequence[Placement]) -> StepGraph:

@@ -7,8 +7,7 @@ from collections import deque
 import torch
 from torch import fx
 
-from wholestep.ir import StepGraph, info, is_effectful
-from wholestep.spmd.choose import nbytes
+from wholestep.ir import StepGraph, info, is_effectful, nbytes
 from wholestep.spmd.coalesce import One, found
 from wholestep.spmd.rewrite import copy_step, is_view
 

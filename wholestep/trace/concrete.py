@@ -13,8 +13,9 @@ from wholestep.ir import StepGraph, check, info, set_info
 from wholestep.torch_compat import FakeTensorMode, evaluated, lazy_graph_module
 from wholestep.trace import Traced
 from wholestep.trace.canonical import fingerprint
+from wholestep.trace.inputs import Lifted
 from wholestep.trace.sizes import Held, Sizes, is_size
-from wholestep.trace.tape import Lifted, map_leaves
+from wholestep.trace.tape import map_leaves
 
 aten = torch.ops.aten
 

@@ -17,9 +17,10 @@ from torch import fx
 
 from wholestep.ir import Input, is_effectful
 from wholestep.torch_compat import FakeTensor, lazy_graph_module
+from wholestep.trace.inputs import Lifted
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.sizes import held
-from wholestep.trace.tape import Lifted, map_leaves
+from wholestep.trace.tape import map_leaves
 
 aten = torch.ops.aten
 

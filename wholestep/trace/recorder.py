@@ -22,10 +22,11 @@ from wholestep.pure import UnderGrad
 from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id, no_modes
 from wholestep.trace.alias import Geometry, Ref, elements
 from wholestep.trace.checks import CHECKS, kernels_error
+from wholestep.trace.inputs import Found, Lifted
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import follows_from_numbers, geometry
 from wholestep.trace.sizes import Sizes, is_size
-from wholestep.trace.tape import Found, Lifted, map_leaves
+from wholestep.trace.tape import map_leaves
 from wholestep.trace.where import Whereabouts, user_line
 from wholestep.trace.writes import Writes, all_args
 
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 
 
 class Recorder(Writes, TorchDispatchMode):
-    """Records one run of a step; see `Tape` for its arguments."""
+    """Records one run of a step; see `Inputs` and `Numbers` for its arguments."""
 
     def __init__(
         self,

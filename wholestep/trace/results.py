@@ -15,9 +15,9 @@ from torch import fx
 
 from wholestep.torch_compat import FakeTensor, is_one_of_several, set_versions
 from wholestep.trace.alias import Ref
+from wholestep.trace.inputs import Lifted
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.sizes import is_made, is_size
-from wholestep.trace.tape import Lifted
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from wholestep.errors import UnsupportedError
 from wholestep.torch_compat import FakeTensor, storage_id
 from wholestep.trace.alias import Geometry, Ref, elements
-from wholestep.trace.tape import Lifted, Tape
+from wholestep.trace.inputs import Lifted
+from wholestep.trace.numbers import Numbers
 from wholestep.trace.where import user_line
 
 aten = torch.ops.aten
@@ -35,7 +36,7 @@ class Memory:
     now: int
 
 
-class Storages(Tape):
+class Storages(Numbers):
     """The part of the recorder that knows how large the memory of inputs is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +44,7 @@ class Storages(Tape):
         self.memories: dict[int, Memory] = {}
 
     def lift(self, tensor: torch.Tensor) -> Lifted:
-        """As `Tape.lift`; a tensor without memory has no value to read."""
+        """As `Inputs.lift`; a tensor without memory has no value to read."""
         lifted = super().lift(tensor)
         if tensor.numel() and tensor.layout == torch.strided and not _nbytes(tensor.untyped_storage()):
             known = self.memory(tensor, lifted)

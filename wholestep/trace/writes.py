@@ -15,6 +15,7 @@ from wholestep.errors import UnsupportedError
 from wholestep.pure import Functionalized
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
 from wholestep.trace.alias import Geometry, Ref, elements, fit
+from wholestep.trace.inputs import ReshapedInput
 from wholestep.trace.ops import (
     CONSTANT_WRITES,
     EAGER_REPEATS,
@@ -26,7 +27,7 @@ from wholestep.trace.ops import (
 )
 from wholestep.trace.sizes import is_made
 from wholestep.trace.storages import Storages
-from wholestep.trace.tape import ReshapedInput, map_leaves
+from wholestep.trace.tape import map_leaves
 from wholestep.trace.where import user_line
 
 aten = torch.ops.aten

@@ -1,0 +1,116 @@
+"""Numbers that are only known when the step runs: nodes of the graph, and the decisions that Python takes on them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.errors import DataDependentError
+from wholestep.parts import Part
+from wholestep.trace.host import HostNode, make_host
+from wholestep.trace.inputs import Found, Inputs, Lifted
+from wholestep.trace.predicates import Predicate, decide
+from wholestep.trace.sizes import Sizes, is_size
+from wholestep.trace.where import Whereabouts, user_line
+
+aten = torch.ops.aten
+
+
+class Numbers(Inputs):
+    """A tape with host numbers (`host.py`).
+
+    Args:
+        guard_data: numbers and shapes that depend on data become guards, not errors.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[torch.Tensor], Found | None],
+        whereabouts: Whereabouts,
+        shared: frozenset[int] = frozenset(),
+        guard_data: bool = False,
+        parts: Mapping[int, Part] | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        super().__init__(find, whereabouts, shared, parts, sizes)
+        self.guard_data = guard_data
+        self.tokens: dict[float, HostNode] = {}
+        self.spent: set[float] = set()
+        self.in_call = 0
+        self.callee: Any = None  # the function of torch's Python API that the step is calling
+        self.host: dict[tuple[Any, ...], fx.Node] = {}
+        self.predicates: dict[fx.Node, Predicate] = {}
+
+    def lift_number(self, source: Any, value: float) -> Any:
+        """A placeholder for a Python float or int; gives the host number that stands for it."""
+        node = self.placeholder(source, "number", value)
+        self.lifted.append(Lifted(node, source, value))
+        return make_host(HostNode(self, node, value, known=True))
+
+    def record_host(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any:
+        """Adds a call of a Python function on host numbers; gives the number that stands for its result."""
+        hosts = [isinstance(a, (torch.SymFloat, torch.SymInt)) and not is_size(a) for a in args]
+        nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
+        known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
+        key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
+        if key not in self.host:  # pure functions of numbers: the same call is the same number
+            self.host[key] = self.emit(function, nodes, value=hint)
+        return make_host(HostNode(self, self.host[key], hint, known))
+
+    def size(self, number: Any) -> Any:
+        """A number that follows from symbolic sizes, as a host number."""
+        return self.record_host(operator.pos, (number,), number.node.hint)
+
+    def item(self, tensor: torch.Tensor) -> Any:
+        """`.item()`: a host number, or the decision at once for a boolean."""
+        node = self.emit(aten._local_scalar_dense.default, (self.ref(tensor).read(self.emit),), value=_stand_in(tensor))
+        if tensor.dtype == torch.bool:
+            return self.decide(node, False, user_line())
+        if self.guard_data and (tensor.dtype.is_complex or self.callee is not torch.Tensor.item):
+            return self.decide(node, None, user_line())  # C++ asked
+        if tensor.dtype.is_complex:
+            raise DataDependentError("Python needs the value of a complex tensor", user_line())
+        return make_host(HostNode(self, node, node.meta["info"].value, known=False))
+
+    def decide(self, node: fx.Node, hint: Any, line: str, fixed: bool = False) -> Any:
+        """Python branches on a host number: its value now becomes a guard, if it is cheap to know.
+
+        Args:
+            fixed: it is the same at each call.
+        """
+        predicate = self.predicates.get(node)
+        if predicate is None:
+            absent = {item.node for item in self.lifted if id(item.value) in self.parts}
+            predicate = decide(node, self.lifted, self.constants, self._is_data, line, self.guard_data or fixed, absent)
+            self.predicates[node] = predicate
+        return predicate.expected
+
+    def _is_data(self, node: fx.Node) -> bool:
+        return any(i.name == node.target and i.kind in ("batch", "tensor", "buffer") for i in self.inputs)
+
+    def token(self, number: HostNode) -> float:
+        """A float that stands for a host number where C++ wants a double."""
+        if not self.in_call:
+            return self.escaped(number, "a C function needs its value")
+        token = 0.5 + (len(self.tokens) + 1) * 2.0**-45
+        self.tokens[token] = number
+        return token
+
+    def escaped(self, number: HostNode, how: str) -> Any:
+        if self.guard_data:
+            return self.decide(number.fx_node, number.hint, user_line())
+        raise DataDependentError(
+            f"Python needs a number that is only known when the step runs: {how}",
+            user_line(),
+            "use it in arithmetic and as operators' arguments only, or return it from the step",
+        )
+
+
+def _stand_in(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 1

@@ -1,0 +1,104 @@
+"""What a traced run of a step gives, and what tracing asks of its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from wholestep.ir import InputKind, StepGraph
+from wholestep.parts import Part
+from wholestep.trace.hoist import Hoisted
+from wholestep.trace.inputs import Found, Lifted
+from wholestep.trace.predicates import Predicate
+from wholestep.trace.recorder import Recorder
+from wholestep.trace.results import Derivative, Differentiated, Made, Outlet, Slot
+
+# Traces the backward of a step, given what its forward left behind; see `autograd.differentiate`.
+Differentiate = Callable[
+    [Recorder, Outlet, list[Any], Callable[[], AbstractContextManager[Any]]], Differentiated | None
+]
+
+
+class World(Protocol):
+    """What tracing needs of capture's snapshot."""
+
+    @property
+    def tensors(self) -> dict[int, Any]: ...
+    @property
+    def numbers(self) -> list[Any]: ...
+    @property
+    def twin_ids(self) -> Container[int]: ...
+    def versions(self) -> dict[int, int]: ...
+    def find(self, tensor: torch.Tensor) -> Found | None: ...
+    def lift(self, stand_ins: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    @property
+    def parts(self) -> dict[int, Part]: ...
+    @property
+    def spread(self) -> bool: ...
+    @property
+    def generators(self) -> Mapping[int, tuple[torch.Generator, Any]]: ...
+    def homes(self, effects: list[Any]) -> dict[int, tuple[str, InputKind]]: ...
+    def sizable(self) -> list[Any]: ...
+    def exchange(self, tensors: dict[int, torch.Tensor]) -> None: ...
+    def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
+
+
+class SharedMemory(Exception):  # noqa: N818 - a request, not an error
+    """Inputs that the step writes lie in memory that other inputs share; trace again, knowing that."""
+
+    def __init__(self, memories: frozenset[int]) -> None:
+        super().__init__(f"{len(memories)} shared memories")
+        self.memories = memories
+
+
+class ReentrantCheckpoint(Exception):  # noqa: N818 - a request, not an error
+    """A checkpoint's backward would run another one inside; trace again, with checkpoints of the other kind."""
+
+
+@dataclass
+class Traced:
+    """One traced run of a step.
+
+    Attributes:
+        step: the graph; its placeholders are the first of `lifted`.
+        lifted: the inputs; those after the placeholders serve results and predicates alone.
+        slots: the tensors that outlive the step.
+        result: what the step returned, as capture describes it.
+        effects: changes of Python objects, as capture describes them.
+        made: where to find the new values that result and effects hold, in the order in which they count them.
+        predicates: decisions that Python took on host numbers, and with `guard_data` on data.
+        hoisted: beginnings of the state that the step makes.
+        versions: input index -> how many in-place writes eager execution counts.
+        fingerprint: equal for programs that compute the same.
+        derivative: what makes results differentiable; the graph is then a joint one, and its last placeholders, the
+            tangents, are not in `lifted`.
+        memories: (input index, bytes on entry, bytes afterwards) where the step asks for or changes an input's memory.
+        grad_mode: what the step leaves grad mode at, None when that is what it found.
+        refused: (input, output, why) of each input whose new history cannot be differentiated.
+        reshaped: (input, size, stride) of each input that the step makes a view of what it was.
+    """
+
+    step: StepGraph
+    lifted: list[Lifted]
+    slots: list[Slot]
+    result: Any
+    effects: list[Any]
+    made: list[Made]
+    predicates: list[Predicate]
+    hoisted: Hoisted
+    versions: dict[int, int]
+    fingerprint: str
+    derivative: Derivative | None = None
+    memories: list[tuple[int, int, int]] = field(default_factory=list)
+    grad_mode: bool | None = None
+    refused: list[tuple[int, int, str]] = field(default_factory=list)
+    reshaped: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+
+    @property
+    def n_inputs(self) -> int:
+        """How many placeholders are inputs; those after them are tangents."""
+        return len(self.step.signature.inputs) - (len(self.derivative.outputs) if self.derivative else 0)
