@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.aot import dynamo_backend
-from wholestep.autograd import aot_function, aot_module, default_partition, export_joint, min_cut_partition
+from wholestep.autograd import (
+    aot_function,
+    aot_module,
+    compiled_backward,
+    default_partition,
+    export_joint,
+    min_cut_partition,
+)
 from wholestep.errors import UnsupportedError
 from wholestep.ir import check, info
 
@@ -420,3 +428,35 @@ def test_reentrant_checkpoints_inside_of_a_module_whose_backward_runs_outside(pr
         out.sum().backward()
         seen.append([out.detach(), x.grad, *(p.grad for p in inner.parameters())])
     assert same(seen[0], seen[1]) and same(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.parametrize("fn", [lambda x: x.prod(), lambda x: x.prod(1), lambda x: (x * 2).prod(0, keepdim=True)])
+def test_a_product_is_differentiated_by_the_formula_that_eager_chooses(fn: Any, zeros: int) -> None:
+    x = torch.randn(4, 7)
+    compiled, backwards = aot_function(fn, "aten"), compiled_backward()
+
+    def gradient(run: Any, given: Tensor, context: Any = None) -> Tensor:
+        given = given.clone().requires_grad_()
+        with context or nullcontext():
+            run(given).sum().mul(1.7).backward()
+        assert given.grad is not None
+        return given.grad
+
+    for places in (0, zeros):  # the program is made for data of the first kind
+        x.view(-1)[:places] = 0
+        eager = gradient(fn, x)
+        assert torch.equal(gradient(compiled, x), eager)
+        assert torch.equal(gradient(fn, x, backwards), eager)
+    assert backwards.captures and not backwards.eager
+
+
+def test_views_of_nothing_begin_where_eagers_do() -> None:
+    def views(x: Tensor) -> list[Tensor]:
+        end = x[3:]
+        return [end.view(0), end.view(-1), end.view(0, 2), end.reshape(-1, 2)]
+
+    x = torch.randn(3, requires_grad=True)
+    expected, found = views(x), ws.compile(views)(x)
+    assert [v.storage_offset() for v in found] == [v.storage_offset() for v in expected] == [3] * 4
+    assert all(v._base is x for v in found)

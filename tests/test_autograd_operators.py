@@ -28,9 +28,8 @@ EXCEPTIONS = {
     "sparse.mm.reduce": "takes a sparse tensor from outside of the step",
     "linalg.eig": "autograd's own check of the loss reads data, and is left out where tensors have none",
 }
-# Equal up to rounding: autograd takes another formula for tensors whose values it cannot look at, and LAPACK's least
-# squares round otherwise from call to call.
-ROUNDED = {"prod", "masked.prod", "linalg.lstsq", "linalg.lstsq.grad_oriented"}
+# Equal up to rounding: LAPACK's least squares round otherwise from call to call.
+ROUNDED = {"linalg.lstsq", "linalg.lstsq.grad_oriented"}
 # The same of modules: `cross_entropy` with weights and smoothed labels adds zeros for the ignored ones there.
 ROUNDED_MODULES = {"nn_LinearCrossEntropyLoss"}
 # Equal in value; the rule for fake tensors lays the result out otherwise than the kernel.

@@ -20,8 +20,6 @@ LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
 KNOWN = [op for op in op_db if torch.float64 in op.supported_dtypes("cpu") and "jiterator" not in op.name]
 OPERATORS = KNOWN[:: 1 if LONG else 24]
 SAMPLES = 6 if LONG else 1
-# Operators whose backward takes another way, with other rounding, for tensors that are traced.
-ROUNDING = {"prod"}
 
 
 def gradients(op: Any, sample: Any, context: CompiledBackward | None) -> list[torch.Tensor] | None:
@@ -63,9 +61,8 @@ def test_gradients_are_eagers(op):
             found = gradients(op, sample, context)
             for left, right in zip(expected, found, strict=True):
                 assert left.layout == right.layout and left.dtype == right.dtype
-                exact = {"rtol": 0.0, "atol": 0.0} if op.name not in ROUNDING else {}
                 strided = left.layout == torch.strided
-                torch.testing.assert_close(right, left, equal_nan=True, check_stride=strided, **exact)
+                torch.testing.assert_close(right, left, rtol=0.0, atol=0.0, equal_nan=True, check_stride=strided)
 
 
 def _or_none(op: Any, sample: Any) -> list[torch.Tensor] | None:

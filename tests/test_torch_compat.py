@@ -46,6 +46,7 @@ from wholestep.torch_compat import (
     make_one_of_several,
     mkl_square_root,
     no_modes,
+    saved_as_it_is,
     sequence_number,
     set_backward_engine,
     set_grad_mode,
@@ -250,6 +251,14 @@ def test_the_current_node_is_the_one_that_the_engine_runs():
     y.sum().backward()
     assert current_autograd_node() is None
     assert [node.name() for node in seen] == ["ExpBackward0"]
+
+
+def test_what_a_node_saved_is_given_unless_a_hook_packed_it():
+    x = torch.ones(2, requires_grad=True)
+    given = saved_as_it_is(x.prod().grad_fn, "self")
+    assert given is not None and torch.equal(given, x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert saved_as_it_is(x.prod().grad_fn, "self") is None
 
 
 def test_sequence_numbers_count_the_nodes_that_autograd_makes():

@@ -73,6 +73,12 @@ def sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
+def saved_as_it_is(node: Any, name: str) -> torch.Tensor | None:
+    """What a node of torch's own saved under a name; None where a hook packed it, or it was freed."""
+    raw = getattr(node, f"_raw_saved_{name}")
+    return None if raw.unpack_hook is not None else getattr(node, f"_saved_{name}")
+
+
 def free_saved_tensors(ctx: Any) -> None:
     """Lets go of what an autograd node saved, while it runs, unless its graph is kept for another backward."""
     ctx.maybe_clear_saved_tensors()

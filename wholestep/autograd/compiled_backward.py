@@ -20,11 +20,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from wholestep.autograd.entrance import handled
 from wholestep.autograd.structure import Engine, Structure, free, structure
 from wholestep.capture import Call, Found, Snapshot
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, dispatch_modes_active, storage_id
+from wholestep.trace.entrance import handled
+from wholestep.trace.formulas import by_data
 from wholestep.trace.where import user_line
 
 # Sizes that are always others would have each backward captured: better eager than seconds for each.
@@ -141,11 +142,10 @@ class CompiledBackward:
         self, run: Engine, roots: Any, grads: Any, keep: bool, create: bool, inputs: Any, *allow: bool, **flags: bool
     ) -> Any:
         """What `torch.autograd.backward` and `torch.autograd.grad` call in place of the engine."""
-        eager, retaining = (
-            functools.partial(run, roots, grads, k, create, inputs, *allow, **flags) for k in (keep, True)
-        )
-        if dispatch_modes_active():
-            return eager()  # inside of a capture, and part of it
+        eager = functools.partial(run, roots, grads, keep, create, inputs, *allow, **flags)
+        retaining = functools.partial(by_data, run, roots, grads, True, create, inputs, *allow, **flags)
+        if dispatch_modes_active():  # inside of a capture, and part of it
+            return by_data(run, roots, grads, keep, create, inputs, *allow, **flags)
         if create:
             raise UnsupportedError(
                 "a backward with create_graph=True inside of compiled_backward: its result would have no history",

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from wholestep.autograd.entrance import walking
 from wholestep.torch_compat import engine_compiler, storage_id
+from wholestep.trace.entrance import walking
 
 Engine = Callable[..., Any]
 

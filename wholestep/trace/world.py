@@ -23,6 +23,8 @@ from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.ir import Gradient
 from wholestep.pure import get_rng_state, set_rng_state
 from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes
+from wholestep.trace.entrance import handled
+from wholestep.trace.formulas import by_data
 from wholestep.trace.host import AWARE, aware_choice
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.sizes import is_made, is_size
@@ -216,7 +218,8 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: boo
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        yield
+        with handled(by_data):
+            yield
     finally:
         log.setLevel(level)
         FOREACH_TYPES.remove(FakeTensor)

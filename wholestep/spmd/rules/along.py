@@ -34,6 +34,12 @@ def along(*, is_linear: bool = False, default: int = -1) -> Rule:
     return rule
 
 
+def _product_gradient(call: Call) -> Iterator[Row]:
+    """Along a dimension, which all operands have; that of the product of all elements runs whole."""
+    if call.argument("dim") is not None:
+        yield from along()(call)
+
+
 def _beside_dims(call: Call) -> Iterator[Row]:
     """`flip`, `roll`: along several dimensions; all when none is named."""
     dims = call.argument("dims")
@@ -84,6 +90,7 @@ RULES: dict[str, Rule] = {
                                      "kthvalue", "mode", "median", "nanmedian", "max", "min", "glu")],
         along(),
     ),
+    "wholestep_formulas.prod_backward": _product_gradient,
     **dict.fromkeys(["aten.flip", "aten.roll"], _beside_dims),
     **dict.fromkeys(["aten.tril", "aten.triu"], _triangle),
     **dict.fromkeys(

@@ -1,0 +1,109 @@
+"""Gradients whose formula autograd chooses by data: one operator each, which chooses when it runs.
+
+Autograd takes the formula for any data where a tensor has none, which rounds otherwise than the short one. While a
+backward is traced, the nodes of such operators get a hook that puts the operator of this file in the place of what
+they recorded, which is then dead code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholestep.torch_compat import saved_as_it_is
+
+Engine = Callable[..., Any]
+
+_library = torch.library.Library("wholestep_formulas", "FRAGMENT")
+
+
+def _prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None) -> Tensor:
+    """The gradient of a product of `x` along a dimension, which grad and result have too, or of all elements."""
+    made = grad * (result / x).conj()
+    zeros = x == 0
+    if not zeros.any():
+        return made
+    if dim is not None:
+        return made.copy_(grad * _others(x, dim))
+    if int(zeros.sum()) > 1:
+        return made.zero_()
+    return made.copy_((grad * _others(x.reshape(-1), 0)).view(x.shape))
+
+
+def _others(x: Tensor, dim: int) -> Tensor:
+    """For each element the conjugate of the product of all others along a dimension."""
+    size = x.shape[dim]
+    if size == 1:
+        return torch.ones_like(x)
+    one = torch.ones_like(x.narrow(dim, 0, 1))
+    before = torch.cat((one, x.narrow(dim, 0, size - 1)), dim).cumprod(dim)
+    after = torch.cat((one, x.narrow(dim, 1, size - 1).flip(dim)), dim).cumprod(dim).flip(dim)
+    return (before * after).conj()
+
+
+def _fake_prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None) -> Tensor:
+    return grad * (result / x).conj()
+
+
+_library.define("prod_backward(Tensor grad, Tensor x, Tensor result, int? dim) -> Tensor")
+_library.impl("prod_backward", _prod_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep_formulas::prod_backward", _fake_prod_backward, lib=_library)
+
+
+def _of_prod(node: Any, grad: Tensor) -> Tensor | None:
+    x, result = saved_as_it_is(node, "self"), saved_as_it_is(node, "result")
+    if x is None or result is None or x.dim() == 0 or x.numel() == 0:
+        return None
+    dim: int | None = None
+    if node.name() == "ProdBackward1":
+        dim = node._saved_dim % (1 << 64)
+        dim = (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
+        if not node._saved_keepdim:
+            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+    return torch.ops.wholestep_formulas.prod_backward(grad, x.to(grad.dtype), result, dim)  # type: ignore[no-any-return]
+
+
+# Name of an autograd node -> its gradient, given the node and what reaches it; None to leave it as it is.
+FORMULAS: dict[str, Callable[[Any, Tensor], Tensor | None]] = {"ProdBackward0": _of_prod, "ProdBackward1": _of_prod}
+
+
+def by_data(run: Engine, roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls the autograd engine while a recorder looks on: choices by data are left to when the step runs."""
+    roots = tuple(roots)
+    with _exchanged(roots):
+        return run(roots, *args, **kwargs)
+
+
+@contextmanager
+def _exchanged(roots: tuple[Any, ...]) -> Iterator[None]:
+    handles = [node.register_hook(partial(_exchange, node)) for node in _nodes(roots) if node.name() in FORMULAS]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _exchange(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a node's hook does: another gradient, unless autograd is to differentiate it once more."""
+    if torch.is_grad_enabled() or made[0] is None or given[0] is None:
+        return None
+    new = FORMULAS[node.name()](node, given[0])
+    return None if new is None else (new.to(made[0].dtype),)
+
+
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """All nodes that a backward may come by."""
+    waiting = [root.node if hasattr(root, "output_nr") and hasattr(root, "node") else root.grad_fn for root in roots]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [above for above, _ in node.next_functions]
+            yield node
