@@ -13,6 +13,7 @@ from tests.lower_programs import Builder, clone_inputs
 from tests.test_lower import compare, equal
 from wholestep import comm
 from wholestep.ir import GETITEM
+from wholestep.lower import prompt
 from wholestep.lower.aten import lower_aten
 from wholestep.lower.naive import interpret
 from wholestep.lower.ops import HIDDEN_VIEWS
@@ -151,11 +152,14 @@ def bucket(kind: str) -> list[Any]:
     return [program.code]
 
 
+@pytest.mark.parametrize("little", [-1, 1 << 20])
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
-def test_collectives_run_beside_other_work(kind: str) -> None:
+def test_collectives_run_beside_other_work_or_at_once(kind: str, little: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt, "LITTLE", little)  # bytes that work must touch to be worth overlapping with
     for (code,) in run_ranks(bucket, 2, "thread", (kind,)):
-        assert "wholestep_wait" in code
-        assert ("wholestep_all_reduce_(cat_default" in code) == (kind == "all_reduce")
+        assert ("wholestep_wait" in code) == (little < 0)
+        assert (f"{kind}_at_once(" in code) == (little > 0)
+        assert ("wholestep_all_reduce_(cat_default" in code) == (kind == "all_reduce" and little < 0)
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -15,7 +15,7 @@ import torch
 from wholestep.comm import moves, reductions
 from wholestep.comm.ops import _started
 from wholestep.comm.rows import piece
-from wholestep.comm.work import All
+from wholestep.comm.work import All, Work
 from wholestep.comm.world import get_group
 
 _library = torch.library.Library("wholestep", "FRAGMENT")
@@ -31,24 +31,40 @@ def _reduce_rows(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     return _reduce_rows_in_place(x.clone(memory_format=torch.contiguous_format), op, group)
 
 
-def _reduce_rows_in_place(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+def _reduce_rows_in_place(x: torch.Tensor, op: str, group: str, async_op: bool = True) -> torch.Tensor:
     parts, pg = _own_rows(x, group), get_group(group)
     if x.shape[0] % pg.size() == 0:
-        return _started(x, reductions.reduce_scatter_tensor(parts[pg.rank()], x, op, group, async_op=True))
-    works = [reductions.reduce(part, None, op, group, async_op=True, group_dst=rank) for rank, part in enumerate(parts)]
-    return _started(x, All([work for work in works if work is not None], [x]))
+        return _started(x, reductions.reduce_scatter_tensor(parts[pg.rank()], x, op, group, async_op))
+    works = [reductions.reduce(part, None, op, group, async_op, rank) for rank, part in enumerate(parts)]
+    return _started(x, _together(works, x))
 
 
 def _share_rows(x: torch.Tensor, group: str) -> torch.Tensor:
     return _share_rows_in_place(x.clone(memory_format=torch.contiguous_format), group)
 
 
-def _share_rows_in_place(x: torch.Tensor, group: str) -> torch.Tensor:
+def _share_rows_in_place(x: torch.Tensor, group: str, async_op: bool = True) -> torch.Tensor:
     parts, pg = _own_rows(x, group), get_group(group)
     if x.shape[0] % pg.size() == 0:
-        return _started(x, moves.all_gather_into_tensor(x, parts[pg.rank()], group, async_op=True))
-    works = [moves.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
-    return _started(x, All([work for work in works if work is not None], [x]))
+        return _started(x, moves.all_gather_into_tensor(x, parts[pg.rank()], group, async_op))
+    works = [moves.broadcast(part, None, group, async_op, rank) for rank, part in enumerate(parts)]
+    return _started(x, _together(works, x))
+
+
+def _together(works: list[Work | None], x: torch.Tensor) -> Work | None:
+    """Works under way as one; None when all have ended."""
+    left = [work for work in works if work is not None]
+    return All(left, [x]) if left else None
+
+
+def reduce_rows_at_once(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """``reduce_rows_``, and its end."""
+    return _reduce_rows_in_place(x, op, group, async_op=False)
+
+
+def share_rows_at_once(x: torch.Tensor, group: str) -> torch.Tensor:
+    """``share_rows_``, and its end."""
+    return _share_rows_in_place(x, group, async_op=False)
 
 
 def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:

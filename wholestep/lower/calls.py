@@ -25,6 +25,7 @@ from wholestep.lower.ops import (
     out_variant,
     reaches,
 )
+from wholestep.lower.prompt import form_at_once, prompt_starts
 from wholestep.lower.spell import Speller, keyword, literal, one_line
 from wholestep.lower.values import RECYCLE_FROM, RECYCLE_GRADIENTS_FROM, device_key, origin_of, recyclable
 
@@ -42,6 +43,7 @@ class CallWriter(Speller):
         made: variables whose memory is bound or taken already.
         lists: text of a list -> the variable that `bind` gives it.
         held: values that wait for a backward: kept for the next call as well, their memory would serve nothing else.
+        prompt: collectives that run to their end where they start.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -51,6 +53,7 @@ class CallWriter(Speller):
         signature = plan.step.signature
         last = plan.step.outputs[signature.n_outputs - signature.kept :]
         self.held = {plan.root[n] for n in last if isinstance(n, fx.Node)}
+        self.prompt = prompt_starts(plan)
 
     def _single(self, node: fx.Node, lines: list[str]) -> None:
         how = self.plan.how[node]
@@ -119,10 +122,12 @@ class CallWriter(Speller):
         target, (source, *rest) = self._destination(node, lines), node.args
         if self._arg(source) != target:
             lines.append(f"{target}.copy_({self._arg(source)})")
-        twin = inplace_variant(node.target)  # type: ignore[arg-type]
+        twin = form_at_once(self.plan, node) if node in self.prompt else inplace_variant(node.target)  # type: ignore[arg-type]
         self._say(lines, f"{self._function(twin)}({', '.join([target, *map(self._arg, rest)])})", node)
 
     def _wait(self, node: fx.Node, lines: list[str]) -> None:
+        if node.args[0] in self.prompt:
+            return
         self._say(lines, f"{self._function(node.target)}({self._arg(node.args[0])})", node)
 
     def _fresh(self, node: fx.Node, value: torch.Tensor, spec: str) -> str:
@@ -194,7 +199,8 @@ class CallWriter(Speller):
         call = {**named, "out": info(node).value}
         if entry is not None and reaches(overload, entry, base_name(overload), [*values, *extra], call):
             return f"torch.{base_name(overload)}({', '.join(args + keywords)}, out={target})"
-        return f"{self._function(overload)}({', '.join(args + keywords)}, {out}={target})"
+        called = form_at_once(self.plan, node) if node in self.prompt else overload
+        return f"{self._function(called)}({', '.join(args + keywords)}, {out}={target})"
 
     def _functional(self, node: fx.Node, lines: list[str]) -> None:
         value = info(node).value

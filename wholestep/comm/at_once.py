@@ -1,0 +1,42 @@
+"""The operators of `ops.py` and `row_ops.py`, run to their end: for programs with nothing to do until one has ended.
+
+Nothing then passes to the group's thread and back, which on a busy core takes longer than a small collective does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wholestep.comm import moves, reductions, row_ops
+
+
+def all_reduce_at_once(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """``all_reduce_``, and its end."""
+    reductions.all_reduce(x, op, group)
+    return x
+
+
+def all_gather_at_once(x: torch.Tensor, group: str, *, out: torch.Tensor) -> torch.Tensor:
+    """``all_gather.out``, and its end."""
+    moves.all_gather_into_tensor(out, x, group)
+    return out
+
+
+def reduce_scatter_at_once(x: torch.Tensor, op: str, group: str, *, out: torch.Tensor) -> torch.Tensor:
+    """``reduce_scatter.out``, and its end."""
+    reductions.reduce_scatter_tensor(out, x, op, group)
+    return out
+
+
+_operators = torch.ops.wholestep
+
+AT_ONCE: dict[Any, Callable[..., torch.Tensor]] = {
+    _operators.all_reduce_.default: all_reduce_at_once,
+    _operators.all_gather.out: all_gather_at_once,
+    _operators.reduce_scatter.out: reduce_scatter_at_once,
+    _operators.reduce_rows_.default: row_ops.reduce_rows_at_once,
+    _operators.share_rows_.default: row_ops.share_rows_at_once,
+}
