@@ -97,6 +97,14 @@ def with_history(model, opt, x, y):
     return sum(p.norm() for p in model.parameters())
 
 
+class Wide(MLP):
+    """With a layer that is large enough for collectives over shared memory to work in place; its rows are 97."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Sequential(nn.Linear(6, 128), nn.ReLU(), nn.Linear(128, 97)), nn.Linear(97, 4)
+
+
 class Uneven(nn.Module):
     """An MLP whose parameters do not divide, one of which is for one rank alone."""
 
@@ -116,6 +124,7 @@ CASES = {
     "momentum": Case(plain, MLP, sgd, rows),
     "looks": Case(looks, MLP, adamw, rows),
     "with history": Case(with_history, MLP, adamw, rows),
+    "wide": Case(plain, Wide, adamw, rows),
     "uneven": Case(plain, Uneven, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1), rows),
     "accumulated": Case(accumulated, MLP, sgd, rows),
     "kept": Case(kept, MLP, adamw, rows),

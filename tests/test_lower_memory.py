@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.lower_programs import Builder, clone_inputs, program
 from tests.test_lower import compare
+from wholestep import comm
 from wholestep.ir import GETITEM, info
 from wholestep.lower.arena import ALIGN, SHARED, Slot, peak, place
 from wholestep.lower.aten import lower_aten
@@ -339,3 +341,18 @@ def test_big_results_take_memory_that_nobody_holds() -> None:
     assert address not in {fast(*real)[0].data_ptr() for _ in range(4)} and window.sum() == expected[:1].numpy().sum()
     storage = fast(*real)[0].untyped_storage()
     assert storage.data_ptr() not in {fast(*real)[0].data_ptr() for _ in range(4)}
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
+def test_what_a_collective_takes_lies_where_others_can_read_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "get_group", lambda _: SimpleNamespace(backend_name="shm", size=lambda: 2))
+    monkeypatch.setattr(comm, "is_initialized", lambda: True)
+    monkeypatch.setattr("wholestep.comm.ops.get_group", comm.get_group)
+    operators = torch.ops.wholestep
+    b = Builder()
+    x = b.input("x", torch.randn(64, 64), "batch")
+    made = b.call(aten.sin.default, x)
+    reduction = ["sum"] if name == "reduce_scatter" else []
+    started = b.call(getattr(operators, name).default, made, *reduction, "")
+    step, _ = b.finish([b.call(aten.cos.default, b.call(operators.wait.default, started))], {})
+    assert "arena['shared'], 0, (64, 64)" in lower_aten(step).code

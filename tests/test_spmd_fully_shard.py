@@ -15,6 +15,7 @@ PLANS = {
     "mlp, whole batch": FullyShard("dp", min_bytes=1, gather="always", batch=Replicate()),
     "mlp, state from before": FullyShard("dp", min_bytes=1),
     "momentum": FullyShard("dp", min_bytes=1, again=False),
+    "wide": FullyShard("dp", min_bytes=1, gather="always"),
     "looks": FullyShard("dp", parameters="fc1.*", min_bytes=1),
     "accumulated": FullyShard("dp", min_bytes=1),
     "kept": FullyShard("dp", min_bytes=1),

@@ -42,12 +42,16 @@ from wholestep.lower.values import (
     tensor_operands,
 )
 
+_collectives = torch.ops.wholestep
+_IN_PLACE = (_collectives.all_reduce.default, _collectives.reduce_rows.default)
+_OUT_OF_PLACE = (_collectives.reduce_scatter.default, _collectives.all_gather.default)
+
 
 def works_on_shared_memory(node: fx.Node) -> bool:
-    """True for a collective over a transport that copies nothing when its operand is in shared memory."""
-    if node.target not in (torch.ops.wholestep.all_reduce.default, torch.ops.wholestep.reduce_rows.default):
+    """True for a collective over a transport that takes what others give from shared memory, if it lies there."""
+    if node.target not in (*_IN_PLACE, *_OUT_OF_PLACE):
         return False
-    return comm.is_initialized() and comm.get_group(node.args[2]).backend_name == "shm"  # type: ignore[arg-type]
+    return comm.is_initialized() and comm.get_group(node.args[-1]).backend_name == "shm"  # type: ignore[arg-type]
 
 
 def make_plan(step: StepGraph, items: list[Item], apart: frozenset[str] = frozenset()) -> Plan:
@@ -109,6 +113,7 @@ class _Planner(Claims):
             plan.how[node] = "mutable"
         else:
             self._decide_call(node)
+            self._share_with_others(node)
 
     def _decide_leaf(self, node: fx.Node) -> None:
         owner, path = origin_of(node)
@@ -222,8 +227,13 @@ class _Planner(Claims):
             dtypes.append(info(node).value.dtype)
         else:
             self._slot(node)
-        if works_on_shared_memory(node) and plan.store[node].kind == "slot":
-            plan.slots[plan.store[node].index].device = SHARED
+
+    def _share_with_others(self, node: fx.Node) -> None:
+        """Puts what a collective takes where the other ranks can read it."""
+        if works_on_shared_memory(node):
+            store = self.plan.store[self.root[node if node.target in _IN_PLACE else node.args[0]]]  # type: ignore[index]
+            if store.kind == "slot":
+                self.plan.slots[store.index].device = SHARED
 
     def _within_item(self, node: fx.Node) -> bool:
         """True when only the node's own group reads it."""
