@@ -17,6 +17,8 @@ SOURCES = [
     "p2p",
     "slots",
     "quick",
+    "plans",
+    "flight",
 ]
 
 setup(

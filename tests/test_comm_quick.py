@@ -1,5 +1,8 @@
 """Collectives that were called before in the same way: run by the engine without Python, and told apart from others."""
 
+import copy
+import inspect
+import pickle
 import sys
 
 import pytest
@@ -161,6 +164,40 @@ def test_no_plan_outlives_its_group(tmp_path):
     for rank, (found, sequence) in enumerate(run_ranks(groups_that_come_and_go, 3, "shm", (str(tmp_path),))):
         assert found == ([4.0, 4.0, 9.0] if rank < 2 else [1.0, 1.0, 9.0])
         assert sequence == 2
+
+
+def with_all_ways_to_write_a_call():
+    x, wide, n = torch.ones(4), torch.empty(4 * comm.get_world_size()), comm.get_world_size()
+    for _ in range(2):
+        comm.all_reduce(x, "max", None, False)
+        comm.all_reduce(op="max", tensor=x)
+        comm.all_gather_into_tensor(wide, input_tensor=x, group=None)
+        comm.broadcast(x, group_src=n - 1)
+        comm.all_to_all_single(wide, wide.clone(), [4] * n, [4] * n)
+    before = comm.get_group()._get_sequence_number_for_group()
+    for wrong in (
+        lambda: comm.all_reduce(),
+        lambda: comm.all_reduce(x, tensor=x),
+        lambda: comm.all_reduce(x, "max", None, False, 5),
+        lambda: comm.all_reduce(x, operation="max"),
+    ):
+        with pytest.raises(TypeError, match="argument"):
+            wrong()
+    for _ in range(recorder.KEPT):
+        comm.barrier()
+    comm.reduce_scatter_tensor(torch.empty(4), wide)  # this one goes through Python
+    kept = [record["seq"] for record in recorder.records()]
+    return x.tolist(), kept == list(range(before + 2, before + 2 + recorder.KEPT))
+
+
+def test_all_ways_to_write_a_call_do_the_same():
+    assert run_ranks(with_all_ways_to_write_a_call, 2, "shm") == [([1.0] * 4, True)] * 2
+
+
+def test_a_collective_looks_like_the_function():
+    assert list(inspect.signature(comm.broadcast).parameters) == ["tensor", "src", "group", "async_op", "group_src"]
+    assert comm.all_reduce.__doc__.startswith("Reduces") and comm.all_reduce.__module__ == "wholestep.comm.reductions"
+    assert pickle.loads(pickle.dumps(comm.all_reduce)) is comm.all_reduce is copy.deepcopy(comm.all_reduce)
 
 
 def test_torch_offers_what_quick_calls_need():

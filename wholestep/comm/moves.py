@@ -5,7 +5,6 @@ They check, start and fail as those of `reductions.py` do.
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 
 import torch
@@ -14,11 +13,12 @@ from wholestep.comm import checks, traced
 from wholestep.comm.codes import ALL_GATHER, ALL_TO_ALL, BARRIER, BROADCAST
 from wholestep.comm.launching import Group, group_root, launch, pairs, staged
 from wholestep.comm.process_group import Options, ProcessGroup
-from wholestep.comm.quick import NEW, again, conclude, learn
+from wholestep.comm.quick import learn, quick
 from wholestep.comm.work import All, Work
 from wholestep.comm.world import get_group
 
 
+@quick(BROADCAST, out="tensor", root="src")
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -27,9 +27,6 @@ def broadcast(
     group_src: int | None = None,
 ) -> Work | None:
     """Copies the tensor of ``src`` to every rank, in place."""
-    found = again(BROADCAST, tensor, tensor, None, group, src, async_op, sys._getframe(1)) if group_src is None else NEW
-    if found is not NEW:
-        return found and conclude(found, [tensor], tensor)
     pg = get_group(group)
     if checks.outside(pg, "broadcast"):
         return None
@@ -96,13 +93,11 @@ def all_gather_coalesced(
     return None
 
 
+@quick(ALL_GATHER, out="output_tensor", inp="input_tensor")
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """Every rank's input [n, …], one after the other, into ``output_tensor`` [size*n, …] (or [size, n, …])."""
-    found = again(ALL_GATHER, output_tensor, input_tensor, None, group, None, async_op, sys._getframe(1))
-    if found is not NEW:
-        return found and conclude(found, [output_tensor], input_tensor)
     pg = get_group(group)
     (out,), (inp,) = pairs([checks.tensor(output_tensor, "output_tensor")]), pairs([input_tensor])
     checks.same_dtype("all_gather_into_tensor", [out, inp])
@@ -209,6 +204,7 @@ def all_to_all(
     )  # fmt: skip
 
 
+@quick(ALL_TO_ALL, out="output", inp="input")
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -222,10 +218,6 @@ def all_to_all_single(
     Args:
         output_split_sizes, input_split_sizes: rows from and to each rank; None or empty for equal parts.
     """
-    even = not (output_split_sizes or input_split_sizes)
-    found = again(ALL_TO_ALL, output, input, None, group, None, async_op, sys._getframe(1)) if even else NEW
-    if found is not NEW:
-        return found and conclude(found, [output], input)
     pg = get_group(group)
     checks.same_dtype("all_to_all_single", [checks.tensor(output, "output"), checks.tensor(input, "input")])
     if checks.outside(pg, "all_to_all_single"):
@@ -252,16 +244,14 @@ def all_to_all_single(
         pg, "all_to_all_single", input, async_op,
         lambda pg: staged([out], lambda outs: pg.alltoall_base(outs[0], inp, opts), [output]),
     )  # fmt: skip
-    if even:
+    if not (output_split_sizes or input_split_sizes):
         learn(ALL_TO_ALL, output, input, None, group, None, pg, "all_to_all_single")
     return work
 
 
+@quick(BARRIER)
 def barrier(group: Group = None, async_op: bool = False, timeout: timedelta | None = None) -> Work | None:
     """Returns when every rank of the group has called it."""
-    found = again(BARRIER, None, None, None, group, None, async_op, sys._getframe(1)) if timeout is None else NEW
-    if found is not NEW:
-        return found and conclude(found, [], None)
     pg = get_group(group)
     if checks.outside(pg, "barrier"):
         return None

@@ -1,13 +1,16 @@
 """Calls like an earlier one: the way past Python for collectives that a training loop makes again and again.
 
-A public collective first asks `again`. What has been called before in the same way on a shared-memory group (same
-reduction, group, root, dtypes and shapes; plain contiguous CPU tensors; nothing recording) is run by `native/quick.c`.
-All else gives NEW, goes through the checks, and is taught to it by `learn`.
+A public collective under `quick` is a callable of `native/quick.c`. What has been called before in the same way on a
+shared-memory group (same reduction, group, root, dtypes and shapes; plain contiguous CPU tensors; nothing recording) it
+runs itself. All else goes through the function and its checks, and is taught to it by `learn`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,13 +25,10 @@ from wholestep.comm.shm import ShmGroup
 from wholestep.comm.work import Work
 from wholestep.torch_compat import count_dispatch_modes
 
-NEW = NotImplemented
 _PLAIN = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
 _QUICK = {getattr(torch, name) for name in _PLAIN}
-
-
-def _nothing(*_: Any) -> Any:
-    return NEW
+_ROLES = ["out", "inp", "op", "group", "root", "async_op"]  # as quick.c counts them, from 1
+Collective = TypeVar("Collective", bound=Callable[..., Any])
 
 
 def _set_up() -> bool:
@@ -36,26 +36,51 @@ def _set_up() -> bool:
     return (
         native is not None
         and type(capsule).__name__ == "PyCapsule"
-        and native.quick_setup(
-            capsule, torch.Tensor, count_dispatch_modes, recorder.ring, recorder.numbers, "started", "completed"
-        )
+        and native.quick_setup(capsule, torch.Tensor, count_dispatch_modes, recorder.ring, "started", "completed")
     )
 
 
 available = _set_up()
-again = native.again if available else _nothing
 
 
-def conclude(found: Any, result: list[torch.Tensor], keep: Any = None) -> Work | None:
-    """What `again` gave, as what the collective returns.
+def quick(what: int, **roles: str) -> Callable[[Collective], Collective]:
+    """Lets a public collective's later calls go past Python.
+
+    Args:
+        what: its number in `codes`.
+        roles: which parameter is ``out``, which ``inp`` (if it is another tensor) and which ``root``; ``op``, ``group``
+            and ``async_op`` go by these names. Quick calls leave all other parameters at their defaults.
+    """
+
+    def decorate(slow: Collective) -> Collective:
+        if not available:
+            return slow
+        parameters = inspect.signature(slow).parameters
+        role = {roles.get(name, name): 1 + i for i, name in enumerate(_ROLES)}
+        defaults = tuple(NotImplemented if p.default is p.empty else p.default for p in parameters.values())
+        made = native.quicken(
+            what, slow, _conclude, tuple(parameters), defaults, tuple(role.get(name, 0) for name in parameters)
+        )
+        functools.update_wrapper(made, slow)
+        return cast(Collective, made)
+
+    return decorate
+
+
+def _conclude(
+    group: ShmGroup,
+    outcome: Any,
+    entry: recorder.Entry,
+    out: torch.Tensor | None,
+    keep: Any,
+) -> Work:
+    """What a collective returns that did not end at once: a ticket as a work.
 
     Raises:
         DistError: it failed.
     """
-    if found is None:
-        return None
-    group, outcome, entry = found
     if isinstance(outcome, int):
+        result = [] if out is None else [out]
         return recorder.under_way(entry, ShmWork(group, outcome, result, keep), group)
     failure = group._error(outcome)
     recorder.fail(entry, group, failure)

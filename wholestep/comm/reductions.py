@@ -7,20 +7,19 @@ Mistakes raise `ValueError` or `TypeError`; failures a `DistError`, as `Work.wai
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from wholestep.comm import checks, traced
 from wholestep.comm.codes import ALL_REDUCE, REDUCE_SCATTER
 from wholestep.comm.launching import Group, Op, group_root, launch, reducible, staged, traced_op
 from wholestep.comm.process_group import Options
-from wholestep.comm.quick import NEW, again, conclude, learn
+from wholestep.comm.quick import learn, quick
 from wholestep.comm.reduce_op import ReduceOp, as_op
 from wholestep.comm.work import Finished, Work
 from wholestep.comm.world import get_group
 
 
+@quick(ALL_REDUCE, out="tensor")
 def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Work | None:
     """Reduces ``tensor`` over the group, in place, alike on every rank.
 
@@ -28,9 +27,6 @@ def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None,
         tensor: any shape, strides and dtype; the same shape and dtype on every rank.
         op: the reduction, or its lower-case name.
     """
-    found = again(ALL_REDUCE, tensor, tensor, op, group, None, async_op, sys._getframe(1))
-    if found is not NEW:
-        return found and conclude(found, [tensor], tensor)
     pg = get_group(group)
     if checks.outside(pg, "all_reduce"):
         return None
@@ -129,13 +125,11 @@ def reduce_scatter(
     )  # fmt: skip
 
 
+@quick(REDUCE_SCATTER, out="output", inp="input")
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
     """``output`` [n, …] becomes the reduction over ranks of rows rank*n to (rank+1)*n of ``input`` [size*n, …]."""
-    found = again(REDUCE_SCATTER, output, input, op, group, None, async_op, sys._getframe(1))
-    if found is not NEW:
-        return found and conclude(found, [output], input)
     pg = get_group(group)
     checks.same_dtype("reduce_scatter_tensor", [checks.tensor(output, "output"), checks.tensor(input, "input")])
     if checks.outside(pg, "reduce_scatter_tensor"):

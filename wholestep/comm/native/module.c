@@ -270,7 +270,7 @@ static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(s
                                 METHOD(release),     METHOD(run),       METHOD(finish),     METHOD(test),
                                 METHOD(p2p_start),   METHOD(p2p_finish), METHOD(p2p_test),  METHOD(alive),
                                 METHOD(repeat),      METHOD(sequence),   METHOD(quick_setup), METHOD(quick_pause),
-                                METHOD(learn),       METHOD(again),       METHOD(abort),      METHOD(reason),     METHOD(ready),
+                                METHOD(learn),       METHOD(quicken),     METHOD(number),     METHOD(flights),   METHOD(abort),      METHOD(reason),     METHOD(ready),
                                 {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
                                         NULL, NULL, NULL, NULL};

@@ -125,16 +125,16 @@ static int scatter_read(group_t *g, job_t *j, size_t k) {
 }
 const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, scatter_read, NULL};
 
-/* all_to_all: sizes differ by pair, so the first round shows everyone's tables, and all derive the same number of
+/* all_to_all: sizes differ by pair, so the first round shows everyone's tables as well, and all derive the same number of
  * rounds and find the same disagreement. */
 static uint64_t *table(const group_t *g, int rank) { return (uint64_t *)(slot_of(g, rank, g->reading) + g->chunk); }
 
 /* Before the tables have been read: as many as our own parts need. */
 static size_t alltoall_count(const group_t *g, const job_t *j) {
-    uint64_t most = 0;
+    uint64_t most = 1;
     for (int r = 0; r < g->size && !j->rounds; r++)
         if (r != g->rank && j->in_sizes[r] > most) most = j->in_sizes[r];
-    return j->rounds ? j->rounds : 1 + chunks(most, piece(g));
+    return j->rounds ? j->rounds : chunks(most, piece(g));
 }
 
 static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
@@ -143,34 +143,36 @@ static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
         uint64_t *mine = (uint64_t *)(slot + g->chunk);
         memcpy(mine, j->in_sizes, n * sizeof *mine);
         memcpy(mine + n, j->out_sizes, n * sizeof *mine);
-        return;
     }
     for (int r = 0; r < g->size; r++)
-        if (r != g->rank)
-            slot_put(g, slot + piece_at(g, g->rank, r), in_at(j, r) + (k - 1) * p, part(j->in_sizes[r], p, k - 1));
+        if (r != g->rank) slot_put(g, slot + piece_at(g, g->rank, r), in_at(j, r) + k * p, part(j->in_sizes[r], p, k));
 }
-static int alltoall_read(group_t *g, job_t *j, size_t k) {
-    size_t p = piece(g), n = (size_t)g->size;
-    if (k == 0) {
-        uint64_t most = 0;
-        for (int from = 0; from < g->size; from++)
-            for (int to = 0; to < g->size; to++) {
-                uint64_t sent = table(g, from)[to], wanted = table(g, to)[n + (size_t)from];
-                if (sent != wanted) {
-                    j->culprit = from == g->rank ? to : from;
-                    j->theirs = *desc_of(g, j->culprit, g->reading);
-                    return E_MISMATCH;
-                }
-                if (from != to && sent > most) most = sent;
+
+/* How many rounds there are, once the tables are there. */
+static int alltoall_agree(group_t *g, job_t *j) {
+    uint64_t most = 1;
+    for (int from = 0; from < g->size; from++)
+        for (int to = 0; to < g->size; to++) {
+            uint64_t sent = table(g, from)[to], wanted = table(g, to)[g->size + from];
+            if (sent != wanted) {
+                j->culprit = from == g->rank ? to : from;
+                j->theirs = *desc_of(g, j->culprit, g->reading);
+                return E_MISMATCH;
             }
-        j->rounds = 1 + chunks(most, p);
-    }
+            if (from != to && sent > most) most = sent;
+        }
+    j->rounds = chunks(most, piece(g));
+    return OK;
+}
+
+static int alltoall_read(group_t *g, job_t *j, size_t k) {
+    size_t p = piece(g);
+    int status = k == 0 ? alltoall_agree(g, j) : OK;
+    if (status) return status;
     if (k + 1 == j->rounds) copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
-    if (k == 0) return OK;
     for (int step = 1; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
-        copy(out_at(j, r) + (k - 1) * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank),
-             part(j->out_sizes[r], p, k - 1));
+        copy(out_at(j, r) + k * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank), part(j->out_sizes[r], p, k));
     }
     return OK;
 }

@@ -94,16 +94,20 @@ static void start_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
     announce(g, j);
 }
 
+/* Reads the round that has arrived. */
+static int take_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
+    size_t bytes = timed(j) ? slots_measured(g) : 0;
+    double began = bytes ? now() : 0;
+    int status = a->read(g, j, k);
+    slots_note_speed(g, bytes, bytes ? now() - began : 0);
+    return status;
+}
+
 static int end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, int checked) {
     g->reading++;
     int status = round_wait(g, g->reading, g->reading + (g->round - g->reading) / 2);
-    if (!status && k == 0 && !checked) status = disagree(g, round_compare(g, j));
-    if (status) return status;
-    size_t bytes = timed(j) ? slots_measured(g) : 0;
-    double began = bytes ? now() : 0;
-    status = disagree(g, a->read(g, j, k));
-    slots_note_speed(g, bytes, bytes ? now() - began : 0);
-    return status;
+    if (!status && k == 0 && !checked) status = round_compare(g, j);
+    return disagree(g, status ? status : take_round(g, j, a, k));
 }
 
 /* Fills slots until we are as far ahead of the round that we read last as may be. */
@@ -112,27 +116,32 @@ static void fill(group_t *g, job_t *j, const algorithm_t *a, size_t *filled, siz
     while (*filled < limit && *filled < all && g->round - g->reading < g->ahead) start_round(g, j, a, (*filled)++);
 }
 
+static int run_rounds(group_t *g, job_t *j, const algorithm_t *a, size_t k, size_t filled, int checked) {
+    size_t lead = a->lead ? a->lead(g, j) : g->ahead;
+    for (; k < a->rounds(g, j); k++) {
+        fill(g, j, a, &filled, k + lead);
+        int status = end_round(g, j, a, k, checked);
+        if (status) return status;
+    }
+    return OK;
+}
+
 int job_run(group_t *g, job_t *j) {
     if (g->broken) return round_broken(g, j);
     enter(g, j);
     int gone = round_gone(g);
     if (gone) return gone;
     const algorithm_t *a = choose(g, j), *direct = direct_form(g, j);
-    size_t lead = a->lead ? a->lead(g, j) : g->ahead, filled = 0;
+    size_t filled = 0;
     if (direct) {
         ask(g, j);
         /* One private input decides it: no need to wait for the others' word before the slots are filled. */
         int done = 0;
-        if (!j->d.segment) fill(g, j, a, &filled, lead);
+        if (!j->d.segment) fill(g, j, a, &filled, a->lead ? a->lead(g, j) : g->ahead);
         int status = try_direct(g, j, direct, &done);
         if (status || done) return status;
     }
-    for (size_t k = 0; k < a->rounds(g, j); k++) {
-        fill(g, j, a, &filled, k + lead);
-        int status = end_round(g, j, a, k, direct != NULL);
-        if (status) return status;
-    }
-    return OK;
+    return run_rounds(g, j, a, 0, filled, direct != NULL);
 }
 
 static void complete(group_t *g, job_t *j, int status) {
@@ -179,6 +188,48 @@ static void release(group_t *g) {
     g->busy = 0;
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
+}
+
+#define DASH (16 * 1024)          /* bytes at most */
+
+/* A small collective of one round with nothing before it, in two steps for a caller that would rather not hand over the
+ * GIL. job_dash publishes it: 0 if it is not such a one. job_dash_end waits for a microsecond: 0 if the others were not
+ * there or something is wrong, and then job_go_on, called without the GIL, ends it. Between the first step and the end
+ * the group is locked. */
+int job_dash(group_t *g, job_t *j) {
+    if (!g->spins || j->d.bytes > DASH || pthread_mutex_trylock(&g->lock)) return 0;
+    const algorithm_t *a = choose(g, j);
+    if (g->busy || g->head || g->lazy || g->broken || a->rounds(g, j) != 1 || round_left(g) >= 0) {
+        pthread_mutex_unlock(&g->lock);
+        return 0;
+    }
+    patience(g, 0);
+    enter(g, j);
+    start_round(g, j, a, 0);
+    return 1;
+}
+
+int job_dash_end(group_t *g, job_t *j) {
+    const algorithm_t *a = choose(g, j);
+    for (int left = 1 + g->spins / SPIN_MICROSECONDS; left > 0 && !round_arrived(g, g->round); left--) pause_cpu();
+    if (round_arrived(g, g->round)) {
+        g->reading++;
+        if (!round_compare(g, j) && !take_round(g, j, a, 0) && a->rounds(g, j) == 1) {
+            pthread_mutex_unlock(&g->lock);
+            return 1;
+        }
+        g->reading--; /* a mismatch; or all_to_all, whose first round may be read again */
+    }
+    g->busy = 1;
+    pthread_mutex_unlock(&g->lock);
+    return 0;
+}
+
+int job_go_on(group_t *g, job_t *j) {
+    int status = run_rounds(g, j, choose(g, j), 0, 1, 0);
+    complete(g, j, status);
+    release(g);
+    return status;
 }
 
 /* Runs or queues a job. Returns its status when it has ended, -1 when it is under way. */

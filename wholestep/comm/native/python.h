@@ -1,4 +1,4 @@
-/* What the two files that speak Python share. Stable ABI, no header of torch. */
+/* What the files that speak Python share. Stable ABI, no header of torch. */
 #ifndef WHOLESTEP_PYTHON_H
 #define WHOLESTEP_PYTHON_H
 
@@ -8,12 +8,53 @@
 
 #include "shm.h"
 
+#define DIMS 8
+#define WORDS (5 + 2 * (2 + DIMS))
+
+typedef struct { /* DLTensor */
+    void *data;
+    int32_t device_type, device_id, ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} view_t;
+
+typedef struct {
+    uint64_t word[WORDS];
+    size_t words;
+} key_t_;
+
+typedef struct {
+    key_t_ key;
+    PyObject *op, *group, *owner, *what; /* what was given; the group itself; what the flight recorder shows */
+    group_t *g;                          /* NULL: an empty place */
+    desc_t d;
+    size_t in_stride, out_stride, elem;
+    double timeout;
+    uint64_t part; /* all_to_all: bytes for each rank */
+} plan_t;
+
 PyObject *outcome(int status, const job_t *j);
 void job_free(job_t *j);
+
+/* flight.c */
+typedef struct flight flight_t;
+void flights_setup(PyObject *ring, PyObject *started, PyObject *completed);
+flight_t *flight_note(PyObject *what, uint64_t seq);
+PyObject *flight_hand_over(flight_t *f);
+void flight_end(PyObject *handed);
+PyObject *py_number(PyObject *self, PyObject *const *a, Py_ssize_t n);
+PyObject *py_flights(PyObject *self, PyObject *const *a, Py_ssize_t n);
+
+/* plans.c: arguments are what, out, in, op, group, root */
+const plan_t *plan_for(PyObject *const *a, view_t *out, view_t *in);
 void plans_forget(void);
 PyObject *py_quick_setup(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_quick_pause(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n);
-PyObject *py_again(PyObject *self, PyObject *const *a, Py_ssize_t n);
+
+/* quick.c */
+PyObject *py_quicken(PyObject *self, PyObject *const *a, Py_ssize_t n);
 
 #endif

@@ -1,217 +1,35 @@
-/* Collectives that have been called before in the same way: same function, reduction, group, root, dtypes and shapes.
- *
- * The first call goes through Python, with all its checks, and leaves a plan here. Later ones are compared with it, and
- * run: 1 us where Python takes 9. Tensors are looked at through DLPack's exchange interface (dlpack.h 1.3), which torch
- * offers from 2.10 on; without it nothing is ever found here, and every call goes through Python. */
+/* The public collectives as callables of C: a call like an earlier one (plans.c) takes 0.3 us where Python takes 9, all
+ * others go on to the Python function. */
 #include "python.h"
 
+#include <structmember.h>
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#define PLANS 512 /* a power of two */
-#define PLACES 4  /* where a plan may be, from its hash on; if all are taken, it replaces one of them */
-#define DIMS 8
-#define WORDS (5 + 2 * (2 + DIMS))
+/* The vector call protocol, part of the stable ABI from 3.12 on and alike in 3.11. */
+#ifndef Py_TPFLAGS_HAVE_VECTORCALL
+#define Py_TPFLAGS_HAVE_VECTORCALL (1UL << 11)
+#endif
+#define POSITIONALS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1))))
+typedef PyObject *(*call_t)(PyObject *, PyObject *const *, size_t, PyObject *);
 
-typedef struct { /* DLTensor */
-    void *data;
-    int32_t device_type, device_id, ndim;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} view_t;
-
-typedef struct { /* DLPackExchangeAPI */
-    uint32_t major, minor;
-    void *previous, *allocate, *managed_from, *managed_to;
-    int (*view_of)(void *tensor, view_t *out);
-    void *stream;
-} exchange_t;
+#define PARAMETERS 8
+enum { OUT = 1, IN, OP, GROUP, ROOT, ASYNC, ROLES }; /* 0: which collective */
 
 typedef struct {
-    uint64_t word[WORDS];
-    size_t words;
-} key_t_;
+    PyObject_HEAD
+    call_t call;
+    PyObject *dict, *slow, *conclude, *collective;
+    Py_ssize_t count;
+    PyObject *names[PARAMETERS], *defaults[PARAMETERS]; /* default NotImplemented: it must be given */
+    int role[PARAMETERS]; /* 0: quick calls have the default */
+    int in_place;
+} quick_t;
 
-typedef struct {
-    key_t_ key;
-    PyObject *op, *group, *owner, *what; /* what was given; the group itself; what the flight recorder shows */
-    group_t *g;                          /* NULL: an empty place */
-    desc_t d;
-    size_t in_stride, out_stride, elem;
-    double timeout;
-    uint64_t part; /* all_to_all: bytes for each rank */
-} plan_t;
-
-static plan_t *plans[PLANS];
-static PyObject *tensor_type, *count_modes, *ring, *numbers, *completed, *started;
-static const exchange_t *exchange;
-static int paused;
-
-/* Looks at a tensor: dense and contiguous in the CPU's memory, at most DIMS dimensions. Adds it to the key. */
-static int look(PyObject *tensor, view_t *v, key_t_ *key) {
-    if ((PyObject *)Py_TYPE(tensor) != tensor_type) return 0;
-    if (exchange->view_of(tensor, v)) {
-        PyErr_Clear();
-        return 0;
-    }
-    if (v->device_type != 1 || v->lanes != 1 || v->ndim > DIMS) return 0;
-    int64_t dense = 1;
-    for (int32_t i = v->ndim; i-- > 0;) {
-        if (v->shape[i] == 0 || (v->shape[i] != 1 && v->strides && v->strides[i] != dense)) return 0;
-        dense *= v->shape[i];
-    }
-    key->word[key->words++] = (uint64_t)v->code << 8 | v->bits;
-    key->word[key->words++] = (uint64_t)v->ndim;
-    for (int32_t i = 0; i < v->ndim; i++) key->word[key->words++] = (uint64_t)v->shape[i];
-    v->data = (char *)v->data + v->byte_offset;
-    return 1;
-}
-
-/* a: what, out, in, op, group, root. Tensors may be None (barrier), and the same one twice. */
-static int key_of(PyObject *const *a, key_t_ *key, view_t *out, view_t *in) {
-    long long root = -1;
-    if (a[5] != Py_None) {
-        if (!PyLong_Check(a[5])) return 0;
-        root = PyLong_AsLongLong(a[5]);
-        if (root == -1 && PyErr_Occurred()) PyErr_Clear();
-    }
-    key->word[0] = (uint64_t)PyLong_AsUnsignedLongMask(a[0]);
-    key->word[1] = (uint64_t)(uintptr_t)a[3], key->word[2] = (uint64_t)(uintptr_t)a[4], key->word[3] = (uint64_t)root;
-    key->word[4] = a[1] == a[2];
-    key->words = 5;
-    if (a[1] == Py_None) return 1;
-    if (!look(a[1], out, key)) return 0;
-    if (a[1] == a[2]) return *in = *out, 1;
-    return look(a[2], in, key);
-}
-
-static int same(const key_t_ *a, const key_t_ *b) {
-    return a->words == b->words && !memcmp(a->word, b->word, a->words * sizeof a->word[0]);
-}
-
-/* Where the plan for this key is, or may be put. */
-static plan_t **place_of(const key_t_ *key) {
-    static size_t victim;
-    uint64_t h = 1469598103934665603ULL;
-    for (size_t i = 0; i < key->words; i++) h = (h ^ key->word[i]) * 1099511628211ULL;
-    size_t first = (size_t)(h >> 32);
-    for (size_t i = 0; i < PLACES; i++) {
-        plan_t **place = &plans[(first + i) & (PLANS - 1)];
-        if (!*place || same(&(*place)->key, key)) return place;
-    }
-    return &plans[(first + victim++ % PLACES) & (PLANS - 1)];
-}
-
-static void drop(plan_t *p) {
-    if (!p) return;
-    Py_DECREF(p->op), Py_DECREF(p->group), Py_DECREF(p->owner), Py_DECREF(p->what);
-    free(p);
-}
-
-/* Groups come and go: what None and names mean may have changed. */
-void plans_forget(void) {
-    for (size_t i = 0; i < PLANS; i++) {
-        plan_t *p = plans[i];
-        plans[i] = NULL;
-        drop(p);
-    }
-}
-
-/* quick_setup(exchange capsule, type, modes, ring, numbers, started, completed) */
-PyObject *py_quick_setup(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    (void)self;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "quick_setup takes 7 arguments");
-    const exchange_t *found = PyCapsule_GetPointer(a[0], "dlpack_exchange_api");
-    if (!found) return NULL;
-    PyObject **kept[] = {&tensor_type, &count_modes, &ring, &numbers, &started, &completed};
-    for (int i = 0; i < 6; i++) Py_INCREF(a[i + 1]), *kept[i] = a[i + 1];
-    exchange = found->major == 1 && found->view_of ? found : NULL;
-    return PyBool_FromLong(exchange != NULL);
-}
-
-/* quick_pause(by): while the sum is above 0 nothing is found */
-PyObject *py_quick_pause(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    (void)self, (void)n;
-    paused += (int)PyLong_AsLong(a[0]);
-    Py_RETURN_NONE;
-}
-
-/* learn(what, out, in, op, group, root, owner, shown, handle, code, dtype, red, root in the group, bytes, shape,
- *       in_stride, out_stride, elem, timeout, part): leaves a plan for calls like this one */
-PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    (void)self;
-    if (n != 20) return PyErr_Format(PyExc_TypeError, "learn takes 20 arguments");
-    view_t out, in;
-    plan_t made = {0}, *p;
-    if (!exchange || paused || !key_of(a, &made.key, &out, &in)) Py_RETURN_NONE;
-    made.op = a[3], made.group = a[4], made.owner = a[6], made.what = a[7];
-    made.g = PyLong_AsVoidPtr(a[8]);
-    uint64_t v[8]; /* code, dtype, red, root, bytes, shape, in_stride, out_stride */
-    for (int i = 0; i < 8; i++) v[i] = PyLong_AsUnsignedLongLongMask(a[9 + i]);
-    made.d.op = (uint8_t)v[0], made.d.dtype = (uint8_t)v[1], made.d.red = (uint8_t)v[2], made.d.root = (uint32_t)v[3];
-    made.d.bytes = v[4], made.d.shape = v[5], made.in_stride = (size_t)v[6], made.out_stride = (size_t)v[7];
-    made.elem = (size_t)PyLong_AsUnsignedLongLongMask(a[17]), made.timeout = PyFloat_AsDouble(a[18]);
-    made.part = PyLong_AsUnsignedLongLongMask(a[19]);
-    if (PyErr_Occurred() || !(p = malloc(sizeof *p))) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    *p = made;
-    Py_INCREF(p->op), Py_INCREF(p->group), Py_INCREF(p->owner), Py_INCREF(p->what);
-    plan_t **place = place_of(&p->key), *before = *place;
-    *place = p;
-    drop(before);
-    Py_RETURN_NONE;
-}
-
-static PyObject *attribute(PyObject *of, const char *name, PyObject **interned) {
-    if (!*interned) *interned = PyUnicode_InternFromString(name);
-    return PyObject_GetAttr(of, *interned);
-}
-
-/* Whether a frame is the package's own, not the user's. */
-static int inside(PyObject *frame) {
-    static PyObject *f_globals, *name;
-    if (!name) name = PyUnicode_InternFromString("__name__");
-    PyObject *globals = attribute(frame, "f_globals", &f_globals), *module = globals ? PyDict_GetItem(globals, name) : NULL;
-    Py_ssize_t length = 0;
-    const char *text = module && PyUnicode_Check(module) ? PyUnicode_AsUTF8AndSize(module, &length) : NULL;
-    int found = text && length >= 9 && !memcmp(text, "wholestep", 9) && (length == 9 || text[9] == '.');
-    Py_XDECREF(globals);
-    PyErr_Clear();
-    return found;
-}
-
-/* The flight recorder's entry, as `recorder.begin` makes it, at the user's line above `frame`. */
-static PyObject *record(const plan_t *p, uint64_t seq, PyObject *frame) {
-    static PyObject *f_back, *f_code, *f_lasti;
-    Py_INCREF(frame);
-    while (inside(frame)) {
-        PyObject *back = attribute(frame, "f_back", &f_back);
-        if (!back || back == Py_None) {
-            Py_XDECREF(back);
-            break;
-        }
-        Py_DECREF(frame);
-        frame = back;
-    }
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    PyObject *made = PyList_New(9), *parts[9] = {p->what, PyIter_Next(numbers), PyLong_FromUnsignedLongLong(seq),
-        PyFloat_FromDouble((double)t.tv_sec + 1e-9 * (double)t.tv_nsec), attribute(frame, "f_code", &f_code),
-        attribute(frame, "f_lasti", &f_lasti), started, Py_None, Py_None};
-    Py_DECREF(frame);
-    Py_INCREF(p->what), Py_INCREF(started), Py_INCREF(Py_None), Py_INCREF(Py_None);
-    for (int i = 0; made && i < 9; i++) PyList_SetItem(made, i, parts[i]);
-    if (!made) return NULL;
-    Py_INCREF(made);
-    PyList_SetItem(ring, PyLong_AsSsize_t(parts[1]) % PyList_Size(ring), made);
-    return made;
-}
-
-static void fill_job(job_t *j, const plan_t *p, uint64_t seq, const view_t *out, const view_t *in) {
+static void fill_job(job_t *j, const plan_t *p, const view_t *out, const view_t *in) {
     memset(j, 0, sizeof *j);
-    j->d = p->d, j->d.seq = seq;
+    j->d = p->d, j->d.seq = p->g->seq + 1;
     j->in = in->data, j->out = out->data, j->in_stride = p->in_stride, j->out_stride = p->out_stride;
     j->elem = p->elem, j->timeout = p->timeout;
 }
@@ -224,62 +42,150 @@ static int fill_sizes(job_t *j, const plan_t *p, uint64_t *in, uint64_t *out) {
     return 1;
 }
 
-static PyObject *run_now(const plan_t *p, uint64_t seq, const view_t *out, const view_t *in, PyObject *entry) {
-    uint64_t ins[MAX_RANKS], outs[MAX_RANKS];
-    job_t j;
-    int status;
-    fill_job(&j, p, seq, out, in);
-    if (p->part) fill_sizes(&j, p, ins, outs);
-    Py_BEGIN_ALLOW_THREADS
-    status = job_submit(p->g, &j, 0);
-    Py_END_ALLOW_THREADS
-    if (status == OK) {
-        Py_INCREF(completed);
-        PyList_SetItem(entry, 6, completed);
-        Py_RETURN_NONE;
-    }
-    PyObject *failure = outcome(status, &j);
-    return failure ? Py_BuildValue("(ONO)", p->owner, failure, entry) : NULL;
+/* What `conclude` in quick.py makes of a ticket or a failure. */
+static PyObject *concluded(const quick_t *q, PyObject *const *v, PyObject *owner, PyObject *found, PyObject *entry) {
+    PyObject *what = found ? PyObject_CallFunctionObjArgs(q->conclude, owner, found, entry, v[OUT], v[IN], NULL) : NULL;
+    Py_XDECREF(found);
+    return what;
 }
 
-static PyObject *run_behind(const plan_t *p, uint64_t seq, const view_t *out, const view_t *in, PyObject *entry) {
+/* Synchronous: at once, with the GIL, where the others are there too; else without it. */
+static PyObject *run_now(const quick_t *q, PyObject *const *v, const plan_t *p, const view_t *out, const view_t *in) {
+    uint64_t ins[MAX_RANKS], outs[MAX_RANKS];
+    group_t *g = p->g;
+    PyObject *owner = p->owner, *made = NULL;
+    job_t j;
+    fill_job(&j, p, out, in);
+    if (p->part) fill_sizes(&j, p, ins, outs);
+    flight_t *noted = flight_note(p->what, g->seq = j.d.seq);
+    int begun = job_dash(g, &j);
+    if (begun && job_dash_end(g, &j)) Py_RETURN_NONE;
+    PyObject *entry = flight_hand_over(noted);
+    Py_INCREF(owner);
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = begun ? job_go_on(g, &j) : job_submit(g, &j, 0);
+    Py_END_ALLOW_THREADS
+    if (!entry) made = NULL;
+    else if (status == OK) flight_end(entry), made = Py_None, Py_INCREF(made);
+    else made = concluded(q, v, owner, outcome(status, &j), entry);
+    Py_DECREF(owner);
+    Py_XDECREF(entry);
+    return made;
+}
+
+static PyObject *run_behind(const quick_t *q, PyObject *const *v, const plan_t *p, const view_t *out, const view_t *in) {
     size_t sizes = (size_t)p->g->size * sizeof(uint64_t);
+    group_t *g = p->g;
+    PyObject *owner = p->owner;
     job_t *j = malloc(sizeof *j);
     if (!j) return PyErr_NoMemory();
-    fill_job(j, p, seq, out, in);
+    fill_job(j, p, out, in);
     if (p->part && !fill_sizes(j, p, malloc(sizes), malloc(sizes))) return job_free(j), PyErr_NoMemory();
+    PyObject *entry = flight_hand_over(flight_note(p->what, g->seq = j->d.seq));
+    Py_INCREF(owner);
     int status;
     Py_BEGIN_ALLOW_THREADS
-    status = job_submit(p->g, j, 1);
+    status = job_submit(g, j, 1);
     Py_END_ALLOW_THREADS
-    if (status < 0) return Py_BuildValue("(ONO)", p->owner, PyLong_FromVoidPtr(j), entry);
-    PyObject *failure = outcome(status, j);
-    job_free(j);
-    return failure ? Py_BuildValue("(ONO)", p->owner, failure, entry) : NULL;
+    PyObject *found = status < 0 ? PyLong_FromVoidPtr(j) : outcome(status, j);
+    if (status >= 0) job_free(j);
+    PyObject *made = entry ? concluded(q, v, owner, found, entry) : NULL;
+    Py_DECREF(owner);
+    Py_XDECREF(entry);
+    return made;
 }
 
-/* again(what, out, in, op, group, root, async, frame) -> NotImplemented: no plan; None: done; or (group, a ticket or a
- * failure, the recorder's entry) */
-PyObject *py_again(PyObject *self, PyObject *const *a, Py_ssize_t n) {
-    (void)self;
-    if (n != 8) return PyErr_Format(PyExc_TypeError, "again takes 8 arguments");
+/* The arguments by role. 0: not such as a quick call has. */
+static int by_role(const quick_t *q, PyObject *const *a, Py_ssize_t n, PyObject *names, PyObject **v) {
+    PyObject *given[PARAMETERS];
+    if (n > q->count) return 0;
+    for (Py_ssize_t i = 0; i < q->count; i++) given[i] = i < n ? a[i] : q->defaults[i];
+    Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+    for (Py_ssize_t k = 0; k < named; k++) {
+        PyObject *name = PyTuple_GetItem(names, k);
+        Py_ssize_t i = n;
+        while (i < q->count && q->names[i] != name) i++; /* names in calls are interned */
+        if (i == q->count) return 0;
+        given[i] = a[n + k];
+    }
+    for (Py_ssize_t i = 0; i < q->count; i++) {
+        if (q->role[i]) v[q->role[i]] = given[i];
+        else if (given[i] != q->defaults[i]) return 0;
+    }
+    if (q->in_place) v[IN] = v[OUT];
+    return v[ASYNC] == Py_False || v[ASYNC] == Py_True;
+}
+
+static PyObject *call_slow(const quick_t *q, PyObject *const *a, Py_ssize_t n, PyObject *names) {
+    Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+    PyObject *args = PyTuple_New(n), *kwargs = named ? PyDict_New() : NULL, *made = NULL;
+    int bad = !args || (named && !kwargs);
+    for (Py_ssize_t i = 0; !bad && i < n; i++) Py_INCREF(a[i]), PyTuple_SetItem(args, i, a[i]);
+    for (Py_ssize_t k = 0; !bad && k < named; k++) bad = PyDict_SetItem(kwargs, PyTuple_GetItem(names, k), a[n + k]);
+    if (!bad) made = PyObject_Call(q->slow, args, kwargs);
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    return made;
+}
+
+static PyObject *quick_call(PyObject *self, PyObject *const *a, size_t flags, PyObject *names) {
+    const quick_t *q = (const quick_t *)self;
+    Py_ssize_t n = POSITIONALS(flags);
+    PyObject *v[ROLES] = {q->collective, Py_None, Py_None, Py_None, Py_None, Py_None, Py_False};
     view_t out = {0}, in = {0};
-    key_t_ key;
-    plan_t *p = NULL;
-    if (exchange && !paused && key_of(a, &key, &out, &in)) p = *place_of(&key);
-    if (!p || !same(&p->key, &key)) Py_RETURN_NOTIMPLEMENTED;
-    PyObject *modes = PyObject_CallNoArgs(count_modes); /* a recorder is to see the call */
-    if (!modes) return NULL;
-    int watched = PyLong_AsLong(modes) != 0;
-    Py_DECREF(modes);
-    if (watched) Py_RETURN_NOTIMPLEMENTED;
-    plan_t held = *p; /* the plan may go while the GIL is away */
-    uint64_t seq = ++held.g->seq;
-    PyObject *entry = record(&held, seq, a[7]);
-    if (!entry) return NULL;
-    Py_INCREF(held.owner);
-    PyObject *found = a[6] == Py_True ? run_behind(&held, seq, &out, &in, entry) : run_now(&held, seq, &out, &in, entry);
-    Py_DECREF(held.owner);
-    Py_DECREF(entry);
-    return found;
+    const plan_t *p = by_role(q, a, n, names, v) ? plan_for(v, &out, &in) : NULL;
+    if (!p) return call_slow(q, a, n, names);
+    return v[ASYNC] == Py_True ? run_behind(q, v, p, &out, &in) : run_now(q, v, p, &out, &in);
+}
+
+static PyObject *quick_slow_call(PyObject *self, PyObject *args, PyObject *kwargs) {
+    return PyObject_Call(((quick_t *)self)->slow, args, kwargs);
+}
+
+/* Copied and pickled as functions are, by name. */
+static PyObject *quick_reduce(PyObject *self, PyObject *none) {
+    (void)none;
+    return PyObject_GetAttrString(((quick_t *)self)->slow, "__qualname__");
+}
+
+static PyObject *quick_repr(PyObject *self) { return PyObject_Repr(((quick_t *)self)->slow); }
+
+static PyMethodDef quick_methods[] = {{"__reduce__", quick_reduce, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMemberDef quick_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(quick_t, call), READONLY, NULL},
+    {"__dictoffset__", T_PYSSIZET, offsetof(quick_t, dict), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyGetSetDef quick_attributes[] = {
+    {"__dict__", PyObject_GenericGetDict, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot quick_slots[] = {
+    {Py_tp_call, quick_slow_call},    {Py_tp_repr, quick_repr},           {Py_tp_methods, quick_methods},
+    {Py_tp_members, quick_members},   {Py_tp_getset, quick_attributes},   {0, NULL},
+};
+static PyType_Spec quick_spec = {"wholestep.comm._native.Quick", sizeof(quick_t), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, quick_slots};
+
+/* quicken(which collective, function, conclude, names, defaults, roles) -> a callable that stands for the function.
+ * It lives as long as the module that the function is in: forever. */
+PyObject *py_quicken(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    static PyObject *type;
+    (void)self;
+    if (n != 6) return PyErr_Format(PyExc_TypeError, "quicken takes 6 arguments");
+    Py_ssize_t count = PyTuple_Size(a[3]);
+    if (count < 0 || count > PARAMETERS) return PyErr_Format(PyExc_ValueError, "%zd parameters", count);
+    if (!type && !(type = PyType_FromSpec(&quick_spec))) return NULL;
+    quick_t *q = (quick_t *)PyType_GenericAlloc((PyTypeObject *)type, 0);
+    if (!q) return NULL;
+    for (int i = 0; i < 5; i++) Py_INCREF(a[i]);
+    q->in_place = 1;
+    q->call = quick_call, q->collective = a[0], q->slow = a[1], q->conclude = a[2], q->count = count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        q->names[i] = PyTuple_GetItem(a[3], i), q->defaults[i] = PyTuple_GetItem(a[4], i);
+        q->role[i] = (int)PyLong_AsLong(PyTuple_GetItem(a[5], i));
+        if (q->role[i] == IN) q->in_place = 0;
+    }
+    return PyErr_Occurred() ? NULL : (PyObject *)q;
 }

@@ -11,16 +11,8 @@
 
 #include "shm.h"
 
-#define SPIN 150e-6 /* seconds at most: to halt a core of a virtual machine and to wake it again takes 50 us and more */
+#define SPIN (1e-6 * SPIN_MICROSECONDS)
 #define LOOK 0.05 /* seconds between looks at whether the others live: a death is seen within this */
-
-static inline void pause_cpu(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 void cores_note(group_t *g) {
     cpu_set_t *mine = &g->ctl[g->rank].cores;
@@ -169,9 +161,15 @@ static int blame(group_t *g, int rank) {
 
 /* At the start of a collective: a rank that has left will not come, even if it had come to this one before. */
 int round_gone(group_t *g) {
+    int gone = round_left(g);
+    return gone < 0 ? OK : blame(g, gone);
+}
+
+/* A rank that has left the group, or -1. */
+int round_left(const group_t *g) {
     for (int r = 0; r < g->size; r++)
-        if (r != g->rank && atomic_load_explicit(&g->ctl[r].failed, memory_order_acquire)) return blame(g, r);
-    return OK;
+        if (r != g->rank && atomic_load_explicit(&g->ctl[r].failed, memory_order_acquire)) return r;
+    return -1;
 }
 
 static int sleep_until(group_t *g, int rank, uint32_t round) {

@@ -11,7 +11,7 @@
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
  * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
  * segment.c  memory                            slots.c     copies in and out of slots
- * module.c   the Python names                 quick.c     calls like an earlier one
+ * module.c   the Python names                 quick.c, plans.c, flight.c   calls like an earlier one
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* cpu_set_t */
@@ -35,6 +35,7 @@
 #define DEPTH 32
 #define REASON 512              /* bytes, the last of which is 0 */
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
+#define SPIN_MICROSECONDS 150   /* at most: to halt a core of a virtual machine and to wake it again takes 50 and more */
 
 enum { OP_BARRIER, OP_ALL_REDUCE, OP_REDUCE, OP_BROADCAST, OP_ALL_GATHER, OP_REDUCE_SCATTER, OP_GATHER, OP_SCATTER,
        OP_ALL_TO_ALL, OP_COUNT };
@@ -157,6 +158,7 @@ int round_fail(group_t *g, int rank, int status);
 void round_abort(group_t *g, const char *reason, size_t length);
 int round_unreadable(group_t *g, int rank);
 int round_gone(group_t *g);
+int round_left(const group_t *g);
 int round_broken(const group_t *g, job_t *job);
 int round_compare(group_t *g, job_t *job);
 int round_realign(group_t *g);
@@ -167,6 +169,9 @@ desc_t *desc_of(const group_t *g, int rank, uint32_t round);
 const algorithm_t *choose(const group_t *g, const job_t *job);
 int job_run(group_t *g, job_t *job);
 int job_submit(group_t *g, job_t *job, int async);
+int job_dash(group_t *g, job_t *j);
+int job_dash_end(group_t *g, job_t *j);
+int job_go_on(group_t *g, job_t *j);
 int job_finish(group_t *g, job_t *job, double seconds);
 int job_test(group_t *g, job_t *job);
 void group_stop(group_t *g);
@@ -194,6 +199,13 @@ static inline const char *in_at(const job_t *j, int rank) {
 }
 static inline char *out_at(const job_t *j, int rank) {
     return j->outs ? (char *)(uintptr_t)j->outs[rank] : j->out + (size_t)rank * j->out_stride;
+}
+static inline void pause_cpu(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
 }
 static inline size_t part(size_t total, size_t chunk, size_t k) {
     size_t begin = k * chunk;
