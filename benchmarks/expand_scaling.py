@@ -45,7 +45,7 @@ def expansion(layers: int) -> tuple[int, Callable[[], StepGraph]]:
 
     def expand() -> StepGraph:
         made = step
-        for transform in launch.passes:
+        for transform in launch.passes_of(step):
             made = transform(made)
         return made
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
 import spmd_meshes as programs
+import torch
+from torch import nn
 
+import wholestep as ws
+from wholestep import comm
+from wholestep.pipeline import capture
+from wholestep.spmd import Launch
 from wholestep.testing import run_ranks
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
@@ -23,3 +30,32 @@ def test_a_mixture_is_one_device(name, transport, mixture):
         for loss, expected, difference in steps:
             assert local or loss == pytest.approx(expected, rel=1e-10), (rank, mixture)
             assert difference < 1e-10, (rank, mixture)
+
+
+def wide(model, opt, x):
+    model(x).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def order_of_collectives(rank):
+    """Of the step of one of 2 x 2 ranks: what is called along which axis, in the order of the graph."""
+    comm.init_process_group("null", rank=rank, world_size=4)
+    try:
+        mesh = ws.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        launch = Launch(mesh, [ws.FullyShard("a", gather="always"), ws.FullyShard("b", gather="always")])
+        # 513 rows: 257 or 256 along the first axis, whose gradients meet in 258 or 256 of 256 bytes along the second
+        model = nn.Sequential(nn.Linear(64, 513), nn.Linear(513, 64), nn.Linear(64, 513))
+        arguments = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 64)
+        step = capture(wide, arguments, {}, differentiable=False, parts=launch.parts)[1].step
+        made = functools.reduce(lambda step, one: one(step), launch.passes_of(step), step)
+        calls = [node for node in made.graph.nodes if str(node.target).startswith("wholestep.")]
+        started = [node for node in calls if "wait" not in str(node.target)]
+        return [(str(node.target), launch.axes[node.args[-1]]) for node in started]
+    finally:
+        comm.destroy_process_group()
+
+
+def test_ranks_with_unequal_parts_call_all_collectives_in_one_order():
+    first, *others = (order_of_collectives(rank) for rank in range(4))
+    assert {axis for _, axis in first} == {"a", "b"} and others == [first] * 3

@@ -206,7 +206,7 @@ class Compiled:
         given, launch = args, self._launch
         fn, args, kwargs = hollow(self._fn, args, kwargs)
         look = self._view if args is given else _view(self._look, self._module_override)
-        how = self._varying, self._options.guard_data, not launch.passes, look, launch.parts
+        how = self._varying, self._options.guard_data, launch.plain, look, launch.parts
         return capture(fn, args, kwargs, *how)[1], args is given
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:

@@ -97,7 +97,7 @@ def build(
     """
     launch = options.launch
     take = known.templates or capture
-    world, traced = take(fn, args, kwargs, varying, options.guard_data, not launch.passes, look, launch.parts)
+    world, traced = take(fn, args, kwargs, varying, options.guard_data, launch.plain, look, launch.parts)
     program = _program(traced, options, known, overrides)
     inputs = traced.step.signature.inputs[: traced.n_inputs]
     values = [world.original(item.value) for item in traced.lifted[: len(inputs)]]
@@ -143,7 +143,7 @@ def stages_of_one_rank(
     """The names of the passes, "trace" first, each with the graph that it gives."""
     step = check(traced.step, "trace")
     yield "trace", step
-    for transform in (*options.launch.passes, *_last_words(overrides, traced), *options.passes):
+    for transform in (*options.launch.passes_of(step), *_last_words(overrides, traced), *options.passes):
         step = check(transform(step), _name(transform))
         yield _name(transform), step
 

@@ -6,7 +6,6 @@ packed: the norms of gradients, biases, scales.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.comm import get_group
 from wholestep.ir import StepGraph, info, nbytes, set_info
 from wholestep.spmd.rewrite import call, copy_step
 
@@ -21,6 +21,10 @@ aten = torch.ops.aten
 collectives = torch.ops.wholestep
 
 KIB = 1 << 10
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_KINDS = tuple(getattr(collectives, name).default for name in _NAMES)
+
+Largest = Callable[[], StepGraph]
 
 
 @dataclass
@@ -29,12 +33,15 @@ class One:
 
     Attributes:
         ready, needed: places in the graph of the start, and of the first reader of the result.
+        sends, gives: bytes that caps count, alike on all ranks: those of the rank with the largest parts.
     """
 
     start: fx.Node
     wait: fx.Node
     ready: int
     needed: int
+    sends: int
+    gives: int
 
     @property
     def sent(self) -> fx.Node:
@@ -61,27 +68,30 @@ class Bucket:
         """True when another one fits: ready before any is needed, within the cap."""
         everybody = [*self.members, one]
         in_time = max(m.ready for m in everybody) < min(m.needed for m in everybody)
-        return in_time and self.nbytes + nbytes(one.value) <= cap
+        return in_time and self.nbytes + one.sends <= cap
 
 
-def coalesce(step: StepGraph, *, each: int = 64 * KIB, together: int = 1024 * KIB) -> StepGraph:
+def coalesce(
+    step: StepGraph, *, each: int = 64 * KIB, together: int = 1024 * KIB, largest: Largest | None = None
+) -> StepGraph:
     """Packs small all-reduces, all-gathers and reduce-scatters.
 
     Args:
         step: left as it is.
+        largest: see `found`.
         each: only collectives that send at most so many bytes are packed.
         together: bytes that are packed into one at most.
     """
     step = copy_step(step, "coalesce")
     buckets: dict[Any, list[Bucket]] = {}
-    for one in found(step, _PACKS):
-        if nbytes(one.value) > each or not one.value.numel():
+    for one in found(step, largest):
+        if one.start.target not in _PACKS or not 0 < one.sends <= each:
             continue
         alike = buckets.setdefault(one.key, [])
         if not alike or not alike[-1].takes(one, together):
             alike.append(Bucket())
         alike[-1].members.append(one)
-        alike[-1].nbytes += nbytes(one.value)
+        alike[-1].nbytes += one.sends
     for bucket in (b for alike in buckets.values() for b in alike if len(b.members) > 1):
         _pack(step.graph, bucket.members)
     step.graph.lint()
@@ -89,15 +99,31 @@ def coalesce(step: StepGraph, *, each: int = 64 * KIB, together: int = 1024 * KI
     return step
 
 
-def found(step: StepGraph, targets: Sequence[Any] | Any) -> list[One]:
-    """The collectives of a step, in order."""
+def found(step: StepGraph, largest: Largest | None = None) -> list[One]:
+    """All collectives of a graph that nothing reads but one wait, in order.
+
+    Args:
+        largest: gives the graph, with the same collectives in the same order, of the rank that holds the largest parts.
+            It is asked where ranks hold unequal ones.
+    """
     place = {node: i for i, node in enumerate(step.graph.nodes)}
+    pairs = _pairs(step)
+    like = _pairs(largest()) if largest is not None and step.signature.uneven else pairs
+    assert len(pairs) == len(like), "ranks have other collectives than the first one"
     result = []
-    for node in step.graph.nodes:
-        waits = [u for u in node.users if u.target is collectives.wait.default] if node.target in targets else []
-        if len(waits) == len(node.users) == 1 and waits[0].users:
-            result.append(One(node, waits[0], place[node], min(place[user] for user in waits[0].users)))
+    for (start, wait), (other, _) in zip(pairs, like, strict=True):
+        sizes = nbytes(info(other.args[0]).value), nbytes(info(other).value)  # type: ignore[arg-type]
+        result.append(One(start, wait, place[start], min(place[user] for user in wait.users), *sizes))
     return result
+
+
+def _pairs(step: StepGraph) -> list[tuple[fx.Node, fx.Node]]:
+    pairs = []
+    for node in step.graph.nodes:
+        waits = [u for u in node.users if u.target is collectives.wait.default] if node.target in _KINDS else []
+        if len(waits) == len(node.users) == 1 and waits[0].users:
+            pairs.append((node, waits[0]))
+    return pairs
 
 
 @dataclass
@@ -166,6 +192,5 @@ def _pack(graph: fx.Graph, members: Sequence[One]) -> None:
 
 
 def _ranks(one: One) -> int:
-    """How many ranks a gather or a scatter is over."""
-    mine, result = math.prod(one.value.shape), math.prod(info(one.start).value.shape)
-    return max(mine, result) // max(min(mine, result), 1)
+    """How many ranks a collective is over."""
+    return get_group(one.start.args[-1]).size()  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -46,7 +47,6 @@ class Launch:
     """A mesh and its plans, for one compiled step.
 
     Attributes:
-        passes: those of all plans, in order.
         view: the plans of the global view; None when there are none.
 
     Raises:
@@ -61,7 +61,8 @@ class Launch:
             raise PlanError(
                 f"ws.compile: {mesh!r} without a plan: pass plan=ws.DataParallel({mesh.mesh_dim_names[0]!r})"
             )
-        self.passes: list[Pass] = []
+        self._passes: list[Pass] = []
+        self._largest: list[Pass] = []  # the same for the rank that holds the largest parts
         groups: list[comm.ProcessGroup] = []
         for one in plans:
             if not callable(getattr(one, "passes", None)):
@@ -73,17 +74,33 @@ class Launch:
                     f"ws.compile: {type(before).__name__} and {type(one).__name__} both spread the step over axis "
                     f"{one.axis!r}\n  to do: one plan for each axis; a mesh may have several axes"
                 )
-            self.passes += one.passes(mesh)
+            self._passes += one.passes(mesh)
+            self._largest += one.passes(mesh.at_first())
             groups.append(mesh.get_group(one.axis))
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
         self.view = View(spread, tuple(mesh.line(one.axis) for one in spread)) if mesh and spread else None
-        if self.view is not None:
-            self.passes += [wait_late, start_early, coalesce]
         self._mesh, self._plans = mesh, plans
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
         self._meeting = Meeting(list(dict.fromkeys(groups)), self._axes, self.view is not None)
         self._agreed: set[Terms] = set()
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def passes_of(self, step: StepGraph) -> list[Pass]:
+        """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
+        if self.view is None:
+            return self._passes
+
+        @functools.cache
+        def largest() -> StepGraph:
+            return functools.reduce(lambda made, one: one(made), self._largest, step)
+
+        return [*self._passes, wait_late, functools.partial(start_early, largest=largest),
+                functools.partial(coalesce, largest=largest)]  # fmt: skip
+
+    @property
+    def plain(self) -> bool:
+        """True without plans: steps stay as they are traced."""
+        return not self._passes
 
     @property
     def parts(self) -> Callable[[Sequence[Found]], list[Part | None]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Sequence
@@ -55,6 +56,8 @@ class DeviceMesh:
     Raises:
         PlanError: names or ranks do not fit the array, or the world.
     """
+
+    _is_first = False  # whether lines are those of another rank
 
     def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
         ranks = torch.as_tensor(mesh, dtype=torch.int64).clone()
@@ -111,7 +114,13 @@ class DeviceMesh:
     def line(self, axis: str | int | None = None) -> Line:
         """The ranks along an axis, as graphs name them."""
         group = self.get_group(axis)
-        return Line(group.group_name, group.size(), group.rank())
+        return Line(group.group_name, group.size(), 0 if self._is_first else group.rank())
+
+    def at_first(self) -> DeviceMesh:
+        """The mesh as the rank sees it that is first along every axis and so holds the largest parts; for graphs."""
+        first = copy.copy(self)
+        first._is_first = True
+        return first
 
     def get_rank(self) -> int:
         """This rank's number in the world."""

@@ -7,16 +7,14 @@ from collections import deque
 import torch
 from torch import fx
 
-from wholestep.ir import StepGraph, info, is_effectful, nbytes
-from wholestep.spmd.coalesce import One, found
+from wholestep.ir import StepGraph, info, is_effectful
+from wholestep.spmd.coalesce import Largest, One, found
 from wholestep.spmd.rewrite import copy_step, is_view
 
 aten = torch.ops.aten
 collectives = torch.ops.wholestep
 
 MIB = 1 << 20
-_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_KINDS = tuple(getattr(collectives, name).default for name in _NAMES)
 
 # What one rank makes of a value where another one copies it, or takes it as it is: all move alike, so that the
 # collectives of all ranks stay in one order.
@@ -51,20 +49,21 @@ def _is_light(node: fx.Node) -> bool:
     return node.target in _COPIES or all(isinstance(v, torch.Tensor) and not v.dim() for v in values)
 
 
-def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
+def start_early(step: StepGraph, *, in_flight: int = 64 * MIB, largest: Largest | None = None) -> StepGraph:
     """Moves each start to right after what it sends is made, or after a wait that makes room for it; in their order.
 
     Args:
         step: left as it is.
         in_flight: results of collectives that were moved, and not waited for, hold at most so many bytes. A collective
             that alone gives more stays where it is.
+        largest: see `found`.
     """
     step = copy_step(step, "start_early")
     flying: deque[One] = deque()
     in_air = 0
     previous: fx.Node | None = None
-    for one in found(step, _KINDS):
-        size = nbytes(info(one.start).value)
+    for one in found(step, largest):
+        size = one.gives
         if size > in_flight:
             previous = one.start
             continue
@@ -72,7 +71,7 @@ def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
         waited = None
         while flying and in_air + size > in_flight:
             landed = flying.popleft()
-            waited, in_air = landed.wait, in_air - nbytes(info(landed.start).value)
+            waited, in_air = landed.wait, in_air - landed.gives
         sources = [node for member in chain for node in member.all_input_nodes if node not in chain]
         after = max(node for node in (*sources, previous, waited) if node is not None)
         if after < chain[0]:
