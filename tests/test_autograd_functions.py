@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import functorch.compile
 import pytest
 import torch
 import torch._inductor.decomposition
@@ -239,12 +240,38 @@ def test_a_compiled_module_is_part_of_another_step() -> None:
     assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_dynamos_front_end_gives_its_graphs_to_our_backend() -> None:
+@pytest.mark.parametrize("options", [None, {"memory_budget": 0.5}, {"partition_fn": min_cut_partition}])
+def test_dynamos_front_end_gives_its_graphs_to_our_backend(options: Any) -> None:
     torch.manual_seed(1)
+    torch._dynamo.reset()
     model = Net()
     plain = copy.deepcopy(model)
-    compiled = torch.compile(model, backend=dynamo_backend)
+    compiled = torch.compile(model, backend=dynamo_backend, options=options)
     assert same(train(plain), train(compiled))
+
+
+@pytest.mark.parametrize("asked, said", [
+    ({"options": {"memroy_budget": 0.5}}, "has no option 'memroy_budget'; it has backend,"),
+    ({"options": {"memory_budget": 0.5, "partition_fn": min_cut_partition}}, "a setting of min_cut_partition"),
+    ({"mode": "max-autotune"}, "is a setting of Inductor"),
+])  # fmt: skip
+def test_options_that_the_backend_does_not_have_are_refused_by_name(asked: Any, said: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
+        torch.compile(Net(), backend=dynamo_backend, **asked)(torch.randn(5, 6))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiler_may_script_its_graph() -> None:
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(3, 4)
+    scripted = aot_module(model, functorch.compile.ts_compile)
+    assert torch.equal(scripted(x), model(x))
+    scripted(x).square().sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert same(found, [p.grad for p in model.parameters()])
 
 
 BY_NAME = """

@@ -6,15 +6,16 @@ They stand above the pipeline, which imports the room `autograd/`; that room giv
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from wholestep.autograd import Joint, Partition, default_partition
+from wholestep.autograd import Joint, Partition, default_partition, min_cut_partition
 from wholestep.compiled import Compiled
-from wholestep.ir import check
+from wholestep.ir import Pass, check
 from wholestep.lower import Backend
 from wholestep.passes.decompose import decompose
 from wholestep.pipeline import Halving, Options, capture, joint_of
@@ -94,7 +95,12 @@ def export_joint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Joint:
 
 
 def dynamo_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, backend: Backend = "aten"
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    backend: Backend = "aten",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="wholestep")`: Dynamo's front end, then our joint graph, partition and lowering.
 
@@ -103,10 +109,46 @@ def dynamo_backend(
     Args:
         gm: a graph of Dynamo's.
         example_inputs: not read: the graph is captured when it is first called.
-        backend: as in `wholestep.compile`; bind another with `functools.partial`.
+        backend: as in `wholestep.compile`; bind another with `functools.partial`, or name it among the options.
+        mode: refused: its names stand for settings of Inductor.
+        options: ``torch.compile(…, options={…})``: ``backend``, ``passes`` and ``guard_data`` as for
+            `wholestep.compile`; ``bw_compiler``, ``partition_fn`` and ``decompositions`` as for `aot_function`;
+            ``memory_budget`` for `min_cut_partition`.
+
+    Raises:
+        ValueError: a mode, or an option of another name.
     """
+    if mode is not None:
+        raise ValueError(f'mode={mode!r} is a setting of Inductor: options={{"backend": "inductor"}} compiles with it')
+    chosen = _dynamo_options(**{"backend": backend, **_known(options or {})})
 
     def graph(*inputs: Any) -> Any:
         return gm(*inputs)
 
-    return Compiled(graph, Options(Launch(None, None), backend=backend))
+    return Compiled(graph, chosen)
+
+
+def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = list(inspect.signature(_dynamo_options).parameters)
+    for name in options:
+        if name not in known:
+            raise ValueError(f'backend="wholestep" has no option {name!r}; it has {", ".join(known)}')
+    if "memory_budget" in options and "partition_fn" in options:
+        raise ValueError("memory_budget is a setting of min_cut_partition: give it alone, or a partition_fn with its own")
+    return options
+
+
+def _dynamo_options(
+    backend: Backend,
+    bw_compiler: Backend | None = None,
+    partition_fn: Partition = default_partition,
+    memory_budget: float | None = None,
+    decompositions: Table | None = None,
+    passes: Sequence[Pass] = (),
+    guard_data: bool = False,
+) -> Options:
+    partition = partition_fn
+    if memory_budget is not None:
+        partition = functools.partial(min_cut_partition, memory_budget=memory_budget)
+    chain = [*([decompose(decompositions)] if decompositions else []), *passes]
+    return Options(Launch(None, None), chain, backend, guard_data, Halving(partition, bw_compiler))

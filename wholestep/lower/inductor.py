@@ -32,7 +32,9 @@ def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]],
     """
 
     def lower(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        compiled = backend(_with_own_offsets(step).gm, example_inputs)
+        gm = _with_own_offsets(step).gm
+        # an ordinary module: TorchScript reads the methods of one that writes its Python later
+        compiled = backend(fx.GraphModule(gm, gm.graph), example_inputs)
         if not callable(compiled):
             raise LoweringError(f"backend {backend!r} returned {type(compiled).__name__}, required a callable")
         boxed = getattr(compiled, "_boxed_call", False)  # torch's mark of a callable that takes one list
