@@ -134,7 +134,7 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
         if name not in known:
             raise ValueError(f'backend="wholestep" has no option {name!r}; it has {", ".join(known)}')
     if "memory_budget" in options and "partition_fn" in options:
-        raise ValueError("memory_budget is a setting of min_cut_partition: give it alone, or a partition_fn with its own")
+        raise ValueError("memory_budget is a setting of min_cut_partition: give no partition_fn, or one with its own")
     return options
 
 

@@ -11,9 +11,10 @@ from torch.autograd.graph import GradientEdge
 
 from wholestep.errors import UnsupportedError
 from wholestep.torch_compat import FakeTensor
+from wholestep.trace.flags import is_leaf
 from wholestep.trace.inputs import Lifted
 from wholestep.trace.recorder import Recorder
-from wholestep.trace.results import Outlet, is_leaf
+from wholestep.trace.results import Outlet
 from wholestep.trace.sizes import is_made
 
 
@@ -77,7 +78,7 @@ def results_of(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[Ou
     for value in values:
         if not isinstance(value, FakeTensor):
             continue
-        base = value._base if value._is_view() and _is_plain_view(value) else None
+        base = value._base if value._is_view() and _is_plain_view(value, outlet) else None
         if base is not None and not is_made(base):
             if recorder.find(base) is not None:
                 outlet.move(value, recorder.lift_once(base))
@@ -92,13 +93,13 @@ def results_of(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[Ou
     return list(found.values())
 
 
-def _is_plain_view(view: torch.Tensor) -> bool:
-    """Whether a view's history is that of its base and of view operators alone, and it shows the base's elements.
+def _is_plain_view(view: torch.Tensor, outlet: Outlet) -> bool:
+    """Whether a view's history is that of its base and of view operators alone, and it is made of its base.
 
     A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own.
     """
     facts = [(t.dtype, t.is_conj(), t.is_neg()) for t in (view, view._base) if t is not None]
-    if facts[0] != facts[1]:
+    if facts[0] != facts[1] and outlet.slots[outlet.slot(view)].kind is None:
         return False
     try:
         node, end = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]

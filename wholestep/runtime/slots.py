@@ -29,13 +29,18 @@ def remade(
     tensor = base
     if slot.geometry is not None:
         size, stride, offset = slot.geometry
-        start = base.storage_offset() + offset
+        start, kind = base.storage_offset() + offset, slot.kind
+        if kind is not None:
+            start = base.storage_offset() * base.itemsize // kind.dtype.itemsize + offset
         if slot.base is not None:
             base = made[slot.base]
         # a view made without gradients could not be written later where eager's can
         with torch.set_grad_enabled(handle is not None and (not slot.leaf or not base.requires_grad)):
-            tensor = base.as_strided(size, stride, start)
-        tensor = tensor if slot.is_view else tensor.data if slot.own_counter else tensor.detach()
+            if kind is None:
+                tensor = base.as_strided(size, stride, start)
+            else:
+                tensor = kind.signed(kind.shown(base).as_strided(size, stride, start))
+        tensor = tensor if slot.is_view else tensor.data if slot.apart else tensor.detach()
     if slot.parameter:
         return torch.nn.Parameter(tensor, slot.requires_grad)
     if handle is not None and slot.requires_grad and not tensor.requires_grad:

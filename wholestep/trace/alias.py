@@ -291,7 +291,7 @@ INVERSES: dict[Any, Callable[[Ref, fx.Node, Emit], fx.Node]] = {
     aten.unbind.int: _unbind_back,
     aten.view_as_real.default: _same(aten.view_as_complex.default),
     aten.view_as_complex.default: _same(aten.view_as_real.default),
-    aten._conj.default: _same(aten._conj.default),
-    aten._neg_view.default: _same(aten._neg_view.default),
+    aten._conj.default: _same(aten.conj_physical.default),
+    aten._neg_view.default: _same(aten.neg.default),
     aten.view.dtype: _view_dtype_back,
 }

@@ -264,7 +264,14 @@ def _split(recorder: Recorder, tensor: torch.Tensor, size: Any, dim: int = 0) ->
     return recorder._view(aten.split.Tensor, (tensor, size, dim), {})
 
 
+def _conj(recorder: Recorder, tensor: Any) -> Any:
+    if isinstance(tensor, torch.Tensor):
+        return recorder._view(aten._conj.default, (tensor,), {})
+    return recorder.constant(torch.tensor(tensor.conjugate()))  # a Python number that autograd saved
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten._conj.default: _conj,
     aten.split.Tensor: _split,
     aten._local_scalar_dense.default: Recorder.item,
     aten.item.default: Recorder.item,

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.torch_compat import FakeTensor, is_one_of_several, set_versions
+from wholestep.torch_compat import FakeTensor
 from wholestep.trace.alias import Ref
+from wholestep.trace.flags import counts_alone, facts_of, is_leaf
 from wholestep.trace.inputs import Lifted
+from wholestep.trace.kinds import Kind, kind_of, offset_from
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.sizes import is_made, is_size
 
@@ -29,13 +31,15 @@ class Slot:
         input: index of the input in whose memory it lies, or None.
         geometry: (size, stride, offset from the start of that output or input) for a view, None for the
             whole of it.
+        kind: what the view's elements are, where they are not that memory's own.
         requires_grad: as eager leaves it; `leaf` tells whether it then has a `grad_fn`.
         version: in-place writes that its version counter counts.
         is_view: whether autograd knows it as a view of another tensor.
         inference: whether it is an inference tensor, which has no counter.
         several: whether it is one of several views that one call made, as `split` does; autograd lets nobody write it.
         outdated: whether the base of such a view was written since; autograd lets nobody use it.
-        own_counter: whether its version counter is its own, not that of the input it lies in.
+        own_counter: whether its version counter is set for it, not for another one with which it shares a counter.
+        apart: whether that counter is another one than that of the output or input it lies in.
         base: index of the slot that autograd knows it as a view of.
         parameter: whether it is a `torch.nn.Parameter`.
         retains: whether it keeps its gradient, as `retain_grad()` asks for.
@@ -46,6 +50,7 @@ class Slot:
     output: int | None = None
     input: int | None = None
     geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+    kind: Kind | None = None
     requires_grad: bool = False
     leaf: bool = True
     version: int = 0
@@ -54,6 +59,7 @@ class Slot:
     several: bool = False
     outdated: bool = False
     own_counter: bool = True
+    apart: bool = False
     base: int | None = None
     refusal: str = ""
     parameter: bool = False
@@ -139,7 +145,7 @@ class Outlet:
         self.slots: list[Slot] = []
         self.by_tensor: dict[int, int] = {}
         self.by_storage: dict[int, int] = {}
-        self.first: dict[int, torch.Tensor] = {}  # id of a memory -> the tensor met first in it
+        self.first: dict[int, torch.Tensor] = {}  # id of a memory -> the tensor that is all of it, or met first in it
         self.by_object: set[int] = set()
         self.keep: list[Any] = []
         self.facts: dict[int, dict[str, Any]] = {}
@@ -150,7 +156,10 @@ class Outlet:
             if is_made(value):
                 bases = [value._base] if value._is_view() and is_made(value._base) else []
                 grad = _gradient(value)
-                self.facts |= {id(v): _autograd(v) for v in (value, *bases, *([] if grad is None else [grad]))}
+                self.facts |= {id(v): facts_of(v) for v in (value, *bases, *([] if grad is None else [grad]))}
+                ref = self.recorder.ref(value)
+                if not bases and ref.parent is None:
+                    self.first.setdefault(id(ref.storage), value)
 
     def slot(self, tensor: torch.Tensor, stays: bool = False) -> int:
         """The index of the slot for a tensor made in the step; ``stays`` where its object is kept for later steps."""
@@ -160,11 +169,13 @@ class Outlet:
         storage, root = ref.storage, ref.storage.root
         assert root is not None
         here, whole = ref.geometry, root.geometry
-        if here.dtype != whole.dtype or here.lazy:
+        other = here.dtype != whole.dtype or here.lazy
+        kind = kind_of(tensor, ref) if other and not self.apart else None
+        base = tensor._base if tensor._is_view() else None
+        if other and (kind is None or (base is not None and is_made(base) and not self._same_kind(base, tensor))):
             output = self._output(ref.read(self.recorder.emit))
             return self._add(tensor, Slot(output, None, None, **self.facts[id(tensor)]))
-        place = (tuple(here.shape), here.stride, here.offset - whole.offset)
-        base = tensor._base if tensor._is_view() else None
+        place = (tuple(here.shape), here.stride, offset_from(here, whole))
         is_first = base is None and here == whole and id(storage) not in self.by_object
         if self.apart and self._leads_nowhere(ref, stays, is_first):
             copy = self.recorder.emit(torch.ops.aten.clone.default, (ref.read(self.recorder.emit),))
@@ -177,16 +188,20 @@ class Outlet:
             item = self.recorder.lifted[storage.input]
             itself = item.source is None and is_first  # state that the step makes is the input
             inside: list[Any] = [*item.members] or [item.value]
-            own = all(_counts_alone(tensor, real) for real in inside)
-            known = self.facts[id(tensor)]
-            slot = Slot(None, storage.input, None if itself else place, **known, own_counter=own, base=parent)
+            own = all(counts_alone(tensor, real) for real in inside)
+            known = self.facts[id(tensor)] | {"kind": kind}
+            inside_it = None if itself else place
+            slot = Slot(None, storage.input, inside_it, **known, own_counter=own, apart=own, base=parent)
         else:
             if id(storage) not in self.by_storage:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
             output = self.by_storage[id(storage)]
-            own = _counts_alone(tensor, self.first.setdefault(id(storage), tensor))
-            known = self.facts[id(tensor)]
-            slot = Slot(output, None, None if is_first else place, **known, own_counter=own, base=parent)
+            first = self.first.setdefault(id(storage), tensor)
+            own = counts_alone(tensor, first)
+            known = self.facts[id(tensor)] | {"kind": kind}
+            apart = own and first is not tensor
+            place_in = None if is_first else place
+            slot = Slot(output, None, place_in, **known, own_counter=own, apart=apart, base=parent)
         return self._add(tensor, slot)
 
     def _leads_nowhere(self, ref: Ref, stays: bool, is_first: bool) -> bool:
@@ -195,9 +210,11 @@ class Outlet:
         return self.recorder.lifted[ref.storage.input].source is not None or not is_first
 
     def _same_kind(self, base: torch.Tensor, view: torch.Tensor) -> bool:
-        """Whether a view can be made again from its base by strides alone."""
-        one, two = self.recorder.ref(base).geometry, self.recorder.ref(view).geometry
-        return id(base) in self.facts and one.dtype == two.dtype and not one.lazy
+        """Whether a view can be made again from its base, which shows the memory's own elements."""
+        ref = self.recorder.ref(base)
+        assert ref.storage.root is not None
+        own = ref.geometry.dtype == ref.storage.root.geometry.dtype and not ref.geometry.lazy
+        return id(base) in self.facts and own
 
     def _add(self, tensor: torch.Tensor, slot: Slot) -> int:
         self.slots.append(replace(slot, parameter=isinstance(tensor, torch.nn.Parameter)))
@@ -222,7 +239,7 @@ class Outlet:
         if item not in self.recorder.lifted:
             self.recorder.lifted.append(item)
         here, base = self.recorder.ref(tensor).geometry, item.ref.geometry
-        place = (tuple(here.shape), here.stride, here.offset - base.offset)
+        place = (tuple(here.shape), here.stride, offset_from(here, base))
         self.set(tensor, input=self.recorder.lifted.index(item), geometry=place)
 
     def add_output(self, node: fx.Node) -> int:
@@ -250,44 +267,3 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     """The gradient that a tensor of the step's own has by now."""
     held = bool(is_leaf(tensor)) or tensor.retains_grad
     return tensor.grad if held and is_made(tensor.grad) else None
-
-
-def _autograd(tensor: torch.Tensor) -> dict[str, Any]:
-    """What autograd knows of a tensor, in the words of `Slot`."""
-    inference, several, leaf = tensor.is_inference(), is_one_of_several(tensor), is_leaf(tensor)
-    return {
-        "requires_grad": tensor.requires_grad,
-        "leaf": bool(leaf),
-        "version": 0 if inference else tensor._version,
-        "is_view": tensor._is_view(),
-        "inference": inference,
-        "several": several,
-        "outdated": several and leaf is None,
-        "retains": tensor.retains_grad,
-    }
-
-
-def is_leaf(tensor: torch.Tensor) -> bool | None:
-    """As ``tensor.is_leaf``; None for a tensor whose use autograd forbids.
-
-    Of several views that one call made, as `split` does, it forbids each one once their base was written by a value
-    that requires grad.
-    """
-    try:
-        return tensor.is_leaf
-    except RuntimeError:
-        return None
-
-
-def _counts_alone(tensor: torch.Tensor, real: object) -> bool:
-    """Whether writes to an input leave a tensor's version alone, as for ``.data``."""
-    if tensor.is_inference():
-        return True
-    before = tensor._version
-    if not isinstance(real, torch.Tensor) or real is tensor or real.is_inference():
-        return True
-    count = real._version
-    torch.autograd.graph.increment_version(real)
-    alone = tensor._version == before
-    set_versions((real,), (count,))  # autograd refuses views of a tensor whose count has moved
-    return alone
