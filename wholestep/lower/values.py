@@ -64,7 +64,7 @@ class Written:
 
 
 def layout(value: torch.Tensor) -> tuple[Any, ...]:
-    """What two values must share to share memory: shape, strides, dtype, device, and signs that reading still changes."""
+    """What two values must share to share memory: shape, strides, dtype, device, signs that reading still changes."""
     signs = value.dtype.is_complex and value.is_conj(), value.is_neg()
     return (tuple(value.shape), value.stride(), value.dtype, value.device, *signs)
 
