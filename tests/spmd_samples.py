@@ -9,7 +9,7 @@ import torch
 from spmd_rules import Sample
 from torch import Tensor
 
-from wholestep.pure import Functionalized
+from wholestep.pure import Functionalized, UnderGrad
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def yes(*shape: int) -> Tensor:
 def samples() -> list[Sample]:
     """All samples but random ones."""
     torch.manual_seed(0)
-    return [Sample(target, *_split(given)) for family in FAMILIES for target, *given in family()]
+    return [*(Sample(target, *_split(given)) for family in FAMILIES for target, *given in family()), *recurrent()]
 
 
 def _split(given: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -218,6 +218,28 @@ def normalisations() -> Iterator[Any]:
             yield backward, t(*shape), x, t(c), t(c), pos(c), mean, scale, training, 1e-5, [True] * 3
             yield backward, t(*shape), x, None, t(c), pos(c), mean, scale, training, 1e-5, [True, False, False]
     yield pure, t(4, 5), None, None, None, None, True, 0.1, 1e-5
+
+
+def recurrent() -> Iterator[Sample]:
+    """An LSTM's layer, of which a kernel keeps what only its backward can read."""
+    layer, backward = aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default
+
+    def run(x: Tensor, *weights_and_state: Tensor) -> Any:
+        with torch.enable_grad():
+            return layer(x, *weights_and_state, *flags)
+
+    for batch in (5, 4):
+        time, hidden = 3, 2
+        flags = (False, [], 2, hidden, 2, True, False, False, True)
+        weights = [torch.randn(4 * hidden, n) for n in (4, hidden)] + [torch.randn(4 * hidden) for _ in range(2)]
+        state = [torch.randn(batch, hidden) for _ in range(2)]
+        given = (torch.randn(time, batch, 4), *weights, *state)
+        *made, workspace = run(*given)
+        yield Sample(UnderGrad(layer), (*given, *flags))
+        grads = [torch.randn_like(one) for one in made]
+        for some in (grads, [grads[0], None, None]):
+            rest = (False, 2, hidden, 2, True, True, False, [], False)
+            yield Sample(backward, (*given, *made, *some, *rest, workspace), own=lambda *ins: run(*ins[:7])[3])
 
 
 def convolutions() -> Iterator[Any]:

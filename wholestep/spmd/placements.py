@@ -43,7 +43,15 @@ class Partial:
             raise PlanError(f"Partial({self.op!r}): one of {', '.join(get_args(Op))} is required")
 
 
-Placement = Replicate | Shard | Partial
+@dataclass(frozen=True)
+class Opaque:
+    """Each rank holds what only kernels read, such as a workspace, of a call on its part: it cannot be moved.
+
+    For rules, not for plans: what is made so is read by calls with a row for it.
+    """
+
+
+Placement = Replicate | Shard | Partial | Opaque
 
 
 def normal(placement: Placement, shape: Sequence[int], what: str = "a tensor") -> Placement:

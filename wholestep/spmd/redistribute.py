@@ -10,6 +10,7 @@ Pieces that are shorter travel as long as the longest, so that every rank issues
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from wholestep.comm.rows import piece, piece_size
 from wholestep.ir import Phase, info
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import (
+    Opaque,
     Partial,
     Placement,
     Replicate,
@@ -214,10 +216,19 @@ RULES: dict[tuple[type, type], Rule] = {
 }
 
 
+def _refuse(change: Change, node: fx.Node, src: Any, dst: Any) -> fx.Node:
+    raise AssertionError(f"{node} is {src} and cannot be {dst}")
+
+
+_NEVER = Rule("", lambda size, ranks: math.inf, _refuse)
+
+
 def rule_of(src: Placement, dst: Placement) -> Rule:
     """The row for a change along one axis."""
     if src == dst:
         return RULES[Replicate, Replicate]
+    if Opaque in (type(src), type(dst)):
+        return _NEVER
     if isinstance(src, Shard) and isinstance(dst, Partial) and _NEUTRAL[dst.op] is None:
         return Rule("all_gather", _once, _embed)
     return RULES[type(src), type(dst)]

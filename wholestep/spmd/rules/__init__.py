@@ -27,6 +27,7 @@ from wholestep.spmd.rules import (
     pieces,
     pointwise,
     random,
+    recurrent,
     reductions,
     softmax,
     views,
@@ -51,6 +52,7 @@ TABLE: dict[str, Rule] = {
     **pieces.RULES,
     **pointwise.RULES,
     **random.RULES,
+    **recurrent.RULES,
     **collectives.RULES,
 }
 
