@@ -230,7 +230,7 @@ def run_all(trials: Sequence[Trial], ranks: int) -> list[list[Any]]:
         return [run(p, t.parts[line.rank]) if i not in bad else p
                 for i, (p, t) in enumerate(zip(programs, trials, strict=True))]  # fmt: skip
 
-    return run_ranks(rank, ranks, transport="thread", timeout=60)
+    return run_ranks(rank, ranks, transport="thread", timeout=300)
 
 
 def run(program: fx.GraphModule, operands: Sequence[torch.Tensor]) -> Any:

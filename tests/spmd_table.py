@@ -17,9 +17,10 @@ HEAD = """# Sharding rules
 
 Written by `python tests/spmd_table.py > docs/spmd_rules.md`; a test holds it true, and another runs every row on two
 and three ranks against the whole call. Each way: placements of the operands → placements of the results. S0 is a split
-of dimension 0, R the whole, P addends (max, min: of maxima, minima); * means that other calls than the same one on
-local operands are written. The shapes are those of one sample on two ranks: which dimensions can be split follows from
-the shapes and arguments of each call. Everything whole is always possible.
+of dimension 0, R the whole, P addends (max, min: of maxima, minima), O a workspace that only the rank's own kernels can
+read; * means that other calls than the same one on local operands are written. The shapes are those of one sample on
+two ranks: which dimensions can be split follows from the shapes and arguments of each call. Everything whole is always
+possible.
 
 Operators that torch tags as pointwise have the rule of `aten.exp` or, with several operands, `aten.addcmul`; of
 operators on lists (`_foreach_…`, `_fused_…`) each column of the lists goes its own way, here the first. What has no
