@@ -37,7 +37,8 @@ ARROWS: dict[str, set[str]] = {
     "aot": BASE | {*STAGES, "pipeline", "compiled"},
     "launch": {"errors"},
     "testing": BASE | {*STAGES, "comm", "parallel", "api", "launch"},
-    "cli": BASE | {*STAGES, "comm", "parallel", "simulate", "report", "api", "launch"},
+    "rehearsal": BASE | {"comm", "compiled", "launch", "report"},  # a script up to its first compiled call
+    "cli": BASE | {*STAGES, "comm", "parallel", "simulate", "report", "api", "launch", "rehearsal"},
 }
 # comm stands below every stage, yet few need it: spmd makes the groups and names the operators, and lower gives
 # collectives memory that other ranks can read (`comm.empty`) and calls them as kernels.

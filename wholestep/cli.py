@@ -8,6 +8,7 @@ import click
 
 from wholestep.comm import diagnose
 from wholestep.launch import World, launch
+from wholestep.rehearsal import Unexplained, rehearse
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -47,6 +48,25 @@ def run(
         raise click.UsageError(str(error)) from None
     command = [sys.executable, *(["-m"] if module else []), target, *arguments]
     sys.exit(launch(command, world))
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-n", "--ranks", default=1, show_default=True, help="Ranks of the world that TARGET sees.")
+@click.option("-r", "--rank", default=0, show_default=True, help="Which of them it sees itself as.")
+@click.option("-m", "--module", is_flag=True, help="TARGET is a module, as in python -m.")
+@click.argument("target")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def explain(ranks: int, rank: int, module: bool, target: str, arguments: tuple[str, ...]) -> None:
+    """Say what the first compiled step of TARGET, a Python script, sends and holds on one rank of many.
+
+    The script runs in this process alone, as one rank of so many, until it calls something that ws.compile gave. In
+    place of that call this prints, along each axis of the mesh, the collectives with their bytes and lines, and peak
+    memory by class. Models of fake tensors do: torch's FakeTensorMode.
+    """
+    try:
+        click.echo(rehearse(target, arguments, module=module, ranks=ranks, rank=rank))
+    except Unexplained as error:
+        raise click.UsageError(str(error)) from None
 
 
 @main.command()

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from urllib.parse import urlparse
 
@@ -21,6 +21,8 @@ from wholestep.comm.world import DEFAULT_GROUP, NonMember, get_group, is_initial
 # Launchers' names for rank and size: torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM.
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+
+_alone = False  # see `alone`
 
 
 def _from_environment(names: Sequence[str], what: str) -> str:
@@ -59,6 +61,17 @@ def rendezvous(init_method: str | None, rank: int, size: int, timeout: timedelta
     )
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, whatever default group is asked for, it is of the null transport: one process plays a rank of many."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
+
+
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -89,6 +102,8 @@ def init_process_group(
         raise ValueError("trying to initialize the default process group twice: call destroy_process_group first")
     if store is not None and init_method is not None:
         raise ValueError("init_process_group: give init_method or store, not both")
+    if _alone:
+        backend, init_method, store = "null", None, None
     rank = rank if rank >= 0 else int(_from_environment(_RANKS, "rank"))
     size = world_size if world_size > 0 else int(_from_environment(_SIZES, "world_size"))
     if not 0 <= rank < size:
