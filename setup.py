@@ -27,8 +27,9 @@ setup(
             "wholestep.comm._native",
             [f"wholestep/comm/native/{name}.c" for name in SOURCES],
             depends=["wholestep/comm/native/shm.h", "wholestep/comm/native/python.h"],
-            extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-pthread", "-Wall", "-Wextra"],
-            extra_link_args=["-pthread"],
+            extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off", "-pthread",
+                                "-Wall", "-Wextra"],
+            extra_link_args=["-pthread"],  # fmt: skip
             py_limited_api=True,
             optional=True,
         ),

@@ -1,5 +1,6 @@
 """Collectives: random programs on every transport against the oracle, arguments that do not fit, odd tensors."""
 
+import itertools
 import os
 
 import pytest
@@ -244,6 +245,23 @@ def sums_of_noise():
     x = torch.randn(100_001, generator=torch.Generator().manual_seed(comm.get_rank()))
     comm.all_reduce(x)
     return x
+
+
+def means():
+    """Means by a product before the sum, of private and of shared memory, with numbers of every kind."""
+    found = []
+    for shared, count, dtype in itertools.product((False, True), (5, 50_001), (torch.float32, torch.float64)):
+        parts = [torch.randn(count, generator=torch.Generator().manual_seed(rank), dtype=dtype) for rank in range(3)]
+        for rank, part in enumerate(parts):
+            part[:5] = torch.tensor([1e-45, 3e38, -0.0, 1e-40, torch.inf], dtype=dtype) * (rank + 1)
+        x = comm.empty(count, dtype=dtype, shared=shared).copy_(parts[comm.get_rank()])
+        comm.all_reduce(x, comm.premul_sum(1 / 3))
+        found.append(torch.equal(x, parts[0] * (1 / 3) + parts[1] * (1 / 3) + parts[2] * (1 / 3)))
+    return found
+
+
+def test_a_mean_is_rounded_as_a_product_and_a_sum():
+    assert run_ranks(means, 3, "shm") == [[True] * 8] * 3
 
 
 def test_shared_tensors():

@@ -59,7 +59,8 @@ def _explaining() -> Iterator[None]:
     def serve(step: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Any = None) -> Any:
         raise _Explained(step.explain(*args, **kwargs))
 
-    before, Compiled.serve = Compiled.serve, serve  # type: ignore[method-assign]
+    before = Compiled.serve
+    Compiled.serve = serve  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -31,6 +31,7 @@ REDUCTIONS = {
     RedOpType.AVG: 7,
     RedOpType.PREMUL_SUM: 0,
 }
+MEAN = 8  # PREMUL_SUM of floats by 1 / ranks
 NUMBERS = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
 NUMBERS += ["uint16", "uint32", "uint64"]
 _OTHERS = ["bool", "complex64", "complex128", "complex32", "float8_e4m3fn", "float8_e5m2"]
@@ -47,9 +48,8 @@ def describe(desc: bytes) -> str:
         return "no collective yet"
     words = [f"#{seq} {OPS[op]}"]
     if op in (ALL_REDUCE, REDUCE, REDUCE_SCATTER):
-        words.append(
-            "/".join(kind.name for kind, code in REDUCTIONS.items() if code == red and kind.name != "PREMUL_SUM")
-        )
+        names = (kind.name for kind, code in REDUCTIONS.items() if code == red and kind.name != "PREMUL_SUM")
+        words.append("PREMUL_SUM" if red == MEAN else "/".join(names))
     if op in (REDUCE, BROADCAST, GATHER, SCATTER):
         words.append(f"root {root}")
     if op != BARRIER:

@@ -16,7 +16,7 @@ import torch
 
 from wholestep.comm import recorder
 from wholestep.comm.backend import DeviceGroup
-from wholestep.comm.codes import ALL_TO_ALL
+from wholestep.comm.codes import ALL_TO_ALL, MEAN
 from wholestep.comm.jobs import ShmWork
 from wholestep.comm.memory import native
 from wholestep.comm.process_group import ProcessGroup
@@ -110,9 +110,9 @@ def learn(
         return
     if type(op) not in (RedOpType, str, type(None)) or (inp is not None and inp.dtype not in _QUICK):
         return
-    if op is not None and as_op(op)[1] is not None:  # multiplied by a factor first, which no plan does
-        return
     code, dtype, red, group_root, nbytes, shape, in_stride, out_stride, elem = owner.latest
+    if op is not None and as_op(op)[1] is not None and red != MEAN:  # multiplied by a factor first, which no plan does
+        return
     part = out_stride if code == ALL_TO_ALL else 0
     shown = recorder.shown(owner, name, inp)
     native.learn(

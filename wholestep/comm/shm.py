@@ -17,6 +17,7 @@ from wholestep.comm.codes import (
     BROADCAST,
     DTYPES,
     GATHER,
+    MEAN,
     NUMBERS,
     REDUCE,
     REDUCE_SCATTER,
@@ -33,6 +34,10 @@ from wholestep.comm.work import All, Work
 
 def _addresses(tensors: list[torch.Tensor]) -> bytes:
     return struct.pack(f"{len(tensors)}Q", *(tensor.data_ptr() for tensor in tensors))
+
+
+def _is_share(factor: float | torch.Tensor, ranks: int) -> bool:
+    return isinstance(factor, float) and factor == 1 / ranks
 
 
 def _sizes(tensors: list[torch.Tensor]) -> bytes:
@@ -54,6 +59,8 @@ class ShmGroup(JobGroup):
         if DTYPES.get(tensor.dtype, UNKNOWN) >= len(NUMBERS):
             raise TypeError(f"{what}: {tensor.dtype} cannot be reduced: one of {', '.join(NUMBERS)} is required")
         if kind is RedOpType.PREMUL_SUM and opts is not None and opts.factor is not None:
+            if tensor.dtype in (torch.float32, torch.float64) and _is_share(opts.factor, self._size):
+                return tensor, MEAN
             tensor = tensor * opts.factor
         return tensor, REDUCTIONS[kind]
 

@@ -212,13 +212,23 @@ class Reducer:
                 flats[member.node.name] = self._flat(member)
                 pieces += [self._piece(flats[member.node.name], start, size) for start, size in member.blocks]
             packed = pieces[0] if len(pieces) == 1 else call(graph, aten.cat.default, pieces, phase="backward")
-            if self.mean:  # before summing, by a product, as DistributedDataParallel does
-                packed = call(graph, aten.mul.Tensor, packed, 1 / self.ranks, phase="backward")
+            packed, op = self._scaled(packed)
             started = call(
-                graph, torch.ops.wholestep.all_reduce.default, packed, "sum", self.group,
+                graph, torch.ops.wholestep.all_reduce.default, packed, op, self.group,
                 phase="backward", placement=bucket.parameters,
             )  # fmt: skip
         return self._unpack(bucket, flats, started)
+
+    def _scaled(self, local: fx.Node) -> tuple[fx.Node, str]:
+        """What is to be reduced, and how: the mean by a product before the sum, as DistributedDataParallel takes it.
+
+        Of floats the reduction does both in one pass; halves are rounded between the two.
+        """
+        if not self.mean:
+            return local, "sum"
+        if info(local).value.dtype in (torch.float32, torch.float64):
+            return local, f"premul_sum:{1 / self.ranks!r}"
+        return call(self.step.graph, aten.mul.Tensor, local, 1 / self.ranks, phase="backward"), "sum"
 
     def _unpack(self, bucket: Bucket, flats: dict[str, fx.Node], started: fx.Node) -> dict[str, str]:
         graph, names = self.step.graph, {}

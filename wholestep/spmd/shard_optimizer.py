@@ -102,24 +102,19 @@ class _Sharder(Reducer):
 
     def _reduce_rows(self, one: Pending, update: Update) -> None:
         graph, node, like = self.step.graph, one.node, info(update.parameter).value
-        # dividing a sum by a power of two is exact, and then one pass less over the gradient; a half could overflow
-        late = self.mean and self.ranks & (self.ranks - 1) == 0 and like.dtype is not torch.float16
         with graph.inserting_before(self._after(node)):
             rows = node
             if one.value.shape != like.shape:
                 rows = call(graph, aten.view.default, node, list(like.shape), phase="backward")
-            if self.mean and not late:
-                rows = call(graph, aten.mul.Tensor, rows, 1 / self.ranks, phase="backward")
+            rows, op = self._scaled(rows)
             names = tuple(g.parameter for g in one.gradients)
             started = call(
-                graph, collectives.reduce_rows.default, rows, "sum", self.group, phase="backward", placement=names
+                graph, collectives.reduce_rows.default, rows, op, self.group, phase="backward", placement=names
             )
         with graph.inserting_before(self.runs.nodes[one.needed]):
             done = call(graph, collectives.wait.default, started, phase="optimizer")
             self.reduced.add(done)
             mine = self._cut(done, like)
-            if late:
-                mine = call(graph, aten.mul.Tensor, mine, 1 / self.ranks, phase="optimizer")
         self.rows[node] = mine
 
     # The update

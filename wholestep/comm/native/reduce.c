@@ -53,6 +53,7 @@ static inline uint16_t save_f16(float f) {
 }
 
 #define SAME(x) (x)
+#define SHARE(x) ((x) * share)
 #define ADD(a, b) ((a) + (b))
 #define MUL(a, b) ((a) * (b))
 #define LESS(a, b) ((a) < (b) || (a) != (a) ? (a) : (b)) /* NaN passes on */
@@ -102,13 +103,19 @@ static inline uint16_t save_f16(float f) {
         }                                                                                                      \
     }
 #define NO_BITS(T, A, LOAD, SAVE)
+/* The mean as a sum of products, which is what data parallelism rounds. */
+#define WITH_MEAN(T, A, LOAD, SAVE)                \
+    case RED_MEAN: {                               \
+        const A share = (A)(1.0 / nsrc);           \
+        FOLD(T, A, SHARE, SAVE, ADD)               \
+    }
 #define WITH_BITS(T, A, LOAD, SAVE)                \
     case RED_BAND: FOLD(T, A, LOAD, SAVE, AND)     \
     case RED_BOR: FOLD(T, A, LOAD, SAVE, OR)       \
     case RED_BXOR: FOLD(T, A, LOAD, SAVE, XOR)
 
-KERNEL(fold_f32, float, float, SAME, SAME, NO_BITS)
-KERNEL(fold_f64, double, double, SAME, SAME, NO_BITS)
+KERNEL(fold_f32, float, float, SAME, SAME, WITH_MEAN)
+KERNEL(fold_f64, double, double, SAME, SAME, WITH_MEAN)
 KERNEL(fold_f16, uint16_t, float, load_f16, save_f16, NO_BITS)
 KERNEL(fold_bf16, uint16_t, float, load_bf16, save_bf16, NO_BITS)
 KERNEL(fold_u8, uint8_t, uint8_t, SAME, SAME, WITH_BITS)

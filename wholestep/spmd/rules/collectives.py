@@ -9,19 +9,21 @@ from collections.abc import Iterator
 
 from wholestep.spmd.sharding import Call, Row, Rule, beside, linear_rows
 
-_SUMS = ("sum", "avg")
+
+def _is_linear(call: Call) -> bool:
+    return call.argument("op", "sum").partition(":")[0] in ("sum", "avg", "premul_sum")
 
 
 def _elementwise(call: Call) -> Iterator[Row]:
     if call.values[0].dim():
         yield from beside(call)
-    if call.argument("op", "sum") in _SUMS:
+    if _is_linear(call):
         yield from linear_rows(call, [(0,)])
 
 
 def _by_rows(call: Call) -> Iterator[Row]:
     yield from beside(call, 0)
-    if call.argument("op", "sum") in _SUMS:
+    if _is_linear(call):
         yield from linear_rows(call, [(0,)])
 
 
