@@ -388,6 +388,22 @@ def _gradients_kept(fn: Any, after: Any) -> list[list[Any]]:
     return seen
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (2, 0), (0, 2)])
+def test_of_results_that_are_one_memory_the_one_with_a_history_is_it(order: tuple[int, ...]) -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        both = torch.stack([x, x]).relu_()
+        found = [both.data, both, both[1:].detach()]
+        return [found[i] for i in order]
+
+    x, seen = torch.tensor([1.0, -2.0], requires_grad=True), []
+    for call in (fn, ws.compile(fn)):
+        results = call(x)
+        seen.append([[r._version for r in results]])
+        seen[-1] += [torch.autograd.grad(r.sum(), x)[0].tolist() for r in results if r.requires_grad]
+        seen[-1] += [[*(r._version for r in results), r.detach().mul_(2)._version, r.tolist()] for r in results]
+    assert seen[0] == seen[1]
+
+
 def test_gradients_that_results_keep() -> None:
     """`retain_grad()` inside, and the gradient of a leaf made inside, with the backward outside and inside."""
 

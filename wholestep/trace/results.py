@@ -145,8 +145,7 @@ class Outlet:
         self.slots: list[Slot] = []
         self.by_tensor: dict[int, int] = {}
         self.by_storage: dict[int, int] = {}
-        self.first: dict[int, torch.Tensor] = {}  # id of a memory -> the tensor that is all of it, or met first in it
-        self.by_object: set[int] = set()
+        self.first: dict[int, torch.Tensor] = {}  # id of a memory -> the tensor that is all of it, or was met first
         self.keep: list[Any] = []
         self.facts: dict[int, dict[str, Any]] = {}
 
@@ -156,10 +155,18 @@ class Outlet:
             if is_made(value):
                 bases = [value._base] if value._is_view() and is_made(value._base) else []
                 grad = _gradient(value)
-                self.facts |= {id(v): facts_of(v) for v in (value, *bases, *([] if grad is None else [grad]))}
-                ref = self.recorder.ref(value)
-                if not bases and ref.parent is None:
-                    self.first.setdefault(id(ref.storage), value)
+                seen = (value, *bases, *([] if grad is None else [grad]))
+                self.facts |= {id(v): facts_of(v) for v in seen}
+                for one in seen:
+                    self._note_whole(one)
+
+    def _note_whole(self, tensor: torch.Tensor) -> None:
+        """Chooses which of several tensors that are all of a memory is it: one with a history, else the first."""
+        ref = self.recorder.ref(tensor)
+        if ref.parent is None and not tensor._is_view():
+            held = self.first.setdefault(id(ref.storage), tensor)
+            if tensor.grad_fn is not None and held.grad_fn is None:
+                self.first[id(ref.storage)] = tensor
 
     def slot(self, tensor: torch.Tensor, stays: bool = False) -> int:
         """The index of the slot for a tensor made in the step; ``stays`` where its object is kept for later steps."""
@@ -176,14 +183,12 @@ class Outlet:
             output = self._output(ref.read(self.recorder.emit))
             return self._add(tensor, Slot(output, None, None, **self.facts[id(tensor)]))
         place = (tuple(here.shape), here.stride, offset_from(here, whole))
-        is_first = base is None and here == whole and id(storage) not in self.by_object
+        is_first = base is None and here == whole and self.first.get(id(storage)) is tensor
         if self.apart and self._leads_nowhere(ref, stays, is_first):
             copy = self.recorder.emit(torch.ops.aten.clone.default, (ref.read(self.recorder.emit),))
             alone = self.facts[id(tensor)] | {"is_view": False, "several": False, "outdated": False}
             return self._add(tensor, Slot(self._output(copy), None, None, **alone))
         parent = self.slot(base) if base is not None and is_made(base) and self._same_kind(base, tensor) else None
-        if is_first:  # a second tensor of the whole memory is another object
-            self.by_object.add(id(storage))
         if storage.input is not None:
             item = self.recorder.lifted[storage.input]
             itself = item.source is None and is_first  # state that the step makes is the input
