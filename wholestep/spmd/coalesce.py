@@ -173,8 +173,7 @@ def _pack(graph: fx.Graph, members: Sequence[One]) -> None:
         packed = [packer.rows(m.sent, to_send(ranks, m.value)) for m in members]
         joined = packer.call(aten.cat.default, packed, len(to_send(ranks, last.value)) - 1)
         started = packer.call(last.start.target, joined, *last.start.args[1:])
-    reader = next(node for node in graph.nodes if node in first.wait.users)
-    with graph.inserting_before(reader):
+    with graph.inserting_before(min(first.wait.users)):
         done = packer.call(collectives.wait.default, started)
         done = packer.rows(done, received(ranks, info(done).value))
         start = 0

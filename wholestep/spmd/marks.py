@@ -33,7 +33,7 @@ def mark_parameters(step: StepGraph, *, rest: Sequence[Placement], again: bool) 
     stretch = _stretches(step, again)
     phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items()) if n is not None}
     for node, placement in _parameters(step, rest):
-        for number in sorted({n for n in stretch.values() if n is not None}):
+        for number in sorted(phases):
             like = info(node).value.shape
 
             def computes(reader: fx.Node, number: int = number, like: torch.Size = like) -> bool:

@@ -25,9 +25,10 @@ def placed(node: fx.Node, placement: Placement, phase: Phase, chosen: Choice) ->
     Args:
         phase: for the records of the mark and of views that are made anew.
     """
-    following = node.next
-    while following.op in ("placeholder", "get_attr"):
-        following = following.next
+    if not node.users:
+        return None
+    # a placeholder's mark comes after all placeholders; nodes compare by their place in the graph
+    following = node.next if node.op == "call_function" else min(node.users)
     with node.graph.inserting_before(following):
         mark = node.graph.call_function(place, (node,))
     set_info(mark, replace(info(node), phase=phase, placement=placement))
