@@ -404,6 +404,16 @@ def test_of_results_that_are_one_memory_the_one_with_a_history_is_it(order: tupl
     assert seen[0] == seen[1]
 
 
+def test_an_expanded_tensor_is_copied_to_itself() -> None:
+    def fn(x: Tensor) -> Tensor:
+        wide, same = x.expand(2, 3), x.expand(2, 3)
+        return wide.copy_(same)
+
+    x, other = torch.ones(3), torch.ones(3)
+    found, expected = ws.compile(fn)(x), fn(other)
+    assert torch.equal(found, expected) and found._base is x and x._version == other._version == 1
+
+
 def test_gradients_that_results_keep() -> None:
     """`retain_grad()` inside, and the gradient of a leaf made inside, with the backward outside and inside."""
 

@@ -49,7 +49,7 @@ class Writes(Storages):
             return None
         twin = pure_twin(func)
         written = self._written(func, args, kwargs, written_arguments(func))
-        to_itself = func is aten.copy_.default and args[0] is args[1]
+        to_itself = func is aten.copy_.default and self._same_elements(args[0], args[1])
         if func not in CONSTANT_WRITES and not to_itself:
             self._refuse_repeats(func, [self.ref(t).geometry for t in written])
         if not _is_list_op(func) and func not in CONSTANT_WRITES:
@@ -64,6 +64,11 @@ class Writes(Storages):
                 torch.autograd.graph.increment_version([t for t in written if t.device.type == "cpu"])
         node = self._write(func, twin, written, args, kwargs)
         return self._given_back(func, node, out, args, kwargs)
+
+    def _same_elements(self, one: torch.Tensor, two: torch.Tensor) -> bool:
+        """Whether each element of a tensor is the other's: a copy then returns before it looks at how they lie."""
+        ours, theirs = self.ref(one), self.ref(two)
+        return ours.storage is theirs.storage and ours.geometry == theirs.geometry
 
     def _refuse_repeats(self, func: OpOverload, places: list[Geometry]) -> None:
         """Writes where several elements lie in one place: eager's error, or ours where it lets chance decide."""
