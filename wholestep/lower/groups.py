@@ -8,12 +8,12 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.lower.alike import BATCH_OPS
 from wholestep.lower.calls import CallWriter
 from wholestep.lower.chains import chain, chain_step, kernel_of
 from wholestep.lower.lives import Plan, variable
 from wholestep.lower.memory import at, pieces, tiles
 from wholestep.lower.ops import aten, base_name
-from wholestep.lower.order import BATCH_OPS
 from wholestep.lower.products import by_rows, is_product, rows_at_once
 from wholestep.lower.spell import NUMBER_AS_TENSOR
 

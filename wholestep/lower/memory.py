@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.lower.alike import TILE
 from wholestep.lower.arena import SHARED
-from wholestep.lower.order import TILE
 from wholestep.torch_compat import storage_uses
 
 

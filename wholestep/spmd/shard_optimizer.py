@@ -16,7 +16,8 @@ from torch import fx
 
 from wholestep.comm.rows import piece, piece_size
 from wholestep.ir import StepGraph, fake_tensors, info, set_info
-from wholestep.spmd.data_parallel import Pending, Reducer
+from wholestep.spmd.buckets import Pending
+from wholestep.spmd.data_parallel import Reducer
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rewrite import call, copy_step, is_view, part_of_whole, readers
