@@ -6,9 +6,14 @@ Each refused step marks its offending line with a comment; the error must name e
 from __future__ import annotations
 
 import inspect
+import itertools
+import random
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from equal import World, assert_refused, assert_same_run
@@ -307,19 +312,63 @@ def test_one_hot() -> None:
         ws.compile(lambda y: nn.functional.one_hot(y) * 2)(torch.tensor([2, 0]))
 
 
-def test_packed_sequences() -> None:
-    """Their lengths decide on shapes in C++: refused by line, also where data may decide on shapes."""
-    lstm = nn.LSTM(3, 4, batch_first=True)
+MOVING: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "count": (lambda: itertools.count(3), next),
+    "cycle": (lambda: itertools.cycle([3, 4]), next),
+    "list iterator": (lambda: iter([3, 4]), next),
+    "generator": (lambda: (i for i in (3, 4)), next),
+    "zip": (lambda: zip([3, 4], [5, 6], strict=True), lambda pairs: next(pairs)[0]),
+    "random": (lambda: random.Random(3), lambda r: r.random()),
+    "numpy": (lambda: numpy.random.default_rng(3), lambda r: r.random()),
+    "numpy of old": (lambda: numpy.random.RandomState(3), lambda r: r.rand()),
+}
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_what_moves_on_unseen_is_refused(kind: str) -> None:
+    """A replay would repeat the value of the first call; the iterator or generator stays where it is."""
+    make, take = MOVING[kind]
+    moving, other = make(), make()
 
     def step(x: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, [3, 2], batch_first=True)
-        return lstm(packed)[1][0].sum()  # HERE
+        return x * take(moving)
 
-    with pytest.raises(DataDependentError, match="guard_data=True"):
-        ws.compile(step)(torch.randn(2, 3, 3))
-    with pytest.raises(UnsupportedError, match="memory in C") as caught:
-        ws.compile(step, guard_data=True)(torch.randn(2, 3, 3))
-    assert marked_line(step) in str(caught.value)
+    with pytest.raises((UnsupportedError, DataDependentError), match="a replay would repeat|numbers a replay"):
+        ws.compile(step)(torch.ones(2))
+    assert take(moving) == take(other)
+    passed = ws.compile(lambda x, it: (x + 1, it))
+    assert all(passed(torch.ones(2), moving)[1] is moving for _ in range(2)), "itself when it is only passed on"
+
+
+def test_refusals_of_iterators_name_the_line() -> None:
+    numbers = itertools.count()
+
+    def step(x: Tensor) -> Tensor:
+        return x * next(numbers)  # HERE
+
+    with pytest.raises(UnsupportedError) as caught:
+        ws.compile(step)(torch.ones(2))
+    assert marked_line(step) in str(caught.value) and "count" in str(caught.value)
+
+
+def test_values_of_the_standard_library_are_guards() -> None:
+    compiled = ws.compile(lambda x, d: x * float(d))
+    for value in (Decimal("0.5"), Decimal("0.25"), Fraction(1, 8), Fraction(1, 16), Decimal("0.5")):
+        assert compiled(torch.ones(1), value) == float(value)
+
+
+def test_integers_that_decide_on_shapes() -> None:
+    """A number that is only known when the step runs is no size; one that follows from a small argument is a guard."""
+
+    def ones(x: Tensor, n: Tensor) -> Tensor:
+        return x.new_ones(2, n.item())  # HERE
+
+    compiled = ws.compile(ones)
+    for n in (3, 4, 3):
+        assert compiled(torch.ones(1), torch.tensor(n)).shape == (2, n)
+    weight = nn.Parameter(torch.ones(9))
+    with pytest.raises(DataDependentError, match="only known when the step runs"):
+        ws.compile(lambda x: x.new_ones(2, (x @ weight).long().item()))(torch.ones(9))
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from equal import World, assert_same_failure, assert_same_or_refused, assert_same_run
+from equal import Make, World, assert_same_failure, assert_same_or_refused, assert_same_run
 from torch import Tensor, nn, optim
-from zoo.optimizers import SCHEDULED, SETTINGS, optimized, optimizers
+from zoo.optimizers import FUSED, SCHEDULED, SETTINGS, optimized, optimizers
 
 OPTIMIZERS = optimizers()
 
@@ -20,28 +21,75 @@ def test_optimizer(name: str) -> None:
 
 def test_the_table_knows_every_optimizer() -> None:
     found = {cls for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)}
-    assert found == {*SETTINGS, optim.Optimizer, optim.LBFGS, optim.SparseAdam}
+    assert found == {*SETTINGS, optim.Optimizer, optim.LBFGS, optim.SparseAdam}  # SparseAdam has a test of its own
 
 
 def test_capturable_fails_as_in_eager_where_it_is_not_supported() -> None:
     assert_same_failure(optimized(lambda groups: optim.Adam(groups, capturable=True)))
 
 
-def test_sparse_adam_as_eager_or_refused() -> None:
+def sparse(factory: Any) -> Make:
+    """A world that trains an embedding by sparse gradients, and a dense layer where the optimizer takes both."""
+
     def make(seed: int) -> World:
-        model = nn.Embedding(7, 3, sparse=True)
-        opt = optim.SparseAdam(model.parameters())
+        model, head = nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)
+        opt = factory([*model.parameters(), *(() if factory.func is optim.SparseAdam else head.parameters())])
 
         def step(tokens: Tensor) -> Tensor:
-            loss = model(tokens).pow(2).sum()
+            loss = head(model(tokens)).pow(2).sum()
             loss.backward()
             opt.step()
             opt.zero_grad()
             return loss
 
-        return World(step, [(torch.tensor([1, 2, 2]),)], {"model": model, "opt": opt})
+        batches = [(torch.tensor(tokens),) for tokens in ([1, 2, 2], [1, 5, 0], [3, 3, 3])]
+        return World(step, batches, {"model": model, "opt": opt})
 
-    assert_same_or_refused(make)
+    return make
+
+
+SPARSE = {
+    "SparseAdam": partial(optim.SparseAdam),
+    "SparseAdam, other settings": partial(optim.SparseAdam, lr=0.1, betas=(0.5, 0.9), eps=1e-6, maximize=True),
+    "SparseAdam, a tensor as rate": partial(optim.SparseAdam, lr=torch.tensor(0.1)),
+    "Adagrad": partial(optim.Adagrad, lr_decay=0.1, initial_accumulator_value=0.1, maximize=True),
+    "Adagrad, foreach": partial(optim.Adagrad, lr=torch.tensor(0.1), foreach=True),
+    "SGD": partial(optim.SGD, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients(name: str) -> None:
+    """How many values such a gradient has is in the data; other tokens are no other capture."""
+    assert_same_run(sparse(SPARSE[name]), steps=7)
+
+
+def test_sparse_gradients_and_weight_decay_fail_as_in_eager() -> None:
+    assert_same_failure(sparse(partial(optim.Adagrad, weight_decay=0.1)))
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_gradient_scaler_with_fused_kernels(kind: type[optim.Optimizer]) -> None:
+    """The kernel unscales the gradients, and leaves everything alone where one overflowed."""
+
+    def make(seed: int) -> World:
+        model = nn.Linear(3, 2)
+        opt = kind(model.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+        def step(x: Tensor) -> Tensor:
+            opt.zero_grad()
+            loss = model(x).pow(2).sum()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            return loss
+
+        batches = [(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)),) for i in range(3)]
+        batches.append((torch.full((4, 3), torch.inf),))
+        return World(step, batches, {"model": model, "opt": opt, "scaler": scaler})
+
+    assert_same_run(make, steps=7)
 
 
 def change(what: str) -> Any:

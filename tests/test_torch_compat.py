@@ -21,6 +21,8 @@ from wholestep.torch_compat import (
     FOREACH_TYPES,
     GET_VERSION,
     HOOK_TABLES,
+    OPTIMIZERS_FUNCTIONS,
+    PAD_PACKED,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -332,6 +334,30 @@ def test_a_type_among_the_foreach_types_takes_the_foreach_form():
         assert one_operator_for_all()
     finally:
         FOREACH_TYPES.remove(Other)
+
+
+def test_sparse_adam_calls_the_function_that_tracing_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(OPTIMIZERS_FUNCTIONS, "sparse_adam", lambda params, *_, **__: calls.append(params))
+    table = nn.Embedding(3, 2, sparse=True)
+    opt = torch.optim.SparseAdam(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    opt.step()
+    assert calls[0][0] is table.weight
+
+
+def test_padding_calls_the_function_that_tracing_exchanges() -> None:
+    seen: list[Any] = []
+
+    class Window(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    with Window():
+        nn.utils.rnn.pad_packed_sequence(packed)
+    assert PAD_PACKED in seen
 
 
 def test_a_direct_call_gives_what_the_operator_gives():

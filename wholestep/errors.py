@@ -32,12 +32,17 @@ class CaptureError(WholestepError, RuntimeError):
     """
 
     def __init__(self, what: str, where: str = "", remedy: str = "") -> None:
-        self.what, self.where, self.remedy = what, where, remedy
-        lines = [what]
+        self.what, self.remedy = what, remedy
+        self.put(where)
+
+    def put(self, where: str) -> None:
+        """Sets the place in the user's code."""
+        self.where = where
+        lines = [self.what]
         if where:
             lines.append(f"  at: {where}")
-        if remedy:
-            lines.append(f"  to do: {remedy}")
+        if self.remedy:
+            lines.append(f"  to do: {self.remedy}")
         super().__init__("\n".join(lines))
 
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.optim import _functional
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -227,6 +228,12 @@ def default_device() -> torch.device:
 
 # Types for which torch.optim and the gradient clipping functions choose their foreach forms.
 FOREACH_TYPES: list[type[torch.Tensor]] = _foreach_utils._foreach_supported_types
+
+# The function behind `torch.nn.utils.rnn.pad_packed_sequence`.
+PAD_PACKED = torch._pad_packed_sequence
+
+# Where `torch.optim.SparseAdam` finds the function that does its arithmetic: `sparse_adam`.
+OPTIMIZERS_FUNCTIONS = _functional
 
 
 # --- lower -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from wholestep.capture.facts import is_plain
 from wholestep.capture.places import Place
 from wholestep.capture.sinks import REMEDY, Sink
 from wholestep.capture.source import Source, Version
+from wholestep.capture.stopped import Stopped
 from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, new_in
 from wholestep.errors import LeakError
 from wholestep.pure import Count
@@ -46,7 +47,7 @@ class _Values:
         if id(value) in self.stand_ins:
             number = self.stand_ins[id(value)]
             return Existing(number.source, number.value)
-        if type(value) is Sink:
+        if type(value) in (Sink, Stopped):
             return Existing(vars(value)["source"], vars(value)["holder"])
         if isinstance(value, Count):
             found = self.seen.find(value.tensor)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
+import uuid
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from re import Pattern
 from typing import Any
 
 import numpy
@@ -13,7 +19,8 @@ from wholestep.torch_compat import default_device
 PLAIN: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
-    numpy.generic,
+    numpy.generic, Fraction, Decimal, PurePath, Pattern, uuid.UUID,
+    datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
 )
 EXACT_PLAIN = frozenset(PLAIN)
 META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape", "stride")

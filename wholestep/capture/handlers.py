@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
+import random
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ from wholestep.capture.facts import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metada
 from wholestep.capture.places import Found, Number, Places
 from wholestep.capture.scope import Cell, Global, Local
 from wholestep.capture.source import Attr, Item, Member, Method, Source, Vars
+from wholestep.capture.stopped import RANDOM
 from wholestep.errors import LazyError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES, generator_id
@@ -60,6 +63,15 @@ def _array(walk: Places, array: numpy.ndarray[Any, Any], source: Source) -> None
 
 def _generator(walk: Places, generator: torch.Generator, source: Source) -> None:
     walk.generators[generator_id(generator)] = generator, source
+
+
+def _random(walk: Places, generator: Any, source: Source) -> None:
+    walk.stoppers.watch(generator, source)
+    _plain_attributes(walk, generator, source)
+
+
+def _iterator(walk: Places, iterator: Any, source: Source) -> None:
+    walk.stoppers.iterators[id(iterator)] = iterator, source
 
 
 def _tensor_kind(walk: Places, tensor: torch.Tensor, source: Source) -> InputKind:
@@ -154,6 +166,8 @@ def _optimizer(walk: Places, optimizer: torch.optim.Optimizer, source: Source) -
         place = walk.add(group, where.base, boxes.MAPPING, None, later | lifted)
         place.lifted, place.ordered = frozenset(lifted - later), False
     walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
+    if isinstance(optimizer, torch.optim.SparseAdam):  # the one that counts steps in ints
+        walk.counting |= set(map(id, optimizer.state.values()))
     for base in type(optimizer).__mro__:
         if is_user_class(base):
             walk.queue(base, Attr(source, "__class__"))
@@ -211,6 +225,7 @@ HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
     numpy.ndarray: _array,
     torch.Generator: _generator,
+    **dict.fromkeys(RANDOM, _random),
     torch.optim.Optimizer: _optimizer,
     LRScheduler: _scheduler,
     dict: _mapping,
@@ -238,7 +253,7 @@ WAITING: dict[Handler, int] = {_class: 0, _optimizer: 1, _scheduler: 1}
 # Registered operators and their namespaces keep books of their own, which change when one is first run.
 OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)),)
 OPAQUE: tuple[type, ...] = (
-    types.BuiltinFunctionType, weakref.ref, torch.library.CustomOpDef, *OPERATORS
+    types.BuiltinFunctionType, weakref.ref, random.SystemRandom, io.IOBase, torch.library.CustomOpDef, *OPERATORS
 )
 
 
@@ -250,4 +265,6 @@ def handler(kind: type) -> Handler | None:
     for base in kind.__mro__:
         if base in HANDLERS:
             return HANDLERS[base]
-    return _object if is_user_class(kind) or is_installed(kind) else None
+    if is_user_class(kind) or is_installed(kind):
+        return _object
+    return _iterator if issubclass(kind, Iterator) else None

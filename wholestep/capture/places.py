@@ -16,6 +16,7 @@ from wholestep.capture.code import Reach, hideable
 from wholestep.capture.facts import EXACT_PLAIN, global_state
 from wholestep.capture.sinks import Sinks
 from wholestep.capture.source import Call, Source
+from wholestep.capture.stopped import Stoppers
 from wholestep.ir import InputKind
 
 _NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.MODULE)
@@ -87,6 +88,7 @@ class Places:
         holders: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
         named: globals met: id of the module's table, name.
         hidden: attributes that no code named so far.
+        counting: ids of the dicts whose ``"step"`` is another number at each call.
     """
 
     def __init__(self, call: Call, names: Iterable[str], varying: frozenset[str]) -> None:
@@ -98,13 +100,14 @@ class Places:
         self.metadata: dict[int, tuple[Any, ...]] = {}
         self.arrays: dict[int, Array] = {}
         self.generators: dict[int, tuple[torch.Generator, Source]] = {}
-        self.sinks = Sinks()
+        self.sinks, self.stoppers = Sinks(), Stoppers()
         self.numbers: list[Number] = []
         self.holders: set[str] = set()
         self.named: set[tuple[int, str]] = set()
         self.reach = Reach(names)
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Place, Any, Source]] = []
+        self.counting: set[int] = set()
         self._keep: list[Any] = []  # ids stay valid while this lives
         self._todo: list[tuple[Any, Source]] = []
 

@@ -51,6 +51,7 @@ class Snapshot(Exchanged):
         """
         for array in self.walk.arrays.values():
             array.refuse_changed()
+        self.walk.stoppers.refuse_moved()
         for generator, source, state in self.seeds:
             if not torch.equal(generator.get_state(), state):
                 raise UnsupportedError(f"{source}, a random generator, is seeded inside of the step",
@@ -95,6 +96,7 @@ class Snapshot(Exchanged):
         if moved:
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         self.walk.sinks.restore()
+        self.walk.stoppers.restore()
         self.lifted.clear()
         self.noted.clear()
         self.twins = Twins(())

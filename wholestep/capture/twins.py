@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class Twins:
 
     def exchange(self, value: Any) -> Any:
         """A value with what has a twin replaced by it; tuples are made anew around theirs, others stay."""
-        if isinstance(value, (torch.Tensor, torch.nn.Module, list, deque)):
+        if isinstance(value, (torch.Tensor, torch.nn.Module, list, deque, Iterator)):
             return self.of.get(id(value), value)
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
             parts = [self.exchange(item) for item in value]

@@ -62,7 +62,7 @@ class Walk(Places):
                 self.reach.add(entry, False)
         self._todo.extend((value, source) for source, value in reversed(self.roots))
         self.run()
-        if varying:
+        if varying or self.counting:
             self._vary()
 
     def _vary(self) -> None:
@@ -74,7 +74,7 @@ class Walk(Places):
             for key, value in place.before.items():
                 if type(value) in (int, float) and place.box in _VARYING and key not in place.ignored:
                     source = self.child(place, key)
-                    if source.path in self.varying:
+                    if source.path in self.varying or (key == "step" and id(place.holder) in self.counting):
                         self.numbers.append(Number(source, value, key=key, place=place))
                         place.lifted |= {key}
                         place.ignored |= {key}

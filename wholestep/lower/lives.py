@@ -112,6 +112,7 @@ class Lives:
         self.bounds: list[tuple[int, int]] = []
         self.root = self.plan.root
         self.readers: dict[fx.Node, list[fx.Node]] = {}
+        self.held: dict[fx.Node, list[fx.Node]] = {}  # sparse tensor -> the roots of what it is made of
         self.members: dict[int, list[fx.Node]] = {}
         self.escaping: set[fx.Node] = set()
         self.lendable: set[fx.Node] = set()
@@ -167,11 +168,19 @@ class Lives:
             for operand in node.all_input_nodes:
                 if node.target is aten.copy.default and operand is node.args[0] is not node.args[1] and writer(node):
                     continue  # a copy does not read what it replaces
-                self.readers[self.root[operand]].append(node)
+                self._read(operand, node)
+        if isinstance(value, torch.Tensor) and value.layout != torch.strided:  # its indices and values are its operands
+            roots = [self.root[operand] for operand in node.all_input_nodes]
+            self.held[self.root[node]] = [*roots, *(inner for r in roots for inner in self.held.get(r, ()))]
         started = self.root[node].target
         if is_wait(node.target) and not is_in_place_collective(started):  # until now it reads what it was given
             for operand in self.root[node].all_input_nodes:
                 self.readers[self.root[operand]].append(node)
+
+    def _read(self, operand: fx.Node, reader: fx.Node) -> None:
+        root = self.root[operand]
+        for read in (root, *self.held.get(root, ())):
+            self.readers[read].append(reader)
 
     def _spared(self, owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
         """Results of an argument-writing call that are an argument left as it was."""
@@ -203,14 +212,16 @@ class Lives:
                 self.plan.returned.append(("literal", node))
                 continue
             root, value = self.root[node], info(node).value
-            self.readers[root].append(self.output)
+            self._read(node, self.output)
+            self.escaping.update(r for r in self.held.get(root, ()) if r.op == "call_function" and r not in self.fixed)
             held = info(root).value
             own = root.op == "call_function" and root not in self.fixed and root not in taken
             if own and isinstance(held, torch.Tensor) and held.numel() == value.numel():
                 taken.add(root)
                 self.escaping.add(root)
                 self.plan.returned.append(("value", node))
-                if index in homes and homes[index].kind == "grad" and root.name not in self.apart:
+                lent = index in homes and homes[index].kind == "grad" and root not in self.held
+                if lent and root.name not in self.apart:
                     self.lendable.add(root)
             else:
                 self.plan.returned.append(("clone", node))

@@ -197,6 +197,14 @@ class Inputs(Tape):
         self.by_id[id(tensor)] = Lifted(base.node, found.source, tensor, ref, twin)
         return self.by_id[id(tensor)]
 
+    def known(self, real: torch.Tensor) -> Lifted:
+        """A tensor with values that the step may hold, and C++ may read, as a constant of the graph."""
+        fake = self.constant(real)
+        ref: Ref = fake.wholestep_ref  # type: ignore[attr-defined]
+        real.wholestep_ref = ref  # type: ignore[attr-defined]
+        self.by_id[id(real)] = Lifted(ref.storage.value, "constant", real, ref, fake)
+        return self.by_id[id(real)]
+
     def _fakes(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             self.ref(leaf)

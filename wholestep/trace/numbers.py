@@ -11,9 +11,10 @@ from torch import fx
 
 from wholestep.errors import DataDependentError
 from wholestep.parts import Part
+from wholestep.torch_compat import no_modes
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.inputs import Found, Inputs, Lifted
-from wholestep.trace.predicates import Predicate, decide
+from wholestep.trace.predicates import Predicate, decide, follows_from_numbers
 from wholestep.trace.sizes import Sizes, is_size
 from wholestep.trace.where import Whereabouts, user_line
 
@@ -76,6 +77,17 @@ class Numbers(Inputs):
             raise DataDependentError("Python needs the value of a complex tensor", user_line())
         return make_host(HostNode(self, node, node.meta["info"].value, known=False))
 
+    def as_list(self, tensor: torch.Tensor) -> Any:
+        """`.tolist()`: its numbers now become a guard, if they are cheap to know."""
+        with no_modes():
+            node = self.emit(torch.Tensor.tolist, (self.ref(tensor).read(self.emit),), value=[])
+            return self.decide(node, None, user_line())
+
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the same values at each call."""
+        with no_modes():
+            return follows_from_numbers([self.ref(tensor).read(self.emit)])
+
     def decide(self, node: fx.Node, hint: Any, line: str, fixed: bool = False) -> Any:
         """Python branches on a host number: its value now becomes a guard, if it is cheap to know.
 
@@ -101,8 +113,8 @@ class Numbers(Inputs):
         return token
 
     def escaped(self, number: HostNode, how: str) -> Any:
-        if self.guard_data:
-            return self.decide(number.fx_node, number.hint, user_line())
+        if self.guard_data or follows_from_numbers([number.fx_node]):
+            return self.decide(number.fx_node, number.hint, user_line(), fixed=True)
         raise DataDependentError(
             f"Python needs a number that is only known when the step runs: {how}",
             user_line(),

@@ -35,7 +35,7 @@ CHEAP = {
     aten.zeros.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten._to_copy.default,
     aten.fill.Scalar, aten.scalar_tensor.default, aten._local_scalar_dense.default, aten.slice.Tensor,
     aten.select.int, aten.view.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.transpose.int, aten.t.default,
+    aten.transpose.int, aten.t.default, aten.sort.default, operator.getitem,
 }  # fmt: skip
 
 # Where an offset stands that an operator counts from the start of the memory, and a graph from the operand's first

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from wholestep.trace.checks import CHECKS, kernels_error
 from wholestep.trace.inputs import Found, Lifted
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import follows_from_numbers, geometry
-from wholestep.trace.sizes import Sizes, is_size
-from wholestep.trace.tape import map_leaves
+from wholestep.trace.sequences import pack
+from wholestep.trace.sizes import Sizes, is_host, is_size
+from wholestep.trace.tape import leaves, map_leaves
 from wholestep.trace.where import Whereabouts, user_line
 from wholestep.trace.writes import Writes, all_args
 
@@ -59,6 +61,7 @@ class Recorder(Writes, TorchDispatchMode):
             special = SPECIAL.get(func)
             if special is not None:
                 return special(self, *args, **kwargs)
+            args = self._with_known_sizes(func, args, kwargs)
             args, kwargs = map_leaves(self._exchange, args), map_leaves(self._exchange, kwargs)
             if func in CHECKS:
                 CHECKS[func](*args, **kwargs)
@@ -77,6 +80,34 @@ class Recorder(Writes, TorchDispatchMode):
             if kind == "data" and not func._schema.is_mutable and (self.guard_data or self._is_fixed(func, args)):
                 return self._observed(func, args, kwargs)
             raise _translated(func, error, kind) from error
+
+    def _with_known_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The arguments, with those integers known now that the shape of the result depends on."""
+        if func._schema.is_mutable or not any(map(is_host, leaves(args))):
+            return args
+        kinds = [str(argument.type) for argument in func._schema.arguments]
+        known = list(args)
+        for i, argument in enumerate(args):
+            if ("int" in kinds[i] or func.overloadpacket is aten.arange) and any(map(is_host, leaves(argument))):
+                tried = [[*args[:i], map_leaves(partial(_hint, more), argument), *args[i + 1 :]] for more in (0, 1)]
+                one, two = (self._shapes(func, given, kwargs) for given in tried)
+                known[i] = argument if one == two else map_leaves(self._known, argument)
+        return tuple(known)
+
+    def _known(self, leaf: Any) -> Any:
+        if not is_host(leaf):
+            return leaf
+        if leaf.node.known:  # an argument that varies: as it is, it is a guard
+            return self.escaped(leaf.node, "the shape of a result depends on it")
+        return self.decide(leaf.node.fx_node, None, user_line())
+
+    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The shapes of what a call gives; None where it fails."""
+        given = map_leaves(self._exchange, args), map_leaves(self._exchange, kwargs)
+        try:
+            return [leaf.shape for leaf in leaves(self._execute(func, *given)) if isinstance(leaf, torch.Tensor)]
+        except Exception:
+            return None
 
     def _exchange(self, leaf: Any) -> Any:
         """Symbolic numbers and tokens -> host numbers' nodes; everything else as it is."""
@@ -205,6 +236,10 @@ class Recorder(Writes, TorchDispatchMode):
         out.wholestep_ref = ref  # type: ignore[attr-defined]
 
 
+def _hint(more: int, leaf: Any) -> Any:
+    return leaf.node.hint + more if is_host(leaf) else leaf
+
+
 def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
     if kind == "device":
         return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
@@ -276,6 +311,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: Recorder.item,
     aten.item.default: Recorder.item,
     aten.lift_fresh.default: _lift_fresh,
+    aten._pack_padded_sequence.default: pack,
     aten.lift.default: _lift_fresh,
 }
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.torch_compat import FakeTensor
 from wholestep.trace.alias import Ref
 from wholestep.trace.flags import counts_alone, facts_of, is_leaf
 from wholestep.trace.inputs import Lifted
@@ -259,7 +258,7 @@ class Outlet:
 
     def place(self, value: Any, stays: bool = False) -> Made:
         """Where a replay finds a tensor or a number that the step made; see `slot`."""
-        if isinstance(value, FakeTensor):
+        if isinstance(value, torch.Tensor):
             index, grad = self.slot(value, stays), _gradient(value)
             if grad is not None:
                 self.slots[index] = replace(self.slots[index], grad=self.slot(grad))

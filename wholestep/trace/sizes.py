@@ -19,12 +19,18 @@ from wholestep.trace.where import user_line
 
 def is_made(value: object) -> bool:
     """Whether something is a tensor that the step made, not one that it was given under a stand-in."""
-    return isinstance(value, FakeTensor) and not getattr(value, "wholestep_given", False)
+    made = isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and hasattr(value, "wholestep_ref"))
+    return made and not getattr(value, "wholestep_given", False)
 
 
 def is_size(value: object) -> bool:
     """Whether something is a number that follows from symbolic sizes."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and hasattr(value.node, "shape_env")
+
+
+def is_host(value: object) -> bool:
+    """Whether something is an integer that is only known when the step runs."""
+    return isinstance(value, torch.SymInt) and not hasattr(value.node, "shape_env")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wholestep.errors import LeakError, UnsupportedError
+from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.ir import Input
 from wholestep.torch_compat import FakeTensor, no_modes
 from wholestep.trace.finish import finish, is_written
@@ -18,7 +18,7 @@ from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Outlet
 from wholestep.trace.sizes import Sizes, is_made
 from wholestep.trace.traced import Differentiate, SharedMemory, Traced, World
-from wholestep.trace.where import Whereabouts
+from wholestep.trace.where import Whereabouts, line_of
 from wholestep.trace.window import CallWindow
 from wholestep.trace.world import exchanged, same_python_randomness
 
@@ -74,9 +74,11 @@ def trace_step(
         with same_python_randomness():
             try:
                 result = fn(*args, **kwargs)
-            except Exception:
+            except Exception as error:
                 with no_modes():
                     _refuse_shared_writes(recorder)  # had it been known, another error may have come first
+                if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
+                    error.put(line_of(error))
                 raise
     torch.clear_autocast_cache()
     recorder.refuse_changed()

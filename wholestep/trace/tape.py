@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -130,6 +130,15 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: map_leaves(function, item) for key, item in tree.items()}
     return function(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of nested lists, tuples and dicts."""
+    if isinstance(tree, (tuple, list, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(item)
+    else:
+        yield tree
 
 
 def fake_value(leaf: Any) -> Any:

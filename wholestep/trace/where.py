@@ -27,11 +27,25 @@ def user_line() -> str:
     """``file:line`` of the innermost frame that belongs neither to torch nor to this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_OUTSIDE) and "contextlib" not in name:
-            return f"{name}:{frame.f_lineno}"
+        if _is_user(frame):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def line_of(error: BaseException) -> str:
+    """``file:line`` of the innermost such frame that an error came through."""
+    step, found = error.__traceback__, ""
+    while step is not None:
+        if _is_user(step.tb_frame):
+            found = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+        step = step.tb_next
+    return found
+
+
+def _is_user(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return not name.startswith(_OUTSIDE) and "contextlib" not in name
 
 
 class Thread:

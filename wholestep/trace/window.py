@@ -12,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 
 from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.pure import Count
-from wholestep.torch_compat import GET_VERSION, FakeTensor, fake_refusal, no_modes, set_versions
+from wholestep.torch_compat import GET_VERSION, PAD_PACKED, FakeTensor, fake_refusal, no_modes, set_versions
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.sequences import RECURRENT, is_packed, padded, with_known_sizes
 from wholestep.trace.sizes import is_made, is_size
 from wholestep.trace.storages import OWNERS
 from wholestep.trace.where import user_line
@@ -34,7 +35,7 @@ class CallWindow(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         remedy = ESCAPES.get(name)
         if remedy is not None and args and isinstance(args[0], torch.Tensor):
-            if self.recorder.guard_data and name in READABLE:
+            if name in READABLE and (self.recorder.guard_data or self.recorder.is_fixed(args[0])):
                 return self._read(name, func, args)
             remedy += GUARD_DATA if name in READABLE else ""
             what = "Cannot access data pointer" if name == "data_ptr" else "Python needs the value"
@@ -54,6 +55,10 @@ class CallWindow(TorchFunctionMode):
                 kwargs = {"reduction": "mean"} | kwargs
             if func in CTC_LOSSES:
                 return self._ctc_loss(*args, **kwargs)
+        if func is PAD_PACKED:
+            return padded(self.recorder, *args, **(kwargs or {}))
+        if func in RECURRENT and is_packed(args):
+            args = with_known_sizes(self.recorder, args)
         if func == SET_DATA:  # equal, never the same object
             return self._set_data(*args)
         if func is torch.Tensor.__deepcopy__:
@@ -91,8 +96,7 @@ class CallWindow(TorchFunctionMode):
         if name == "__contains__":
             return self._window(func, args, {})
         if name == "tolist":
-            node = self.recorder.emit(func, (self.recorder.ref(args[0]).read(self.recorder.emit),), value=[])
-            return self.recorder.decide(node, None, user_line())
+            return self.recorder.as_list(args[0])
         return READABLE[name](self._window(torch.Tensor.item, args, {}))
 
     def _by_value(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.ir import Gradient
 from wholestep.pure import get_rng_state, set_rng_state
 from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes
+from wholestep.trace import sparse
 from wholestep.trace.entrance import handled
 from wholestep.trace.formulas import by_data
 from wholestep.trace.host import AWARE, aware_choice
@@ -78,6 +79,11 @@ def _traced_rng(recorder: Recorder) -> tuple[Callable[[], Any], Callable[[Any], 
         recorder.emit(set_rng_state, (recorder.ref(state).read(recorder.emit),), value=())
 
     return get_state, set_state
+
+
+def _batch_size(recorder: Recorder) -> Callable[[Any], int]:
+    """`int` for the size of a packed sequence's batch."""
+    return lambda value: recorder.as_list(value) if isinstance(value, torch.Tensor) else int(value)
 
 
 def _number_of(value: Any) -> Any:
@@ -191,6 +197,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: boo
     replacements: list[tuple[Any, str, Any]] = [
         *_size_aware(recorder),
         *recorder.resizing(),
+        *sparse.exchanges(),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
         (torch, "get_rng_state", get_state),
@@ -203,6 +210,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: boo
         (torch.autograd, "backward", _recorded_backward(recorder, parameters)),
         (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
         (torch.nn.modules.batchnorm, "float", _number_of),
+        (torch.nn.modules.rnn, "int", _batch_size(recorder)),
         (torch.overrides, "has_torch_function", _only_in(thread, _is_overridden, torch.overrides.has_torch_function)),
         (torch.distributions.Distribution, "_validate_args", False),
     ]

@@ -27,7 +27,7 @@ from wholestep.trace.ops import (
 )
 from wholestep.trace.sizes import is_made
 from wholestep.trace.storages import Storages
-from wholestep.trace.tape import map_leaves
+from wholestep.trace.tape import fake_value, map_leaves
 from wholestep.trace.where import user_line
 
 aten = torch.ops.aten
@@ -121,7 +121,7 @@ class Writes(Storages):
         bound = all_args(func, args, kwargs)
         tensors: list[torch.Tensor] = []
         for position in positions:
-            if position == 1 and func._schema.name.startswith("aten::_fused_") and not bound.get(_scale_position(func)):
+            if position == 1 and _is_fused(func) and bound.get(_scale_position(func)) is None:
                 continue  # gradients are only written when they are unscaled
             item = bound.get(position)
             tensors.extend([item] if isinstance(item, torch.Tensor) else [t for t in item or () if t is not None])
@@ -131,10 +131,18 @@ class Writes(Storages):
         """Records the pure form and makes its results the written tensors' content."""
         kept = {k: v for k, v in kwargs.items() if k not in twin.drop} | _defaults(func, twin, len(args), kwargs)
         refs = [self.ref(t) for t in written]
-        node = self.emit(twin.target, map_leaves(self._reads, args), map_leaves(self._reads, kept))
+        reads = map_leaves(self._reads, args), map_leaves(self._reads, kept)
+        scaled = _is_fused(func) and all_args(func, args, kwargs).get(_scale_position(func)) is not None
+        node = self.emit(twin.target, *reads, value=self._like_written(func, *reads) if scaled else None)
         for ref, new in zip(refs, self._new_values(func, twin, node, len(written), args, kwargs), strict=True):
             ref.write(fit(new, ref, self.emit), self.emit)
         return node
+
+    def _like_written(self, func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], ...]:
+        """The value of a fused optimizer's pure form, whose kernel looks at the scale of the gradients."""
+        bound = all_args(func, args, kwargs)
+        with self.fake_mode:
+            return tuple([torch.empty_like(fake_value(n)) for n in bound[i]] for i in written_arguments(func))
 
     def _new_values(
         self, func: Any, twin: Twin, node: fx.Node, count: int, args: Any, kwargs: Any
@@ -147,8 +155,7 @@ class Writes(Storages):
             for index in range(len(value) - count, len(value)):
                 yield self.emit(operator.getitem, (node, index))
             return
-        fused = func._schema.name.startswith("aten::_fused_")
-        skip = fused and not all_args(func, args, kwargs).get(_scale_position(func))
+        skip = _is_fused(func) and all_args(func, args, kwargs).get(_scale_position(func)) is None
         for index, item in enumerate(value):
             if isinstance(item, torch.Tensor):
                 yield self.emit(operator.getitem, (node, index))
@@ -272,6 +279,10 @@ def _defaults(func: OpOverload, twin: Twin, given: int, kwargs: dict[str, Any]) 
     needed = {a.name for a in twin.target._schema.arguments if not a.has_default_value()}
     rest = func._schema.arguments[given:]
     return {a.name: a.default_value for a in rest if a.has_default_value() and a.name in needed - set(kwargs)}
+
+
+def _is_fused(func: OpOverload) -> bool:
+    return func._schema.name.startswith("aten::_fused_")
 
 
 def _scale_position(func: OpOverload) -> int:
