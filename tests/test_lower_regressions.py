@@ -162,6 +162,27 @@ def test_collectives_run_beside_other_work_or_at_once(kind: str, little: int, mo
         assert ("wholestep_all_reduce_(cat_default" in code) == (kind == "all_reduce" and little < 0)
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("between", ["send", "all_reduce", "nothing"])
+def test_nothing_that_communicates_stands_between_what_runs_at_once(between: str, alike: bool) -> None:
+    """A rank that ran the first to its end here could be waited for, with the second, by one that starts otherwise."""
+    operators = torch.ops.wholestep
+    b = Builder()
+    x = b.input("x", torch.randn(4, 4), "batch")
+    started = b.call(operators.all_reduce.default, b.call(aten.sin.default, x), "sum", "")
+    other = b.call(aten.cos.default, x)
+    if between == "send":
+        other = b.call(operators.wait.default, b.call(operators.send.default, other, 1, 0, ""))
+    if between == "all_reduce":
+        other = b.call(operators.wait.default, b.call(operators.all_reduce.default, other, "sum", ""))
+    done = b.call(operators.wait.default, started)
+    step, _ = b.finish([b.call(aten.neg.default, done), b.call(aten.neg.default, other)], {})
+    step.signature.alike = alike  # what plans have made is in one order on all ranks
+    code = lower_aten(step).code
+    first = code.count("all_reduce_at_once(sin")
+    assert first == (between == "nothing" or (alike and between == "all_reduce"))
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("start", [0, 2])
 def test_an_offset_counts_from_the_operands_first_element(offset: int, start: int) -> None:

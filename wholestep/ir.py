@@ -100,6 +100,7 @@ class Signature:
             memory is free after their last reader.
         kept: how many of the last outputs are held until a backward: their memory is not reused by the next call.
         uneven: whether dimensions were cut into pieces of several sizes, which differ from rank to rank.
+        alike: whether a plan made it, so that all ranks issue their collectives, of all groups, in one order.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Signature:
     dying: frozenset[int] = frozenset()
     kept: int = 0
     uneven: bool = False
+    alike: bool = False
 
 
 @dataclass

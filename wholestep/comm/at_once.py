@@ -1,16 +1,19 @@
 """The operators of `ops.py` and `row_ops.py`, run to their end: for programs with nothing to do until one has ended.
 
-Nothing then passes to the group's thread and back, which on a busy core takes longer than a small collective does.
+Nothing then passes to the group's thread and back, which on a busy core takes longer than a small collective does; and
+where all cores are busy nothing is won by it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from wholestep.comm import moves, reductions, row_ops
+from wholestep.comm.world import get_group, get_world_size
 
 
 def all_reduce_at_once(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -29,6 +32,14 @@ def reduce_scatter_at_once(x: torch.Tensor, op: str, group: str, *, out: torch.T
     """``reduce_scatter.out``, and its end."""
     reductions.reduce_scatter_tensor(out, x, op, group)
     return out
+
+
+def cores_are_busy(group: str) -> bool:
+    """True when ranks that share memory compute on all the cores they have, so that none is left for collectives."""
+    if get_group(group).backend_name != "shm":
+        return False
+    ranks = get_world_size() if get_group().backend_name == "shm" else get_group(group).size()
+    return ranks * torch.get_num_threads() >= len(os.sched_getaffinity(0))
 
 
 _operators = torch.ops.wholestep

@@ -31,7 +31,7 @@ def copy_step(step: StepGraph, stage: str) -> StepGraph:
         for g in old.gradients
         if g.after in names
     ]
-    signature = replace(old, mutations=dict(old.mutations), gradients=gradients, homes=dict(old.homes))
+    signature = replace(old, mutations=dict(old.mutations), gradients=gradients, homes=dict(old.homes), alike=True)
     return StepGraph(lazy_graph_module(step.gm, graph), signature, stage)
 
 
