@@ -484,7 +484,8 @@ def test_reentrant_checkpoints_inside_of_a_module_whose_backward_runs_outside(pr
 
 
 @pytest.mark.parametrize("zeros", [0, 1, 2])
-@pytest.mark.parametrize("fn", [lambda x: x.prod(), lambda x: x.prod(1), lambda x: (x * 2).prod(0, keepdim=True)])
+@pytest.mark.parametrize("fn", [lambda x: x.prod(), lambda x: x.prod(1), lambda x: (x * 2).prod(0, keepdim=True),
+                                lambda x: x.cumprod(-1), lambda x: x.t().cumprod(0)])  # fmt: skip
 def test_a_product_is_differentiated_by_the_formula_that_eager_chooses(fn: Any, zeros: int) -> None:
     x = torch.randn(4, 7)
     compiled, backwards = aot_function(fn, "aten"), compiled_backward()

@@ -80,6 +80,10 @@ def saved_as_it_is(node: Any, name: str) -> torch.Tensor | None:
     return None if raw.unpack_hook is not None else getattr(node, f"_saved_{name}")
 
 
+CUMPROD_BY_DATA = torch.__version__.startswith("2.11.")
+"""Whether autograd's gradient of `cumprod` rounds otherwise where it must not look at the data; not since 2.12."""
+
+
 def free_saved_tensors(ctx: Any) -> None:
     """Lets go of what an autograd node saved, while it runs, unless its graph is kept for another backward."""
     ctx.maybe_clear_saved_tensors()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholestep.torch_compat import saved_as_it_is
+from wholestep.torch_compat import CUMPROD_BY_DATA, saved_as_it_is
 
 Engine = Callable[..., Any]
 
@@ -50,6 +50,33 @@ def _fake_prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None
     return grad * (result / x).conj()
 
 
+def _cumprod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tensor:
+    """The gradient of a cumulative product: the quotient before the first zero, sums of products at it, else zero."""
+    weighted, x = result.conj() * grad, x.conj()
+    zeros = x == 0
+    if not zeros.any():
+        return _sums_to_the_end(weighted, dim) / x
+    count = zeros.cumsum(dim)
+    made = (_sums_to_the_end(weighted.masked_fill(count != 0, 0), dim) / x).masked_fill(count != 0, 0)
+    since = count == 1
+    first = zeros & since
+    place = since.max(dim, keepdim=True).indices
+    ahead = result.conj().gather(dim, (place - 1).relu()).masked_fill(place == 0, 1)
+    after = x.masked_fill(~(since & ~first), 1).cumprod(dim) * grad.masked_fill(~since, 0)
+    return made.copy_(torch.where(first, after.sum(dim, keepdim=True) * ahead, made))
+
+
+def _sums_to_the_end(x: Tensor, dim: int) -> Tensor:
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
+def _fake_cumprod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tensor:
+    return _sums_to_the_end(result.conj() * grad, dim) / x.conj()
+
+
+_library.define("cumprod_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor")
+_library.impl("cumprod_backward", _cumprod_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep_formulas::cumprod_backward", _fake_cumprod_backward, lib=_library)
 _library.define("prod_backward(Tensor grad, Tensor x, Tensor result, int? dim) -> Tensor")
 _library.impl("prod_backward", _prod_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("wholestep_formulas::prod_backward", _fake_prod_backward, lib=_library)
@@ -61,15 +88,30 @@ def _of_prod(node: Any, grad: Tensor) -> Tensor | None:
         return None
     dim: int | None = None
     if node.name() == "ProdBackward1":
-        dim = node._saved_dim % (1 << 64)
-        dim = (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
+        dim = _dim(node, x)
         if not node._saved_keepdim:
             grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
     return torch.ops.wholestep_formulas.prod_backward(grad, x.to(grad.dtype), result, dim)  # type: ignore[no-any-return]
 
 
+def _of_cumprod(node: Any, grad: Tensor) -> Tensor | None:
+    x, result = saved_as_it_is(node, "self"), saved_as_it_is(node, "result")
+    if x is None or result is None or x.dim() == 0 or x.numel() <= 1 or x.shape[_dim(node, x)] == 1:
+        return None
+    x = x.to(grad.dtype)
+    return torch.ops.wholestep_formulas.cumprod_backward(grad, x, result, _dim(node, x))  # type: ignore[no-any-return]
+
+
+def _dim(node: Any, x: Tensor) -> int:
+    """The dimension that a node works along; autograd shows it without its sign."""
+    dim = int(node._saved_dim)
+    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
+
+
 # Name of an autograd node -> its gradient, given the node and what reaches it; None to leave it as it is.
 FORMULAS: dict[str, Callable[[Any, Tensor], Tensor | None]] = {"ProdBackward0": _of_prod, "ProdBackward1": _of_prod}
+if CUMPROD_BY_DATA:
+    FORMULAS["CumprodBackward0"] = _of_cumprod
 
 
 def by_data(run: Engine, roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:

@@ -90,6 +90,7 @@ RULES: dict[str, Rule] = {
                                      "kthvalue", "mode", "median", "nanmedian", "max", "min", "glu")],
         along(),
     ),
+    "wholestep_formulas.cumprod_backward": along(),
     "wholestep_formulas.prod_backward": _product_gradient,
     **dict.fromkeys(["aten.flip", "aten.roll"], _beside_dims),
     **dict.fromkeys(["aten.tril", "aten.triu"], _triangle),
