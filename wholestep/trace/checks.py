@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from wholestep.torch_compat import OpOverload, no_modes
+from wholestep.trace.alias import Geometry, elements
 from wholestep.trace.tape import map_leaves
 
 aten = torch.ops.aten
@@ -34,6 +35,22 @@ def _divide(tensor: torch.Tensor, other: Any, rounding_mode: str | None = None) 
     found = NAMES.get(given if given.is_floating_point else torch.get_default_dtype())
     if found and tensor.dtype in NAMES and not given.is_complex:
         raise RuntimeError(f"result type {found} can't be cast to the desired output type {NAMES[tensor.dtype]}")
+
+
+def check_view(place: Geometry, shape: Sequence[int]) -> None:
+    """Eager's error for a shape that a tensor cannot be seen in; fakes of expanded and of overlapping ones give one."""
+    with no_modes():
+        torch.empty_strided(place.shape, place.stride, device="meta").view(shape)
+
+
+def check_strided(tensor: torch.Tensor, shape: Any, stride: Any, offset: int | None = None) -> None:
+    """Eager's error for elements outside of the memory; fakes give them."""
+    start = tensor.storage_offset() if offset is None else offset
+    last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    there = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if last >= there and elements(shape):
+        with no_modes():
+            torch.empty(there, dtype=tensor.dtype).as_strided(shape, stride, start)
 
 
 CHECKS: dict[Any, Callable[..., None]] = {

@@ -10,7 +10,7 @@ engine run as they always do, while nothing real changes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import fx
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.parts import Part
 from wholestep.pure import UnderGrad
-from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id, no_modes
-from wholestep.trace.alias import Geometry, Ref, elements
-from wholestep.trace.checks import CHECKS, kernels_error
+from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id
+from wholestep.trace.alias import Geometry, Ref
+from wholestep.trace.checks import CHECKS, check_strided, check_view, kernels_error
 from wholestep.trace.inputs import Found, Lifted
 from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
 from wholestep.trace.predicates import follows_from_numbers, geometry
@@ -205,9 +205,9 @@ class Recorder(Writes, TorchDispatchMode):
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         base = self.ref(args[0])
         if func is aten.view.default and (base.geometry.repeats or self.sizes is None):
-            _check_view(base.geometry, args[1])
+            check_view(base.geometry, args[1])
         if func is aten.as_strided.default and self.sizes is None:
-            _check_strided(self._fakes(args[0]), *args[1:], **kwargs)
+            check_strided(self._fakes(args[0]), *args[1:], **kwargs)
         self.note()
         out = self._execute(func, args, kwargs)
         if func is aten.view.default and any(type(size) is int and size == 0 for size in out.shape):
@@ -254,22 +254,6 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
         user_line(),
         "register one with torch.library.register_fake",
     )
-
-
-def _check_view(place: Geometry, shape: Sequence[int]) -> None:
-    """Eager's error for a shape that a tensor cannot be seen in; fakes of expanded and of overlapping ones give one."""
-    with no_modes():
-        torch.empty_strided(place.shape, place.stride, device="meta").view(shape)
-
-
-def _check_strided(tensor: torch.Tensor, shape: Any, stride: Any, offset: int | None = None) -> None:
-    """Eager's error for elements outside of the memory; fakes give them."""
-    start = tensor.storage_offset() if offset is None else offset
-    last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    there = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if last >= there and elements(shape):
-        with no_modes():
-            torch.empty(there, dtype=tensor.dtype).as_strided(shape, stride, start)
 
 
 # Zeros without memory, which autograd makes for gradients that are not there; C++ asks fakes what they are made of.
