@@ -8,8 +8,6 @@ from functools import partial
 import torch
 from torch import fx
 
-from wholestep.comm.rows import piece
-from wholestep.ir import info
 from wholestep.spmd.placements import Partial, Shard
 from wholestep.spmd.sharding import Build, Call, Dims, Names, Row, Rule, alphabet, beside, linear_rows
 
@@ -46,16 +44,10 @@ def _slice(call: Call) -> Iterator[Row]:
 
 
 def _slice_here(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
-    length, count = call.values[0].shape[dim], call.results[0].shape[dim]
-    first, step = slice(call.argument("start"), None).indices(length)[0], int(call.argument("step", 1))
-    start, stop = build.piece(length)
-    begin, end = (min(count, max(0, -(-(edge - first) // step))) for edge in (start, stop))
-    if begin == end:
-        return [build.call(aten.new_zeros.default, ins[0], list(call.results[0].shape))]
-    here = first + begin * step - start
-    mine = build.call(aten.slice.Tensor, ins[0], dim, here, here + (end - begin - 1) * step + 1, step)
-    pads = [0, 0] * (info(mine).value.dim() - 1 - dim) + [begin, count - end]
-    return [build.call(aten.constant_pad_nd.default, mine, pads)]
+    """A cut out of the rank's piece among zeros: the same calls with sizes alike on every rank, for axes to come."""
+    length, (start, stop) = call.values[0].shape[dim], build.piece(call.values[0].shape[dim])
+    pads = [0, 0] * (call.values[0].dim() - 1 - dim) + [start, length - stop]
+    return [build.same(call, [build.call(aten.constant_pad_nd.default, ins[0], pads)])]
 
 
 def _select(call: Call) -> Iterator[Row]:
@@ -69,12 +61,13 @@ def _select(call: Call) -> Iterator[Row]:
 
 
 def _select_here(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
-    length = call.values[0].shape[dim]
-    start, stop = piece(length, build.line.size, build.line.rank)
+    """Picks the element, or the zero that is put before one: the same calls on every rank, for axes to come."""
+    length, (start, stop) = call.values[0].shape[dim], build.piece(call.values[0].shape[dim])
     index = int(call.argument("index")) % length
-    if start <= index < stop:
-        return [build.call(aten.select.int, ins[0], dim, index - start)]
-    return [build.call(aten.new_zeros.default, ins[0], list(call.results[0].shape))]
+    place = min(max(index - start, 0), max(stop - start - 1, 0))
+    one = build.call(aten.slice.Tensor, ins[0], dim, place, place + 1)
+    two = build.call(aten.constant_pad_nd.default, one, [0, 0] * (call.values[0].dim() - 1 - dim) + [1, 0])
+    return [build.call(aten.select.int, two, dim, int(start <= index < stop))]
 
 
 def _split(call: Call) -> Iterator[Row]:
