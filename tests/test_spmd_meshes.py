@@ -32,22 +32,46 @@ def test_a_mixture_is_one_device(name, transport, mixture):
             assert difference < 1e-10, (rank, mixture)
 
 
-def wide(model, opt, x):
+def train(model, opt, x):
     model(x).square().mean().backward()
     opt.step()
     opt.zero_grad()
 
 
-def order_of_collectives(rank):
+def wide():
+    """513 rows: 257 or 256 along the first axis, whose gradients meet in 258 or 256 of 256 bytes along the second."""
+    plans = [ws.FullyShard("a", gather="always"), ws.FullyShard("b", gather="always")]
+    model = nn.Sequential(nn.Linear(64, 513), nn.Linear(513, 64), nn.Linear(64, 513))
+    return plans, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 64))
+
+
+class Turned(nn.Module):
+    """One head whose halves change places and of which one column is read, as by rotary embeddings and poolers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        y = self.up(x)
+        left, right = y[..., :8], y[..., 8:]
+        return self.down(y * torch.cat((-right, left), -1)) + y[..., 3:4] * y.select(-1, 5).unsqueeze(-1)
+
+
+def turned():
+    plans = [ws.TensorParallel(axis, {"up": "column", "down": "row"}) for axis in "ab"]
+    model = Turned()
+    return plans, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6, 8))
+
+
+def order_of_collectives(make, rank):
     """Of the step of one of 2 x 2 ranks: what is called along which axis, in the order of the graph."""
     comm.init_process_group("null", rank=rank, world_size=4)
     try:
         mesh = ws.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        launch = Launch(mesh, [ws.FullyShard("a", gather="always"), ws.FullyShard("b", gather="always")])
-        # 513 rows: 257 or 256 along the first axis, whose gradients meet in 258 or 256 of 256 bytes along the second
-        model = nn.Sequential(nn.Linear(64, 513), nn.Linear(513, 64), nn.Linear(64, 513))
-        arguments = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 64)
-        step = capture(wide, arguments, {}, differentiable=False, parts=launch.parts)[1].step
+        plans, arguments = make()
+        launch = Launch(mesh, plans)
+        step = capture(train, arguments, {}, differentiable=False, parts=launch.parts)[1].step
         made = functools.reduce(lambda step, one: one(step), launch.passes_of(step), step)
         calls = [node for node in made.graph.nodes if str(node.target).startswith("wholestep.")]
         started = [node for node in calls if "wait" not in str(node.target)]
@@ -56,6 +80,7 @@ def order_of_collectives(rank):
         comm.destroy_process_group()
 
 
-def test_ranks_with_unequal_parts_call_all_collectives_in_one_order():
-    first, *others = (order_of_collectives(rank) for rank in range(4))
+@pytest.mark.parametrize("make", [wide, turned])
+def test_ranks_with_unequal_parts_call_all_collectives_in_one_order(make):
+    first, *others = (order_of_collectives(make, rank) for rank in range(4))
     assert {axis for _, axis in first} == {"a", "b"} and others == [first] * 3
