@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -83,3 +84,26 @@ def test_the_same_over_two_hosts(tmp_path):
     for mine, other in zip(ours, theirs, strict=True):
         for a, b in zip(mine, other, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def ddp_beside_a_rank_that_calls_another(folder):
+    rank = comm.get_rank()
+    os.environ["WHOLESTEP_DUMP"] = folder
+    dist.init_process_group("shm", f"file://{folder}/meet", rank=rank, world_size=2)
+    ddp, x = DistributedDataParallel(torch.nn.Linear(4, 4)), torch.ones(2, 4)
+    for _ in range(2):
+        ddp(x).sum().backward()
+    loss = ddp(x).sum()
+    with pytest.raises(RuntimeError, match="disagree: rank . calls #. all_reduce") as caught:
+        loss.backward() if rank == 0 else dist.all_reduce(torch.ones(3))
+    line = caught.traceback[0].lineno + 1
+    dist.destroy_process_group()
+    return line
+
+
+def test_a_failure_under_stock_ddp_is_an_error_and_the_doctor_names_both_lines(tmp_path):
+    line, _ = run_ranks(ddp_beside_a_rank_that_calls_another, 2, "gloo", (str(tmp_path),))
+    found = comm.diagnose([tmp_path])
+    assert "does not agree" in found
+    assert f"rank 0 calls all_reduce of float32 [20] at {__file__}:{line}" in found
+    assert f"rank 1 calls all_reduce of float32 [3] at {__file__}:{line}" in found

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from wholestep.comm.process_group import Options
+from wholestep.comm.launching import launch
+from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.shared import create_shared
 from wholestep.comm.torch_store import TorchStore
 from wholestep.comm.work import All, Work
+from wholestep.comm.world import world
 
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
 
@@ -38,7 +41,10 @@ class TorchWork(_TorchWork):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._future is not None:  # the waiter has the work now
-            self._future.wait()
+            try:
+                self._future.wait()
+            except RuntimeError as failure:
+                raise self._work.exception() or failure from None
             return True
         return self._work.wait(timeout or None)
 
@@ -50,9 +56,18 @@ class TorchWork(_TorchWork):
 
     def get_future(self) -> torch.futures.Future:
         if self._future is None:
-            self._future = torch.futures.Future()
-            self._waiter.give(self._work, self._future, self._tensors)
+            ended: torch.futures.Future = torch.futures.Future()
+            self._future = ended.then(_settled)
+            self._waiter.give(self._work, ended, self._tensors)
         return self._future
+
+
+def _settled(ended: torch.futures.Future) -> Any:
+    """The result, or the failure raised: only so does torch's C++ see it. DDP would take an exception for tensors."""
+    outcome = ended.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 class Waiter:
@@ -81,7 +96,7 @@ class Waiter:
             try:
                 work.wait()
             except Exception as failure:  # noqa: BLE001 - whatever it is belongs to who waits on the future
-                future.set_exception(failure)
+                future.set_result(failure)
             else:
                 future.set_result(result)
 
@@ -106,87 +121,111 @@ class ShmProcessGroup(_TorchGroup):
         super().__init__(rank, size)
         self._group = create_shared(TorchStore(store, timeout), rank, size, timeout)
         self._waiter = Waiter()
-
         self._name = ""
+        self._ranks = _global_ranks(store, rank, size)
 
     def getBackendName(self) -> str:
         return "shm"
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+        self._group.name_parts(name, self._ranks)
+        world().members[name] = self._ranks
 
     @property
     def group_name(self) -> str:
         """torch keeps the name in a C++ backend, which this group has none of."""
         return self._name
 
-    def _work(self, work: Work, result: list[torch.Tensor]) -> TorchWork:
+    def _work(self, what: str, result: list[torch.Tensor], start: Callable[[ProcessGroup], Work]) -> TorchWork:
+        work = launch(self._group, what, result[0] if result else None, True, start)
+        assert work is not None
         return TorchWork(work, self._waiter, result)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work(self._group.allreduce(tensors, _options(opts)), tensors)
+        return self._work("all_reduce", tensors, lambda group: group.allreduce(tensors, _options(opts)))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work(self._group.reduce(tensors, _options(opts, opts.rootRank)), tensors)
+        return self._work("reduce", tensors, lambda group: group.reduce(tensors, _options(opts, opts.rootRank)))
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work(self._group.broadcast(tensors, _options(opts, opts.rootRank)), tensors)
+        return self._work("broadcast", tensors, lambda group: group.broadcast(tensors, _options(opts, opts.rootRank)))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work(self._group.allgather(outputs, inputs, _options(opts)), outputs[0])
+        return self._work("all_gather", outputs[0], lambda group: group.allgather(outputs, inputs, _options(opts)))
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        return self._work(self._group._allgather_base(output, input.contiguous(), _options(opts)), [output])
+        return self._work(
+            "all_gather_into_tensor",
+            [output],
+            lambda group: group._allgather_base(output, input.contiguous(), _options(opts)),
+        )
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         pairs = zip(outputs, inputs, strict=True)
-        works = [self._group._allgather_base(out, one.contiguous(), _options(opts)) for out, one in pairs]
-        return self._work(All(works, outputs), outputs)
+
+        def start(group: ProcessGroup) -> list[Work]:
+            return [group._allgather_base(out, one.contiguous(), _options(opts)) for out, one in pairs]
+
+        return self._work("all_gather_coalesced", outputs, lambda group: All(start(group), outputs))
 
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> TorchWork:
-        return self._work(self._group.reduce_scatter(outputs, inputs, _options(opts)), outputs)
+        return self._work(
+            "reduce_scatter", outputs, lambda group: group.reduce_scatter(outputs, inputs, _options(opts))
+        )
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        return self._work(self._group._reduce_scatter_base(output, input.contiguous(), _options(opts)), [output])
+        return self._work(
+            "reduce_scatter_tensor",
+            [output],
+            lambda group: group._reduce_scatter_base(output, input.contiguous(), _options(opts)),
+        )
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         pairs = zip(outputs, inputs, strict=True)
-        works = [self._group._reduce_scatter_base(out, one.contiguous(), _options(opts)) for out, one in pairs]
-        return self._work(All(works, outputs), outputs)
+
+        def start(group: ProcessGroup) -> list[Work]:
+            return [group._reduce_scatter_base(out, one.contiguous(), _options(opts)) for out, one in pairs]
+
+        return self._work("reduce_scatter_coalesced", outputs, lambda group: All(start(group), outputs))
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work(self._group.gather(outputs, inputs, _options(opts, opts.rootRank)), inputs)
+        return self._work("gather", inputs, lambda group: group.gather(outputs, inputs, _options(opts, opts.rootRank)))
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> TorchWork:
-        return self._work(self._group.scatter(outputs, inputs, _options(opts, opts.rootRank)), outputs)
+        return self._work(
+            "scatter", outputs, lambda group: group.scatter(outputs, inputs, _options(opts, opts.rootRank))
+        )
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work(self._group.alltoall(outputs, inputs, _options(opts)), outputs)
+        return self._work("all_to_all", outputs, lambda group: group.alltoall(outputs, inputs, _options(opts)))
 
     def alltoall_base(
         self, output: torch.Tensor, input: torch.Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> TorchWork:
         made = _options(opts)
         made.out_splits, made.in_splits = list(out_splits), list(in_splits)
-        return self._work(self._group.alltoall_base(output, input.contiguous(), made), [output])
+        return self._work(
+            "all_to_all_single", [output], lambda group: group.alltoall_base(output, input.contiguous(), made)
+        )
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> TorchWork:
-        return self._work(self._group.send([one.contiguous() for one in tensors], dst, tag), tensors)
+        return self._work("send", tensors, lambda group: group.send([one.contiguous() for one in tensors], dst, tag))
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> TorchWork:
-        return self._work(self._group.recv(tensors, src, tag), tensors)
+        return self._work("recv", tensors, lambda group: group.recv(tensors, src, tag))
 
     def barrier(self, opts: Any = None) -> TorchWork:
-        return self._work(self._group.barrier(_options(opts)), [])
+        return self._work("barrier", [], lambda group: group.barrier(_options(opts)))
 
     # Names of torch 2.13.
     all_gather_single = _allgather_base
@@ -198,6 +237,15 @@ class ShmProcessGroup(_TorchGroup):
     def shutdown(self) -> None:
         self._waiter.close()
         self._group.shutdown()
+        world().members.pop(self._name, None)
+
+
+def _global_ranks(store: Any, rank: int, size: int) -> list[int]:
+    """What the world calls the ranks of a group; of the first group they are the world."""
+    if not dist.is_initialized():
+        return list(range(size))
+    store.set(f"global{rank}", str(dist.get_rank()))
+    return [int(store.get(f"global{other}")) for other in range(size)]
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShmProcessGroup:
