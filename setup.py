@@ -13,6 +13,7 @@ SOURCES = [
     "move",
     "allreduce_exchange",
     "allreduce_split",
+    "job",
     "progress",
     "p2p",
     "slots",

@@ -20,12 +20,7 @@ from wholestep.comm.alike import in_bytes, require_alike, shapes
 from wholestep.comm.carry import movable, reducible_as
 from wholestep.comm.debug import DebugLevel, get_debug_level
 from wholestep.comm.engine_work import EngineWork
-from wholestep.comm.errors import (
-    DistBackendError,
-    DistError,
-    DistNetworkError,
-    DistRankError,
-)
+from wholestep.comm.errors import DistBackendError, DistError, DistNetworkError, DistRankError
 from wholestep.comm.fold import average
 from wholestep.comm.letters import Letters
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup

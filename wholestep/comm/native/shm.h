@@ -9,6 +9,7 @@
  *
  * round.c    flags, waiting, dead ranks        reduce.c    vector kernels
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
+ * job.c      one job, its rounds
  * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
  * segment.c  memory                            slots.c     copies in and out of slots
  * module.c   the Python names                 quick.c, plans.c, flight.c   calls like an earlier one
@@ -166,9 +167,18 @@ int round_realign(group_t *g);
 char *slot_of(const group_t *g, int rank, uint32_t round);
 desc_t *desc_of(const group_t *g, int rank, uint32_t round);
 
-/* progress.c */
+/* job.c */
 const algorithm_t *choose(const group_t *g, const job_t *job);
+const algorithm_t *job_direct_form(const group_t *g, const job_t *job); /* NULL: none for this one */
+void job_patience(group_t *g, int behind);
+void job_enter(group_t *g, job_t *job);
+void job_start_round(group_t *g, job_t *job, const algorithm_t *a, size_t k);
+int job_take_round(group_t *g, job_t *job, const algorithm_t *a, size_t k);
+int job_end_round(group_t *g, job_t *job, const algorithm_t *a, size_t k, int checked);
+int job_run_rounds(group_t *g, job_t *job, const algorithm_t *a, size_t k, size_t filled, int checked);
 int job_run(group_t *g, job_t *job);
+
+/* progress.c */
 int job_submit(group_t *g, job_t *job, int async);
 int job_dash(group_t *g, job_t *j);
 int job_dash_end(group_t *g, job_t *j);
