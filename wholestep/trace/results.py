@@ -182,7 +182,7 @@ class Outlet:
             output = self._output(ref.read(self.recorder.emit))
             return self._add(tensor, Slot(output, None, None, **self.facts[id(tensor)]))
         place = (tuple(here.shape), here.stride, offset_from(here, whole))
-        is_first = base is None and here == whole and self.first.get(id(storage)) is tensor
+        is_first = base is None and here == whole and self.first.setdefault(id(storage), tensor) is tensor
         if self.apart and self._leads_nowhere(ref, stays, is_first):
             copy = self.recorder.emit(torch.ops.aten.clone.default, (ref.read(self.recorder.emit),))
             alone = self.facts[id(tensor)] | {"is_view": False, "several": False, "outdated": False}
