@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+from wholestep import comm
 
 sys.path.insert(0, os.path.dirname(__file__))
 
@@ -24,6 +27,15 @@ QUICK = (Phase.explicit, Phase.generate)
 settings.register_profile("quick", derandomize=True, max_examples=60, phases=QUICK, **COMMON)
 settings.register_profile("long", max_examples=20_000, **COMMON)
 settings.load_profile("long" if os.environ.get("WHOLESTEP_TEST_LONG") else "quick")
+
+
+@pytest.fixture(autouse=True)
+def no_group_left_behind() -> Iterator[None]:
+    """The next test of this process meets no default group."""
+    yield
+    if comm.is_initialized():
+        comm.destroy_process_group()
+        pytest.fail("the test leaves the default group behind")
 
 
 @pytest.fixture(autouse=True)

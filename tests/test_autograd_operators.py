@@ -66,7 +66,9 @@ def test_operators(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", sorted(ROUNDED | STRIDES))
 def test_the_lists_of_smaller_differences_are_honest(name: str) -> None:
-    assert differences(cases_of(name), name), f"{name} is as in eager now: take it off the list"
+    attempts = 20 if name in ROUNDED else 1  # what differs from call to call may be equal once
+    found = any(differences(cases_of(name), name) for _ in range(attempts))
+    assert found, f"{name} is as in eager now: take it off the list"
 
 
 def test_at_most_one_operator_in_two_hundred_is_excepted() -> None:
