@@ -31,11 +31,10 @@ settings.load_profile("long" if os.environ.get("WHOLESTEP_TEST_LONG") else "quic
 
 @pytest.fixture(autouse=True)
 def no_group_left_behind() -> Iterator[None]:
-    """The next test of this process meets no default group."""
+    """A mesh makes the default group; the next test of this process meets none."""
     yield
     if comm.is_initialized():
         comm.destroy_process_group()
-        pytest.fail("the test leaves the default group behind")
 
 
 @pytest.fixture(autouse=True)
