@@ -8,6 +8,7 @@ effect says how it is done twice: as Python (`assign`), and as the text of a sta
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from wholestep.ir import InputKind
 
 
 @dataclass(frozen=True, eq=False)
-class Effect:
+class Effect(ABC):
     """One change at ``source``, the holder; subclasses say which."""
 
     source: Source
@@ -30,6 +31,7 @@ class Effect:
         """The key and the value that must be made before the change."""
         return getattr(self, "key", None), getattr(self, "value", None)
 
+    @abstractmethod
     def assign(self, holder: Any, key: Any, value: Any) -> None:
         """Does the change in one call.
 
@@ -37,8 +39,8 @@ class Effect:
             holder: what is at ``source``.
             key, value: what `parts` are in this call.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
         """A statement that does it.
 
@@ -46,7 +48,6 @@ class Effect:
             holder, key, value: names of what `assign` is given.
             constant: gives the name of a constant.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)

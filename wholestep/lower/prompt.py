@@ -11,7 +11,7 @@ from torch import fx
 
 from wholestep import comm
 from wholestep.comm.at_once import AT_ONCE, cores_are_busy
-from wholestep.ir import fake_tensors, info
+from wholestep.ir import fake_tensors, info, nbytes
 from wholestep.lower.lives import Plan
 from wholestep.lower.ops import base_name, inplace_variant, is_collective, is_wait, out_variant
 from wholestep.lower.values import device_key
@@ -75,4 +75,4 @@ def _without_a_core(start: fx.Node) -> bool:
 
 def _touched(node: fx.Node) -> int:
     values = [info(one).value for one in (node, *node.all_input_nodes)]
-    return sum(one.numel() * one.itemsize for value in values for one in fake_tensors(value))
+    return sum(nbytes(one) for value in values for one in fake_tensors(value))
