@@ -317,6 +317,8 @@ def build_inputs(program: Program) -> list[Tensor]:
             if name == "same":
                 inputs.append(inputs[spec.of % len(inputs)])
                 continue
+            if name == "view_flat" and not base.is_contiguous():
+                name = "alias"
             inputs.append(VIEWS[name](base if base.ndim else base.view(1), 1, 0) if base.ndim < 3 else base[0])
             continue
         dtype = DTYPES[spec.dtype % len(DTYPES)]

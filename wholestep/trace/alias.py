@@ -155,7 +155,8 @@ class Ref:
             self.node, self.generation = new, self.storage.generation
             return
         whole = self.parent
-        if whole.geometry.repeats and not self.geometry.repeats:  # one of several elements in one place: all of them
+        if whole.geometry.repeats and not (self.geometry.repeats and self.view in INVERSES):
+            # one of several elements in one place: all of them
             while whole.geometry.repeats and whole.parent is not None:
                 whole = whole.parent
             whole.write(_fit(scatter_strided(self, new, emit, whole), whole, emit), emit)
@@ -168,7 +169,6 @@ class Ref:
         if invert is not None:
             return invert(self, new, emit)
         return scatter_strided(self, new, emit, self.parent)
-
 
 
 def _value(node: fx.Node) -> torch.Tensor:
@@ -195,10 +195,12 @@ def fit(new: fx.Node, ref: Ref, emit: Emit) -> fx.Node:
 
 def scatter_strided(ref: Ref, new: fx.Node, emit: Emit, whole: Ref) -> fx.Node:
     """The content of what a view is taken from after writing through any view at all: an as_strided_scatter."""
+    shape, stride = list(ref.geometry.shape), list(ref.geometry.stride)
+    for dim, size in enumerate(shape):
+        if size > 1 and stride[dim] == 0:  # a constant, in one place: once
+            new, shape[dim] = emit(aten.slice.Tensor, (new, dim, 0, 1)), 1
     offset = ref.geometry.offset - whole.geometry.offset
-    old = whole.read(emit)
-    shape = (list(ref.geometry.shape), list(ref.geometry.stride), offset)
-    return emit(aten.as_strided_scatter.default, (old, new, *shape))
+    return emit(aten.as_strided_scatter.default, (whole.read(emit), new, shape, stride, offset))
 
 
 def _reshape_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:

@@ -37,6 +37,25 @@ def _divide(tensor: torch.Tensor, other: Any, rounding_mode: str | None = None) 
         raise RuntimeError(f"result type {found} can't be cast to the desired output type {NAMES[tensor.dtype]}")
 
 
+def _index_fill(tensor: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> None:
+    """Along a dimension without places kernels refuse any index, for the memory that one place would need."""
+    shape, stride, at = list(tensor.shape), list(tensor.stride()), dim % max(tensor.dim(), 1)
+    if 0 not in shape or shape[at] != 0 or shape.count(0) > 1 or not index.numel():
+        return
+    there = tensor.untyped_storage().nbytes() // tensor.element_size()
+    with no_modes():
+        alike = torch.empty(there, dtype=tensor.dtype).as_strided(shape, stride, tensor.storage_offset())
+        alike.index_fill_(dim, torch.zeros(index.numel(), dtype=torch.long), 0)
+
+
+def _index_fill_copy(tensor: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> None:
+    """`index_fill` writes to a copy, which has no memory at all."""
+    with no_modes():
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype) if 0 in tensor.shape else None
+    if copy is not None:
+        _index_fill(copy, dim, index, value)
+
+
 def check_view(place: Geometry, shape: Sequence[int]) -> None:
     """Eager's error for a shape that a tensor cannot be seen in; fakes of expanded and of overlapping ones give one."""
     with no_modes():
@@ -57,6 +76,8 @@ CHECKS: dict[Any, Callable[..., None]] = {
     aten.select.int: _select,
     aten.div_.Scalar: _divide,
     aten.div_.Tensor: _divide,
+    **dict.fromkeys((aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor), _index_fill),
+    **dict.fromkeys((aten.index_fill.int_Scalar, aten.index_fill.int_Tensor), _index_fill_copy),
 }
 
 LARGEST = 1 << 28  # bytes of an operand: beyond them an error keeps the words of fake tensors
