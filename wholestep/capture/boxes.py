@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.scope import Closure, Global
-from wholestep.capture.source import Attr, Element, Grad, Item, Member, Source
+from wholestep.capture.source import Attr, Element, Got, Grad, Item, Member, Source
 from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]
@@ -193,6 +194,11 @@ def _tensor_child(source: Source, key: str) -> Source:
     return Grad(source) if key == "grad" else Attr(source, key)
 
 
+def _write_context(variable: ContextVar[Any], contents: Contents) -> None:
+    if variable.get(None) is not contents["value"]:
+        variable.set(contents["value"])
+
+
 MAPPING = Box("dict", dict, _write_dict, Item)
 ATTRIBUTES = Box("attributes", dict, _write_dict, Item)
 MODULE = Box("module", dict, _write_module, Item)
@@ -205,4 +211,5 @@ SLOTS = Box("slots", _read_slots, _write_slots, Attr)
 CELL = Box("cell", _read_cell, _write_cell, lambda source, key: Closure(source))
 NAMES = Box("globals", _read_names, _write_names, lambda source, key: Global(source.base, key, source.module))  # type: ignore[attr-defined]
 CLASS = Box("class", class_values, _write_class, Attr)
+CONTEXT = Box("context variable", lambda v: {"value": v.get(None)}, _write_context, lambda source, key: Got(source))
 TENSOR = Box("tensor", _read_tensor, _write_tensor, _tensor_child)

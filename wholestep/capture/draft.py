@@ -67,6 +67,8 @@ class Draft:
         holder = self._name(place.holder)
         if place.box is boxes.CELL:
             return f"{holder}.cell_contents"
+        if place.box is boxes.CONTEXT:
+            return f"{holder}.get(None)"
         if place.box is boxes.NAMES:
             return f"{self._name(place.holder.function.__globals__)}[{key!r}]"
         if place.box is boxes.SLOTS:

@@ -120,7 +120,8 @@ class Exchanged(Seen):
                 self._originals[id(twins.of[key])] = twins.of[key], found.tensor
                 if key in self.parts:
                     self.parts[id(twins.of[key])] = self.parts[key]
-        twins.of.update(self.walk.sinks.put() | self.walk.stoppers.put())
+        standing = self.walk.outside.put(self.walk.reach.settle())
+        twins.of.update(self.walk.sinks.put() | self.walk.stoppers.put() | standing)
         if twins.of:
             for place in self.places:
                 if place.box not in (boxes.TENSOR, boxes.TUPLE):

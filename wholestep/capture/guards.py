@@ -17,6 +17,7 @@ from wholestep.capture import boxes
 from wholestep.capture.facts import META, is_one_of_a_kind, is_plain
 from wholestep.capture.handlers import OPERATORS
 from wholestep.capture.places import Place
+from wholestep.capture.scope import Variable
 from wholestep.capture.source import Source
 from wholestep.capture.walk import Walk
 
@@ -79,6 +80,7 @@ def guards(walk: Walk) -> list[Guard]:
     found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, walk.state, strict=True)]
     call = walk.call
     found.append(Guard(None, "arguments", (len(call.args), tuple(call.kwargs))))
+    found += [Guard(Variable(name), "value", value) for name, value in walk.outside.environment.items()]
     arguments = {number.source.path for number in walk.numbers if number.group is None and number.place is None}
     for source, value in walk.roots:
         if source.path in arguments:

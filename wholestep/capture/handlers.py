@@ -7,14 +7,17 @@ that a guard could see, save through objects that are walked anyway.
 from __future__ import annotations
 
 import argparse
+import configparser
+import contextvars
 import functools
-import io
-import random
+import queue
+import threading
 import types
 import weakref
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy
@@ -24,15 +27,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import BackwardHook
 
-from wholestep.capture import boxes
-from wholestep.capture.arrays import Array, stamp
+from wholestep.capture import boxes, outside
+from wholestep.capture.arrays import BUFFERS, Array, stamp
 from wholestep.capture.boxes import Box, Names
 from wholestep.capture.code import global_names, is_installed, is_library, is_user_class, is_user_module
 from wholestep.capture.facts import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
 from wholestep.capture.places import Found, Number, Places
 from wholestep.capture.scope import Cell, Global, Local
-from wholestep.capture.source import Attr, Item, Member, Method, Source, Vars
-from wholestep.capture.stopped import RANDOM
+from wholestep.capture.source import Attr, Inside, Item, Member, Method, Source, Vars, inside
+from wholestep.capture.stopped import MOVING, RANDOM
 from wholestep.errors import LazyError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES, generator_id
@@ -72,6 +75,33 @@ def _random(walk: Places, generator: Any, source: Source) -> None:
 
 def _iterator(walk: Places, iterator: Any, source: Source) -> None:
     walk.stoppers.iterators[id(iterator)] = iterator, source
+
+
+def _builtin(walk: Places, function: Any, source: Source) -> None:
+    if id(function) in outside.NAMES:
+        walk.reach.names.add(outside.NAMES[id(function)])
+
+
+def _cached(walk: Places, function: Any, source: Source) -> None:
+    walk.stoppers.caches[id(function)] = function, source
+    walk.queue(function.__wrapped__, Attr(source, "__wrapped__"))
+
+
+def _context_variable(walk: Places, variable: contextvars.ContextVar[Any], source: Source) -> None:
+    walk.add(variable, source, boxes.CONTEXT)
+
+
+def _proxy(walk: Places, proxy: types.MappingProxyType[Any, Any], source: Source) -> None:
+    inner = inside(proxy)
+    if isinstance(inner, dict):
+        walk.queue(inner, Inside(source))
+
+
+def _weak(walk: Places, reference: Any, source: Source) -> None:
+    """Where only a weak reference leads; what libraries keep by such is their own."""
+    inner = inside(reference)
+    if isinstance(inner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(inner)):
+        walk.queue(inner, Inside(source))
 
 
 def _tensor_kind(walk: Places, tensor: torch.Tensor, source: Source) -> InputKind:
@@ -195,6 +225,8 @@ def _function(walk: Places, function: types.FunctionType, source: Source) -> Non
         walk.named.update((table, name) for name in fresh)
         if fresh:
             walk.add(Names(function, fresh), Global(source, "", function.__module__ or ""), boxes.NAMES)
+    else:
+        _builtin(walk, function, source)
 
 
 def _module(walk: Places, module: types.ModuleType, source: Source) -> None:
@@ -224,6 +256,7 @@ def _partial(walk: Places, value: functools.partial[Any], source: Source) -> Non
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
     numpy.ndarray: _array,
+    **dict.fromkeys(BUFFERS, _array),
     torch.Generator: _generator,
     **dict.fromkeys(RANDOM, _random),
     torch.optim.Optimizer: _optimizer,
@@ -235,6 +268,7 @@ HANDLERS: dict[type, Handler] = {
     frozenset: _sequence(boxes.FROZENSET),
     deque: _sequence(boxes.DEQUE),
     types.FunctionType: _function,
+    types.BuiltinFunctionType: _builtin,
     types.MethodType: _method,
     types.ModuleType: _module,
     functools.partial: _partial,
@@ -244,6 +278,16 @@ HANDLERS: dict[type, Handler] = {
     argparse.Namespace: _object,
     UserDict: _object,
     UserList: _object,
+    **dict.fromkeys((ChainMap, configparser.RawConfigParser, queue.Queue, threading.Event, threading.local), _object),
+    **dict.fromkeys((weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet), _object),
+    SynchronizedBase: _object,
+    weakref.ref: _weak,
+    weakref.ProxyType: _weak,
+    weakref.CallableProxyType: _weak,
+    types.MappingProxyType: _proxy,
+    contextvars.ContextVar: _context_variable,
+    type(functools.cache(len)): _cached,
+    **dict.fromkeys(MOVING, _iterator),
     type: _class,
 }
 DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
@@ -252,9 +296,7 @@ DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # object
 WAITING: dict[Handler, int] = {_class: 0, _optimizer: 1, _scheduler: 1}
 # Registered operators and their namespaces keep books of their own, which change when one is first run.
 OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)),)
-OPAQUE: tuple[type, ...] = (
-    types.BuiltinFunctionType, weakref.ref, random.SystemRandom, io.IOBase, torch.library.CustomOpDef, *OPERATORS
-)
+OPAQUE: tuple[type, ...] = (torch.library.CustomOpDef, *OPERATORS)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from wholestep.capture.arrays import Array
 from wholestep.capture.boxes import Box, Contents
 from wholestep.capture.code import Reach, hideable
 from wholestep.capture.facts import EXACT_PLAIN, global_state
+from wholestep.capture.outside import Outside
 from wholestep.capture.sinks import Sinks
 from wholestep.capture.source import Call, Source
 from wholestep.capture.stopped import Stoppers
@@ -100,7 +101,7 @@ class Places:
         self.metadata: dict[int, tuple[Any, ...]] = {}
         self.arrays: dict[int, Array] = {}
         self.generators: dict[int, tuple[torch.Generator, Source]] = {}
-        self.sinks, self.stoppers = Sinks(), Stoppers()
+        self.sinks, self.stoppers, self.outside = Sinks(), Stoppers(), Outside(names)
         self.numbers: list[Number] = []
         self.holders: set[str] = set()
         self.named: set[tuple[int, str]] = set()

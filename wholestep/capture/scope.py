@@ -1,7 +1,8 @@
-"""Sources in the scope of a function: the step itself, its arguments, closure cells and global variables."""
+"""Sources in the scope of a function: the step itself, its arguments, cells, global variables, the environment."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -100,3 +101,17 @@ class Global(Child):
 
     def step(self, holder: Any) -> Any:
         return holder.__globals__[self.name] if self.name else holder.__globals__
+
+
+@dataclass(frozen=True, eq=False)
+class Variable(Source):
+    """A variable of the environment; None where there is none."""
+
+    name: str
+
+    @cached_property
+    def path(self) -> str:
+        return f"os.environ[{self.name!r}]"
+
+    def read(self, call: Call) -> Any:
+        return os.environ.get(self.name)

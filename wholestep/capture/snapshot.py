@@ -56,6 +56,7 @@ class Snapshot(Exchanged):
             if not torch.equal(generator.get_state(), state):
                 raise UnsupportedError(f"{source}, a random generator, is seeded inside of the step",
                                        remedy="seed it outside")
+        self.names |= self.walk.outside.names
         if self.replaced:
             self._hand_back_training()
         for scheduler, _ in self.walk.schedulers:
@@ -97,6 +98,7 @@ class Snapshot(Exchanged):
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         self.walk.sinks.restore()
         self.walk.stoppers.restore()
+        self.walk.outside.restore()
         self.lifted.clear()
         self.noted.clear()
         self.twins = Twins(())

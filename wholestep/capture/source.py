@@ -7,9 +7,12 @@ A source is a chain from the step's function or arguments down to the value. ``t
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -192,6 +195,50 @@ class Version(Child):
 
     def step(self, holder: Any) -> Any:
         return holder._version - self.less
+
+
+def inside(holder: Any) -> Any:
+    """What a weak reference leads to, None when it is gone; the mapping that a read-only one shows."""
+    if isinstance(holder, weakref.ref):
+        return holder()
+    if isinstance(holder, MappingProxyType):
+        return gc.get_referents(holder)[0]
+    try:
+        return holder.__init__.__self__  # a proxy's own attributes are those of what it stands for
+    except ReferenceError:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Inside(Child):
+    """What `inside` gives."""
+
+    @cached_property
+    def path(self) -> str:
+        return f"inside({self.base.path})"
+
+    @cached_property
+    def text(self) -> str:
+        return self.base.text
+
+    def step(self, holder: Any) -> Any:
+        return inside(holder)
+
+
+@dataclass(frozen=True, eq=False)
+class Got(Child):
+    """The value of a context variable."""
+
+    @cached_property
+    def path(self) -> str:
+        return f"{self.base.path}.get(None)"
+
+    @cached_property
+    def text(self) -> str:
+        return f"{self.base.text}.get()"
+
+    def step(self, holder: Any) -> Any:
+        return holder.get(None)
 
 
 @dataclass(frozen=True, eq=False)

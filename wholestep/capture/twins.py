@@ -8,8 +8,8 @@ begins at the step. A view of another tensor in reach is given a view of that on
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -109,8 +109,8 @@ class Twins:
 
     def exchange(self, value: Any) -> Any:
         """A value with what has a twin replaced by it; tuples are made anew around theirs, others stay."""
-        if isinstance(value, (torch.Tensor, torch.nn.Module, list, deque, Iterator)):
-            return self.of.get(id(value), value)
+        if id(value) in self.of:
+            return self.of[id(value)]
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
             parts = [self.exchange(item) for item in value]
             if all(new is old for new, old in zip(parts, value, strict=True)):

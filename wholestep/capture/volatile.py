@@ -16,6 +16,7 @@ from wholestep.capture import boxes
 from wholestep.capture.arrays import as_stamped
 from wholestep.capture.draft import Draft
 from wholestep.capture.facts import is_plain
+from wholestep.capture.outside import variables
 from wholestep.capture.snapshot import Snapshot
 from wholestep.capture.source import REGISTRIES
 from wholestep.torch_compat import HOOK_TABLES
@@ -88,6 +89,10 @@ class Volatile(Draft):
             self.space["as_stamped"] = as_stamped
             self._require(f"as_stamped({self._fresh([a.value for a in arrays])}, "
                           f"{self._fresh([a.stamp for a in arrays])})")
+        environment = self.snap.walk.outside.environment
+        if environment:
+            self.space["variables"] = variables
+            self._require(f"variables({self._fresh([*environment])}) == {self._fresh([*environment.values()])}")
         numbers = {number.source.path for number in self.snap.numbers}
         for source, value in self.snap.walk.roots[:-1]:
             if source.path not in numbers:

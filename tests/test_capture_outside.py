@@ -1,0 +1,200 @@
+"""What a step asks of the world outside, and what objects of the standard library hold, is refused or guarded."""
+
+from __future__ import annotations
+
+import array
+import configparser
+import ctypes
+import datetime
+import functools
+import io
+import logging
+import os
+import pathlib
+import queue
+import random
+import threading
+import time
+import types
+import uuid
+import weakref
+from collections import ChainMap
+from collections.abc import Callable
+from contextvars import ContextVar
+from time import perf_counter
+from time import time as now
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wholestep as ws
+from wholestep.errors import DataDependentError, UnsupportedError
+
+
+class Watch:
+    """An object that keeps its clock."""
+
+    def __init__(self) -> None:
+        self.clock = time.monotonic
+
+
+WATCH = Watch()
+SYSTEM = random.SystemRandom()
+ASKED: dict[str, Callable[[], Any]] = {
+    "time.time": lambda: now(),
+    "time.perf_counter": lambda: perf_counter(),
+    "time.monotonic": lambda: WATCH.clock(),
+    "time.strftime": lambda: time.strftime("%S"),
+    "datetime.now": lambda: datetime.datetime.now().microsecond,
+    "date.today": lambda: datetime.date.today().day,
+    "os.urandom": lambda: os.urandom(1)[0],
+    "uuid.uuid4": lambda: uuid.uuid4().int % 7,
+    "os.path.exists": lambda: os.path.exists("stop"),
+    "builtins.open": lambda: open("stop").read(),
+    "Path.read_text": lambda: pathlib.Path("stop").read_text(),
+    "SYSTEM": lambda: SYSTEM.random(),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_is_asked_of_the_world_outside_is_refused(name: str) -> None:
+    ask = ASKED[name]
+
+    def step(x: Tensor) -> Tensor:
+        return x * float(ask())
+
+    def there() -> list[Any]:
+        return [time.time, perf_counter, datetime.datetime, os.urandom, uuid.uuid4, os.path.exists, open, WATCH.clock]
+
+    before = there()
+    refused = pytest.raises((DataDependentError, UnsupportedError), match=f"{name}.*a replay would repeat the first")
+    with refused as caught:
+        ws.compile(step)(torch.ones(2))
+    assert f"{__file__}:" in str(caught.value)
+    assert all(a is b for a, b in zip(before, there(), strict=True))
+
+
+def test_the_line_that_asks() -> None:
+    def step(x: Tensor) -> Tensor:
+        started = datetime.datetime(2020, 1, 1)
+        assert isinstance(started, datetime.datetime) and time.gmtime(0).tm_year == 1970
+        return x * (datetime.datetime.now() - started).days
+
+    with pytest.raises(DataDependentError) as caught:
+        ws.compile(step)(torch.ones(2))
+    assert f"{__file__}:{step.__code__.co_firstlineno + 3}" in str(caught.value)
+
+
+def test_libraries_may_look_at_the_clock() -> None:
+    lines = io.StringIO()
+    log = logging.getLogger("wholestep.test")
+    log.addHandler(logging.StreamHandler(lines))
+
+    def step(x: Tensor) -> Tensor:
+        log.warning("time to step")
+        return x + 1
+
+    assert torch.equal(ws.compile(step)(torch.ones(2)), torch.ones(2) + 1)
+    assert "time to step" in lines.getvalue()
+
+
+class Holder:
+    scale = 1.0
+
+
+HELD = Holder()
+WEAK, PROXY = weakref.ref(HELD), weakref.proxy(HELD)
+BYTES, NUMBERS, VIEW = bytearray([1, 2]), array.array("d", [1.0, 2.0]), memoryview(bytearray([1, 2]))
+OF_C = (ctypes.c_double * 2)(1.0, 2.0)
+CHAIN, SETTINGS, STOP = ChainMap({"a": 1.0}, {}), configparser.ConfigParser(), threading.Event()
+SETTINGS.read_dict({"train": {"scale": "1"}})
+CONTEXT: ContextVar[float] = ContextVar("scale", default=1.0)
+TABLE = {"a": 1.0}
+SHOWN = types.MappingProxyType(TABLE)
+
+
+@functools.cache
+def cached() -> float:
+    return HELD.scale
+
+
+READ: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "bytearray": (lambda: BYTES[0], lambda: BYTES.__setitem__(0, 5)),
+    "array": (lambda: NUMBERS[0], lambda: NUMBERS.__setitem__(0, 5.0)),
+    "memoryview": (lambda: VIEW[0], lambda: VIEW.__setitem__(0, 5)),
+    "ctypes": (lambda: OF_C[0], lambda: OF_C.__setitem__(0, 5.0)),
+    "chain": (lambda: CHAIN["a"], lambda: CHAIN.__setitem__("a", 5.0)),
+    "settings": (lambda: SETTINGS.getfloat("train", "scale"), lambda: SETTINGS.set("train", "scale", "5")),
+    "event": (lambda: 1 + STOP.is_set(), STOP.set),
+    "context variable": (lambda: CONTEXT.get(), lambda: CONTEXT.set(5.0)),
+    "weak reference": (lambda: WEAK().scale, lambda: setattr(HELD, "scale", 2.0)),  # type: ignore[union-attr]
+    "weak proxy": (lambda: PROXY.scale, lambda: setattr(HELD, "scale", 3.0)),
+    "read-only mapping": (lambda: SHOWN["a"], lambda: TABLE.__setitem__("a", 5.0)),
+    "cache": (cached, lambda: (setattr(HELD, "scale", 4.0), cached.cache_clear())),
+    "environment": (lambda: float(os.environ.get("WHOLESTEP_SCALE", "1")),
+                    lambda: os.environ.__setitem__("WHOLESTEP_SCALE", "5")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_what_is_read_is_a_guard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WHOLESTEP_SCALE", raising=False)
+    read, change = READ[kind]
+
+    def step(x: Tensor) -> Tensor:
+        return x * float(read())
+
+    compiled, x = ws.compile(step), torch.ones(2)
+    for _ in range(2):
+        assert torch.equal(compiled(x), step(x))
+    assert compiled.captures == 1
+    before = read()
+    change()
+    assert read() != before and torch.equal(compiled(x), step(x))
+
+
+def test_a_variable_of_the_environment_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHOLESTEP_SCALE", "2")
+    compiled = ws.compile(lambda x: x * float(os.environ["WHOLESTEP_SCALE"]))
+    assert compiled(torch.ones(1)) == 2
+    monkeypatch.setenv("WHOLESTEP_OTHER", "2")
+    assert compiled(torch.ones(1)) == 2 and compiled.captures == 1
+    monkeypatch.setenv("WHOLESTEP_SCALE", "3")
+    assert compiled(torch.ones(1)) == 3
+    assert compiled.recompiles == ["os.environ['WHOLESTEP_SCALE']: expected '2', found '3'"]
+    monkeypatch.delenv("WHOLESTEP_SCALE")
+    with pytest.raises(KeyError):
+        compiled(torch.ones(1))
+
+
+@pytest.mark.parametrize("memory", [bytearray([1, 2]), array.array("i", [1, 2]), (ctypes.c_int * 2)(1, 2)])
+def test_memory_that_is_written_comes_back(memory: Any) -> None:
+    def step(x: Tensor) -> Tensor:
+        memory[0] = 7
+        return x + memory[0]
+
+    with pytest.raises(UnsupportedError, match="writes to L\\['memory'\\], a"):
+        ws.compile(step)(torch.ones(2))
+    assert memory[0] == 1
+
+
+def test_a_queue_is_emptied_as_in_eager() -> None:
+    waiting: queue.Queue[float] = queue.Queue()
+    for number in (2.0, 3.0, 4.0):
+        waiting.put(number)
+    compiled = ws.compile(lambda x: x * waiting.get())
+    assert [float(compiled(torch.ones(()))) for _ in range(2)] == [2, 3] and waiting.qsize() == 1
+
+
+@functools.lru_cache
+def mask(n: int) -> Tensor:
+    return torch.ones(n, n).tril()
+
+
+def test_nothing_made_in_a_step_stays_in_a_cache_of_c() -> None:
+    for what in ("keeps in its cache what it makes in the step", "in its cache, where no guard sees it"):
+        with pytest.raises(UnsupportedError, match=what):
+            ws.compile(lambda x: x * mask(2))(torch.ones(2, 2))
+        assert type(mask(2)) is Tensor
