@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -275,3 +276,48 @@ def test_ever_new_shapes_are_left_to_eager_in_the_end(monkeypatch):
     compiled = compare(lambda: nn.Linear(3, 2), run, 6)
     assert compiled.captures == 3
     assert compiled.eager == {"3 structures and shapes were captured, and this is another": 3}
+
+
+ALIVE: list[Callable[[], bool]] = []
+COUNTED: list[int] = []
+
+
+@torch.library.custom_op("wholestep_tests::count_alive", mutates_args=())
+def count_alive(x: torch.Tensor) -> torch.Tensor:
+    COUNTED.append(sum(is_alive() for is_alive in ALIVE))
+    return x.clone()
+
+
+count_alive.register_fake(torch.empty_like)
+
+
+class CountsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return count_alive(grad)
+
+
+def test_what_the_forward_saved_is_freed_as_the_backward_goes():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out: _watch(out))
+
+    def step() -> list[int]:
+        ALIVE.clear()
+        COUNTED.clear()
+        model[3:](CountsInBackward.apply(model[:3](torch.randn(4, 8)))).sum().backward()
+        return list(COUNTED)
+
+    eager, compiled = step(), compiled_backward()
+    with compiled:
+        counts = [step() for _ in range(3)]
+    assert eager == [3] and counts[1:] == [[3], [3]] and compiled.eager == {}
+
+
+def _watch(out: torch.Tensor) -> None:
+    storage = StorageWeakRef(out.untyped_storage())
+    ALIVE.append(lambda: not storage.expired())

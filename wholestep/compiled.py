@@ -295,7 +295,7 @@ def _view(look: Look, overrides: Sequence[Override], known: Overrides | None = N
 
 def _compile_backward(fn: Callable[..., Any], backend: Backend, look: Look) -> Compiled:
     """The pipeline for a backward: as for a step of one process, from a snapshot of its own."""
-    return Compiled(fn, Options(Launch(None, None), backend=backend), look)
+    return Compiled(fn, Options(Launch(None, None), backend=backend, spends=True), look)
 
 
 CompiledBackward.pipeline = staticmethod(_compile_backward)

@@ -17,6 +17,7 @@ from wholestep.capture import (
     compile_binder,
     forget,
     new_values,
+    read_by,
     refuse_shared_parts,
     snapshot,
 )
@@ -26,7 +27,7 @@ from wholestep.ir import Pass, StepGraph, check, info
 from wholestep.lower import Backend, lower
 from wholestep.override import Override
 from wholestep.passes import transformed
-from wholestep.runtime import Backward, Entry, Program, saved_places
+from wholestep.runtime import Backward, Entry, Program, saved_places, spending
 from wholestep.spmd import Launch
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
 from wholestep.trace.sizes import Sizes
@@ -53,6 +54,8 @@ class Options:
         launch: mesh and plans, whose passes come first.
         guard_data: numbers and shapes that depend on data become guards, not errors.
         halving: how a joint graph of forward and backward becomes two programs.
+        spends: the step's first argument is a list of tensors that a call gives up: memory that nobody else holds is
+            free as soon as the program has read it.
     """
 
     launch: Launch
@@ -60,6 +63,7 @@ class Options:
     backend: Backend = "aten"
     guard_data: bool = False
     halving: Halving = Halving()
+    spends: bool = False
 
 
 @dataclass
@@ -98,6 +102,8 @@ def build(
     launch = options.launch
     take = known.templates or capture
     world, traced = take(fn, args, kwargs, varying, options.guard_data, launch.plain, look, launch.parts)
+    spent = spending(traced, len(args[0]), read_by(traced.effects, traced.result)) if options.spends else None
+    traced.step.signature.dying = spent.dying if spent else frozenset()
     program = _program(traced, options, known, overrides)
     inputs = traced.step.signature.inputs[: traced.n_inputs]
     values = [world.original(item.value) for item in traced.lifted[: len(inputs)]]
@@ -114,12 +120,14 @@ def build(
     binder = compile_binder(world, bound, mutated=mutated)
     binder.prepare(traced.effects, traced.result, args, kwargs)
     forget(traced.effects, traced.result)
-    return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms)
+    return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, spending=spent)
 
 
 def _program(traced: Traced, options: Options, known: Known, overrides: Sequence[Override]) -> Program:
     """The program of what was traced: one made before for the same, or passes and lowering."""
     key = options.launch.key(traced.step, traced.fingerprint)
+    if options.spends:
+        key = f"{key}\n{sorted(traced.step.signature.dying)}"
     if key not in known.programs:
         step = known.steps.pop(key, None) or of_one_rank(traced, options, overrides)
         if traced.derivative is None:

@@ -18,6 +18,7 @@ from wholestep.capture.effects import (
     SetItem,
     forget,
     new_values,
+    read_by,
 )
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.hollow import hollow
@@ -57,6 +58,7 @@ __all__ = [
     "hollow",
     "new_values",
     "no_collection",
+    "read_by",
     "refuse_shared_parts",
     "replay",
     "sharing",

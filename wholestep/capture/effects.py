@@ -16,7 +16,7 @@ from typing import Any
 from wholestep.capture import boxes
 from wholestep.capture.scope import Global
 from wholestep.capture.source import Source, Vars
-from wholestep.capture.values import NOTHING, New, Tree, Value, hollow_out, new_in
+from wholestep.capture.values import NOTHING, Existing, New, Tree, Value, hollow_out, new_in, walk
 from wholestep.ir import InputKind
 
 
@@ -197,6 +197,19 @@ def new_values(effects: Sequence[Effect], result: Value = NOTHING) -> list[Any]:
 def forget(effects: Sequence[Effect], result: Value = NOTHING) -> None:
     """Lets go of the objects that effects and result were described from; they can be replayed as before."""
     hollow_out(_values_of(effects, result))
+
+
+def read_by(effects: Sequence[Effect], result: Value = NOTHING) -> set[str]:
+    """The paths of what a replay of effects and result looks at in the call."""
+    paths = {effect.source.path for effect in effects}
+
+    def look(value: Value) -> None:
+        if isinstance(value, Existing):
+            paths.add(value.source.path)
+
+    for value in _values_of(effects, result):
+        walk(value, look)
+    return paths
 
 
 def _values_of(effects: Sequence[Effect], result: Value) -> list[Value]:

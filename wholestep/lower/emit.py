@@ -69,6 +69,8 @@ class _Writer(GroupWriter):
             elif node.users or index in written:
                 self.body.append(f"{variable(node)} = inputs[{index}]  # {self._source(index)}")
         if self.released:
+            returned = sorted({value for kind, value in self.plan.returned if kind == "input"})
+            self.body += [f"given_{i} = inputs[{i}]" for i in returned]
             self.body.append("del inputs[:]")
         for node in self.plan.step.graph.nodes:
             if node.op == "get_attr":
@@ -163,7 +165,7 @@ class _Writer(GroupWriter):
         results = []
         for index, (kind, value) in enumerate(self.plan.returned):
             if kind == "input":
-                results.append(f"inputs[{value}]")
+                results.append(f"given_{value}" if self.released else f"inputs[{value}]")
             elif kind == "clone":
                 self.body.append(f"result_{index} = {self._name(value)}.clone()")
                 results.append(f"result_{index}")

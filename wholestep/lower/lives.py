@@ -204,6 +204,7 @@ class Lives:
     def _read_outputs(self) -> None:
         taken: set[fx.Node] = set()
         mutations, homes = self.step.signature.mutations, self.step.signature.homes
+        whole = not self.step.signature.dying  # else an arena that lent would lie idle beside the forward's activations
         for index, node in enumerate(self.outputs):
             if index in mutations:
                 self.plan.returned.append(("input", mutations[index]))
@@ -220,7 +221,7 @@ class Lives:
                 taken.add(root)
                 self.escaping.add(root)
                 self.plan.returned.append(("value", node))
-                lent = index in homes and homes[index].kind == "grad" and root not in self.held
+                lent = whole and index in homes and homes[index].kind == "grad" and root not in self.held
                 if lent and root.name not in self.apart:
                     self.lendable.add(root)
             else:

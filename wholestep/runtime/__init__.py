@@ -11,5 +11,16 @@ from wholestep.runtime.entry import Entry, Missed
 from wholestep.runtime.memory import give_back
 from wholestep.runtime.module import compiled_module
 from wholestep.runtime.program import Backward, Program, saved_places
+from wholestep.runtime.spent import Spending, spending
 
-__all__ = ["Backward", "Entry", "Missed", "Program", "compiled_module", "give_back", "saved_places"]
+__all__ = [
+    "Backward",
+    "Entry",
+    "Missed",
+    "Program",
+    "Spending",
+    "compiled_module",
+    "give_back",
+    "saved_places",
+    "spending",
+]

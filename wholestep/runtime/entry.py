@@ -15,6 +15,7 @@ from wholestep.runtime.beginnings import Beginnings
 from wholestep.runtime.function import CompiledFunction, Plan, Ran, plan_of
 from wholestep.runtime.program import Program
 from wholestep.runtime.slots import as_inference, refuse, remade
+from wholestep.runtime.spent import Spending
 from wholestep.torch_compat import below_autograd, make_one_of_several, set_versions
 from wholestep.trace import Traced
 from wholestep.trace.inputs import flat_memory, memory_of
@@ -50,13 +51,16 @@ class Entry:
         releases: whether gradients that the step replaces unread go before it runs: not where a program of the
             user's own may fail and everything shall then be as it was.
         terms: what the ranks have agreed on, for them to compare.
+        spending: what each call gives up of its first argument.
     """
 
     def __init__(
-        self, traced: Traced, binder: Binder, program: Program, releases: bool = False, terms: Any = None
-    ) -> None:
+        self, traced: Traced, binder: Binder, program: Program, releases: bool = False, terms: Any = None,
+        spending: Spending | None = None,
+    ) -> None:  # fmt: skip
         self.shapes: Any = None  # of the arguments that it was made for, where it is one of many such
         self.traced, self.binder, self.program, self.releases, self.terms = traced, binder, program, releases, terms
+        self.spending = spending
         derivative = traced.derivative
         self.count = traced.n_inputs
         beginnings = Beginnings(traced, program.placements)
@@ -144,7 +148,7 @@ class Entry:
         versions = tuple([values[i]._version + times for i, times in self.shared_writes]) if self.shared_writes else ()
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:
-            outputs = self.program.run(*values[: self.count])
+            outputs = self._outputs(values, args)
             self._count(values)
             self._reshape(values)
         else:
@@ -173,6 +177,13 @@ class Entry:
             slots[index].grad = None if grad is None else slots[grad]
         made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
         return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
+
+    def _outputs(self, values: list[Any], args: tuple[Any, ...]) -> Sequence[Any]:
+        if self.spending is None:
+            return self.program.run(*values[: self.count])
+        inputs = values[: self.count]
+        self.spending.spend(args[0], values)
+        return self.program.consume(inputs)
 
     def _reshape(self, values: list[Any]) -> None:
         """Makes inputs the views of what they were that the step makes them; it is counted with the writes."""

@@ -31,8 +31,7 @@ class Backward:
 
     def consume(self, values: list[Any]) -> Sequence[Any]:
         """Runs it on values that it may let go of as soon as they are read, where the backend can."""
-        consume = getattr(self.run, "consume", None)
-        return consume(values) if consume is not None else self.run(*values)  # type: ignore[no-any-return]
+        return _consume(self.run, values)
 
 
 @dataclass
@@ -76,6 +75,10 @@ class Program:
             if rest is not None:
                 rest()
 
+    def consume(self, values: list[Any]) -> Sequence[Any]:
+        """Runs it on values that it may let go of as soon as they are read, where the backend can."""
+        return _consume(self.run, values)
+
     @property
     def code(self) -> str:
         """The program as text: what the backend generated, or the graph's own code; forward, then backward."""
@@ -83,6 +86,11 @@ class Program:
             return _text(self.run, self.step)
         forward = _text(self.run, self.backward.halves.forward)
         return f"{forward}\n\n{_text(self.backward.run, self.backward.halves.backward)}"
+
+
+def _consume(run: Run, values: list[Any]) -> Sequence[Any]:
+    consume = getattr(run, "consume", None)
+    return consume(values) if consume is not None else run(*values)  # type: ignore[no-any-return]
 
 
 def _text(run: Run, step: StepGraph) -> str:
