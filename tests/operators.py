@@ -129,10 +129,15 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _outcomes(case: Case, compile: Callable[[Run], Run]) -> list[Any]:
-    """What each of two calls gives."""
+    """What each of two calls gives; the gradients of the second's results lie otherwise than the results do."""
     fn, tensors, module = case.make()
     run = compile(fn)
-    return [_outcome(run, given, module) for given in (tensors, [_other_data(t) for t in tensors])]
+    other = [_other_data(t) for t in tensors]
+    return [_outcome(run, tensors, module, _halves), _outcome(run, other, module, expanded)]
+
+
+def _halves(like: Tensor) -> Tensor:
+    return torch.ones_like(like) * 0.5
 
 
 def _other_data(tensor: Tensor) -> Tensor:
@@ -146,7 +151,23 @@ def _other_data(tensor: Tensor) -> Tensor:
     return _copied(tensor)
 
 
-def _outcome(run: Run, tensors: list[Tensor], module: nn.Module | None) -> Any:
+def expanded(like: Tensor) -> Tensor:
+    """A gradient as that of `sum()`."""
+    return torch.full((), 0.5, dtype=like.dtype).expand(like.shape)
+
+
+def turned(like: Tensor) -> Tensor:
+    """A gradient whose dimensions lie in memory in the opposite order."""
+    return torch.full(like.shape[::-1], 0.5, dtype=like.dtype).permute(*range(like.dim())[::-1])
+
+
+def gapped(like: Tensor) -> Tensor:
+    """A gradient with gaps between its elements."""
+    wide = torch.full((*like.shape, 2), 0.5, dtype=like.dtype)
+    return wide[..., 0]
+
+
+def _outcome(run: Run, tensors: list[Tensor], module: nn.Module | None, gradient: Callable[[Tensor], Tensor]) -> Any:
     """Results, gradients, inputs and buffers afterwards; or the error."""
     try:
         torch.manual_seed(0)
@@ -156,7 +177,7 @@ def _outcome(run: Run, tensors: list[Tensor], module: nn.Module | None) -> Any:
         inputs = [t for t in [*tensors, *parameters] if t.requires_grad]
         grads: Any = ()
         if outs and inputs:
-            weights = [torch.ones_like(o) * 0.5 for o in outs]
+            weights = [gradient(o) for o in outs]
             grads = torch.autograd.grad(outs, inputs, weights, allow_unused=True)
     except Exception as error:  # compared with what the other run raises
         return error

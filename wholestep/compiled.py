@@ -269,6 +269,12 @@ class Compiled:
         return list(self._known.templates.specialized) if self._known.templates is not None else []
 
     @property
+    def backwards(self) -> list[str]:
+        """Why a backward was made anew for gradients that lie otherwise, or do not arrive: one reason each."""
+        programs = {id(e.program): e.program for e in self._entries}.values()
+        return [reason for p in programs if p.backward is not None for reason in p.backward.reasons]
+
+    @property
     def captures(self) -> int:
         """How many captures serve calls now."""
         return len(self._entries)

@@ -34,6 +34,9 @@ from wholestep.trace.sizes import Sizes
 
 Look = Callable[..., Snapshot]  # called as `snapshot` is
 
+# Backends whose results are eager's, bit for bit.
+EXACT = ("aten", "naive")
+
 _tracing = threading.local()
 _capturing = threading.RLock()  # a capture exchanges functions of torch for all threads
 
@@ -131,8 +134,7 @@ def _program(traced: Traced, options: Options, known: Known, overrides: Sequence
     if key not in known.programs:
         step = known.steps.pop(key, None) or of_one_rank(traced, options, overrides)
         if traced.derivative is None:
-            lowered = lower(step, [info(node).value for node in step.placeholders], options.backend)
-            known.programs[key] = Program(step, lowered, traced.fingerprint)
+            known.programs[key] = Program(step, _lowered(step, options.backend), traced.fingerprint)
         else:
             known.programs[key] = in_halves(step, traced, options.backend, options.halving)
     return known.programs[key]
@@ -174,11 +176,15 @@ def in_halves(step: StepGraph, traced: Traced, backend: Backend, halving: Halvin
     """Partitions a joint graph and lowers forward and backward."""
     joint = joint_of(step, traced)
     halves = halving.partition(joint)
-    forward, backward = (
-        lower(half, [info(node).value for node in half.placeholders], target)
-        for half, target in ((halves.forward, backend), (halves.backward, halving.backend or backend))
-    )
-    return Program(step, forward, traced.fingerprint, Backward(halves, backward, saved_places(joint, halves)))
+    behind = halving.backend or backend
+    forward = _lowered(halves.forward, backend)
+    made = functools.partial(_lowered, backend=behind)
+    backward = Backward(halves, made(halves.backward), saved_places(joint, halves), made, behind in EXACT)
+    return Program(step, forward, traced.fingerprint, backward)
+
+
+def _lowered(step: StepGraph, backend: Backend) -> Callable[..., Sequence[Any]]:
+    return lower(step, [info(node).value for node in step.placeholders], backend)
 
 
 def joint_of(step: StepGraph, traced: Traced) -> Joint:

@@ -7,10 +7,11 @@ May import: errors, ir, torch_compat, trace's and autograd's records, lower's in
 passes, api.
 """
 
+from wholestep.runtime.backward import Backward
 from wholestep.runtime.entry import Entry, Missed
 from wholestep.runtime.memory import give_back
 from wholestep.runtime.module import compiled_module
-from wholestep.runtime.program import Backward, Program, saved_places
+from wholestep.runtime.program import Program, saved_places
 from wholestep.runtime.spent import Spending, spending
 
 __all__ = [

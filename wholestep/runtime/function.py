@@ -12,7 +12,8 @@ import torch
 
 from wholestep.ir import info
 from wholestep.lower.naive import run_nodes
-from wholestep.runtime.program import Backward, Program
+from wholestep.runtime.backward import Backward, Layout
+from wholestep.runtime.program import Program
 from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.results import Derivative
@@ -21,10 +22,6 @@ NO_DOUBLE_BACKWARD = (
     "torch.compile with aot_autograd does not currently support double backward: neither does wholestep outside of a "
     "compiled function. Call torch.autograd.grad(…, create_graph=True) and the second backward inside of it."
 )
-
-# How a tangent must lie in memory: shape and strides of the value that the backward was traced with.
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
-
 
 @dataclass(slots=True)
 class Ran:
@@ -46,7 +43,6 @@ class Plan:
     """What all calls of one differentiable program have in common.
 
     Attributes:
-        layouts: how each tangent must lie in memory.
         apart: positions among the saved values of host numbers, and of inputs that the backward writes.
         guard_identity: a captured backward serves nodes of this very plan.
     """
@@ -54,7 +50,6 @@ class Plan:
     guard_identity: ClassVar[bool] = True
     derivative: Derivative
     backward: Backward
-    layouts: tuple[Layout, ...]
     apart: frozenset[int]
 
 
@@ -62,9 +57,6 @@ def plan_of(traced: Traced, program: Program) -> Plan | None:
     """The plan of a program with a backward; None for one without."""
     if traced.derivative is None or program.backward is None:
         return None
-    tangents = traced.step.placeholders[-len(traced.derivative.outputs) :]
-    values = [info(node).value for node in tangents]
-    layouts = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
     late = {("input", i) for i in traced.derivative.late}
     nodes = program.backward.halves.backward.placeholders[: len(program.backward.saved)]
     apart = frozenset(
@@ -72,7 +64,7 @@ def plan_of(traced: Traced, program: Program) -> Plan | None:
         for i, (place, node) in enumerate(zip(program.backward.saved, nodes, strict=True))
         if place in late or not isinstance(info(node).value, torch.Tensor)
     )
-    return Plan(traced.derivative, program.backward, layouts, apart)
+    return Plan(traced.derivative, program.backward, apart)
 
 
 class CompiledFunction(torch.autograd.Function):
@@ -95,24 +87,31 @@ class CompiledFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
-        backward, derivative, layouts = plan.backward, plan.derivative, plan.layouts
+        backward, derivative = plan.backward, plan.derivative
+        arrived = [_shown(tangents[index]) for index in backward.halves.tangents]
+        served = backward.serve(tuple([None if t is None else t.stride() for t in arrived]))
+        if served.layouts is not None:
+            arrived = list(map(_laid_out, arrived, served.layouts))
         values = all_saved(ctx)
-        for index in backward.halves.tangents:
-            values.append(_laid_out(tangents[index], layouts[index]))
+        values += [t for t in arrived if t is not None]
         behind = list(values) if torch.is_grad_enabled() else ()
         if dispatch_modes_active():  # part of another trace, which sees each operator
-            gradients: Sequence[Any] = run_nodes(backward.halves.backward, values)
+            gradients: Sequence[Any] = run_nodes(served.graph, values)
         else:
             free_saved_tensors(ctx)
-            gradients = backward.consume(values)
+            gradients = served.consume(values)
+        if behind:
+            gradients = _refusing(gradients, behind)
         count, made = derivative.n_given, len(derivative.made)
+        if served.gives is not None:
+            follow = dict(zip(served.gives, gradients, strict=True))
+            gradients = [follow.get(place) for place in range(count + made + len(derivative.late))]
         if ctx.late:
             with torch.no_grad():
                 for tensor, value in zip(ctx.late, gradients[count + made :], strict=True):
-                    tensor.copy_(value)
+                    if value is not None:
+                        tensor.copy_(value)
             gradients = gradients[: count + made]
-        if behind:
-            gradients = _refusing(gradients, behind)
         silent = len(derivative.inputs) - count
         if silent:
             gradients = [*gradients[:count], *[None] * silent, *gradients[count:]]
@@ -145,11 +144,20 @@ def all_saved(ctx: Any) -> list[Any]:
     return [numbers[i] if i in numbers else next(tensors) for i in range(len(ctx.plan.backward.saved))]
 
 
-def _laid_out(tangent: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+def _shown(tangent: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient without marks of a conjugation or negation to come."""
+    if tangent is None or not (tangent.is_conj() or tangent.is_neg()):
+        return tangent
+    return tangent.resolve_conj().resolve_neg()
+
+
+def _laid_out(tangent: torch.Tensor | None, layout: Layout | None) -> torch.Tensor | None:
+    if layout is None:
+        return None
     size, stride, dtype, device = layout
     if tangent is None:
         return torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
-    if tangent.stride() == stride and not tangent.is_conj() and not tangent.is_neg():
+    if tangent.stride() == stride:
         return tangent
     return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(tangent)
 

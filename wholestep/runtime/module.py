@@ -32,7 +32,9 @@ class CompiledModule:
     _compiled: Callable[..., Any]
     _forward: Callable[..., Any]
     _again: Callable[[nn.Module], nn.Module]
-    recompiles, graphs, code, reset, explain = map(_Of, ("recompiles", "graphs", "code", "reset", "explain"))
+    recompiles, backwards, graphs, code, reset, explain = map(
+        _Of, ("recompiles", "backwards", "graphs", "code", "reset", "explain")
+    )
 
     def _is_hooked(self) -> bool:
         return bool(self._backward_hooks or self._backward_pre_hooks)  # type: ignore[attr-defined]

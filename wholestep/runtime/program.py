@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -11,27 +11,7 @@ from torch import fx
 from wholestep.autograd import Joint, Partitioned
 from wholestep.ir import StepGraph, info
 from wholestep.packed import Packed
-
-Run = Callable[..., Sequence[Any]]
-
-
-@dataclass
-class Backward:
-    """The backward of a program, and what it needs of the forward.
-
-    Attributes:
-        halves: both graphs.
-        run: saved values, then tangents -> gradients.
-        saved: where each saved value is found once the forward has run: ("input" | "output", index).
-    """
-
-    halves: Partitioned
-    run: Run
-    saved: list[tuple[str, int]]
-
-    def consume(self, values: list[Any]) -> Sequence[Any]:
-        """Runs it on values that it may let go of as soon as they are read, where the backend can."""
-        return _consume(self.run, values)
+from wholestep.runtime.backward import Backward, Run, consumed
 
 
 @dataclass
@@ -70,14 +50,14 @@ class Program:
 
     def rest(self) -> None:
         """Gives back the memory that it works in, until the next call."""
-        for run in (self.run, *([self.backward.run] if self.backward else [])):
+        for run in (self.run, *(s.run for s in (self.backward.served.values() if self.backward else ()))):
             rest = getattr(run, "rest", None)
             if rest is not None:
                 rest()
 
     def consume(self, values: list[Any]) -> Sequence[Any]:
         """Runs it on values that it may let go of as soon as they are read, where the backend can."""
-        return _consume(self.run, values)
+        return consumed(self.run, values)
 
     @property
     def code(self) -> str:
@@ -86,11 +66,6 @@ class Program:
             return _text(self.run, self.step)
         forward = _text(self.run, self.backward.halves.forward)
         return f"{forward}\n\n{_text(self.backward.run, self.backward.halves.backward)}"
-
-
-def _consume(run: Run, values: list[Any]) -> Sequence[Any]:
-    consume = getattr(run, "consume", None)
-    return consume(values) if consume is not None else run(*values)  # type: ignore[no-any-return]
 
 
 def _text(run: Run, step: StepGraph) -> str:

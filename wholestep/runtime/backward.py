@@ -1,0 +1,125 @@
+"""The backward of a program: one program for each way in which the gradients that come lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from wholestep.autograd import Partitioned
+from wholestep.autograd.arriving import Strides, Unfit, arriving
+from wholestep.ir import StepGraph, info
+from wholestep.torch_compat import no_modes
+
+Run = Callable[..., Sequence[Any]]
+
+# How a gradient that arrives must lie in memory: shape, strides, dtype and device.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+# Layouts of gradients beyond these are copied into the one that the backward was traced with.
+MAX_LAYOUTS = 32
+
+
+@dataclass(frozen=True)
+class Served:
+    """A backward program for gradients that lie in memory in one way.
+
+    Attributes:
+        graph, run: saved values, then the gradients that arrive -> what follows from them.
+        gives: which of the backward's outputs these are; None for all.
+        layouts: what gradients are copied into first (None for one that does not arrive, where it need not be zeros);
+            None where they are read as they lie.
+    """
+
+    graph: StepGraph
+    run: Run
+    gives: tuple[int, ...] | None = None
+    layouts: tuple[Layout | None, ...] | None = None
+
+    def consume(self, values: list[Any]) -> Sequence[Any]:
+        """Runs it on values that it may let go of as soon as they are read, where the backend can."""
+        return consumed(self.run, values)
+
+
+@dataclass
+class Backward:
+    """The backward of a program, and what it needs of the forward.
+
+    Attributes:
+        halves: both graphs.
+        run: saved values, then tangents -> gradients.
+        saved: where each saved value is found once the forward has run: ("input" | "output", index).
+        lower: makes a program of a backward graph.
+        exact: whether gradients are read as they lie, as in eager; else copied into the layout that was traced.
+        served: strides of the gradients that arrive (None for one that does not) -> the program for them.
+        reasons: why more than one was made.
+    """
+
+    halves: Partitioned
+    run: Run
+    saved: list[tuple[str, int]]
+    lower: Callable[[StepGraph], Run]
+    exact: bool
+    served: dict[tuple[Strides, ...], Served] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
+        self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+        self.served[tuple([stride for _, stride, *_ in self._traced])] = Served(self.halves.backward, self.run)
+
+    def serve(self, strides: tuple[Strides, ...]) -> Served:
+        """The program for gradients of these strides, made if there is none."""
+        found = self.served.get(strides)
+        return found if found is not None else self._made(strides)
+
+    def _made(self, strides: tuple[Strides, ...]) -> Served:
+        plain = tuple([self._plain(place, stride) for place, stride in enumerate(strides)])
+        found = self.served.get(plain)
+        if found is None and self.exact and len(self.reasons) < MAX_LAYOUTS:
+            found = self._anew(plain)
+        found = found or self._copied(plain)
+        if len(self.served) < 4 * MAX_LAYOUTS:
+            self.served[strides] = found
+        return found
+
+    def _copied(self, strides: tuple[Strides, ...]) -> Served:
+        """A program for copies in the layout of the trace, zeros among them if it must be."""
+        pairs = list(zip(strides, self._traced, strict=True))
+        there = tuple([None if stride is None else traced[1] for stride, traced in pairs])
+        found = self.served.get(there) or self._anew(there)
+        if found is not None:
+            return replace(found, layouts=tuple([t if s is not None else None for s, t in pairs]))
+        return Served(self.halves.backward, self.run, None, self._traced)
+
+    def _plain(self, place: int, stride: Strides) -> Strides:
+        """Strides as they were traced for dimensions of one element, where they lead nowhere."""
+        if stride is None:
+            return None
+        size, traced, *_ = self._traced[place]
+        return tuple([t if n == 1 else s for n, s, t in zip(size, stride, traced, strict=True)])
+
+    def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
+        try:
+            made = arriving(self.halves, strides)
+        except Unfit:
+            return None
+        with no_modes():
+            served = Served(made.graph, self.lower(made.graph), made.gives)
+        self.served[strides] = served
+        differing = [
+            f"gradient of output {output}: expected strides {list(traced)}, "
+            f"found {'none' if found is None else f'strides {list(found)}'}"
+            for output, found, (_, traced, *_) in zip(self.halves.tangents, strides, self._traced, strict=True)
+            if found != traced
+        ]
+        self.reasons.append("; ".join(differing))
+        return served
+
+
+def consumed(run: Run, values: list[Any]) -> Sequence[Any]:
+    """Runs a program on values that it may let go of as soon as they are read, where the backend can."""
+    consume = getattr(run, "consume", None)
+    return consume(values) if consume is not None else run(*values)  # type: ignore[no-any-return]
