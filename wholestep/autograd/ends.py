@@ -89,7 +89,7 @@ def results_of(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[Ou
         slot = outlet.slot(whole)
         found.setdefault(slot, Output(whole, slot))
         if base is None:
-            outlet.set(value, base=None)
+            outlet.set(value, base=None, views=None)
     return list(found.values())
 
 

@@ -81,14 +81,16 @@ class Entry:
         for index, times in traced.versions.items() if not shared else ():
             self.writes.setdefault(times, []).append(index)
         self.shared_writes = list(traced.versions.items()) if shared else []
-        self.order = sorted(range(len(traced.slots)), key=lambda i: traced.slots[i].base is not None)
+        slots = list(enumerate(traced.slots))
+        self.order = [i for i, s in slots if s.base is None], [i for i, s in slots if s.base is not None]
         # nothing was counted for what a program gives; eager may count writes, and so may the making of a beginning
         counted = [i for i, s in enumerate(traced.slots) if s.own_counter and (s.version or s.input in hoisted)]
-        self.fresh = [i for i in counted if not traced.slots[i].inference]
+        fresh = [i for i in counted if not traced.slots[i].inference]
         self.inference = {slot.output for slot in traced.slots if slot.inference and slot.output is not None}
-        several = [i for i, s in enumerate(traced.slots) if s.several and s.geometry is not None]
+        several = [i for i, s in slots if s.several and s.geometry is not None and s.views is None]
         self.several = [i for i in several if not traced.slots[i].inference]
-        self.slot_versions = tuple(traced.slots[i].version for i in self.fresh)
+        self.fresh = [[i for i in fresh if i in some] for some in self.order]
+        self.slot_versions = [tuple([traced.slots[i].version for i in some]) for some in self.fresh]
         self.handle = torch.zeros((), requires_grad=True)
         self.plan = plan_of(traced, program)
         # an input's memory is written again, with a history, when the forward has run
@@ -160,13 +162,15 @@ class Entry:
             outputs = as_inference(outputs, self.inference)
         if traced.refused:
             refuse(traced.refused, outputs, values, self.handle)
-        for index in self.order:
-            if index not in slots:
-                slots[index] = remade(traced.slots[index], outputs, values, slots, self.handle)
         if self.shared_writes:
             set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
-        if self.fresh:
-            set_versions(tuple([slots[i] for i in self.fresh]), self.slot_versions)
+        # views come last: autograd knows one by its operators as long as its counter is what it was when it was made
+        for order, fresh, counts in zip(self.order, self.fresh, self.slot_versions, strict=True):
+            for index in order:
+                if index not in slots:
+                    slots[index] = remade(traced.slots[index], outputs, values, slots, self.handle)
+            if fresh:
+                set_versions(tuple([slots[i] for i in fresh]), counts)
         for index in self.several:
             make_one_of_several(slots[index], traced.slots[index].outdated)
         for index, part in self.kept.items():

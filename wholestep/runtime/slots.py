@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from wholestep.runtime.function import SECOND_TIME, Spent
-from wholestep.trace.results import Slot
+from wholestep.torch_compat import set_versions
+from wholestep.trace.results import Slot, View
+
+NEVER = 1 << 30  # a version that no count comes to
 
 
 def remade(
@@ -36,7 +39,9 @@ def remade(
             base = made[slot.base]
         # a view made without gradients could not be written later where eager's can
         with torch.set_grad_enabled(handle is not None and (not slot.leaf or not base.requires_grad)):
-            if kind is None:
+            if slot.views is not None and kind is None:
+                tensor = _viewed(base, slot.views, slot.outdated)
+            elif kind is None:
                 tensor = base.as_strided(size, stride, start)
             else:
                 tensor = kind.signed(kind.shown(base).as_strided(size, stride, start))
@@ -49,6 +54,25 @@ def remade(
         with torch.enable_grad():
             return Spent.apply(slot.refusal, tensor, *_behind(slot.refusal, values, handle))  # type: ignore[no-any-return, no-untyped-call]
     return tensor
+
+
+def _viewed(base: torch.Tensor, views: Sequence[View], outdated: bool) -> torch.Tensor:
+    """A view made by the operators that make it in eager, so that autograd knows it by these.
+
+    Args:
+        outdated: it was made before the base was written last.
+    """
+    version = base._version
+    if outdated:
+        set_versions((base,), (NEVER,))
+    view = base
+    for op, args, index in views:
+        if op is torch.ops.aten.as_strided.default:
+            args = (*args[:2], args[2] + base.storage_offset())
+        view = op(view, *args) if index is None else op(view, *args)[index]
+    if outdated:
+        set_versions((base,), (version,))
+    return view
 
 
 def refuse(

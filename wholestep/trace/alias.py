@@ -115,7 +115,11 @@ class Storage:
 
 @dataclass(eq=False)
 class Ref:
-    """One tensor's way into a storage."""
+    """One tensor's way into a storage.
+
+    Attributes:
+        born: how often the storage was written before it was made.
+    """
 
     storage: Storage
     geometry: Geometry
@@ -126,6 +130,10 @@ class Ref:
     index: int | None = None
     node: fx.Node | None = None
     generation: int = -1
+    born: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.born = self.storage.generation
 
     def read(self, emit: Emit) -> fx.Node:
         """The node that holds this tensor's content now."""

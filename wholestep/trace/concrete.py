@@ -93,7 +93,10 @@ def at_sizes(traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Ma
         traced,
         step=step,
         lifted=list(lifted.values()),
-        slots=[replace(s, geometry=s.geometry and at.numbers(s.geometry)) for s in traced.slots],
+        slots=[
+            replace(s, geometry=s.geometry and at.numbers(s.geometry), views=s.views and at.numbers(s.views))
+            for s in traced.slots
+        ],
         hoisted=hoisted,
         fingerprint=fingerprint(step, constants, traced.derivative),
     )

@@ -19,6 +19,12 @@ from wholestep.trace.inputs import Lifted
 from wholestep.trace.kinds import Kind, kind_of, offset_from
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.sizes import is_made, is_size
+from wholestep.trace.tape import leaves
+
+aten = torch.ops.aten
+
+
+View = tuple[Any, tuple[Any, ...], int | None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ class Slot:
         own_counter: whether its version counter is set for it, not for another one with which it shares a counter.
         apart: whether that counter is another one than that of the output or input it lies in.
         base: index of the slot that autograd knows it as a view of.
+        views: the operators that lead there from that slot, or from the input, as autograd knows them: (operator,
+            arguments, which of several results); None where strides alone say how.
         parameter: whether it is a `torch.nn.Parameter`.
         retains: whether it keeps its gradient, as `retain_grad()` asks for.
         grad: index of the slot of its gradient.
@@ -60,6 +68,7 @@ class Slot:
     own_counter: bool = True
     apart: bool = False
     base: int | None = None
+    views: tuple[View, ...] | None = None
     refusal: str = ""
     parameter: bool = False
     retains: bool = False
@@ -195,7 +204,9 @@ class Outlet:
             own = all(counts_alone(tensor, real) for real in inside)
             known = self.facts[id(tensor)] | {"kind": kind}
             inside_it = None if itself else place
-            slot = Slot(None, storage.input, inside_it, **known, own_counter=own, apart=own, base=parent)
+            start = self.recorder.ref(base) if base is not None and parent is not None else item.ref
+            views = None if own else self._views(tensor, start)
+            slot = Slot(None, storage.input, inside_it, **known, own_counter=own, apart=own, base=parent, views=views)
         else:
             if id(storage) not in self.by_storage:
                 self.by_storage[id(storage)] = self._output(root.read(self.recorder.emit))
@@ -205,8 +216,28 @@ class Outlet:
             known = self.facts[id(tensor)] | {"kind": kind}
             apart = own and first is not tensor
             place_in = None if is_first else place
-            slot = Slot(output, None, place_in, **known, own_counter=own, apart=apart, base=parent)
+            views = self._views(tensor, self.recorder.ref(base)) if base is not None and parent is not None else None
+            slot = Slot(output, None, place_in, **known, own_counter=own, apart=apart, base=parent, views=views)
         return self._add(tensor, slot)
+
+    def _views(self, view: torch.Tensor, start: Ref | None) -> tuple[View, ...] | None:
+        """The operators that lead from a tensor to a view of it, as autograd knows them.
+
+        A view that is used after its memory was written is known to it as `as_strided` of the whole.
+        """
+        ref: Ref | None = self.recorder.ref(view)
+        assert ref is not None
+        used = ref.born if self.facts[id(view)]["several"] else ref.storage.generation
+        views: list[View] = []
+        while ref is not None and ref is not start and ref.parent is not None and start is not None:
+            if ref.kwargs or any(isinstance(leaf, fx.Node) for leaf in leaves(ref.args)):
+                return None
+            if ref.born != used:
+                place = tuple(ref.geometry.shape), ref.geometry.stride, offset_from(ref.geometry, start.geometry)
+                return ((aten.as_strided.default, place, None), *views[::-1])
+            views.append((ref.view, _frozen(ref.args), ref.index))
+            used, ref = ref.born, ref.parent
+        return tuple(views[::-1]) if ref is start else None
 
     def _leads_nowhere(self, ref: Ref, stays: bool, is_first: bool) -> bool:
         if ref.storage.input is None:
@@ -244,7 +275,8 @@ class Outlet:
             self.recorder.lifted.append(item)
         here, base = self.recorder.ref(tensor).geometry, item.ref.geometry
         place = (tuple(here.shape), here.stride, offset_from(here, base))
-        self.set(tensor, input=self.recorder.lifted.index(item), geometry=place)
+        views = self._views(tensor, item.ref)
+        self.set(tensor, input=self.recorder.lifted.index(item), geometry=place, views=views)
 
     def add_output(self, node: fx.Node) -> int:
         """Makes a node an output of the graph; gives its index."""
@@ -271,3 +303,7 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     """The gradient that a tensor of the step's own has by now."""
     held = bool(is_leaf(tensor)) or tensor.retains_grad
     return tensor.grad if held and is_made(tensor.grad) else None
+
+
+def _frozen(args: Any) -> Any:
+    return tuple(map(_frozen, args)) if isinstance(args, (list, tuple)) else args
