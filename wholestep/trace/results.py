@@ -75,6 +75,9 @@ class Slot:
     grad: int | None = None
 
 
+_ALIAS: tuple[View, ...] = ((aten.alias.default, (), None),)
+
+
 @dataclass(frozen=True)
 class Derivative:
     """What makes a step's results differentiable outside of it.
@@ -204,7 +207,8 @@ class Outlet:
             own = all(counts_alone(tensor, real) for real in inside)
             known = self.facts[id(tensor)] | {"kind": kind}
             inside_it = None if itself else place
-            start = self.recorder.ref(base) if base is not None and parent is not None else item.ref
+            origin = base if parent is not None else None if item.members else item.value
+            start = item.ref if origin is None else self.recorder.ref(origin)  # type: ignore[arg-type]
             views = None if own else self._views(tensor, start)
             slot = Slot(None, storage.input, inside_it, **known, own_counter=own, apart=own, base=parent, views=views)
         else:
@@ -237,7 +241,7 @@ class Outlet:
                 return ((aten.as_strided.default, place, None), *views[::-1])
             views.append((ref.view, _frozen(ref.args), ref.index))
             used, ref = ref.born, ref.parent
-        return tuple(views[::-1]) if ref is start else None
+        return tuple(views[::-1]) or _ALIAS if ref is start else None
 
     def _leads_nowhere(self, ref: Ref, stays: bool, is_first: bool) -> bool:
         if ref.storage.input is None:
