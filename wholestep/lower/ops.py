@@ -45,20 +45,16 @@ UNSET: Any = object()  # what `empty` fills memory with
 
 # Results that are one constant everywhere, and where in the arguments it stands.
 FILLS: dict[Any, Callable[..., Any]] = {
-    aten.empty.memory_format: lambda *a, **k: UNSET,
-    aten.empty_like.default: lambda *a, **k: UNSET,
-    aten.empty_strided.default: lambda *a, **k: UNSET,
-    aten.new_empty.default: lambda *a, **k: UNSET,
-    aten.zeros.default: lambda *a, **k: 0,
-    aten.zeros_like.default: lambda *a, **k: 0,
-    aten.new_zeros.default: lambda *a, **k: 0,
-    aten.ones.default: lambda *a, **k: 1,
-    aten.ones_like.default: lambda *a, **k: 1,
-    aten.new_ones.default: lambda *a, **k: 1,
     aten.full.default: lambda size, value, **k: value,
     aten.full_like.default: lambda x, value, **k: value,
     aten.new_full.default: lambda x, size, value, **k: value,
     aten.scalar_tensor.default: lambda value, **k: value,
+    **dict.fromkeys(
+        (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default),
+        lambda *a, **k: UNSET,
+    ),
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), lambda *a, **k: 0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda *a, **k: 1),
 }
 COPIES = {aten.clone.default, aten._to_copy.default}
 

@@ -250,7 +250,6 @@ class Entry:
         counted = [value for value, place in places if place in self.saved_versions]
         set_versions(tuple(counted), tuple(self.saved_versions.values()))
 
-
     def _flatten(self, values: list[Any]) -> Missed | None:
         """Puts each shared memory, as one flat tensor, in the place of its first member."""
         for index, (elements, offset) in self.flat.items():

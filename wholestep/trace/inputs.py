@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, UnsupportedError
-from wholestep.ir import InputKind
-from wholestep.parts import Part
 from wholestep.torch_compat import HOOK_TABLES, FakeTensor, below_autograd
 from wholestep.trace.alias import Geometry, Ref
-from wholestep.trace.sizes import Sizes
+from wholestep.trace.setting import Found, Setting
 from wholestep.trace.tape import Tape, fake_value, map_leaves
-from wholestep.trace.where import Whereabouts, user_line
+from wholestep.trace.where import user_line
 
 aten = torch.ops.aten
-
-
-class Found(Protocol):
-    """A tensor that capture knows: where it is reachable and what it is for."""
-
-    @property
-    def tensor(self) -> torch.Tensor: ...
-    @property
-    def source(self) -> Any: ...
-    @property
-    def kind(self) -> InputKind: ...
-    @property
-    def beginning(self) -> Any: ...
-    @property
-    def entangled(self) -> bool: ...
-    @property
-    def detached(self) -> bool: ...
 
 
 class ReshapedInput(Exception):  # noqa: N818 - a request, not an error
@@ -64,33 +44,18 @@ class Lifted:
 
 
 class Inputs(Tape):
-    """A tape that knows what stands behind each tensor of the step.
+    """A tape that knows what stands behind each tensor of the step."""
 
-    Args:
-        find: gives the source of a real tensor, or None when it is reachable from nowhere known.
-        shared: memories in which several inputs lie of which one is written; each becomes one input.
-        parts: id of a real tensor -> what the rank holds of it; its memory has no values while the step is traced.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[torch.Tensor], Found | None],
-        whereabouts: Whereabouts,
-        shared: frozenset[int] = frozenset(),
-        parts: Mapping[int, Part] | None = None,
-        sizes: Sizes | None = None,
-    ) -> None:
-        super().__init__(whereabouts, sizes)
-        self.find, self.shared, self.parts = find, shared, parts or {}
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.find, self.shared, self.parts = setting.find, setting.shared, setting.parts
+        self.twins, self.generators = setting.twins, setting.generators
         self.flat: dict[int, Lifted] = {}
         self.lifted: list[Lifted] = []
         self.by_id: dict[int, Lifted] = {}
-        self.twins: Container[int] = ()  # ids of the tensors that stand for inputs while the step is traced
         self.reshaped: dict[int, Ref] = {}  # id of a twin that became a view of what it was -> its way into memory
         self.given: list[tuple[torch.Tensor, bool, dict[str, Any]]] = []  # stand-ins, with their flag and attributes
-        # random generators that the step can see, with their sources, by `generator_id`; and those that it draws from
-        self.generators: Mapping[int, tuple[torch.Generator, Any]] = {}
-        self.drawn: dict[int, Lifted] = {}
+        self.drawn: dict[int, Lifted] = {}  # the generators that the step draws from
 
     def stand_in(self, found: Found) -> torch.Tensor:
         """An input that the step is given under a fake with symbolic sizes."""

@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.errors import DataDependentError
-from wholestep.parts import Part
 from wholestep.torch_compat import no_modes
 from wholestep.trace.host import HostNode, make_host
-from wholestep.trace.inputs import Found, Inputs, Lifted
+from wholestep.trace.inputs import Inputs, Lifted
 from wholestep.trace.predicates import Predicate, decide, follows_from_numbers
-from wholestep.trace.sizes import Sizes, is_size
-from wholestep.trace.where import Whereabouts, user_line
+from wholestep.trace.setting import Setting
+from wholestep.trace.sizes import is_size
+from wholestep.trace.where import user_line
 
 aten = torch.ops.aten
 
 
 class Numbers(Inputs):
-    """A tape with host numbers (`host.py`).
+    """A tape with host numbers (`host.py`)."""
 
-    Args:
-        guard_data: numbers and shapes that depend on data become guards, not errors.
-    """
-
-    def __init__(
-        self,
-        find: Callable[[torch.Tensor], Found | None],
-        whereabouts: Whereabouts,
-        shared: frozenset[int] = frozenset(),
-        guard_data: bool = False,
-        parts: Mapping[int, Part] | None = None,
-        sizes: Sizes | None = None,
-    ) -> None:
-        super().__init__(find, whereabouts, shared, parts, sizes)
-        self.guard_data = guard_data
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.guard_data = setting.guard_data
         self.tokens: dict[float, HostNode] = {}
         self.spent: set[float] = set()
         self.in_call = 0

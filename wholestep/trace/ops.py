@@ -132,3 +132,38 @@ def view_twin(op: Overload) -> Any:
         if is_view(candidate) and [(a.name, _type(a)) for a in candidate._schema.arguments] == wanted:
             return candidate
     return None
+
+
+def positional(func: Overload, args: Any, kwargs: Any) -> list[Any]:
+    """Positional and keyword arguments in the order of the schema; None for what is not given."""
+    names = [a.name for a in func._schema.arguments]
+    return [*args, *(kwargs.get(name) for name in names[len(args) :])]
+
+
+def all_args(func: Overload, args: Any, kwargs: Any) -> dict[int, Any]:
+    """Position -> argument, however it was passed."""
+    return dict(enumerate(positional(func, args, kwargs)))
+
+
+def defaults(func: Overload, twin: Twin, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that an operator has a default for and its twin has not."""
+    if not isinstance(twin.target, Overload):
+        return {}
+    needed = {a.name for a in twin.target._schema.arguments if not a.has_default_value()}
+    rest = func._schema.arguments[given:]
+    return {a.name: a.default_value for a in rest if a.has_default_value() and a.name in needed - set(kwargs)}
+
+
+def is_fused(func: Overload) -> bool:
+    """Whether it is one of the fused optimizers."""
+    return func._schema.name.startswith("aten::_fused_")
+
+
+def scale_position(func: Overload) -> int:
+    """Where a fused optimizer takes `grad_scale`; -1 where it does not."""
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "grad_scale"), -1)
+
+
+def is_list_op(func: Overload) -> bool:
+    """Whether it writes lists of tensors and gives nothing."""
+    return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))

@@ -10,7 +10,7 @@ engine run as they always do, while nothing real changes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,37 +18,29 @@ import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.parts import Part
 from wholestep.pure import UnderGrad
 from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.checks import CHECKS, check_strided, check_view, kernels_error
-from wholestep.trace.inputs import Found, Lifted
-from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, is_view
+from wholestep.trace.inputs import Lifted
+from wholestep.trace.ops import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, TRAINING_FLAG, all_args, is_view
 from wholestep.trace.predicates import follows_from_numbers, geometry
 from wholestep.trace.sequences import pack
-from wholestep.trace.sizes import Sizes, is_host, is_size
+from wholestep.trace.setting import Setting
+from wholestep.trace.sizes import is_host, is_size
 from wholestep.trace.tape import leaves, map_leaves
-from wholestep.trace.where import Whereabouts, user_line
-from wholestep.trace.writes import Writes, all_args
+from wholestep.trace.where import user_line
+from wholestep.trace.writes import Writes
 
 aten = torch.ops.aten
 
 
 class Recorder(Writes, TorchDispatchMode):
-    """Records one run of a step; see `Inputs` and `Numbers` for its arguments."""
+    """Records one run of a step."""
 
-    def __init__(
-        self,
-        find: Callable[[torch.Tensor], Found | None],
-        whereabouts: Whereabouts,
-        shared: frozenset[int] = frozenset(),
-        guard_data: bool = False,
-        parts: Mapping[int, Part] | None = None,
-        sizes: Sizes | None = None,
-    ) -> None:
+    def __init__(self, setting: Setting) -> None:
         TorchDispatchMode.__init__(self)
-        Writes.__init__(self, find, whereabouts, shared, guard_data, parts, sizes)
+        Writes.__init__(self, setting)
 
     # -- dispatch --------------------------------------------------------------------------------------
 

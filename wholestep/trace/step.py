@@ -16,6 +16,7 @@ from wholestep.trace.hoist import hoist
 from wholestep.trace.inputs import Lifted, memory_of
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Outlet
+from wholestep.trace.setting import Setting
 from wholestep.trace.sizes import Sizes, is_made
 from wholestep.trace.traced import Differentiate, SharedMemory, Traced, World
 from wholestep.trace.where import Whereabouts, line_of
@@ -53,9 +54,8 @@ def trace_step(
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
     """
-    recorder = Recorder(world.find, Whereabouts(names), shared, guard_data, world.parts, sizes)
-    recorder.generators = world.generators
-    recorder.twins = world.twin_ids
+    how = shared, guard_data, world.parts, sizes, world.twin_ids, world.generators
+    recorder = Recorder(Setting(world.find, Whereabouts(names), *how))
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
         world.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})

@@ -13,20 +13,17 @@ from torch import fx
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, sequence_number, strict_fake_mode
 from wholestep.trace.alias import Geometry, Ref, Storage
-from wholestep.trace.sizes import Sizes, held
-from wholestep.trace.where import Whereabouts, user_line
+from wholestep.trace.setting import Setting
+from wholestep.trace.sizes import held
+from wholestep.trace.where import user_line
 
 
 class Tape:
-    """The graph of one run of a step.
+    """The graph of one run of a step."""
 
-    Args:
-        whereabouts: follows modules and optimizers.
-        sizes: holds the symbols of tensors whose sizes are some.
-    """
-
-    def __init__(self, whereabouts: Whereabouts, sizes: Sizes | None = None) -> None:
-        self.whereabouts, self.sizes = whereabouts, sizes
+    def __init__(self, setting: Setting) -> None:
+        sizes = setting.sizes
+        self.whereabouts, self.sizes = setting.whereabouts, sizes
         self.graph = fx.Graph()
         self.fake_mode = sizes.mode if sizes else strict_fake_mode()
         self.inputs: list[Input] = []

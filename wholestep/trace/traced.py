@@ -12,10 +12,11 @@ import torch
 from wholestep.ir import InputKind, StepGraph
 from wholestep.parts import Part
 from wholestep.trace.hoist import Hoisted
-from wholestep.trace.inputs import Found, Lifted
+from wholestep.trace.inputs import Lifted
 from wholestep.trace.predicates import Predicate
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Derivative, Differentiated, Made, Outlet, Slot
+from wholestep.trace.setting import Found
 
 # Traces the backward of a step, given what its forward left behind; see `autograd.differentiate`.
 Differentiate = Callable[

@@ -21,7 +21,13 @@ from wholestep.trace.ops import (
     EAGER_REPEATS,
     HIDDEN_WRITES,
     Twin,
+    all_args,
+    defaults,
+    is_fused,
+    is_list_op,
+    positional,
     pure_twin,
+    scale_position,
     view_twin,
     written_arguments,
 )
@@ -41,7 +47,7 @@ class Writes(Storages):
     def _mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch.Tag.inplace_view in func.tags:
             return self._inplace_view(func, args, kwargs)
-        if _is_list_op(func) and self._overlap(args, kwargs):
+        if is_list_op(func) and self._overlap(args, kwargs):
             count = len(args[0])
             for index in range(count):  # one after the other: a later tensor sees an earlier one's write
                 only = partial(_only, index, count)
@@ -52,9 +58,9 @@ class Writes(Storages):
         to_itself = func is aten.copy_.default and self._same_elements(args[0], args[1])
         if func not in CONSTANT_WRITES and not to_itself:
             self._refuse_repeats(func, [self.ref(t).geometry for t in written])
-        if not _is_list_op(func) and func not in CONSTANT_WRITES:
+        if not is_list_op(func) and func not in CONSTANT_WRITES:
             self._refuse_partial_overlap(written, args, kwargs)
-        if not _is_list_op(func):
+        if not is_list_op(func):
             out = self._execute(func, args, kwargs)
             for tensor in written:
                 self._check_geometry(func, tensor)
@@ -121,7 +127,7 @@ class Writes(Storages):
         bound = all_args(func, args, kwargs)
         tensors: list[torch.Tensor] = []
         for position in positions:
-            if position == 1 and _is_fused(func) and bound.get(_scale_position(func)) is None:
+            if position == 1 and is_fused(func) and bound.get(scale_position(func)) is None:
                 continue  # gradients are only written when they are unscaled
             item = bound.get(position)
             tensors.extend([item] if isinstance(item, torch.Tensor) else [t for t in item or () if t is not None])
@@ -129,10 +135,10 @@ class Writes(Storages):
 
     def _write(self, func: Any, twin: Twin, written: list[torch.Tensor], args: Any, kwargs: Any) -> fx.Node:
         """Records the pure form and makes its results the written tensors' content."""
-        kept = {k: v for k, v in kwargs.items() if k not in twin.drop} | _defaults(func, twin, len(args), kwargs)
+        kept = {k: v for k, v in kwargs.items() if k not in twin.drop} | defaults(func, twin, len(args), kwargs)
         refs = [self.ref(t) for t in written]
         reads = map_leaves(self._reads, args), map_leaves(self._reads, kept)
-        scaled = _is_fused(func) and all_args(func, args, kwargs).get(_scale_position(func)) is not None
+        scaled = is_fused(func) and all_args(func, args, kwargs).get(scale_position(func)) is not None
         node = self.emit(twin.target, *reads, value=self._like_written(func, *reads) if scaled else None)
         for ref, new in zip(refs, self._new_values(func, twin, node, len(written), args, kwargs), strict=True):
             ref.write(fit(new, ref, self.emit), self.emit)
@@ -155,7 +161,7 @@ class Writes(Storages):
             for index in range(len(value) - count, len(value)):
                 yield self.emit(operator.getitem, (node, index))
             return
-        skip = _is_fused(func) and all_args(func, args, kwargs).get(_scale_position(func)) is None
+        skip = is_fused(func) and all_args(func, args, kwargs).get(scale_position(func)) is None
         for index, item in enumerate(value):
             if isinstance(item, torch.Tensor):
                 yield self.emit(operator.getitem, (node, index))
@@ -167,7 +173,7 @@ class Writes(Storages):
     def _given_back(self, func: Any, node: fx.Node, out: Any, args: Any, kwargs: Any) -> Any:
         """The very tensors that were written where the schema returns them, new ones where it does not."""
         names = {a.name: a for a in func._schema.arguments}
-        bound = {a.name: v for a, v in zip(func._schema.arguments, _positional(func, args, kwargs), strict=True)}
+        bound = {a.name: v for a, v in zip(func._schema.arguments, positional(func, args, kwargs), strict=True)}
         by_alias = {tuple(sorted(a.alias_info.before_set)): n for n, a in names.items() if a.alias_info}
         returns = func._schema.returns
         outs = out if isinstance(out, (tuple, list)) else (out,) * min(1, len(returns))
@@ -262,40 +268,7 @@ def _can_have_a_twin(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not tensor.is_inference() and not leaf
 
 
-def _positional(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
-    names = [a.name for a in func._schema.arguments]
-    return [*args, *(kwargs.get(name) for name in names[len(args) :])]
-
-
-def all_args(func: OpOverload, args: Any, kwargs: Any) -> dict[int, Any]:
-    """Position -> argument, however it was passed."""
-    return dict(enumerate(_positional(func, args, kwargs)))
-
-
-def _defaults(func: OpOverload, twin: Twin, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that an operator has a default for and its twin has not."""
-    if not isinstance(twin.target, OpOverload):
-        return {}
-    needed = {a.name for a in twin.target._schema.arguments if not a.has_default_value()}
-    rest = func._schema.arguments[given:]
-    return {a.name: a.default_value for a in rest if a.has_default_value() and a.name in needed - set(kwargs)}
-
-
-def _is_fused(func: OpOverload) -> bool:
-    return func._schema.name.startswith("aten::_fused_")
-
-
-def _scale_position(func: OpOverload) -> int:
-    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "grad_scale"), -1)
-
-
 def _only(index: int, count: int, argument: Any) -> Any:
     """The part of a list operator's argument that concerns one of its tensors."""
     whole = isinstance(argument, (list, tuple)) and len(argument) == count
     return [argument[index]] if whole else argument
-
-
-def _is_list_op(func: OpOverload) -> bool:
-    return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
-
-
