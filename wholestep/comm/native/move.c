@@ -39,7 +39,8 @@ static void broadcast_write(group_t *g, job_t *j, size_t k, char *slot) {
 }
 static int broadcast_read(group_t *g, job_t *j, size_t k) {
     if (!is_root(g, j))
-        copy(j->out + k * g->chunk, slot_of(g, (int)j->d.root, g->reading), part(j->d.bytes, g->chunk, k));
+        slot_take(j->out + k * g->chunk, slot_of(g, (int)j->d.root, g->reading), part(j->d.bytes, g->chunk, k),
+                  j->d.bytes >= LARGE);
     return OK;
 }
 static void broadcast_direct(group_t *g, job_t *j) {
@@ -166,13 +167,15 @@ static int alltoall_agree(group_t *g, job_t *j) {
 }
 
 static int alltoall_read(group_t *g, job_t *j, size_t k) {
-    size_t p = piece(g);
+    size_t p = piece(g), all = 0;
     int status = k == 0 ? alltoall_agree(g, j) : OK;
     if (status) return status;
+    for (int r = 0; r < g->size; r++) all += j->out_sizes[r];
     if (k + 1 == j->rounds) copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
     for (int step = 1; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
-        copy(out_at(j, r) + k * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank), part(j->out_sizes[r], p, k));
+        slot_take(out_at(j, r) + k * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank), part(j->out_sizes[r], p, k),
+                  all >= LARGE);
     }
     return OK;
 }

@@ -56,7 +56,7 @@ void slot_put(group_t *g, char *slot, const char *from, size_t n) {
 }
 
 /* `large`: the output is larger than the caches. Written past them, its memory need not be read first: all-gather of
- * 2 x 64 MB 8 ms, through them 14. */
+ * 2 x 64 MB 8 ms, through them 14; all-to-all of 64 MB 1.3 of a plain copy, through them 1.6. */
 void slot_take(char *to, const char *from, size_t n, int large) {
     if (!n || to == from) return;
     if (large && n >= LEAST) stream(to, from, n);
