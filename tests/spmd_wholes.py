@@ -18,9 +18,10 @@ from wholestep import comm
 from wholestep.ir import StepGraph
 from wholestep.parts import part_of
 from wholestep.spmd import AtRest, Replicate, Shard
-from wholestep.spmd.expand import PlacementOf, at_rest, expand
+from wholestep.spmd.expand import expand
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.naive import naive_expand
+from wholestep.spmd.rest import PlacementOf, at_rest
 
 
 def by_rules(step: StepGraph, *, line: Line, placement_of: PlacementOf) -> StepGraph:

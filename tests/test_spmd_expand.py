@@ -16,11 +16,12 @@ from wholestep.comm.rows import piece
 from wholestep.ir import Input, StepGraph, check, info
 from wholestep.pipeline import capture
 from wholestep.spmd.coalesce import coalesce
-from wholestep.spmd.expand import at_rest, expand
+from wholestep.spmd.expand import expand
 from wholestep.spmd.fully_shard import FullyShard, fully_shard
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.overlap import start_early, wait_late
 from wholestep.spmd.placements import Placement, Replicate, Shard
+from wholestep.spmd.rest import at_rest
 from wholestep.spmd.tensor_parallel import TensorParallel, tensor_parallel
 from wholestep.testing import run_ranks
 

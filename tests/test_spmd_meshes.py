@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 
 import pytest
@@ -64,11 +65,38 @@ def turned():
     return plans, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 6, 8))
 
 
-def order_of_collectives(make, rank):
-    """Of the step of one of 2 x 2 ranks: what is called along which axis, in the order of the graph."""
-    comm.init_process_group("null", rank=rank, world_size=4)
+def at_the_edge():
+    """32 or 31 columns along the first axis, of which 32 or more are worth to stay where they are along the second."""
+    plans = [ws.TensorParallel("a", {"1": "column"}), ws.FullyShard("b", min_bytes=1)]
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 63, bias=False))
+    return plans, (model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 8))
+
+
+class Picks(nn.Module):
+    """Of five rows, a rank of four has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.marks, self.head = nn.Embedding(5, 12), nn.Parameter(torch.randn(5, 12)), nn.Linear(12, 5)
+
+    def forward(self, x):
+        y = self.table(x) + self.marks[x] + self.marks.index_select(0, x[0])
+        found = self.marks.gather(0, x[:, :1].expand(-1, 12)).amax(-1, keepdim=True)
+        return self.head(y).softmax(-1).logsumexp(-1) + found
+
+
+def with_nothing():
+    roles = {"table": "embedding", "marks": ws.Shard(0), "head": "column"}
+    plans = [ws.TensorParallel("a", roles), ws.FullyShard("b", min_bytes=1)]
+    model = Picks()
+    return plans, (model, torch.optim.AdamW(model.parameters()), torch.randint(5, (4, 4)))
+
+
+def order_of_collectives(make, rank, shape):
+    """Of the step of one of the ranks: what is called along which axis, in the order of the graph."""
+    comm.init_process_group("null", rank=rank, world_size=math.prod(shape))
     try:
-        mesh = ws.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        mesh = ws.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
         plans, arguments = make()
         launch = Launch(mesh, plans)
         step = capture(train, arguments, {}, differentiable=False, parts=launch.parts)[1].step
@@ -80,7 +108,9 @@ def order_of_collectives(make, rank):
         comm.destroy_process_group()
 
 
-@pytest.mark.parametrize("make", [wide, turned])
-def test_ranks_with_unequal_parts_call_all_collectives_in_one_order(make):
-    first, *others = (order_of_collectives(make, rank) for rank in range(4))
-    assert {axis for _, axis in first} == {"a", "b"} and others == [first] * 3
+@pytest.mark.parametrize(
+    ("make", "shape"), [(wide, (2, 2)), (turned, (2, 2)), (at_the_edge, (2, 2)), (with_nothing, (4, 2))]
+)
+def test_ranks_with_unequal_parts_call_all_collectives_in_one_order(make, shape):
+    first, *others = (order_of_collectives(make, rank, shape) for rank in range(0, math.prod(shape), shape[1]))
+    assert {axis for _, axis in first} == {"a", "b"} and others == [first] * len(others)

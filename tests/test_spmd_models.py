@@ -17,9 +17,10 @@ from torch import fx
 import wholestep as ws
 from wholestep.ir import check, info
 from wholestep.pipeline import capture
-from wholestep.spmd.expand import Rest, at_rest, expand
+from wholestep.spmd.expand import expand
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Replicate
+from wholestep.spmd.rest import Rest, at_rest
 from wholestep.spmd.rules import has_rule, name_of
 from wholestep.testing import run_ranks
 

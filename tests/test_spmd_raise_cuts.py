@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from wholestep import comm
 from wholestep.ir import info
 from wholestep.pipeline import capture
-from wholestep.spmd.expand import at_rest, expand
+from wholestep.spmd.expand import expand
 from wholestep.spmd.mesh import Line
+from wholestep.spmd.rest import at_rest
 
 BATCH, LENGTH, WIDTH = 6, 7, 4
 

@@ -43,6 +43,8 @@ class NodeInfo:
         where: the user's ``file:line`` that ran it.
         module: path of the module whose forward ran it, ``""`` outside of modules.
         placement: set by `spmd/`.
+        ends: set by `spmd/` where ranks hold unequal parts: the node as the rank with the largest parts has it, and as
+            that with the smallest.
     """
 
     value: Any
@@ -51,6 +53,7 @@ class NodeInfo:
     where: str = ""
     module: str = ""
     placement: Any = None
+    ends: tuple[fx.Node, fx.Node] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Greedy, call by call. Two things keep it from short sight: nothing that every rank holds whole is split unless another
 operand is split alike or the gradient's own value was (so that plans alone begin a split), and addends among the
-results are charged with the reduction that they still need. Every rank chooses alike: only sizes decide.
+results are charged with the reduction that they still need. Every rank chooses alike: only sizes decide, and where
+ranks hold unequal parts those of the largest.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import fx
 
 from wholestep.ir import info, nbytes
 from wholestep.spmd.evaluate import meta
+from wholestep.spmd.moves import rule_of
 from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
-from wholestep.spmd.redistribute import rule_of
 from wholestep.spmd.rules import rows
 from wholestep.spmd.sharding import Call, R, Row
 
@@ -31,12 +32,14 @@ class Held:
     Attributes:
         value: fake tensor of the whole shape.
         first: the placement in which it was made.
+        most: bytes that count in choices: where ranks hold unequal parts, of the largest.
         versions: all placements in which it is at hand.
     """
 
     value: torch.Tensor
     first: Placement
     node: fx.Node
+    most: int
     versions: dict[Placement, fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,8 +49,7 @@ class Held:
         """Bytes to send for a placement, and the version to start from."""
         if wanted in self.versions:
             return 0, wanted
-        size = nbytes(self.value)
-        costs = [(rule_of(have, wanted).sends(size, ranks), i) for i, have in enumerate(self.versions)]
+        costs = [(rule_of(have, wanted).sends(self.most, ranks), i) for i, have in enumerate(self.versions)]
         cost, index = min(costs)
         return cost, list(self.versions)[index]
 
@@ -96,7 +98,8 @@ class Choices:
         """The best row for a call; see `choose`."""
         places = [id(one) for one in held]
         lie = tuple([(places.index(id(one)), *one.versions) for one in held])
-        key = (call.target, _key(call.args), _key(call.kwargs), lie, wish)
+        ends = tuple([(_key(end.args), _key(end.kwargs)) for end in call.ends or ()])
+        key = (call.target, _key(call.args), _key(call.kwargs), ends, lie, wish)
         try:
             return self._known[key]
         except (KeyError, TypeError):  # not met before, or with an argument that has no hash
@@ -141,7 +144,8 @@ def _cost(row: Row, call: Call, held: Sequence[Held], pending: float) -> float:
         if (id(one), wanted) not in seen:
             seen.add((id(one), wanted))
             total += one.nearest(wanted, ranks)[0]
-    made = sum(nbytes(v) for v, p in zip(call.results, row.outs, strict=True) if isinstance(p, Partial))
-    taken = sum(nbytes(v) for v, p in zip(call.values, row.ins, strict=True) if isinstance(p, Partial))
+    most = call.most
+    made = sum(nbytes(v) for v, p in zip(most.results, row.outs, strict=True) if isinstance(p, Partial))
+    taken = sum(nbytes(v) for v, p in zip(most.values, row.ins, strict=True) if isinstance(p, Partial))
     grown = made - taken if taken else 0  # addends are best reduced before they become more
     return total + max(pending * made, grown) * (ranks - 1) / ranks

@@ -7,59 +7,28 @@ want it there. What comes out is a step like any other, so that the next axis's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, dead_code, info, set_info
-from wholestep.parts import Part
+from wholestep.ir import GETITEM, Gradient, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
 from wholestep.spmd.choose import Choices, Held, replicated
+from wholestep.spmd.ends import most
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.place import in_memory, moved, place
-from wholestep.spmd.placements import Placement, Shard, normal
+from wholestep.spmd.placements import Placement, Shard, is_unequal, normal
 from wholestep.spmd.raise_cuts import raise_cuts
 from wholestep.spmd.redistribute import redistribute
+from wholestep.spmd.rest import Rest
 from wholestep.spmd.rewrite import call, is_view, kept, part_of_whole
 from wholestep.spmd.rules import rows
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
 from wholestep.spmd.sharding import Build, Call, R, Row
 from wholestep.spmd.write import Writer
 from wholestep.torch_compat import lazy_graph_module
-
-PlacementOf = Callable[[Input, torch.Tensor], Placement]
-
-
-@dataclass(frozen=True)
-class Rest:
-    """Where tensors are along one axis when no step runs.
-
-    Attributes:
-        inputs: of each input of the step.
-        outputs: of those outputs that stay: new contents of inputs, gradients and states that the step makes.
-    """
-
-    inputs: Sequence[Placement]
-    outputs: Mapping[int, Placement]
-
-
-def at_rest(step: StepGraph, placement_of: PlacementOf) -> Rest:
-    """Asks a plan for all inputs and outputs of a step, by their whole shapes."""
-
-    def ask(item: Input, node: fx.Node) -> Placement:
-        value, part = info(node).value, info(node).placement
-        if not isinstance(value, torch.Tensor):
-            return R
-        if isinstance(part, Part):
-            with value.fake_mode:  # type: ignore[attr-defined]
-                value = value.new_empty(part.shape)
-        return normal(placement_of(item, value), value.shape, item.source)
-
-    inputs = [ask(item, node) for item, node in zip(step.signature.inputs, step.placeholders, strict=True)]
-    kept = {index: ask(item, step.outputs[index]) for index, item in step.signature.homes.items()}
-    return Rest(inputs, kept | {index: inputs[into] for index, into in step.signature.mutations.items()})
 
 
 def expand(step: StepGraph, *, line: Line, rest: Rest, pending: float = 1.0) -> StepGraph:
@@ -151,8 +120,8 @@ class _Expansion:
     def _is_uneven(self) -> bool:
         """True when a dimension was split into pieces of several sizes."""
         leaves = [leaf for tree in self.held.values() for leaf in _leaves(tree) if isinstance(leaf, Held)]
-        split = [(held.value, p.dim) for held in leaves for p in held.versions if isinstance(p, Shard)]
-        return any(value.shape[dim] % self.line.size for value, dim in split)
+        split = [(held.value, placement) for held in leaves for placement in held.versions]
+        return any(is_unequal(placement, value.shape, self.line) for value, placement in split)
 
     # Calls
 
@@ -164,13 +133,15 @@ class _Expansion:
         elif node.target is place:
             assert isinstance(source, Held)
             wanted = normal(record.placement, record.value.shape)
-            fresh = Held(source.value, source.first, source.node)  # a mark is brought there anew, and let go of alone
+            # a mark is brought there anew, and let go of alone
+            fresh = Held(source.value, source.first, source.node, source.most)
             local = self._at(fresh, wanted, record)
-            if record.value.is_contiguous() and (self.line.uneven or not info(local).value.is_contiguous()):
+            unequal = self.line.uneven or is_unequal(wanted, record.value.shape, self.line)  # ranks do alike
+            if most(node).is_contiguous() and (unequal or not info(local).value.is_contiguous()):
                 # a gradient has its own memory
                 layout = {"memory_format": torch.contiguous_format}
                 local = call(self.graph, torch.ops.aten.clone.default, local, phase=record.phase, keywords=layout)
-            self.held[node] = Held(record.value, wanted, local)
+            self.held[node] = Held(record.value, wanted, local, source.most)
         elif is_on_lists(node.target):
             self._run_on_lists(node)
         else:
@@ -210,8 +181,7 @@ class _Expansion:
         for index, (column, row) in enumerate(zip(columns, chosen, strict=True)):
             if row.emit is None:
                 nodes = made[together.index(index)]
-                sides = zip(column.call.results, row.outs, nodes, strict=True)
-                found.append([Held(value, placement, one) for value, placement, one in sides])
+                found.append(_held(column.call, row, nodes))
             else:
                 found.append(_leaves(self._built(column.call, row, locals_[index], record)))
         self.held[node] = _by_list(record.value, found)
@@ -222,12 +192,12 @@ class _Expansion:
         held = [self.held[operand] for operand in call.operands]
         wish = None
         if record.phase == "backward" and all(one.versions.keys() == {R} for one in held):
-            wish = self.lives.get((record.seq, call.results[0].shape))  # a gradient is where its value is
+            wish = self.lives.get((record.seq, call.most.results[0].shape))  # a gradient is where its value is
         row = self.choices.best(call, held, wish)
         # what one tensor is reduced to gives back a gradient that nothing but the tensor itself tells where to be
         alone = len(call.values) == 1 and not getattr(call.target, "is_view", False)
         if alone and record.phase == "forward" and record.seq is not None and isinstance(row.ins[0], Shard):
-            self.lives.setdefault((record.seq, call.values[0].shape), row.ins[0])
+            self.lives.setdefault((record.seq, call.most.values[0].shape), row.ins[0])
         return row
 
     def _operands(self, call: Call, row: Row, record: NodeInfo) -> list[fx.Node]:
@@ -236,7 +206,7 @@ class _Expansion:
     def _built(self, call: Call, row: Row, local: Sequence[fx.Node], record: NodeInfo) -> Any:
         assert row.emit is not None
         nodes = row.emit(Build(self.graph, record, self.line, self._node_of), call, local)
-        leaves = iter([Held(v, p, n) for v, p, n in zip(call.results, row.outs, nodes, strict=True)])
+        leaves = iter(_held(call, row, nodes))
         return _tree(call.result, lambda value: next(leaves))
 
     # Values
@@ -256,21 +226,15 @@ class _Expansion:
 
     def _keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:
         """Remembers what a call of this rank stands for."""
-        value = info(node).value
-        if isinstance(value, torch.Tensor):
-            self.held[node] = Held(value, placements[0], local)
-        elif isinstance(value, (list, tuple)):
-            sides = iter(placements)
-            self.held[node] = self._split(value, local, sides)
-        else:
-            self.held[node] = local
+        self.held[node] = self._split(info(node).value, most(node), local, iter(placements))
 
-    def _split(self, value: Any, local: fx.Node, placements: Iterator[Placement]) -> Any:
+    def _split(self, value: Any, largest: Any, local: fx.Node, placements: Iterator[Placement]) -> Any:
         if isinstance(value, torch.Tensor):
-            return Held(value, next(placements), local)
+            return Held(value, next(placements), local, nbytes(largest))
         if not isinstance(value, (list, tuple)):
             return local
-        return [self._split(one, self.write.pick(local, i), placements) for i, one in enumerate(value)]
+        both = zip(value, largest, strict=True)
+        return [self._split(*each, self.write.pick(local, i), placements) for i, each in enumerate(both)]
 
     def _node_of(self, node: fx.Node) -> fx.Node:
         """This rank's node for a number."""
@@ -284,6 +248,12 @@ def _unmarked(node: fx.Node) -> fx.Node:
     while node.target is place:
         node = node.all_input_nodes[0]
     return node
+
+
+def _held(call: Call, row: Row, nodes: Sequence[fx.Node]) -> list[Held]:
+    """What a call gives, each with this rank's node of it."""
+    sizes = map(nbytes, call.most.results)
+    return [Held(*each) for each in zip(call.results, row.outs, nodes, sizes, strict=True)]
 
 
 def _tree(result: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:

@@ -11,12 +11,13 @@ import torch
 
 from wholestep.errors import PlanError
 from wholestep.ir import Pass, StepGraph
-from wholestep.spmd.expand import at_rest, expand
+from wholestep.spmd.expand import expand
 from wholestep.spmd.global_view import AtRest, check_placements
 from wholestep.spmd.marks import dear_to_gather, mark_gradients, mark_inputs, mark_parameters
 from wholestep.spmd.mesh import DeviceMesh, Line
 from wholestep.spmd.patterns import check_patterns, matches, parameter_path, parameter_paths
 from wholestep.spmd.placements import Placement, Replicate, Shard
+from wholestep.spmd.rest import at_rest
 from wholestep.spmd.rewrite import copy_step
 
 R = Replicate()

@@ -15,6 +15,7 @@ from wholestep.errors import PlanError
 from wholestep.ir import Input, Pass, StepGraph
 from wholestep.parts import Part, mark_part, narrow_to
 from wholestep.spmd.coalesce import coalesce
+from wholestep.spmd.ends import Trio
 from wholestep.spmd.global_view import GlobalPlan, View
 from wholestep.spmd.meeting import SHARED_KINDS, Meeting, Terms, terms_of, values_of
 from wholestep.spmd.mesh import DeviceMesh
@@ -62,7 +63,8 @@ class Launch:
                 f"ws.compile: {mesh!r} without a plan: pass plan=ws.DataParallel({mesh.mesh_dim_names[0]!r})"
             )
         self._passes: list[Pass] = []
-        self._largest: list[Pass] = []  # the same for the rank that holds the largest parts
+        first: list[Pass] = []  # the same for the ranks that hold the largest and the smallest parts
+        last: list[Pass] = []
         groups: list[comm.ProcessGroup] = []
         for one in plans:
             if not callable(getattr(one, "passes", None)):
@@ -75,10 +77,12 @@ class Launch:
                     f"{one.axis!r}\n  to do: one plan for each axis; a mesh may have several axes"
                 )
             self._passes += one.passes(mesh)
-            self._largest += one.passes(mesh.at_first())
+            first += one.passes(mesh.at_end(first=True))
+            last += one.passes(mesh.at_end(first=False))
             groups.append(mesh.get_group(one.axis))
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
         self.view = View(spread, tuple(mesh.line(one.axis) for one in spread)) if mesh and spread else None
+        self._trio = Trio(self._passes, first, last)
         self._mesh, self._plans = mesh, plans
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
         self._meeting = Meeting(list(dict.fromkeys(groups)), self._axes, self.view is not None)
@@ -89,12 +93,8 @@ class Launch:
         """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
         if self.view is None:
             return self._passes
-
-        @functools.cache
-        def largest() -> StepGraph:
-            return functools.reduce(lambda made, one: one(made), self._largest, step)
-
-        return [*self._passes, wait_late, functools.partial(start_early, largest=largest),
+        passes, largest = self._trio.applied_to(step)
+        return [*passes, wait_late, functools.partial(start_early, largest=largest),
                 functools.partial(coalesce, largest=largest)]  # fmt: skip
 
     @property

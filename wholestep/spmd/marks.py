@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import Phase, StepGraph, info, nbytes
+from wholestep.spmd.ends import most
 from wholestep.spmd.patterns import matches
 from wholestep.spmd.place import in_memory, placed
 from wholestep.spmd.placements import Placement, Shard, normal
@@ -34,7 +35,7 @@ def mark_parameters(step: StepGraph, *, rest: Sequence[Placement], again: bool) 
     phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items()) if n is not None}
     for node, placement in _parameters(step, rest):
         for number in sorted(phases):
-            like = info(node).value.shape
+            like = most(node).shape
 
             def computes(reader: fx.Node, number: int = number, like: torch.Size = like) -> bool:
                 return stretch.get(reader) == number and not _is_elementwise(reader, like)
@@ -59,7 +60,7 @@ def dear_to_gather(step: StepGraph, *, rest: Sequence[Placement], again: bool) -
     for index, (node, item) in enumerate(zip(step.placeholders, step.signature.inputs, strict=True)):
         if item.kind != "parameter" or not isinstance(rest[index], Shard):
             continue
-        value = info(node).value
+        value = most(node)
         met = [r for r in readers(node) if stretch.get(r) is not None and not _is_elementwise(r, value.shape)]
         gathered = nbytes(value) * (len({stretch[reader] for reader in met}) + 1)  # and the gradient, once
         if met and FAR * sum(_beside(reader, node) for reader in met) <= gathered:
@@ -70,7 +71,7 @@ def dear_to_gather(step: StepGraph, *, rest: Sequence[Placement], again: bool) -
 def _beside(reader: fx.Node, parameter: fx.Node) -> int:
     """Bytes of what a call reads besides a parameter and its views, and of what it gives."""
     own = {parameter, *_views(parameter)}
-    values = [info(node).value for node in (reader, *reader.all_input_nodes) if node not in own]
+    values = [most(node) for node in (reader, *reader.all_input_nodes) if node not in own]
     return nbytes(values)
 
 
@@ -185,7 +186,7 @@ def _is_elementwise(reader: fx.Node, like: torch.Size) -> bool:
     """True for a call that gives values of the parameter's shape, each from those at its place."""
     if reader.op == "output":
         return True
-    target, value = reader.target, info(reader).value
+    target, value = reader.target, most(reader)
     if isinstance(target, OpOverload) and target._schema.name.split("::")[-1].startswith(("_foreach_", "_fused_")):
         return True
     pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags

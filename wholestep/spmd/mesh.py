@@ -57,7 +57,7 @@ class DeviceMesh:
         PlanError: names or ranks do not fit the array, or the world.
     """
 
-    _is_first = False  # whether lines are those of another rank
+    _end: bool | None = None  # whether lines are those of the first rank (True), or of the last one
 
     def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
         ranks = torch.as_tensor(mesh, dtype=torch.int64).clone()
@@ -114,13 +114,15 @@ class DeviceMesh:
     def line(self, axis: str | int | None = None) -> Line:
         """The ranks along an axis, as graphs name them."""
         group = self.get_group(axis)
-        return Line(group.group_name, group.size(), 0 if self._is_first else group.rank())
+        place = {None: group.rank(), True: 0, False: group.size() - 1}[self._end]
+        return Line(group.group_name, group.size(), place)
 
-    def at_first(self) -> DeviceMesh:
-        """The mesh as the rank sees it that is first along every axis and so holds the largest parts; for graphs."""
-        first = copy.copy(self)
-        first._is_first = True
-        return first
+    def at_end(self, *, first: bool) -> DeviceMesh:
+        """The mesh as the rank sees it that is first along every axis, and so holds the largest parts, or last; for
+        graphs."""
+        seen = copy.copy(self)
+        seen._end = first
+        return seen
 
     def get_rank(self) -> int:
         """This rank's number in the world."""

@@ -9,16 +9,13 @@ from torch import fx
 
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.spmd.coalesce import Largest, One, found
+from wholestep.spmd.ends import COPIES
 from wholestep.spmd.rewrite import copy_step, is_view
 
 aten = torch.ops.aten
 collectives = torch.ops.wholestep
 
 MIB = 1 << 20
-
-# What one rank makes of a value where another one copies it, or takes it as it is: all move alike, so that the
-# collectives of all ranks stay in one order.
-_COPIES = (aten.clone.default, aten.constant_pad_nd.default, aten.full_like.default, aten.new_zeros.default)
 
 
 def wait_late(step: StepGraph) -> StepGraph:
@@ -46,7 +43,7 @@ def _is_light(node: fx.Node) -> bool:
         return False
     values = [info(one).value for one in (node, *node.all_input_nodes)]
     # not by the count of elements: of an uneven piece one rank may hold a single one, and all are to move alike
-    return node.target in _COPIES or all(isinstance(v, torch.Tensor) and not v.dim() for v in values)
+    return node.target in COPIES or all(isinstance(v, torch.Tensor) and not v.dim() for v in values)
 
 
 def start_early(step: StepGraph, *, in_flight: int = 64 * MIB, largest: Largest | None = None) -> StepGraph:
@@ -99,6 +96,6 @@ def _chain(start: fx.Node) -> list[fx.Node]:
         source = sources[0] if len(sources) == 1 else None
         if source is None or source.op != "call_function" or len(source.users) != 1:
             return chain
-        if not is_view(source) and source.target not in _COPIES:
+        if not is_view(source) and source.target not in COPIES:
             return chain
         chain.insert(0, source)

@@ -68,6 +68,11 @@ def normal(placement: Placement, shape: Sequence[int], what: str = "a tensor") -
     return replace(placement, dim=placement.dim % len(shape))
 
 
+def is_unequal(placement: Placement, shape: Sequence[int], line: Line) -> bool:
+    """True where the ranks of a line hold pieces of several sizes."""
+    return isinstance(placement, Shard) and shape[placement.dim] % line.size != 0
+
+
 def local_shape(shape: Sequence[int], placements: Sequence[Placement], lines: Sequence[Line]) -> tuple[int, ...]:
     """The shape of what one rank holds.
 

@@ -62,6 +62,8 @@ class _Raising:
 
     def _raise(self, node: fx.Node, dim: int) -> None:
         call = Call.of(node, self.line)
+        if self.line.uneven and call.ends is None:
+            return  # what other ranks hold of it is not known
         with self.graph.inserting_before(node):
             made = self._piece(node, call, dim)
         if made is None:
@@ -108,7 +110,7 @@ class _Raising:
         whole = info(node).value
         with whole.fake_mode:
             value = whole.new_empty(local_shape(whole.shape, [Shard(dim)], [self.line]))
-        return set_info(made, replace(info(node), value=value))
+        return set_info(made, replace(info(node), value=value, ends=None))
 
     def _operand(self, operand: fx.Node, placement: Placement, reader: fx.Node) -> fx.Node:
         """An operand as a row wants it: a cut, of which there is one for all readers."""
@@ -119,7 +121,7 @@ class _Raising:
             if reader < known:
                 reader.prepend(known)
             return known
-        record = replace(info(reader), value=None, placement=None)
+        record = replace(info(reader), value=None, placement=None, ends=None)
         cut = Build(self.graph, record, self.line, lambda number: number).cut(operand, placement.dim)
         self.cuts[cut] = placement.dim
         self.made[operand, placement.dim] = cut

@@ -115,7 +115,7 @@ def part_of_whole(record: NodeInfo, placement: Shard, line: Line) -> NodeInfo:
     first, last = piece(whole.shape[dim], line.size, line.rank)
     mine = everything._replace(spans=_with(everything.spans, dim, (first, last)))
     part = outer._replace(spans=_with(outer.spans, dim, (start + first, start + last)))
-    return replace(record, value=_cut(whole, mine), placement=part)
+    return replace(record, value=_cut(whole, mine), placement=part, ends=None)
 
 
 def _with(spans: Sequence[Span], dim: int, span: Span) -> tuple[Span, ...]:

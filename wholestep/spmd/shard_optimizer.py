@@ -15,9 +15,10 @@ import torch
 from torch import fx
 
 from wholestep.comm.rows import piece, piece_size
-from wholestep.ir import StepGraph, fake_tensors, info, set_info
+from wholestep.ir import StepGraph, fake_tensors, info, nbytes, set_info
 from wholestep.spmd.buckets import Pending
 from wholestep.spmd.data_parallel import Reducer
+from wholestep.spmd.ends import least, most
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rewrite import call, copy_step, is_view, part_of_whole, readers
@@ -59,10 +60,10 @@ class _Sharder(Reducer):
         self.rows: dict[fx.Node, fx.Node] = {}  # memory of a gradient -> its reduced rows
 
     def _is_worth_it(self, update: Update, min_bytes: int) -> bool:
-        value = info(update.parameter).value
-        size = value.shape[0] if value.dim() else 0
+        value, smallest = most(update.parameter), least(update.parameter)
+        size = smallest.shape[0] if value.dim() else 0
         everybody = size > (self.ranks - 1) * piece_size(size, self.ranks)  # the last rank has a row, too
-        return value.is_contiguous() and value.numel() * value.itemsize >= min_bytes and everybody
+        return value.is_contiguous() and nbytes(value) >= min_bytes and everybody
 
     def _reduce_all(self, pending: list[Pending], caps: tuple[int, int]) -> dict[str, str]:
         whole = []

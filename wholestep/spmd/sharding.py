@@ -40,6 +40,8 @@ class Call:
         values: theirs, of the whole shapes.
         result: fake value, whole.
         line: the ranks of the axis.
+        ends: where ranks hold unequal parts, by other axes: the call as the ranks with the largest and with the
+            smallest parts make it. What is to be alike on all ranks goes by these.
     """
 
     target: Any
@@ -49,6 +51,17 @@ class Call:
     values: tuple[torch.Tensor, ...]
     result: Any
     line: Line
+    ends: tuple[Call, Call] | None = None
+
+    @property
+    def most(self) -> Call:
+        """The call as the rank with the largest parts makes it."""
+        return self.ends[0] if self.ends is not None else self
+
+    @property
+    def least(self) -> Call:
+        """The call as the rank with the smallest parts makes it."""
+        return self.ends[1] if self.ends is not None else self
 
     @property
     def results(self) -> list[torch.Tensor]:
@@ -96,7 +109,12 @@ class Call:
 
         fx.map_arg((node.args, node.kwargs), take)
         values = tuple(info(one).value for one in operands)
-        return cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, line)
+        made = cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, line)
+        ends = info(node).ends
+        if not line.uneven or ends is None:
+            return made
+        most, least = (cls.of(one, replace(line, uneven=False)) for one in ends)
+        return replace(made, ends=(replace(most, line=line), replace(least, line=line)))
 
 
 def exchanged(
@@ -184,7 +202,7 @@ class Build:
     def pick(self, node: fx.Node, index: int) -> fx.Node:
         """One item of a call's results."""
         picked = self.graph.call_function(GETITEM, (node, index))
-        return set_info(picked, replace(self.record, value=info(node).value[index]))
+        return set_info(picked, replace(self.record, value=info(node).value[index], ends=None))
 
 
 Emit = Callable[[Build, Call, Sequence[fx.Node]], Sequence[fx.Node]]
@@ -271,6 +289,11 @@ def holds_on_all(call: Call, length: int) -> bool:
     """True when every rank has something of a dimension: some kernels refuse tensors without elements."""
     start, stop = piece(length, call.line.size, call.line.size - 1)
     return start < stop
+
+
+def some_hold_none(call: Call, operand: int, dim: int) -> bool:
+    """True when a rank may have nothing of an operand's dimension: what is done about it then is done on all ranks."""
+    return not holds_on_all(call, call.least.values[operand].shape[dim])
 
 
 def beside(call: Call, *dims: int) -> Iterator[Row]:

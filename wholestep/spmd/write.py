@@ -41,7 +41,7 @@ class Writer:
     def pick(self, node: fx.Node, index: int) -> fx.Node:
         """One item of a call's results."""
         picked = add_call(self.graph, GETITEM, (node, index))
-        return set_info(picked, replace(info(node), value=info(node).value[index]))
+        return set_info(picked, replace(info(node), value=info(node).value[index], ends=None))
 
     def call(self, node: fx.Node, row: Row, local: Sequence[fx.Node]) -> fx.Node:
         """The same call on local operands."""
@@ -49,7 +49,8 @@ class Writer:
         args, kwargs = self._with_sizes(node, row, args, kwargs)
         if node.target in VIEWS:
             args = (self.viewable(local[0], args[1], info(node)), *args[1:])
-        return self._add(node.target, args, kwargs, info(node))
+        whole = not any(isinstance(placement, Shard) for placement in (*row.ins, *row.outs))
+        return self._add(node.target, args, kwargs, info(node) if whole else replace(info(node), ends=None))
 
     def lists(
         self, node: fx.Node, places: Sequence[int], calls: Sequence[Call], local: Sequence[Sequence[fx.Node]]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -112,6 +113,15 @@ def has_rule(node: fx.Node) -> bool:
 
 
 def rows(call: Call) -> Iterable[Row]:
-    """The ways in which a call can run on parts."""
+    """The ways in which a call can run on parts: where ranks hold unequal ones, those that serve the largest and the
+    smallest, in one order on every rank."""
     rule = rule_of(call.target)
-    return () if rule is None else rule(call)
+    if rule is None or call.ends is None:
+        return () if rule is None else rule(call)
+    served = set(map(_way, rule(call.least)))
+    own = {_way(row): row for row in rule(call)}  # what it emits may have been made of this rank's sizes
+    return [own.get(_way(row), row) for row in rule(call.most) if _way(row) in served]
+
+
+def _way(row: Row) -> tuple[Any, ...]:
+    return row.ins, row.outs, row.emit is None

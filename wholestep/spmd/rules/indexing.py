@@ -16,7 +16,19 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.placements import Op, Partial, Shard
-from wholestep.spmd.sharding import Build, Call, Dims, Names, R, Row, Rule, alphabet, linear_rows, trailing
+from wholestep.spmd.sharding import (
+    Build,
+    Call,
+    Dims,
+    Names,
+    R,
+    Row,
+    Rule,
+    alphabet,
+    linear_rows,
+    some_hold_none,
+    trailing,
+)
 
 aten = torch.ops.aten
 
@@ -39,7 +51,7 @@ def _dim(call: Call) -> int:
 def _own(build: Build, index: fx.Node, length: int, instead: int) -> tuple[fx.Node, fx.Node]:
     """Indices into this rank's piece, and which are others': those become ``instead``."""
     start, stop = build.piece(length)
-    index = build.call(aten.remainder.Scalar, index, length)  # negative ones count from the end
+    index = build.call(aten.remainder.Scalar, index, max(1, length))  # negative ones count from the end
     others = build.call(aten.logical_or.default, build.call(aten.lt.Scalar, index, start),
                         build.call(aten.ge.Scalar, index, stop))  # fmt: skip
     local = build.call(aten.masked_fill.Scalar, build.call(aten.sub.Scalar, index, start), others, instead)
@@ -47,24 +59,26 @@ def _own(build: Build, index: fx.Node, length: int, instead: int) -> tuple[fx.No
 
 
 def _picked(
-    build: Build, call: Call, ins: Sequence[fx.Node], *, of: str, by: str, dim: int, view: Sequence[int] | None = None
+    build: Build, call: Call, ins: Sequence[fx.Node], *, of: str, by: str, dim: int, after: int | None = None
 ) -> list[fx.Node]:
     """Picks what is here; zeros for the rest.
 
     Args:
-        of, by: names of the arguments.
+        of, by: names of the arguments; the one that is picked from is the first operand.
         dim: that is picked from.
-        view: the shape in which the indices are broadcast to the result.
+        after: how many dimensions the result has after those of the indices; None: it has those of the indices alone.
     """
-    given, result = call.by_name(ins), call.results[0]
-    here = info(given[of]).value.shape[dim]
-    if here == 0:
-        return [build.call(aten.new_zeros.default, given[of], list(result.shape))]
+    given = call.by_name(ins)
     local, others = _own(build, given[by], call.by_name(call.values)[of].shape[dim], 0)
-    made = build.same(call, ins, **{by: local})
-    if view is not None:
-        others = build.call(aten.view.default, others, list(view))
+    made = build.same(call, ins, **{of: _with_some(build, call, given[of], dim), by: local})
+    if after is not None:
+        others = build.call(aten.view.default, others, [*info(others).value.shape, *[1] * after])
     return [build.call(aten.masked_fill.Scalar, made, others, 0)]
+
+
+def _with_some(build: Build, call: Call, node: fx.Node, dim: int) -> fx.Node:
+    """What the call's first operand is here, with something to pick where a rank may have nothing of it."""
+    return _longer(build, node, dim) if some_hold_none(call, 0, dim) else node
 
 
 def _placed(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int, by: str = "index") -> list[fx.Node]:
@@ -89,8 +103,7 @@ def _embedding(call: Call) -> Iterator[Row]:
     for dim in range(count):
         yield Row((R, Shard(dim)), (Shard(dim),))
     yield Row((Shard(1), R), (Shard(count),))
-    view = [*call.values[1].shape, 1]
-    yield Row((Shard(0), R), (Partial(),), partial(_picked, of="weight", by="indices", dim=0, view=view))
+    yield Row((Shard(0), R), (Partial(),), partial(_picked, of="weight", by="indices", dim=0, after=1))
     yield from linear_rows(call, [(0,)])
 
 
@@ -135,8 +148,8 @@ def _index_select(call: Call) -> Iterator[Row]:
     index: Names = ["along"] * call.values[1].dim()
     yield from Dims([_letters(count, dim), index], [_letters(count, dim, "along")]).rows(call)
     if _is_number(call.values[0]):
-        view = [call.results[0].shape[dim] if i == dim else 1 for i in range(count)]
-        yield Row((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim, view=view))
+        after = count - 1 - dim
+        yield Row((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim, after=after))
     yield from linear_rows(call, [(0,)])
 
 
@@ -217,10 +230,9 @@ def _index(call: Call) -> Iterator[Row]:
 def _picked_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, number: int, after: int) -> list[fx.Node]:
     indices = call.argument("indices")
     dim = [d for d, index in enumerate(indices) if index is not None][number]
-    if info(ins[0]).value.shape[dim] == 0:
-        return [build.call(aten.new_zeros.default, ins[0], list(call.results[0].shape))]
     local, others = _own(build, ins[1 + number], call.values[0].shape[dim], 0)
-    made = build.same(call, [ins[0], *[local if i == number else one for i, one in enumerate(ins[1:])]])
+    changed = [local if i == number else one for i, one in enumerate(ins[1:])]
+    made = build.same(call, [_with_some(build, call, ins[0], dim), *changed])
     others = build.call(aten.view.default, others, [*info(others).value.shape, *[1] * after])
     return [build.call(aten.masked_fill.Scalar, made, others, 0)]
 

@@ -32,14 +32,16 @@ class Column:
 def columns_of(call: Call) -> Iterator[Column]:
     """The columns of a call on lists."""
     count = next(len(argument) for argument in call.args if isinstance(argument, (list, tuple)))
+    ends = zip(*map(columns_of, call.ends), strict=True) if call.ends is not None else None
     for index in range(count):
+        most_and_least = None if ends is None else tuple(column.call for column in next(ends))
         args = tuple(_at(argument, index) for argument in call.args)
         kwargs = {name: _at(argument, index) for name, argument in call.kwargs.items()}
         operands = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Node) and _is_tensor(a))
         values = tuple(info(node).value for node in operands)
         yield Column(
             index, replace(call, args=args, kwargs=kwargs, operands=operands, values=values,
-                           result=result_at(call.result, index))
+                           result=result_at(call.result, index), ends=most_and_least)
         )  # fmt: skip
 
 

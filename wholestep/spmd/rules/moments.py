@@ -12,7 +12,7 @@ from torch import fx
 from wholestep.ir import info
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of, reduced_dims
-from wholestep.spmd.sharding import Build, Call, Dims, Placement, R, Row, Rule
+from wholestep.spmd.sharding import Build, Call, Dims, Placement, R, Row, Rule, some_hold_none
 
 aten = torch.ops.aten
 
@@ -32,11 +32,19 @@ class Moments:
     squares: fx.Node
 
 
-def moments(build: Build, node: fx.Node, dims: Sequence[int], count: int) -> Moments:
-    """Joins the ranks' moments as Chan, Golub and LeVeque do (1979), which loses no digits to a large mean."""
+def moments(build: Build, call: Call, node: fx.Node, dims: Sequence[int], count: int) -> Moments:
+    """Joins the ranks' moments as Chan, Golub and LeVeque do (1979), which loses no digits to a large mean.
+
+    Args:
+        node: gives what this rank has of the call's first operand.
+    """
     mine, dims = info(node).value, list(dims)
     number = math.prod(mine.shape[dim] for dim in dims)
-    mean = build.call(aten.mean.dim if number else aten.sum.dim_IntList, node, dims, True)  # the mean of nothing is nan
+    if any(some_hold_none(call, 0, dim) for dim in dims):  # the mean of nothing would be nan
+        mean = build.call(aten.sum.dim_IntList, node, dims, True)
+        mean = build.call(aten.div.Scalar, mean, max(1, number))
+    else:
+        mean = build.call(aten.mean.dim, node, dims, True)
     squares = build.call(aten.sum.dim_IntList, _squared(build, build.call(aten.sub.Tensor, node, mean)), dims, True)
     counts = build.call(aten.full_like.default, mean, number)
     ours = build.call(aten.stack.default, [mean, squares, counts])
@@ -67,7 +75,7 @@ def _variance(call: Call) -> Iterator[Row]:
 
 def _of_moments(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
     dims = reduced_dims(call)
-    found = moments(build, ins[0], dims, math.prod(call.values[0].shape[dim] for dim in dims))
+    found = moments(build, call, ins[0], dims, math.prod(call.values[0].shape[dim] for dim in dims))
     correction = call.argument("correction")
     if correction is None:
         correction = int(bool(call.argument("unbiased", True)))

@@ -49,7 +49,7 @@ def _layer_norm(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Nod
     work, result = call.results[-1].dtype, info(x).value.dtype
     dims = list(range(_leading(call), info(x).value.dim()))
     count = math.prod(call.argument("normalized_shape"))
-    both = moments(build, build.cast(x, work), dims, count)
+    both = moments(build, call, build.cast(x, work), dims, count)
     eps = float(call.argument("eps"))
     spread = build.call(aten.div.Scalar, both.squares, count)
     scale = build.call(aten.rsqrt.default, build.call(aten.add.Scalar, spread, eps))
@@ -144,7 +144,7 @@ def _batch_norm_of_all(build: Build, call: Call, ins: Sequence[fx.Node]) -> list
     given, x = call.by_name(ins), call.by_name(ins)["input"]
     whole, work = call.by_name(call.values)["input"].shape, call.results[1].dtype
     dims = [dim for dim in range(len(whole)) if dim != 1]
-    both = moments(build, build.cast(x, work), dims, math.prod(whole[dim] for dim in dims))
+    both = moments(build, call, build.cast(x, work), dims, math.prod(whole[dim] for dim in dims))
     eps, result = float(call.argument("eps")), info(x).value.dtype
     variance = build.call(aten.div.Scalar, both.squares, both.count)
     scale = build.call(aten.rsqrt.default, build.call(aten.add.Scalar, variance, eps))

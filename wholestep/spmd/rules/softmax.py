@@ -11,7 +11,7 @@ from torch import fx
 from wholestep.ir import info
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of, reduced_dims
-from wholestep.spmd.sharding import Build, Call, Dims, Emit, R, Row, Rule, beside, linear_rows
+from wholestep.spmd.sharding import Build, Call, Dims, Emit, R, Row, Rule, beside, linear_rows, some_hold_none
 
 aten = torch.ops.aten
 
@@ -31,11 +31,12 @@ def along(emit: Emit, *, is_linear: bool = False) -> Rule:
     return rule
 
 
-def largest(build: Build, node: fx.Node, dims: Sequence[int]) -> fx.Node:
-    """The maximum over dimensions of the whole, which keep their places."""
-    value = info(node).value
-    if value.numel() == 0:  # this rank has no element: it adds one that is never the largest
-        pads = [pad for size in reversed(value.shape) for pad in (0, int(size == 0))]
+def largest(build: Build, call: Call, node: fx.Node, dims: Sequence[int]) -> fx.Node:
+    """The maximum over dimensions of the call's whole operand, which keep their places."""
+    count = call.values[0].dim()
+    gone = {dim % count for dim in dims} if count else set()
+    if any(some_hold_none(call, 0, dim) for dim in gone):  # one more that is never the largest
+        pads = [pad for dim in reversed(range(count)) for pad in (0, int(dim in gone))]
         node = build.call(aten.constant_pad_nd.default, node, pads, -math.inf)
     return build.all_reduce(build.call(aten.amax.default, node, list(dims), True), "max")
 
@@ -52,7 +53,7 @@ def _accumulated_in(dtype: torch.dtype) -> torch.dtype:
 def _softmax(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
     dim, result = int(call.argument("dim")), call.results[0].dtype
     x = build.cast(ins[0], _accumulated_in(result))
-    top = largest(build, x, [dim])
+    top = largest(build, call, x, [dim])
     powers = build.call(aten.exp.default, build.call(aten.sub.Tensor, x, top))
     return [build.cast(build.call(aten.div.Tensor, powers, total(build, powers, [dim])), result)]
 
@@ -61,7 +62,7 @@ def _safe_softmax(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.N
     """Zeros where all elements along the dimension are -inf."""
     dim, result = int(call.argument("dim")), call.results[0].dtype
     x = build.cast(ins[0], _accumulated_in(result))
-    top = largest(build, x, [dim])
+    top = largest(build, call, x, [dim])
     none = build.call(aten.eq.Scalar, top, -math.inf)
     top = build.call(aten.masked_fill.Scalar, top, none, 0)
     powers = build.call(aten.exp.default, build.call(aten.sub.Tensor, x, top))
@@ -72,7 +73,7 @@ def _safe_softmax(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.N
 def _log_softmax(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
     dim, result = int(call.argument("dim")), call.results[0].dtype
     x = build.cast(ins[0], _accumulated_in(result))
-    x = build.call(aten.sub.Tensor, x, largest(build, x, [dim]))
+    x = build.call(aten.sub.Tensor, x, largest(build, call, x, [dim]))
     powers = total(build, build.call(aten.exp.default, x), [dim])
     return [build.cast(build.call(aten.sub.Tensor, x, build.call(aten.log.default, powers)), result)]
 
@@ -100,7 +101,7 @@ def _logsumexp_rows(call: Call) -> Iterator[Row]:
 
 def _logsumexp(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
     dims = reduced_dims(call)
-    top = largest(build, ins[0], dims)
+    top = largest(build, call, ins[0], dims)
     infinite = build.call(aten.eq.Scalar, build.call(aten.abs.default, top), math.inf)
     top = build.call(aten.masked_fill.Scalar, top, infinite, 0)
     powers = build.call(aten.exp.default, build.call(aten.sub.Tensor, ins[0], top))
