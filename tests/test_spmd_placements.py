@@ -19,8 +19,8 @@ from wholestep.comm.rows import piece
 from wholestep.errors import PlanError
 from wholestep.ir import NodeInfo, set_info
 from wholestep.spmd.mesh import Line
-from wholestep.spmd.placements import Placement, local_shape
 from wholestep.spmd.moves import RULES
+from wholestep.spmd.placements import Placement, local_shape
 from wholestep.spmd.redistribute import bytes_sent, changes, redistribute
 from wholestep.testing import run_ranks
 from wholestep.torch_compat import FakeTensorMode

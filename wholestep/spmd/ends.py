@@ -104,10 +104,12 @@ def _likes(step: StepGraph, other: StepGraph) -> Pairs | None:
     for node in step.graph.nodes:
         while like is not None and like.target in COPIES and node.target not in COPIES:
             like = next(theirs)
+        copied = node.target in COPIES
         if like is None or (like.op, like.target) != (node.op, node.target):
-            if node.target not in COPIES:
+            if not copied:
                 return None
-            continue
+            if like is None or like.target not in COPIES:
+                continue
         found[node] = like
         like = next(theirs)
     return found if like is None else None

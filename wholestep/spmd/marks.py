@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import Phase, StepGraph, info, nbytes
-from wholestep.spmd.ends import most
+from wholestep.spmd.ends import COPIES, most
 from wholestep.spmd.patterns import matches
 from wholestep.spmd.place import in_memory, placed
 from wholestep.spmd.placements import Placement, Shard, normal
@@ -189,5 +189,5 @@ def _is_elementwise(reader: fx.Node, like: torch.Size) -> bool:
     target, value = reader.target, most(reader)
     if isinstance(target, OpOverload) and target._schema.name.split("::")[-1].startswith(("_foreach_", "_fused_")):
         return True
-    pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+    pointwise = isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in COPIES)
     return pointwise and isinstance(value, torch.Tensor) and value.shape == like

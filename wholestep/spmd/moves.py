@@ -158,8 +158,10 @@ _NEUTRAL: dict[str, float | None] = {"sum": 0, "product": 1, "avg": None, "max":
 
 def _as_part(change: Change, node: fx.Node, src: Replicate, dst: Partial) -> fx.Node:
     neutral = _NEUTRAL[dst.op]
-    if neutral is None or change.line.rank == 0:
+    if neutral is None:
         return node
+    if change.line.rank == 0:  # what stands right before its readers stands alike on all ranks
+        return change.call(aten.clone.default, node)
     return change.call(aten.full_like.default, node, neutral)
 
 
