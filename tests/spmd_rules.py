@@ -16,10 +16,11 @@ from wholestep import comm
 from wholestep.comm.rows import piece
 from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
 from wholestep.spmd import rules
+from wholestep.spmd.calls import Call, R
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
-from wholestep.spmd.sharding import Build, Call, R, Row
+from wholestep.spmd.sharding import Build, Row
 from wholestep.spmd.write import Writer
 from wholestep.testing import run_ranks
 from wholestep.torch_compat import FakeTensorMode, below_autograd

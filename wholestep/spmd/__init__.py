@@ -6,6 +6,7 @@ May import: errors, ir, torch_compat, comm, capture, trace. Must not import pass
 """
 
 from wholestep.comm import row_ops as _row_ops  # noqa: F401 - makes its operators known
+from wholestep.spmd.calls import Call
 from wholestep.spmd.fully_shard import FullyShard
 from wholestep.spmd.global_view import AtRest, GlobalPlan, View
 from wholestep.spmd.launch import Launch, Plan
@@ -15,7 +16,7 @@ from wholestep.spmd.plan_file import load_plan, save_plan
 from wholestep.spmd.plans import DataParallel, ShardedOptimizer
 from wholestep.spmd.redistribute import bytes_sent, redistribute
 from wholestep.spmd.rules import register_sharding
-from wholestep.spmd.sharding import Build, Call, Dims, Row
+from wholestep.spmd.sharding import Build, Dims, Row
 from wholestep.spmd.tensor_parallel import TensorParallel
 from wholestep.spmd.whole_state import full_state_dict
 

@@ -18,11 +18,12 @@ import torch
 from torch import fx
 
 from wholestep.ir import info, nbytes
+from wholestep.spmd.calls import Call, R
 from wholestep.spmd.evaluate import meta
 from wholestep.spmd.moves import rule_of
 from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
 from wholestep.spmd.rules import rows
-from wholestep.spmd.sharding import Call, R, Row
+from wholestep.spmd.sharding import Row
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, Gradient, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
+from wholestep.spmd.calls import Call, R
 from wholestep.spmd.choose import Choices, Held, replicated
 from wholestep.spmd.ends import most
 from wholestep.spmd.mesh import Line
@@ -26,7 +27,7 @@ from wholestep.spmd.rest import Rest
 from wholestep.spmd.rewrite import call, is_view, kept, part_of_whole
 from wholestep.spmd.rules import rows
 from wholestep.spmd.rules.lists import columns_of, is_on_lists
-from wholestep.spmd.sharding import Build, Call, R, Row
+from wholestep.spmd.sharding import Build, Row
 from wholestep.spmd.write import Writer
 from wholestep.torch_compat import lazy_graph_module
 

@@ -8,12 +8,12 @@ import torch
 from torch import fx
 
 from wholestep.ir import Phase, StepGraph, info, nbytes
+from wholestep.spmd.calls import R
 from wholestep.spmd.ends import COPIES, most
 from wholestep.spmd.patterns import matches
 from wholestep.spmd.place import in_memory, placed
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.rewrite import is_view, readers
-from wholestep.spmd.sharding import R
 from wholestep.torch_compat import OpOverload
 
 # How much smaller what meets a parameter must be for it to stay: collectives have latency, and what is split otherwise

@@ -15,12 +15,13 @@ from torch import fx
 
 from wholestep.comm.rows import piece
 from wholestep.ir import GETITEM, fake_tensors, info, is_effectful, set_info
+from wholestep.spmd.calls import Call
 from wholestep.spmd.evaluate import evaluate, meta
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Placement, Replicate, Shard, local_shape
 from wholestep.spmd.rewrite import is_view
 from wholestep.spmd.rules import rows
-from wholestep.spmd.sharding import Build, Call, Row
+from wholestep.spmd.sharding import Build, Row
 from wholestep.spmd.write import VIEWS, Writer
 from wholestep.torch_compat import OpOverload
 

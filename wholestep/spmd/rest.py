@@ -10,8 +10,8 @@ from torch import fx
 
 from wholestep.ir import Input, StepGraph, info
 from wholestep.parts import Part
+from wholestep.spmd.calls import R
 from wholestep.spmd.placements import Placement, normal
-from wholestep.spmd.sharding import R
 
 PlacementOf = Callable[[Input, torch.Tensor], Placement]
 

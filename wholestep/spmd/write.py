@@ -10,10 +10,11 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, NodeInfo, add_call, copy_node, fake_tensors, info, set_info
+from wholestep.spmd.calls import Call, exchanged, with_arguments
 from wholestep.spmd.evaluate import evaluate
 from wholestep.spmd.mesh import Line
 from wholestep.spmd.placements import Shard, local_shape
-from wholestep.spmd.sharding import Call, Row, exchanged, with_arguments
+from wholestep.spmd.sharding import Row
 from wholestep.torch_compat import OpOverload
 
 aten = torch.ops.aten

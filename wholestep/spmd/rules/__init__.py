@@ -13,6 +13,7 @@ from torch import fx
 
 from wholestep.ir import GETITEM, fake_tensors, info, is_host
 from wholestep.pure import Functionalized, UnderGrad
+from wholestep.spmd.calls import Call
 from wholestep.spmd.place import place
 from wholestep.spmd.rules import (
     along,
@@ -34,7 +35,7 @@ from wholestep.spmd.rules import (
     views,
 )
 from wholestep.spmd.rules.lists import is_on_lists
-from wholestep.spmd.sharding import Call, Row, Rule
+from wholestep.spmd.sharding import Row, Rule
 from wholestep.torch_compat import OpOverload
 
 TABLE: dict[str, Rule] = {

@@ -9,8 +9,9 @@ from torch import fx
 
 from wholestep.comm.rows import piece
 from wholestep.ir import info
+from wholestep.spmd.calls import Call
 from wholestep.spmd.placements import Shard
-from wholestep.spmd.sharding import Build, Call, Dims, Row, Rule, alphabet, beside, linear_rows
+from wholestep.spmd.sharding import Build, Dims, Row, Rule, alphabet, beside, linear_rows
 
 aten = torch.ops.aten
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.spmd.sharding import Call, Row, Rule, beside, linear_rows
+from wholestep.spmd.calls import Call
+from wholestep.spmd.sharding import Row, Rule, beside, linear_rows
 
 
 def _is_linear(call: Call) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.sharding import Call
+from wholestep.spmd.calls import Call
 from wholestep.torch_compat import OpOverload
 
 _PREFIXES = ("_foreach_", "_fused_")

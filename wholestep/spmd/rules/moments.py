@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.spmd.calls import Call, R, some_hold_none
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of, reduced_dims
-from wholestep.spmd.sharding import Build, Call, Dims, Placement, R, Row, Rule, some_hold_none
+from wholestep.spmd.sharding import Build, Dims, Placement, Row, Rule
 
 aten = torch.ops.aten
 

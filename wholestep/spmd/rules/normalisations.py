@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.spmd.calls import Call, R, holds_on_all
 from wholestep.spmd.placements import Partial, Placement, Shard
 from wholestep.spmd.rules.moments import moments
-from wholestep.spmd.sharding import Build, Call, R, Row, Rule, holds_on_all, linear_rows
+from wholestep.spmd.sharding import Build, Row, Rule, linear_rows
 
 aten = torch.ops.aten
 

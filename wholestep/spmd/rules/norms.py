@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from wholestep.spmd.calls import Call, R, holds_on_all
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of
-from wholestep.spmd.sharding import Build, Call, Dims, R, Row, Rule, holds_on_all
+from wholestep.spmd.sharding import Build, Dims, Row, Rule
 
 aten = torch.ops.aten
 

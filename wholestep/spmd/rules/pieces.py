@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import fx
 
+from wholestep.spmd.calls import Call
 from wholestep.spmd.placements import Partial, Shard
-from wholestep.spmd.sharding import Build, Call, Dims, Names, Row, Rule, alphabet, beside, linear_rows
+from wholestep.spmd.sharding import Build, Dims, Names, Row, Rule, alphabet, beside, linear_rows
 
 aten = torch.ops.aten
 

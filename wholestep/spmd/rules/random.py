@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.spmd.calls import Call, R
 from wholestep.spmd.placements import Partial, Shard
-from wholestep.spmd.sharding import Build, Call, R, Row, Rule
+from wholestep.spmd.sharding import Build, Row, Rule
 
 aten = torch.ops.aten
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from wholestep.spmd.calls import Call, R, holds_on_all
 from wholestep.spmd.placements import Op, Shard
-from wholestep.spmd.sharding import Build, Call, Dims, Names, R, Row, Rule, alphabet, holds_on_all, linear_rows
+from wholestep.spmd.sharding import Build, Dims, Names, Row, Rule, alphabet, linear_rows
 
 aten = torch.ops.aten
 

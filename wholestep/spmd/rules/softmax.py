@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.spmd.calls import Call, R, some_hold_none
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of, reduced_dims
-from wholestep.spmd.sharding import Build, Call, Dims, Emit, R, Row, Rule, beside, linear_rows, some_hold_none
+from wholestep.spmd.sharding import Build, Dims, Emit, Row, Rule, beside, linear_rows
 
 aten = torch.ops.aten
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from wholestep.spmd.calls import Call
 from wholestep.spmd.placements import Shard
-from wholestep.spmd.sharding import Build, Call, Dims, Names, Row, Rule, alphabet, linear_rows
+from wholestep.spmd.sharding import Build, Dims, Names, Row, Rule, alphabet, linear_rows
 
 
 def linear_view(names: Rule) -> Rule:
