@@ -201,6 +201,20 @@ def test_what_has_no_symbols_is_captured_for_each_size() -> None:
     assert len(compiled.recompiles) == 1
 
 
+def test_what_torch_gives_no_symbols_is_named() -> None:
+    lstm = nn.LSTM(4, 5)
+
+    def fn(x: Tensor) -> Tensor:
+        return lstm(x)[0]
+
+    compiled = ws.compile(fn, dynamic=True)
+    for size in (3, 4):
+        x = torch.randn(2, size, 4)
+        assert torch.equal(compiled(x), fn(x))
+    (reason,) = compiled.specialized
+    assert "UnsupportedError: torch's own lstm asks for sizes as plain numbers" in reason and __file__ in reason
+
+
 def use_backward(x: Tensor) -> Tensor:
     (x * x).sum().backward()
     return x * 2

@@ -151,6 +151,16 @@ def test_a_lazy_graph_module_is_written_when_it_is_read():
     assert module(torch.ones(1)) == 2 and "torch.add" in module.code
 
 
+def _with_a_symbol() -> tuple[Any, ...]:
+    """The arguments of `torch.lstm`, whose batch has a size without a value."""
+    cell, env = torch.nn.LSTM(2, 3), ShapeEnvironment(lambda: "")
+    size = size_symbol(env, "batch", 4)[1]
+    with strict_fake_mode(env):
+        x, hidden = torch.empty(5, size, 2), torch.empty(1, size, 3)
+        weights = [torch.empty(p.shape) for p in cell.parameters()]
+    return x, [hidden, hidden], weights, True, 1, 0.0, False, False, False
+
+
 @pytest.mark.parametrize(
     ("call", "kind"),
     [
@@ -159,6 +169,7 @@ def test_a_lazy_graph_module_is_written_when_it_is_read():
         (lambda: torch.ones(3, device="meta") + torch.ones(3), "device"),
         (lambda: torch.ops.wholestep_test_compat.without_a_rule(torch.ones(1)), "operator"),
         (lambda: torch._nested_tensor_from_mask(torch.ones(1, 2, 1), torch.ones(1, 2) > 0), "operator"),
+        (lambda: torch.lstm(*_with_a_symbol()), "symbols"),
         (lambda: torch.ones(3) @ torch.ones(4), None),
     ],
 )

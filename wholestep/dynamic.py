@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture import Guard, Snapshot, compare, sharing
-from wholestep.errors import LazyError
+from wholestep.errors import CaptureError, LazyError
 from wholestep.trace import Traced
 from wholestep.trace.concrete import at_sizes
 from wholestep.trace.sizes import Sizes
@@ -119,7 +119,11 @@ class Templates:
             raise
         except Exception as error:  # the step's own error comes again
             result = self._capture(fn, args, kwargs, varying, *rest)
-            self.specialized.append(f"all sizes, as symbols ended in {type(error).__name__}: {error}")
+            what = str(error)
+            if not isinstance(error, CaptureError):
+                what = what.partition("\n")[0]  # errors of torch's C++ carry their stack
+            reason = f"all sizes, as symbols ended in {type(error).__name__}: {what}"
+            self.specialized += [] if reason in self.specialized else [reason]
             return result
         last = sizes[-1]
         self.specialized += [reason for reason in last.specialized() if reason not in self.specialized]

@@ -99,6 +99,7 @@ _REFUSALS = {
     "no fake impl registered": "operator",
     "NestedTensorImpl": "operator",
     "its data is not allocated yet": "memory",
+    "on tensor with symbolic sizes/strides": "symbols",
 }
 
 
@@ -107,7 +108,8 @@ def fake_refusal(error: RuntimeError) -> str | None:
 
     Returns:
         "data": the result's shape or value depends on data; "operator": it has no rule for fake tensors;
-        "device": tensors of two devices; "memory": C++ reads a tensor's memory past the dispatcher.
+        "device": tensors of two devices; "memory": C++ reads a tensor's memory past the dispatcher; "symbols": C++ asks
+        for sizes that are symbols as plain numbers.
     """
     found = f"{type(error).__name__}: {error}"
     return next((kind for words, kind in _REFUSALS.items() if words in found), None)

@@ -76,9 +76,11 @@ class CallWindow(TorchFunctionMode):
         try:
             out = func(*args, **kwargs)
         except RuntimeError as error:
-            if fake_refusal(error) != "memory":
+            kind, name = fake_refusal(error), getattr(func, "__name__", str(func))
+            if kind == "symbols":
+                raise UnsupportedError(f"torch's own {name} asks for sizes as plain numbers", user_line()) from error
+            if kind != "memory":
                 raise
-            name = getattr(func, "__name__", str(func))
             what = f"{name} reads a tensor's memory in C++, which is only there when the step runs"
             raise UnsupportedError(what, user_line(), "use padded tensors and masks, or call it outside") from error
         finally:
