@@ -483,9 +483,19 @@ def test_reentrant_checkpoints_inside_of_a_module_whose_backward_runs_outside(pr
     assert same(seen[0], seen[1]) and same(seen[0], seen[2])
 
 
+def packing(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+        return (x * 2).t().prod() + x.view(2, 14).prod(1).sum()
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda x: x.sin().prod(1), x, use_reentrant=False)
+
+
 @pytest.mark.parametrize("zeros", [0, 1, 2])
 @pytest.mark.parametrize("fn", [lambda x: x.prod(), lambda x: x.prod(1), lambda x: (x * 2).prod(0, keepdim=True),
-                                lambda x: x.cumprod(-1), lambda x: x.t().cumprod(0)])  # fmt: skip
+                                lambda x: x.cumprod(-1), lambda x: x.t().cumprod(0), packing,
+                                checkpointed])  # fmt: skip
 def test_a_product_is_differentiated_by_the_formula_that_eager_chooses(fn: Any, zeros: int) -> None:
     x = torch.randn(4, 7)
     compiled, backwards = aot_function(fn, "aten"), compiled_backward()

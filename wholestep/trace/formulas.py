@@ -13,17 +13,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from wholestep.torch_compat import CUMPROD_BY_DATA, saved_as_it_is
+from wholestep.torch_compat import CUMPROD_BY_DATA, empty_fake, saved_as_it_is
+from wholestep.trace.alias import Geometry, Ref, Storage
 
 Engine = Callable[..., Any]
 
 _library = torch.library.Library("wholestep_formulas", "FRAGMENT")
 
 
-def _prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None) -> Tensor:
+def _prod_backward(grad: Tensor, x: Tensor, result: Tensor | None, dim: int | None) -> Tensor:
     """The gradient of a product of `x` along a dimension, which grad and result have too, or of all elements."""
+    if result is None:
+        result = x.prod() if dim is None else x.prod(dim, keepdim=True)
     made = grad * (result / x).conj()
     zeros = x == 0
     if not zeros.any():
@@ -46,8 +49,8 @@ def _others(x: Tensor, dim: int) -> Tensor:
     return (before * after).conj()
 
 
-def _fake_prod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int | None) -> Tensor:
-    return grad * (result / x).conj()
+def _fake_prod_backward(grad: Tensor, x: Tensor, result: Tensor | None, dim: int | None) -> Tensor:
+    return grad * (x if result is None else result / x).conj()
 
 
 def _cumprod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tensor:
@@ -77,24 +80,62 @@ def _fake_cumprod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int) ->
 _library.define("cumprod_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor")
 _library.impl("cumprod_backward", _cumprod_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("wholestep_formulas::cumprod_backward", _fake_cumprod_backward, lib=_library)
-_library.define("prod_backward(Tensor grad, Tensor x, Tensor result, int? dim) -> Tensor")
+_library.define("prod_backward(Tensor grad, Tensor x, Tensor? result, int? dim) -> Tensor")
 _library.impl("prod_backward", _prod_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("wholestep_formulas::prod_backward", _fake_prod_backward, lib=_library)
 
 
-def _of_prod(node: Any, grad: Tensor) -> Tensor | None:
+def _of_prod(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
     x, result = saved_as_it_is(node, "self"), saved_as_it_is(node, "result")
-    if x is None or result is None or x.dim() == 0 or x.numel() == 0:
+    if x is None or result is None:
+        x, result = _operand(made, node.name() == "ProdBackward0"), None
+    if x is None or x.dim() == 0 or x.numel() == 0:
         return None
     dim: int | None = None
     if node.name() == "ProdBackward1":
         dim = _dim(node, x)
         if not node._saved_keepdim:
-            grad, result = grad.unsqueeze(dim), result.unsqueeze(dim)
+            grad, result = grad.unsqueeze(dim), None if result is None else result.unsqueeze(dim)
     return torch.ops.wholestep_formulas.prod_backward(grad, x.to(grad.dtype), result, dim)  # type: ignore[no-any-return]
 
 
-def _of_cumprod(node: Any, grad: Tensor) -> Tensor | None:
+def _operand(made: Tensor, flat: bool) -> Tensor | None:
+    """What a product was taken of, where a hook packed it, as in a checkpoint: from the formula that unpacked it.
+
+    That is `grad * (cumprod(cat(ones, x[:-1])) * …)`; the hook itself may be called once only.
+
+    Args:
+        flat: whether that `x` is what the product was taken of as one dimension.
+    """
+    level = made.wholestep_ref.storage.value.all_input_nodes[1:]  # type: ignore[attr-defined]
+    for _ in range(6):
+        for node in level:
+            if node.target is torch.ops.aten.slice.Tensor:
+                x: Any = node.args[0]
+                return _holding(_unflattened(x, made.shape) if flat else x)
+        level = [operand for node in level for operand in node.all_input_nodes]
+    return None
+
+
+def _unflattened(node: fx.Node, shape: torch.Size) -> fx.Node:
+    """What `x.contiguous().view(-1)` was made of."""
+    if node.target is torch.ops.aten.view.default:
+        above: Any = node.args[0]
+        copied = above.target is torch.ops.aten.clone.default and above.meta["info"].value.shape == shape
+        node = above.args[0] if copied else above
+    return node
+
+
+def _holding(node: fx.Node) -> Tensor:
+    """A tensor with a node's value."""
+    value = node.meta["info"].value
+    fake, storage = empty_fake(value.fake_mode, value), Storage(node)
+    storage.root = Ref(storage, Geometry.of(fake), node=node, generation=0)
+    fake.wholestep_ref = storage.root  # type: ignore[attr-defined]
+    return fake
+
+
+def _of_cumprod(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
     x, result = saved_as_it_is(node, "self"), saved_as_it_is(node, "result")
     if x is None or result is None or x.dim() == 0 or x.numel() <= 1 or x.shape[_dim(node, x)] == 1:
         return None
@@ -108,8 +149,9 @@ def _dim(node: Any, x: Tensor) -> int:
     return (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
 
 
-# Name of an autograd node -> its gradient, given the node and what reaches it; None to leave it as it is.
-FORMULAS: dict[str, Callable[[Any, Tensor], Tensor | None]] = {"ProdBackward0": _of_prod, "ProdBackward1": _of_prod}
+# Name of an autograd node -> its gradient, given the node, what reaches it and what it made; None to leave it as it is.
+Formula = Callable[[Any, Tensor, Tensor], Tensor | None]
+FORMULAS: dict[str, Formula] = {"ProdBackward0": _of_prod, "ProdBackward1": _of_prod}
 if CUMPROD_BY_DATA:
     FORMULAS["CumprodBackward0"] = _of_cumprod
 
@@ -135,7 +177,7 @@ def _exchange(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple
     """What a node's hook does: another gradient, unless autograd is to differentiate it once more."""
     if torch.is_grad_enabled() or made[0] is None or given[0] is None:
         return None
-    new = FORMULAS[node.name()](node, given[0])
+    new = FORMULAS[node.name()](node, given[0], made[0])
     return None if new is None else (new.to(made[0].dtype),)
 
 
