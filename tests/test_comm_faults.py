@@ -58,6 +58,10 @@ def sum_of_2_by_2():
     comm.all_reduce(torch.ones(2, 2))
 
 
+def sum_of_a_hole():
+    comm.all_reduce(torch.ones(3, 4, 1, 1, 1, 1, 1, 1, 100))
+
+
 def broadcast_from_0():
     comm.broadcast(torch.ones(4), 0)
 
@@ -75,14 +79,15 @@ def exchange_evenly():
 
 
 MISMATCHES = [
-    (sum_of_4, sum_of_5, "16 bytes", "20 bytes"),
-    (sum_of_4, sum_of_many, "16 bytes", "4000000 bytes"),
+    (sum_of_4, sum_of_5, "float32 [4]", "float32 [5]"),
+    (sum_of_4, sum_of_many, "float32 [4]", "float32 [1000000]"),
     (sum_of_4, sum_of_4_longs, "float32", "int64"),
     (sum_of_4, largest_of_4, "all_reduce SUM", "all_reduce MAX"),
-    (sum_of_4, sum_of_2_by_2, "shape", "shape"),
+    (sum_of_4, sum_of_2_by_2, "float32 [4]", "float32 [2, 2]"),
+    (sum_of_4_longs, sum_of_a_hole, "int64 [4]", "float32 4800 bytes of shape"),
     (sum_of_4, broadcast_from_0, "all_reduce", "broadcast"),
     (broadcast_from_0, broadcast_from_1, "root 0", "root 1"),
-    (exchange_1_and_3, exchange_evenly, "all_to_all", "all_to_all"),
+    (exchange_1_and_3, exchange_evenly, "in #17 all_to_all rank 0 sends 4 bytes", "to rank 0, which expects 8"),
 ]
 
 
@@ -93,7 +98,7 @@ def all_mismatches():
 def test_a_mismatch_ends_at_once_on_both_sides_with_both_printed():
     for rank, found in enumerate(run_ranks(all_mismatches, 2, "shm")):
         for (message, after), (_, _, mine, theirs) in zip(found, MISMATCHES, strict=True):
-            assert f"the ranks disagree: rank {rank} calls" in message
+            assert f"the ranks disagree: {mine if mine.startswith('in #') else f'rank {rank} calls'}" in message
             assert mine in message
             assert theirs in message
             assert after == 2.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -41,6 +43,44 @@ TIMEOUT, DIED, MISMATCH, ABORTED, MEMORY = 1, 2, 3, 4, 5
 UNKNOWN = 255
 
 
+_EXACT = 1 << 63
+
+
+@lru_cache(maxsize=1024)
+def shape_code(shape: tuple[int, ...]) -> int:
+    """A shape in 64 bits: itself, each size after its length in bits, or a hash where that does not fit."""
+    code, at = len(shape), 3
+    for size in shape:
+        code |= (size.bit_length() | size << 6) << at
+        at += 6 + size.bit_length()
+    return _EXACT | code if at <= 63 and len(shape) < 8 else hash(tuple(shape)) & _EXACT - 1
+
+
+def _shape(code: int, nbytes: int) -> str:
+    if not code & _EXACT:
+        return f"{nbytes} bytes of shape {code % 0x10000:04x}…"
+    count, code, sizes = code & 7, (code & _EXACT - 1) >> 3, []
+    for _ in range(count):
+        bits = code & 63
+        sizes.append(code >> 6 & (1 << bits) - 1)
+        code >>= 6 + bits
+    return str(sizes)
+
+
+def disagreement(mine: bytes, theirs: bytes, me: str, other: str, labels: Sequence[int]) -> str:
+    """What two ranks' descriptions differ in.
+
+    Args:
+        me, other: names of the ranks.
+        labels: names of all ranks of the group.
+    """
+    op, _, _, _, root, wanted, sent, seq = struct.unpack("<BBBBIQQQ", theirs)
+    if op == ALL_TO_ALL and root >> 31:  # alltoall_agree in native/move.c
+        sender, receiver = labels[root >> 8 & 0xFF], labels[root & 0xFF]
+        return f"in #{seq} all_to_all rank {sender} sends {sent} bytes to rank {receiver}, which expects {wanted}"
+    return f"{me} calls {describe(mine)}; {other} calls {describe(theirs)}"
+
+
 def describe(desc: bytes) -> str:
     """A rank's description of a collective, in words."""
     op, dtype, red, _, root, size, shape, seq = struct.unpack("<BBBBIQQQ", desc)
@@ -53,5 +93,5 @@ def describe(desc: bytes) -> str:
     if op in (REDUCE, BROADCAST, GATHER, SCATTER):
         words.append(f"root {root}")
     if op != BARRIER:
-        words.append(f"{_NAMES.get(dtype, 'dtype?')} {size} bytes shape {shape % 0x10000:04x}")
+        words.append(f"{_NAMES.get(dtype, 'dtype?')} {'rows of ' * (op == ALL_TO_ALL)}{_shape(shape, size)}")
     return " ".join(words)

@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-from wholestep.comm.codes import ABORTED, DIED, DTYPES, MEMORY, MISMATCH, OPS, TIMEOUT, UNKNOWN, describe
+from wholestep.comm.codes import (
+    ABORTED,
+    DIED,
+    DTYPES,
+    MEMORY,
+    MISMATCH,
+    OPS,
+    TIMEOUT,
+    UNKNOWN,
+    describe,
+    disagreement,
+)
 from wholestep.comm.errors import (
     DistBackendError,
     DistError,
@@ -170,7 +181,8 @@ class JobGroup(ProcessGroup):
         here, there = describe(mine), describe(theirs)
         group = f"group {self.group_name!r}"
         if status == MISMATCH:
-            return DistMismatchError(f"{group}: the ranks disagree: {me} calls {here}; {other} calls {there}")
+            what = disagreement(mine, theirs, me, other, self.labels)
+            return DistMismatchError(f"{group}: the ranks disagree: {what}")
         if status == DIED:
             return DistRankError(
                 f"{group}: {other} has exited or was killed; {me} waits in {here}; it last stood at {there}"

@@ -24,6 +24,7 @@ from wholestep.comm.codes import (
     REDUCTIONS,
     SCATTER,
     UNKNOWN,
+    shape_code,
 )
 from wholestep.comm.jobs import JobGroup, MessageWork
 from wholestep.comm.memory import native
@@ -42,10 +43,6 @@ def _is_share(factor: float | torch.Tensor, ranks: int) -> bool:
 
 def _sizes(tensors: list[torch.Tensor]) -> bytes:
     return struct.pack(f"{len(tensors)}Q", *(tensor.nbytes for tensor in tensors))
-
-
-def _shape_code(shape: torch.Size) -> int:
-    return hash(tuple(shape)) & 0xFFFFFFFFFFFFFFFF
 
 
 class ShmGroup(JobGroup):
@@ -72,7 +69,7 @@ class ShmGroup(JobGroup):
         source, red = self._reducing(tensor, opts, "all_reduce")
         at = tensor.data_ptr()
         return self._start(
-            ALL_REDUCE, source, opts, [tensor], (source, tensor), nbytes=tensor.nbytes, shape=_shape_code(tensor.shape),
+            ALL_REDUCE, source, opts, [tensor], (source, tensor), nbytes=tensor.nbytes, shape=shape_code(tensor.shape),
             src=at if source.data_ptr() == at else source.data_ptr(), dst=at, red=red,
         )  # fmt: skip
 
@@ -80,7 +77,7 @@ class ShmGroup(JobGroup):
         (tensor,) = tensors
         source, red = self._reducing(tensor, opts, "reduce")
         return self._start(
-            REDUCE, source, opts, tensors, (source, tensor), nbytes=tensor.nbytes, shape=_shape_code(tensor.shape),
+            REDUCE, source, opts, tensors, (source, tensor), nbytes=tensor.nbytes, shape=shape_code(tensor.shape),
             src=source.data_ptr(), dst=tensor.data_ptr(), red=red,
         )  # fmt: skip
 
@@ -89,19 +86,19 @@ class ShmGroup(JobGroup):
         at = tensor.data_ptr()
         return self._start(
             BROADCAST, tensor, opts, tensors, tensor,
-            nbytes=tensor.nbytes, shape=_shape_code(tensor.shape), src=at, dst=at,
+            nbytes=tensor.nbytes, shape=shape_code(tensor.shape), src=at, dst=at,
         )  # fmt: skip
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         (tensor,), (outs,) = inputs, outputs
         return self._start(
-            ALL_GATHER, tensor, opts, outs, (tensor, outs), nbytes=tensor.nbytes, shape=_shape_code(tensor.shape),
+            ALL_GATHER, tensor, opts, outs, (tensor, outs), nbytes=tensor.nbytes, shape=shape_code(tensor.shape),
             src=tensor.data_ptr(), outs=_addresses(outs),
         )  # fmt: skip
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         return self._start(
-            ALL_GATHER, input, opts, [output], (input, output), nbytes=input.nbytes, shape=_shape_code(input.shape),
+            ALL_GATHER, input, opts, [output], (input, output), nbytes=input.nbytes, shape=shape_code(input.shape),
             src=input.data_ptr(), dst=output.data_ptr(), out_stride=input.nbytes,
         )  # fmt: skip
 
@@ -111,21 +108,21 @@ class ShmGroup(JobGroup):
         sources, red = [source for source, _ in ready], ready[0][1]
         return self._start(
             REDUCE_SCATTER, sources[0], opts, outputs, (sources, output), nbytes=output.nbytes,
-            shape=_shape_code(output.shape), dst=output.data_ptr(), ins=_addresses(sources), red=red,
+            shape=shape_code(output.shape), dst=output.data_ptr(), ins=_addresses(sources), red=red,
         )  # fmt: skip
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         source, red = self._reducing(input, opts, "reduce_scatter_tensor")
         return self._start(
             REDUCE_SCATTER, source, opts, [output], (source, output), nbytes=output.nbytes, red=red,
-            shape=_shape_code(output.shape), src=source.data_ptr(), in_stride=output.nbytes, dst=output.data_ptr(),
+            shape=shape_code(output.shape), src=source.data_ptr(), in_stride=output.nbytes, dst=output.data_ptr(),
         )  # fmt: skip
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         (tensor,) = inputs
         outs = outputs[0] if outputs else []
         return self._start(
-            GATHER, tensor, opts, outs, (tensor, outs), nbytes=tensor.nbytes, shape=_shape_code(tensor.shape),
+            GATHER, tensor, opts, outs, (tensor, outs), nbytes=tensor.nbytes, shape=shape_code(tensor.shape),
             src=tensor.data_ptr(), outs=_addresses(outs) if outs else None,
         )  # fmt: skip
 
@@ -133,7 +130,7 @@ class ShmGroup(JobGroup):
         (output,) = outputs
         parts = inputs[0] if inputs else []
         return self._start(
-            SCATTER, output, opts, outputs, (parts, output), nbytes=output.nbytes, shape=_shape_code(output.shape),
+            SCATTER, output, opts, outputs, (parts, output), nbytes=output.nbytes, shape=shape_code(output.shape),
             dst=output.data_ptr(), ins=_addresses(parts) if parts else None,
         )  # fmt: skip
 
@@ -149,7 +146,7 @@ class ShmGroup(JobGroup):
             part = input.nbytes // self._size
             sizes = struct.pack(f"{self._size}Q", *[part] * self._size)
             return self._start(
-                ALL_TO_ALL, input, opts, [output], (output, input), shape=_shape_code(input.shape[1:]),
+                ALL_TO_ALL, input, opts, [output], (output, input), shape=shape_code(input.shape[1:]),
                 src=input.data_ptr(), dst=output.data_ptr(), in_stride=part, out_stride=part, in_sizes=sizes,
                 out_sizes=struct.pack(f"{self._size}Q", *[output.nbytes // self._size] * self._size),
             )  # fmt: skip
@@ -158,7 +155,7 @@ class ShmGroup(JobGroup):
         starts = [list(accumulate(sizes, initial=at.data_ptr()))[:-1] for sizes, at in ((ins, input), (outs, output))]
         n = f"{self._size}Q"
         return self._start(
-            ALL_TO_ALL, input, opts, [output], (output, input), shape=_shape_code(input.shape[1:]),
+            ALL_TO_ALL, input, opts, [output], (output, input), shape=shape_code(input.shape[1:]),
             ins=struct.pack(n, *starts[0]), outs=struct.pack(n, *starts[1]),
             in_sizes=struct.pack(n, *ins), out_sizes=struct.pack(n, *outs),
         )  # fmt: skip

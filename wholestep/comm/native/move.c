@@ -158,6 +158,8 @@ static int alltoall_agree(group_t *g, job_t *j) {
             if (sent != wanted) {
                 j->culprit = from == g->rank ? to : from;
                 j->theirs = *desc_of(g, j->culprit, g->reading);
+                j->theirs.root = 1u << 31 | (uint32_t)from << 8 | (uint32_t)to; /* codes.py words it */
+                j->theirs.bytes = wanted, j->theirs.shape = sent;
                 return E_MISMATCH;
             }
             if (from != to && sent > most) most = sent;
