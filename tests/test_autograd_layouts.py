@@ -93,6 +93,20 @@ def test_sizes_that_are_symbols_and_captured_backwards() -> None:
             assert all(map(torch.equal, *seen))
 
 
+def test_many_gradients_at_once_sparse_ones_and_transforms() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.sin() * x
+
+    compiled, x = ws.compile(fn), torch.randn(3, 3, requires_grad=True)
+    rows = torch.eye(9).view(9, 3, 3)
+    one, two = (torch.autograd.grad(run(x), x, rows, is_grads_batched=True)[0] for run in (fn, compiled))
+    assert torch.equal(one, two)
+    one, two = (torch.autograd.grad(run(x), x, torch.eye(3).to_sparse())[0] for run in (fn, compiled))
+    assert one.layout is two.layout and torch.equal(one.to_dense(), two.to_dense())
+    for transform in (lambda f: torch.func.vmap(f), lambda f: torch.func.grad(lambda x: f(x).sum()), torch.func.jacrev):
+        assert torch.equal(transform(fn)(x.detach()), transform(compiled)(x.detach()))
+
+
 def test_a_compiler_of_the_users_is_given_the_layout_that_it_compiled_for() -> None:
     seen: list[list[tuple[int, ...]]] = []
 

@@ -45,6 +45,7 @@ from wholestep.torch_compat import (
     generator_id,
     gloo_options,
     has_native_kernel,
+    is_batched,
     is_one_of_several,
     lazy_graph_module,
     make_one_of_several,
@@ -226,6 +227,15 @@ def test_grad_mode_is_set_and_transforms_are_seen():
     set_grad_mode(True)
     assert torch.is_grad_enabled() and not transforms_active()
     assert torch.func.grad(lambda x: x if transforms_active() else x * float("nan"))(torch.ones(())).item() == 1
+
+
+def test_many_gradients_in_one_are_seen():
+    seen, x = [], torch.ones(2, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda grad: seen.append(is_batched(grad)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert seen == [True, False]
 
 
 def test_sizes_become_symbols_and_numbers_again():

@@ -19,6 +19,7 @@ from wholestep.pipeline import Known, Look, Options, build, capture, is_tracing,
 from wholestep.report import Explanation, Stage, explain
 from wholestep.runtime import Entry, Missed, Program, give_back
 from wholestep.spmd import Launch
+from wholestep.torch_compat import transforms_active
 from wholestep.trace import Traced
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
@@ -58,7 +59,7 @@ class Compiled:
         self.recompiles: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing():  # inside of another step's capture: part of that step
+        if is_tracing() or transforms_active():  # part of another step's capture, or of a transform of `torch.func`
             return self._fn(*args, **kwargs)
         return self.serve(args, kwargs)
 

@@ -325,6 +325,9 @@ set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """True inside of `torch.func`'s transforms."""
 
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""True for many gradients in one, as `torch.autograd.grad(…, is_grads_batched=True)` makes them."""
+
 
 @contextmanager
 def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:

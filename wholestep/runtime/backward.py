@@ -68,7 +68,7 @@ class Backward:
     def __post_init__(self) -> None:
         values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
         self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
-        self.served[tuple([stride for _, stride, *_ in self._traced])] = Served(self.halves.backward, self.run)
+        self.served[self.traced(values)] = Served(self.halves.backward, self.run)
 
     def serve(self, strides: tuple[Strides, ...]) -> Served:
         """The program for gradients of these strides, made if there is none."""
@@ -87,12 +87,16 @@ class Backward:
 
     def _copied(self, strides: tuple[Strides, ...]) -> Served:
         """A program for copies in the layout of the trace, zeros among them if it must be."""
-        pairs = list(zip(strides, self._traced, strict=True))
-        there = tuple([None if stride is None else traced[1] for stride, traced in pairs])
+        there = self.traced(strides)
         found = self.served.get(there) or self._anew(there)
         if found is not None:
-            return replace(found, layouts=tuple([t if s is not None else None for s, t in pairs]))
+            pairs = zip(strides, self._traced, strict=True)
+            return replace(found, layouts=tuple([None if s is None else traced for s, traced in pairs]))
         return Served(self.halves.backward, self.run, None, self._traced)
+
+    def traced(self, arrived: Sequence[object]) -> tuple[Strides, ...]:
+        """The strides of the trace; None for gradients that do not arrive."""
+        return tuple([None if a is None else stride for a, (_, stride, *_) in zip(arrived, self._traced, strict=True)])
 
     def _plain(self, place: int, stride: Strides) -> Strides:
         """Strides as they were traced for dimensions of one element, where they lead nowhere."""

@@ -14,7 +14,7 @@ from wholestep.ir import info
 from wholestep.lower.naive import run_nodes
 from wholestep.runtime.backward import Backward, Layout
 from wholestep.runtime.program import Program
-from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, transforms_active
+from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, is_batched, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.results import Derivative
 
@@ -89,13 +89,16 @@ class CompiledFunction(torch.autograd.Function):
         plan: Plan = ctx.plan
         backward, derivative = plan.backward, plan.derivative
         arrived = [_shown(tangents[index]) for index in backward.halves.tangents]
-        served = backward.serve(tuple([None if t is None else t.stride() for t in arrived]))
+        # gradients that are many at once, or sparse: operators know what to do with them, a program does not
+        alone = transforms_active() or any(map(_is_odd, arrived))
+        strides = backward.traced(arrived) if alone else tuple([None if t is None else t.stride() for t in arrived])
+        served = backward.serve(strides)
         if served.layouts is not None:
             arrived = list(map(_laid_out, arrived, served.layouts))
         values = all_saved(ctx)
         values += [t for t in arrived if t is not None]
         behind = list(values) if torch.is_grad_enabled() else ()
-        if dispatch_modes_active():  # part of another trace, which sees each operator
+        if alone or dispatch_modes_active():  # part of another trace, which sees each operator
             gradients: Sequence[Any] = run_nodes(served.graph, values)
         else:
             free_saved_tensors(ctx)
@@ -149,6 +152,10 @@ def _shown(tangent: torch.Tensor | None) -> torch.Tensor | None:
     if tangent is None or not (tangent.is_conj() or tangent.is_neg()):
         return tangent
     return tangent.resolve_conj().resolve_neg()
+
+
+def _is_odd(tangent: torch.Tensor | None) -> bool:
+    return tangent is not None and (tangent.layout is not torch.strided or is_batched(tangent))
 
 
 def _laid_out(tangent: torch.Tensor | None, layout: Layout | None) -> torch.Tensor | None:
