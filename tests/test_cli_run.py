@@ -25,7 +25,8 @@ def run(tmp_path: Path):
         path = tmp_path / "script.py"
         path.write_text(script)
         command = [sys.executable, "-m", "wholestep", "run", *options, str(path), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        quiet = os.environ | {"TORCH_LOGS": "-torch"}  # some builds tell each process what they lack
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=quiet)
 
     return start
 
