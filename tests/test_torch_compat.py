@@ -542,3 +542,20 @@ def test_a_generator_is_known_by_its_c_object() -> None:
     with See():
         torch.randn(2, generator=ours)
     assert generator_id(met[0]) == generator_id(ours) != generator_id(torch.default_generator)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((16, 8), (3, 13, 8)), ((3, 4, 8), (16, 8)), ((4, 16), (8, 16)), ((3, 7, 8), (3, 13, 8))]
+)
+def test_grouped_products_lie_as_their_kernel_leaves_them(shapes: Any) -> None:
+    """The second operand is given transposed, as a `Linear` has it; torch's own rule knows bfloat16 alone."""
+
+    def place(mode: Any) -> Any:
+        with mode:
+            one, two, ends = torch.ones(shapes[0]), torch.ones(shapes[1]), torch.tensor([2, 5, 16], dtype=torch.int32)
+            out = torch.ops.aten._grouped_mm(one, two.mT, None if one.dim() == two.dim() == 3 else ends)
+            return out.shape, out.stride(), out.dtype
+
+    assert place(strict_fake_mode()) == place(nullcontext())
+    with pytest.raises(RuntimeError, match="BF16"):
+        place(FakeTensorMode(allow_non_fake_inputs=True))

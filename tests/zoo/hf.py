@@ -224,6 +224,11 @@ def bart() -> nn.Module:
     )
 
 
+def mixtral() -> nn.Module:
+    config = DECODER | {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**config))
+
+
 def for_clip() -> dict[str, Any]:
     return {"input_ids": tokens(), "pixel_values": torch.randn(2, 3, 16, 16), "return_loss": True}
 
@@ -255,6 +260,7 @@ HELD_OUT: dict[str, Maker] = {
     "falcon": (falcon, causal),
     "gpt_neox": (gpt_neox, masked),
     "bart": (bart, seq2seq),
+    "mixtral": (mixtral, masked),
 }
 
 

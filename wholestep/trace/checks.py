@@ -72,10 +72,18 @@ def check_strided(tensor: torch.Tensor, shape: Any, stride: Any, offset: int | N
             torch.empty(there, dtype=tensor.dtype).as_strided(shape, stride, start)
 
 
+def _grouped_mm(*args: Any, **kwargs: Any) -> None:
+    """Types and strides that the kernel takes."""
+    said = kernels_error(aten._grouped_mm.default, args, kwargs)
+    if said is not None:
+        raise said
+
+
 CHECKS: dict[Any, Callable[..., None]] = {
     aten.select.int: _select,
     aten.div_.Scalar: _divide,
     aten.div_.Tensor: _divide,
+    aten._grouped_mm.default: _grouped_mm,
     **dict.fromkeys((aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor), _index_fill),
     **dict.fromkeys((aten.index_fill.int_Scalar, aten.index_fill.int_Tensor), _index_fill_copy),
 }
