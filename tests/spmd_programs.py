@@ -100,7 +100,7 @@ CASES = {
     "mlp": Case(MLP, sgd, plain, rows),
     "mlp filled with zeros": Case(MLP, sgd, filled_with_zeros, rows),
     "convnet": Case(ConvNet, sgd, zeroed_first, images),
-    "gpt": Case(lambda: GPT(dropout=0.1), adamw, clipped, tokens),
+    "gpt": Case(lambda: GPT(layers=1, dropout=0.1), adamw, clipped, tokens),
     "accumulated": Case(MLP, adamw, accumulated, rows),
     "kept": Case(MLP, sgd, kept, rows),
 }

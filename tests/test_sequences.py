@@ -10,8 +10,8 @@ from equal import Make, World, assert_same_failure, assert_same_run
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-LENGTHS = ([3, 2], [3, 2], [3, 3], [3, 1])
-UNSORTED = ([2, 3], [2, 3], [3, 3], [1, 3])
+LENGTHS = ([3, 2], [3, 2], [3, 1])
+UNSORTED = ([2, 3], [2, 3], [1, 3])
 
 
 def packed(
@@ -66,8 +66,8 @@ SEQUENCES = {
 
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_packed_sequences(name: str) -> None:
-    run = assert_same_run(SEQUENCES[name], steps=6)
-    assert run.recompiles[-1] == run.recompiles[3], "no more captures than lengths"
+    run = assert_same_run(SEQUENCES[name], steps=5)
+    assert run.recompiles[-1] == run.recompiles[2], "no more captures than lengths"
 
 
 def test_lengths_in_wrong_order_are_an_error_as_in_eager() -> None:

@@ -14,15 +14,13 @@ FEW = {
         ("float64", "t5", "TensorParallel, embedding"),
         ("float64", "mlp", "ShardedOptimizer(reduce='sum')"),
         ("float32", "gpt", "FullyShard"),
-        ("float32", "bert", "FullyShard(batch=Replicate())"),
+        ("float32", "llama", "TensorParallel, sequence"),
         ("float64", "mlp", "DataParallel"),
     ],
     "2x2": [
-        ("float64", "llama", "[TensorParallel sequence, FullyShard]"),
-        ("float64", "mlp", "[TensorParallel, FullyShard]"),  # keeps its gradients
         ("float64", "convnet", "[TensorParallel, ShardedOptimizer]"),  # a momentum that the first step makes
         ("float64", "gpt", "[TensorParallel embedding, FullyShard cheaper]"),  # 19 words: other sizes on other lines
-        ("float64", "mlp", "[DataParallel(reduce='sum'), ShardedOptimizer(reduce='sum')]"),
+        ("float64", "mlp", "[DataParallel(reduce='sum'), ShardedOptimizer(reduce='sum')]"),  # keeps its gradients
     ],
 }
 

@@ -11,7 +11,6 @@ from wholestep.testing import run_ranks
 
 BLOCKS = {"*.qkv": "column", "*.mlp.0": "column"}
 PLANS = {
-    "mlp": FullyShard("dp", min_bytes=1),
     "mlp, whole batch": FullyShard("dp", min_bytes=1, gather="always", batch=Replicate()),
     "mlp, state from before": FullyShard("dp", min_bytes=1),
     "momentum": FullyShard("dp", min_bytes=1, again=False),
@@ -19,7 +18,6 @@ PLANS = {
     "looks": FullyShard("dp", parameters="fc1.*", min_bytes=1),
     "accumulated": FullyShard("dp", min_bytes=1),
     "kept": FullyShard("dp", min_bytes=1),
-    "gpt": FullyShard("dp", min_bytes=1),
     "gpt with dropout": FullyShard("dp", min_bytes=1),
 }
 
@@ -41,7 +39,6 @@ def test_fully_sharded_ranks_are_one_device(transport):
 
 SPLIT = {
     "mlp": TensorParallel("dp", {"fc1": "column", "fc2": "row"}),
-    "gpt": TensorParallel("dp", {"embed": "embedding", **BLOCKS, "*.proj": "row", "*.mlp.2": "row"}),
     "gpt with dropout": TensorParallel(
         "dp", {**BLOCKS, "*.proj": ["row", "sequence"], "*.mlp.2": ["row", "sequence"], "norm.weight": Replicate()}
     ),
