@@ -132,7 +132,7 @@ class _FakeMode(FakeTensorMode):
 
     rules = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self.rules.get(func)
         if rule is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
