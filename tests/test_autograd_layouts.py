@@ -50,6 +50,19 @@ def test_gradients_of_each_layout_are_eagers(name: str) -> None:
         assert any("0, 0]" in reason for reason in run.backwards)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("fn", [
+    lambda x: x + 1, lambda x: x.sum(0), lambda x: torch.cat([x, x], 1), lambda x: x.t().contiguous(),
+    lambda x: (x + 1, x * 2)[0], lambda x: x.view(2, 3, 6).permute(1, 0, 2) * 2, lambda x: x[1:] + 0,
+])  # fmt: skip
+def test_gradients_lie_as_eagers_when_they_reach_what_was_before(fn: Any) -> None:
+    compiled, x = ws.compile(fn), torch.randn(6, 6, requires_grad=True)
+    for loss in (torch.sum, lambda out: (out * torch.linspace(0, 1, out.numel()).view(out.shape)).sum()):
+        one, two = (torch.autograd.grad(loss(run(x)), x)[0] for run in (fn, compiled))
+        assert torch.equal(one, two) and one.stride() == two.stride()
+        one, two = (torch.autograd.grad(loss(run(x)), x, create_graph=True)[0] for run in (fn, compiled))
+        assert torch.equal(one, two) and one.requires_grad == two.requires_grad
+
+
 def test_a_gradient_that_does_not_arrive_is_no_zero() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         return x * 2, x.sqrt()

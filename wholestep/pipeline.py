@@ -179,7 +179,7 @@ def in_halves(step: StepGraph, traced: Traced, backend: Backend, halving: Halvin
     behind = halving.backend or backend
     forward = _lowered(halves.forward, backend)
     made = functools.partial(_lowered, backend=behind)
-    backward = Backward(halves, made(halves.backward), saved_places(joint, halves), made, behind in EXACT)
+    backward = Backward(halves, saved_places(joint, halves), made, behind in EXACT)
     return Program(step, forward, traced.fingerprint, backward)
 
 

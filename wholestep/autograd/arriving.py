@@ -16,8 +16,21 @@ import torch
 from torch import fx
 
 from wholestep.autograd.joint import Partitioned
-from wholestep.ir import NodeInfo, Signature, StepGraph, check, copy_node, dead_code, fake_tensors, info, set_info
-from wholestep.torch_compat import FakeTensorMode, below_autograd, lazy_graph_module, no_modes
+from wholestep.ir import (
+    GETITEM,
+    NodeInfo,
+    Signature,
+    StepGraph,
+    check,
+    copy_graph,
+    copy_node,
+    dead_code,
+    fake_tensors,
+    info,
+    set_info,
+)
+from wholestep.torch_compat import FakeTensorMode, OpOverload, below_autograd, lazy_graph_module, no_modes
+from wholestep.trace.alias import Geometry
 
 aten = torch.ops.aten
 
@@ -35,6 +48,63 @@ _CONTIGUOUS: dict[Any, int | None] = {
     aten.view_as_complex.default: None,
     aten.view_as_real.default: None,
 }
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a gradient is found once a backward has run.
+
+    Attributes:
+        place: which of the backward's gradients it is.
+        output: index of the program's output that it is, or is a view of; None for the gradient of a result that comes
+            in, at `arrived`.
+        views: the operators that lead there: (operator, arguments, which of several results).
+    """
+
+    place: int
+    output: int | None
+    arrived: int | None = None
+    views: tuple[tuple[Any, tuple[Any, ...], int | None], ...] = ()
+
+
+def without_last_views(halves: Partitioned, found: Arriving) -> tuple[StepGraph, tuple[Result, ...]]:
+    """A backward whose gradients with repeated elements, or gaps, are made when it has run, as views of what it gives.
+
+    A program's outputs are dense memory of their own; to nodes of eager's before it, that is another layout.
+    """
+    first = len(halves.saved)
+    arrived = {node: i for i, node in enumerate(found.graph.placeholders[first:])}
+    results: list[Result] = []
+    outputs: dict[fx.Node, int] = {}
+    for place, node in zip(found.gives, found.graph.outputs, strict=True):
+        base, views = _way(node)
+        if base not in arrived and (base.op == "placeholder" or Geometry.of(info(node).value).is_dense):
+            base, views = node, ()
+        output = None if base in arrived else outputs.setdefault(base, len(outputs))
+        results.append(Result(place, output, arrived.get(base), views))
+    if list(outputs) == found.graph.outputs:
+        return found.graph, tuple(results)
+    graph, copies = copy_graph(found.graph.graph)
+    (last,) = (node for node in graph.nodes if node.op == "output")
+    last.args = (tuple(copies[node] for node in outputs),)
+    old = found.graph.signature
+    signature = Signature(old.inputs, len(outputs), dying=old.dying)
+    step = StepGraph(lazy_graph_module(found.graph.gm, graph), signature, found.graph.stage)
+    return check(dead_code(step), "partition"), tuple(results)
+
+
+def _way(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
+    """What a node is a view of, and by which operators."""
+    views: list[Any] = []
+    while True:
+        call, index = (node.args[0], node.args[1]) if node.target is GETITEM else (node, None)
+        assert isinstance(call, fx.Node)
+        target = call.target
+        known = isinstance(target, OpOverload) and target.is_view and not call.kwargs and len(call.all_input_nodes) == 1
+        if not known or not isinstance(info(node).value, torch.Tensor):
+            return node, tuple(views[::-1])
+        views.append((target, tuple(call.args[1:]), index))
+        node = call.all_input_nodes[0]
 
 
 class Unfit(Exception):  # noqa: N818 - an answer, not an error

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from wholestep.autograd import Partitioned
-from wholestep.autograd.arriving import Strides, Unfit, arriving
+from wholestep.autograd.arriving import Arriving, Result, Strides, Unfit, arriving, without_last_views
 from wholestep.ir import StepGraph, info
+from wholestep.runtime.views import viewed
 from wholestep.torch_compat import no_modes
 
 Run = Callable[..., Sequence[Any]]
@@ -28,19 +29,27 @@ class Served:
 
     Attributes:
         graph, run: saved values, then the gradients that arrive -> what follows from them.
-        gives: which of the backward's outputs these are; None for all.
+        results: where each gradient is then found.
         layouts: what gradients are copied into first (None for one that does not arrive, where it need not be zeros);
             None where they are read as they lie.
     """
 
     graph: StepGraph
     run: Run
-    gives: tuple[int, ...] | None = None
+    results: tuple[Result, ...]
     layouts: tuple[Layout | None, ...] | None = None
 
     def consume(self, values: list[Any]) -> Sequence[Any]:
         """Runs it on values that it may let go of as soon as they are read, where the backend can."""
         return consumed(self.run, values)
+
+    def gradients(self, outputs: Sequence[Any], arrived: Sequence[Any], count: int) -> list[Any]:
+        """The gradients in order, of what the program gave and the gradients that came; None where nothing follows."""
+        found: list[Any] = [None] * count
+        for result in self.results:
+            base = outputs[result.output] if result.output is not None else arrived[result.arrived]  # type: ignore[index]
+            found[result.place] = viewed(base, result.views) if result.views else base
+        return found
 
 
 @dataclass
@@ -49,7 +58,6 @@ class Backward:
 
     Attributes:
         halves: both graphs.
-        run: saved values, then tangents -> gradients.
         saved: where each saved value is found once the forward has run: ("input" | "output", index).
         lower: makes a program of a backward graph.
         exact: whether gradients are read as they lie, as in eager; else copied into the layout that was traced.
@@ -58,7 +66,6 @@ class Backward:
     """
 
     halves: Partitioned
-    run: Run
     saved: list[tuple[str, int]]
     lower: Callable[[StepGraph], Run]
     exact: bool
@@ -68,7 +75,13 @@ class Backward:
     def __post_init__(self) -> None:
         values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
         self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
-        self.served[self.traced(values)] = Served(self.halves.backward, self.run)
+        whole = Arriving(self.halves.backward, tuple(range(len(self.halves.backward.outputs))))
+        self.first = self.served[self.traced(values)] = self._lowered(whole)
+
+    @property
+    def run(self) -> Run:
+        """The program for gradients as they were traced."""
+        return self.first.run
 
     def serve(self, strides: tuple[Strides, ...]) -> Served:
         """The program for gradients of these strides, made if there is none."""
@@ -92,7 +105,7 @@ class Backward:
         if found is not None:
             pairs = zip(strides, self._traced, strict=True)
             return replace(found, layouts=tuple([None if s is None else traced for s, traced in pairs]))
-        return Served(self.halves.backward, self.run, None, self._traced)
+        return replace(self.first, layouts=self._traced)
 
     def traced(self, arrived: Sequence[object]) -> tuple[Strides, ...]:
         """The strides of the trace; None for gradients that do not arrive."""
@@ -105,13 +118,20 @@ class Backward:
         size, traced, *_ = self._traced[place]
         return tuple([t if n == 1 else s for n, s, t in zip(size, stride, traced, strict=True)])
 
+    def _lowered(self, made: Arriving) -> Served:
+        if self.exact:
+            graph, results = without_last_views(self.halves, made)
+        else:
+            graph, results = made.graph, tuple([Result(place, i) for i, place in enumerate(made.gives)])
+        return Served(graph, self.lower(graph), results)
+
     def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
         try:
             made = arriving(self.halves, strides)
         except Unfit:
             return None
         with no_modes():
-            served = Served(made.graph, self.lower(made.graph), made.gives)
+            served = self._lowered(made)
         self.served[strides] = served
         differing = [
             f"gradient of output {output}: expected strides {list(traced)}, "

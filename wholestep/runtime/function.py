@@ -96,19 +96,18 @@ class CompiledFunction(torch.autograd.Function):
         if served.layouts is not None:
             arrived = list(map(_laid_out, arrived, served.layouts))
         values = all_saved(ctx)
-        values += [t for t in arrived if t is not None]
+        there = [t for t in arrived if t is not None]
+        values += there
         behind = list(values) if torch.is_grad_enabled() else ()
         if alone or dispatch_modes_active():  # part of another trace, which sees each operator
-            gradients: Sequence[Any] = run_nodes(served.graph, values)
+            outputs: Sequence[Any] = run_nodes(served.graph, values)
         else:
             free_saved_tensors(ctx)
-            gradients = served.consume(values)
+            outputs = served.consume(values)
+        count, made = derivative.n_given, len(derivative.made)
+        gradients = served.gradients(outputs, there, count + made + len(derivative.late))
         if behind:
             gradients = _refusing(gradients, behind)
-        count, made = derivative.n_given, len(derivative.made)
-        if served.gives is not None:
-            follow = dict(zip(served.gives, gradients, strict=True))
-            gradients = [follow.get(place) for place in range(count + made + len(derivative.late))]
         if ctx.late:
             with torch.no_grad():
                 for tensor, value in zip(ctx.late, gradients[count + made :], strict=True):
@@ -183,10 +182,12 @@ class _DoubleBackward(torch.autograd.Function):
 
 def _refusing(gradients: Sequence[Any], behind: Sequence[Any]) -> list[Any]:
     sources = [t for t in behind if isinstance(t, torch.Tensor) and t.requires_grad]
-    if not sources:
+    if not sources or not any(gradient is not None for gradient in gradients):
         return list(gradients)
-    kept = [g.detach() for g in gradients]
-    return list(_DoubleBackward.apply(len(kept), *kept, *sources))  # type: ignore[no-untyped-call]
+    there = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    refusing = _DoubleBackward.apply(len(there), *(gradients[i].detach() for i in there), *sources)  # type: ignore[no-untyped-call]
+    found = dict(zip(there, refusing, strict=True))
+    return [found.get(place) for place in range(len(gradients))]
 
 
 SECOND_TIME = "Trying to backward"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wholestep.runtime.function import SECOND_TIME, Spent
+from wholestep.runtime.views import viewed
 from wholestep.torch_compat import set_versions
 from wholestep.trace.results import Slot, View
 
@@ -65,11 +66,7 @@ def _viewed(base: torch.Tensor, views: Sequence[View], outdated: bool) -> torch.
     version = base._version
     if outdated:
         set_versions((base,), (NEVER,))
-    view = base
-    for op, args, index in views:
-        if op is torch.ops.aten.as_strided.default:
-            args = (*args[:2], args[2] + base.storage_offset())
-        view = op(view, *args) if index is None else op(view, *args)[index]
+    view = viewed(base, views)
     if outdated:
         set_versions((base,), (version,))
     return view
