@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 MAX_LAYOUTS = 32
 
 
-@dataclass(frozen=True)
+@dataclass
 class Served:
     """A backward program for gradients that lie in memory in one way.
 
@@ -32,16 +33,19 @@ class Served:
         results: where each gradient is then found.
         layouts: what gradients are copied into first (None for one that does not arrive, where it need not be zeros);
             None where they are read as they lie.
+        plain: whether the outputs are all gradients in their order.
+        consume: runs it on values that it may let go of as soon as they are read, where the backend can.
     """
 
     graph: StepGraph
     run: Run
     results: tuple[Result, ...]
     layouts: tuple[Layout | None, ...] | None = None
+    plain: bool = False
+    consume: Callable[[list[Any]], Sequence[Any]] = field(init=False)
 
-    def consume(self, values: list[Any]) -> Sequence[Any]:
-        """Runs it on values that it may let go of as soon as they are read, where the backend can."""
-        return consumed(self.run, values)
+    def __post_init__(self) -> None:
+        self.consume = getattr(self.run, "consume", None) or partial(consumed, self.run)
 
     def gradients(self, outputs: Sequence[Any], arrived: Sequence[Any], count: int) -> list[Any]:
         """The gradients in order, of what the program gave and the gradients that came; None where nothing follows."""
@@ -123,7 +127,8 @@ class Backward:
             graph, results = without_last_views(self.halves, made)
         else:
             graph, results = made.graph, tuple([Result(place, i) for i, place in enumerate(made.gives)])
-        return Served(graph, self.lower(graph), results)
+        plain = [Result(place, place) for place in range(len(self.halves.backward.outputs))]
+        return Served(graph, self.lower(graph), results, plain=list(results) == plain)
 
     def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
         try:

@@ -12,7 +12,7 @@ import torch
 
 from wholestep.ir import info
 from wholestep.lower.naive import run_nodes
-from wholestep.runtime.backward import Backward, Layout
+from wholestep.runtime.backward import Backward, Layout, Served
 from wholestep.runtime.program import Program
 from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, is_batched, transforms_active
 from wholestep.trace import Traced
@@ -43,6 +43,7 @@ class Plan:
     """What all calls of one differentiable program have in common.
 
     Attributes:
+        reads_all: whether the backward reads the gradients of all results.
         apart: positions among the saved values of host numbers, and of inputs that the backward writes.
         guard_identity: a captured backward serves nodes of this very plan.
     """
@@ -51,6 +52,7 @@ class Plan:
     derivative: Derivative
     backward: Backward
     apart: frozenset[int]
+    reads_all: bool
 
 
 def plan_of(traced: Traced, program: Program) -> Plan | None:
@@ -64,7 +66,8 @@ def plan_of(traced: Traced, program: Program) -> Plan | None:
         for i, (place, node) in enumerate(zip(program.backward.saved, nodes, strict=True))
         if place in late or not isinstance(info(node).value, torch.Tensor)
     )
-    return Plan(traced.derivative, program.backward, apart)
+    reads_all = program.backward.halves.tangents == list(range(len(traced.derivative.outputs)))
+    return Plan(traced.derivative, program.backward, apart, reads_all)
 
 
 class CompiledFunction(torch.autograd.Function):
@@ -88,15 +91,14 @@ class CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
         backward, derivative = plan.backward, plan.derivative
-        arrived = [_shown(tangents[index]) for index in backward.halves.tangents]
-        # gradients that are many at once, or sparse: operators know what to do with them, a program does not
-        alone = transforms_active() or any(map(_is_odd, arrived))
-        strides = backward.traced(arrived) if alone else tuple([None if t is None else t.stride() for t in arrived])
-        served = backward.serve(strides)
+        arrived: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
+        served, alone = backward.served.get(tuple(map(_strides, arrived))), transforms_active()
+        if served is None or alone:
+            served, arrived, alone = _unusual(backward, arrived, alone)
         if served.layouts is not None:
             arrived = list(map(_laid_out, arrived, served.layouts))
+        there = [t for t in arrived if t is not None] if any(map(_is_none, arrived)) else arrived
         values = all_saved(ctx)
-        there = [t for t in arrived if t is not None]
         values += there
         behind = list(values) if torch.is_grad_enabled() else ()
         if alone or dispatch_modes_active():  # part of another trace, which sees each operator
@@ -105,7 +107,7 @@ class CompiledFunction(torch.autograd.Function):
             free_saved_tensors(ctx)
             outputs = served.consume(values)
         count, made = derivative.n_given, len(derivative.made)
-        gradients = served.gradients(outputs, there, count + made + len(derivative.late))
+        gradients = outputs if served.plain else served.gradients(outputs, there, count + made + len(derivative.late))
         if behind:
             gradients = _refusing(gradients, behind)
         if ctx.late:
@@ -146,15 +148,28 @@ def all_saved(ctx: Any) -> list[Any]:
     return [numbers[i] if i in numbers else next(tensors) for i in range(len(ctx.plan.backward.saved))]
 
 
-def _shown(tangent: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient without marks of a conjugation or negation to come."""
-    if tangent is None or not (tangent.is_conj() or tangent.is_neg()):
-        return tangent
-    return tangent.resolve_conj().resolve_neg()
+def _strides(tangent: torch.Tensor | None) -> Any:
+    """What a program is kept by; for a gradient that no program reads as it is, something that is no key."""
+    if tangent is None:
+        return None
+    if tangent.is_conj() or tangent.is_neg() or _is_odd(tangent):
+        return _UNUSUAL
+    return tangent.stride()
 
 
-def _is_odd(tangent: torch.Tensor | None) -> bool:
-    return tangent is not None and (tangent.layout is not torch.strided or is_batched(tangent))
+_UNUSUAL = object()
+
+
+def _is_odd(tangent: torch.Tensor) -> bool:
+    """Whether it is sparse, or many gradients at once: operators know what to do with them, a program does not."""
+    return tangent.layout is not torch.strided or is_batched(tangent)
+
+
+def _unusual(backward: Backward, arrived: Sequence[Any], alone: bool) -> tuple[Served, list[Any], bool]:
+    """The program for gradients that none is kept for, the gradients, and whether to call it operator by operator."""
+    shown = [t.resolve_conj().resolve_neg() if t is not None and (t.is_conj() or t.is_neg()) else t for t in arrived]
+    alone = alone or any(t is not None and _is_odd(t) for t in shown)
+    return backward.serve(backward.traced(shown) if alone else tuple(map(_strides, shown))), shown, alone
 
 
 def _laid_out(tangent: torch.Tensor | None, layout: Layout | None) -> torch.Tensor | None:
