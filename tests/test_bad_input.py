@@ -5,6 +5,7 @@ Each refused step marks its offending line with a comment; the error must name e
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import random
@@ -127,6 +128,23 @@ def unique(model: MLP, x: Tensor, y: Tensor) -> Tensor:
     return model(x, y) + torch.unique(y).float().mean()  # HERE
 
 
+def caught(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    try:
+        factor = 0.5 if loss.item() > 1e9 else 1.0  # HERE
+    except RuntimeError:
+        factor = 2.0  # a way that eager never takes
+    return loss * factor
+
+
+def shown_if_it_can_be(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    """As `logging` does, which prints what its handlers raise, and goes on."""
+    loss = model(x, y)
+    with contextlib.suppress(Exception):
+        str(loss)  # HERE
+    return loss
+
+
 DATA_DEPENDENT = (
     item_in_a_condition,
     tensor_in_a_condition,
@@ -144,6 +162,8 @@ DATA_DEPENDENT = (
     boolean_mask,
     nonzero,
     unique,
+    caught,
+    shown_if_it_can_be,
 )
 
 
@@ -193,6 +213,11 @@ def test_number_kept_elsewhere() -> None:
     finally:
         KEPT.clear()
     assert "test_bad_input.py" in str(error)
+
+
+def test_nothing_is_saved_while_a_step_is_traced() -> None:
+    with pytest.raises(UnsupportedError, match="torch.save inside"):
+        ws.compile(lambda x: torch.save(x, "never"))(torch.ones(2))
 
 
 def lbfgs(seed: int) -> World:

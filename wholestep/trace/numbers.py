@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.errors import DataDependentError
+from wholestep.errors import CaptureError, DataDependentError
 from wholestep.torch_compat import no_modes
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.inputs import Inputs, Lifted
@@ -22,7 +22,11 @@ aten = torch.ops.aten
 
 
 class Numbers(Inputs):
-    """A tape with host numbers (`host.py`)."""
+    """A tape with host numbers (`host.py`).
+
+    Attributes:
+        refusal: the first that the step was met with, whether it let it pass or not.
+    """
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -33,6 +37,7 @@ class Numbers(Inputs):
         self.callee: Any = None  # the function of torch's Python API that the step is calling
         self.host: dict[tuple[Any, ...], fx.Node] = {}
         self.predicates: dict[fx.Node, Predicate] = {}
+        self.refusal: CaptureError | None = None
 
     def lift_number(self, source: Any, value: float) -> Any:
         """A placeholder for a Python float or int; gives the host number that stands for it."""
@@ -85,7 +90,12 @@ class Numbers(Inputs):
         predicate = self.predicates.get(node)
         if predicate is None:
             absent = {item.node for item in self.lifted if id(item.value) in self.parts}
-            predicate = decide(node, self.lifted, self.constants, self._is_data, line, self.guard_data or fixed, absent)
+            try:
+                given = self.lifted, self.constants, self._is_data, line, self.guard_data or fixed, absent
+                predicate = decide(node, *given)
+            except CaptureError as error:
+                self.refusal = self.refusal or error
+                raise
             self.predicates[node] = predicate
         return predicate.expected
 
@@ -103,11 +113,13 @@ class Numbers(Inputs):
     def escaped(self, number: HostNode, how: str) -> Any:
         if self.guard_data or follows_from_numbers([number.fx_node]):
             return self.decide(number.fx_node, number.hint, user_line(), fixed=True)
-        raise DataDependentError(
+        error = DataDependentError(
             f"Python needs a number that is only known when the step runs: {how}",
             user_line(),
             "use it in arithmetic and as operators' arguments only, or return it from the step",
         )
+        self.refusal = self.refusal or error
+        raise error
 
 
 def _stand_in(tensor: torch.Tensor) -> Any:

@@ -80,6 +80,8 @@ def trace_step(
                 if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
                     error.put(line_of(error))
                 raise
+    if recorder.refusal is not None:  # the step went on past it, on a way that eager would not have taken
+        raise recorder.refusal
     torch.clear_autocast_cache()
     recorder.refuse_changed()
     _refuse_shared_writes(recorder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from wholestep.torch_compat import current_autograd_node, dispatch_modes_active
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _OUTSIDE = (_TORCH, _OURS, "<frozen", "<string>", "<__array", "<eval_with_key")
 
 
@@ -45,7 +47,7 @@ def line_of(error: BaseException) -> str:
 
 def _is_user(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return not name.startswith(_OUTSIDE) and "contextlib" not in name
+    return not name.startswith(_OUTSIDE) and (not name.startswith(_STANDARD) or "-packages" in name)
 
 
 class Thread:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from wholestep.errors import DataDependentError, UnsupportedError
+from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.pure import Count
 from wholestep.torch_compat import GET_VERSION, PAD_PACKED, FakeTensor, fake_refusal, no_modes, set_versions
 from wholestep.trace.host import HostNode, make_host
@@ -32,6 +32,13 @@ class CallWindow(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._called(func, args, kwargs)
+        except CaptureError as error:
+            self.recorder.refusal = self.recorder.refusal or error
+            raise
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
         remedy = ESCAPES.get(name)
         if remedy is not None and args and isinstance(args[0], torch.Tensor):

@@ -206,6 +206,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: boo
         (torch.random, "set_rng_state", set_state),
         (torch, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
         (torch.random, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
+        (torch, "save", _refused("torch.save", "save outside of the step")),
         (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters)),
         (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
