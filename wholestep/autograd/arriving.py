@@ -75,14 +75,20 @@ def without_last_views(halves: Partitioned, found: Arriving) -> tuple[StepGraph,
     first = len(halves.saved)
     arrived = {node: i for i, node in enumerate(found.graph.placeholders[first:])}
     results: list[Result] = []
-    outputs: dict[fx.Node, int] = {}
+    outputs: list[fx.Node] = []
+    seen: dict[fx.Node, int] = {}
     for place, node in zip(found.gives, found.graph.outputs, strict=True):
         base, views = _way(node)
         if base not in arrived and (base.op == "placeholder" or Geometry.of(info(node).value).is_dense):
             base, views = node, ()
-        output = None if base in arrived else outputs.setdefault(base, len(outputs))
-        results.append(Result(place, output, arrived.get(base), views))
-    if list(outputs) == found.graph.outputs:
+        if base in arrived:
+            results.append(Result(place, None, arrived[base], views))
+            continue
+        if not views or base not in seen:  # two gradients of one value are two tensors, but for views of it
+            seen |= {base: len(outputs)} if views else {}
+            outputs.append(base)
+        results.append(Result(place, seen[base] if views else len(outputs) - 1, None, views))
+    if outputs == found.graph.outputs:
         return found.graph, tuple(results)
     graph, copies = copy_graph(found.graph.graph)
     (last,) = (node for node in graph.nodes if node.op == "output")
