@@ -62,7 +62,7 @@ def _held(loss: Any) -> int:
     program = getattr(loss, "_latest", None)
     if program is None or isinstance(loss, nn.Module):
         return 0
-    return sum(half.held_bytes for half in (program().run, program().backward.run))
+    return sum(half.held_bytes for half in (program().run, *(s.run for s in program().backward.served.values())))
 
 
 def _serve(variant: str, rows: int, pipe: Connection) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -79,8 +79,15 @@ class Backward:
     def __post_init__(self) -> None:
         values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
         self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+        if not self.exact:
+            _ = self.first  # the user's compiler fails, if it does, before anything has run
+
+    @cached_property
+    def first(self) -> Served:
+        """The program for gradients as they were traced, made when it is asked for."""
         whole = Arriving(self.halves.backward, tuple(range(len(self.halves.backward.outputs))))
-        self.first = self.served[self.traced(values)] = self._lowered(whole)
+        self.served[self.traced(self._traced)] = made = self._lowered(whole)
+        return made
 
     @property
     def run(self) -> Run:
@@ -94,7 +101,7 @@ class Backward:
 
     def _made(self, strides: tuple[Strides, ...]) -> Served:
         plain = tuple([self._plain(place, stride) for place, stride in enumerate(strides)])
-        found = self.served.get(plain)
+        found = self._known(plain)
         if found is None and self.exact and len(self.reasons) < MAX_LAYOUTS:
             found = self._anew(plain)
         found = found or self._copied(plain)
@@ -102,10 +109,13 @@ class Backward:
             self.served[strides] = found
         return found
 
+    def _known(self, strides: tuple[Strides, ...]) -> Served | None:
+        return self.first if strides == self.traced(self._traced) else self.served.get(strides)
+
     def _copied(self, strides: tuple[Strides, ...]) -> Served:
         """A program for copies in the layout of the trace, zeros among them if it must be."""
         there = self.traced(strides)
-        found = self.served.get(there) or self._anew(there)
+        found = self._known(there) or self._anew(there)
         if found is not None:
             pairs = zip(strides, self._traced, strict=True)
             return replace(found, layouts=tuple([None if s is None else traced for s, traced in pairs]))
@@ -128,16 +138,16 @@ class Backward:
         else:
             graph, results = made.graph, tuple([Result(place, i) for i, place in enumerate(made.gives)])
         plain = [Result(place, place) for place in range(len(self.halves.backward.outputs))]
-        return Served(graph, self.lower(graph), results, plain=list(results) == plain)
+        with no_modes():
+            run = self.lower(graph)
+        return Served(graph, run, results, plain=list(results) == plain)
 
     def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
         try:
             made = arriving(self.halves, strides)
         except Unfit:
             return None
-        with no_modes():
-            served = self._lowered(made)
-        self.served[strides] = served
+        self.served[strides] = served = self._lowered(made)
         differing = [
             f"gradient of output {output}: expected strides {list(traced)}, "
             f"found {'none' if found is None else f'strides {list(found)}'}"
