@@ -92,12 +92,13 @@ class CompiledFunction(torch.autograd.Function):
         plan: Plan = ctx.plan
         backward, derivative = plan.backward, plan.derivative
         arrived: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
-        served, alone = backward.served.get(tuple(map(_strides, arrived))), transforms_active()
+        strides = tuple(map(_strides, arrived))
+        served, alone = backward.served.get(strides), transforms_active()
         if served is None or alone:
             served, arrived, alone = _unusual(backward, arrived, alone)
         if served.layouts is not None:
             arrived = list(map(_laid_out, arrived, served.layouts))
-        there = [t for t in arrived if t is not None] if any(map(_is_none, arrived)) else arrived
+        there = [t for t in arrived if t is not None] if None in strides else arrived
         values = all_saved(ctx)
         values += there
         behind = list(values) if torch.is_grad_enabled() else ()
@@ -107,7 +108,9 @@ class CompiledFunction(torch.autograd.Function):
             free_saved_tensors(ctx)
             outputs = served.consume(values)
         count, made = derivative.n_given, len(derivative.made)
-        gradients = outputs if served.plain else served.gradients(outputs, there, count + made + len(derivative.late))
+        gradients = outputs
+        if not served.plain:
+            gradients = served.gradients(outputs, there, count + made + len(derivative.late))
         if behind:
             gradients = _refusing(gradients, behind)
         if ctx.late:
@@ -119,7 +122,7 @@ class CompiledFunction(torch.autograd.Function):
         silent = len(derivative.inputs) - count
         if silent:
             gradients = [*gradients[:count], *[None] * silent, *gradients[count:]]
-        if not any(map(_is_none, tangents)):
+        if plan.reads_all and None not in strides or not any(map(_is_none, tangents)):
             return (None, None, *gradients)
         present = [i for i, t in enumerate(tangents) if t is not None]
         reached = frozenset().union(*(derivative.reaches[i] for i in present))
