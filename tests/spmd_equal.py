@@ -2,6 +2,7 @@
 
     python tests/spmd_equal.py                            all models, plans and meshes, in both dtypes: the long form
     python tests/spmd_equal.py --mesh 2x2 --model gpt --plan Tensor --dtype float64
+    python tests/spmd_equal.py --results cells.json --into docs/spmd.md     adds to earlier results; writes the table
 
 One launch of ranks per mesh runs all cells. A cell is the largest relative difference of a loss.
 """
@@ -216,20 +217,38 @@ def sizes_of(shape: str) -> tuple[int, ...]:
 Results = dict[tuple[str, str, str, str], float]  # mesh, dtype, model, plan -> worst; NaN: the steps did not run
 
 
+HEAD = "| plan | meshes | " + " | ".join(RECIPES) + " |"
+
+
 def table(found: Results) -> Iterator[str]:
-    """By plan and model the largest relative difference on all meshes, in float64 and in float32, as Markdown."""
-    yield "| plan | meshes | " + " | ".join(RECIPES) + " |"
+    """By plan and model the largest relative difference on all meshes, in float64 and in float32, as Markdown.
+
+    Where not all meshes of a row were run, the cell names those that were.
+    """
+    yield HEAD
     yield "|---|---|" + "---|" * len(RECIPES)
     for plan in (plan for some in PLANS.values() for plan in some):
-        meshes = dict.fromkeys(mesh for mesh, *_, one in found if one == plan)
-        texts = [", ".join(_worst(found, dtype, model, plan) for dtype in LIMITS) for model in RECIPES]
+        meshes = [mesh for mesh in MESHES if any((mesh, plan) == (key[0], key[3]) for key in found)]
+        texts = [", ".join(filter(None, (_worst(found, dtype, model, plan, meshes) for dtype in LIMITS)))
+                 for model in RECIPES]  # fmt: skip
         if meshes:
-            yield f"| {plan} | {', '.join(meshes).replace('x', '×')} | {' | '.join(t.strip(', ') for t in texts)} |"
+            yield f"| {plan} | {', '.join(meshes).replace('x', '×')} | {' | '.join(texts)} |"
 
 
-def _worst(found: Results, dtype: str, model: str, plan: str) -> str:
-    some = [worst for key, worst in found.items() if key[1:] == (dtype, model, plan)]
-    return "" if not some else "fails" if any(map(math.isnan, some)) else f"{max(some):.0e}"
+def _worst(found: Results, dtype: str, model: str, plan: str, meshes: Sequence[str]) -> str:
+    some = {mesh: found[key] for mesh in meshes if (key := (mesh, dtype, model, plan)) in found}
+    if not some:
+        return ""
+    text = "fails" if any(map(math.isnan, some.values())) else f"{max(some.values()):.0e}"
+    return text if len(some) == len(meshes) else f"{text} ({', '.join(some)})"
+
+
+def write_into(page: Path, found: Results) -> None:
+    """Puts the table in the place of the one on a page."""
+    before, head, after = page.read_text().partition(HEAD)
+    _, gap, rest = after.partition("\n\n")
+    assert head, f"{page} has no such table"
+    page.write_text(before + "\n".join(table(found)) + gap + rest)
 
 
 def main() -> int:
@@ -239,6 +258,7 @@ def main() -> int:
     parser.add_argument("--plan", nargs="*", default=[], help="plans that begin so")
     parser.add_argument("--dtype", nargs="*", default=list(LIMITS), choices=list(LIMITS))
     parser.add_argument("--results", type=Path, help="a file of results, to which these are added")
+    parser.add_argument("--into", type=Path, help="a page whose table of all results is written anew: docs/spmd.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
     multiprocessing.set_forkserver_preload(["wholestep.comm", "spmd_equal"])
@@ -258,6 +278,8 @@ def main() -> int:
         if given.results is not None:
             given.results.write_text(json.dumps([[*key, worst] for key, worst in found.items()]))
     print("\n".join(table(found)))
+    if given.into is not None:
+        write_into(given.into, found)
     return bool(bad)
 
 

@@ -37,7 +37,11 @@ def test_losses_are_one_devices(shape):
     assert caught.worst == pytest.approx(1e-6, rel=0.1), "a loss that is not one device's"
 
 
-def test_the_table_has_the_worst_of_all_meshes():
+def test_the_table_has_the_worst_of_all_meshes(tmp_path):
     found = {("2", "float64", "gpt", "FullyShard"): 1e-15, ("4", "float64", "gpt", "FullyShard"): 3e-15,
              ("4", "float32", "gpt", "FullyShard"): math.nan}  # fmt: skip
-    assert list(equal.table(found))[-1] == "| FullyShard | 2, 4 |  |  | 3e-15, fails |  |  |  |"
+    assert list(equal.table(found))[-1] == "| FullyShard | 2, 4 |  |  | 3e-15, fails (4) |  |  |  |"
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n\n{equal.HEAD}\n|---|\n| old |\n\nafter\n")
+    equal.write_into(page, found)
+    assert page.read_text().splitlines() == ["before", "", *equal.table(found), "", "after"]

@@ -63,6 +63,10 @@ class Trio:
             first, last = self.first[count - 1](first), self.last[count - 1](last)
             return with_ends(first, first, last), with_ends(last, first, last)
 
+        @functools.cache
+        def largest() -> StepGraph:
+            return self.first[-1](after(len(self.own) - 1)[0])
+
         def known(index: int) -> Pass:
             @functools.wraps(getattr(self.own[index], "func", self.own[index]))
             def run(given: StepGraph) -> StepGraph:
@@ -73,7 +77,7 @@ class Trio:
 
             return run
 
-        return list(map(known, range(len(self.own)))), lambda: after(len(self.own))[0]
+        return list(map(known, range(len(self.own)))), largest
 
 
 def with_ends(step: StepGraph, first: StepGraph, last: StepGraph) -> StepGraph:
