@@ -98,6 +98,26 @@ def other_models() -> dict[str, str]:
     return found
 
 
+def other_plans() -> dict[str, str]:
+    """Another plan, in the local view and in the global one; another optimizer; another mesh."""
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    first = comm.get_rank() == 0
+    adam = torch.optim.AdamW(model.parameters()) if first else torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
+        model(x).sum().backward()
+        opt.step()
+
+    plans = ws.FullyShard("dp") if first else ws.DataParallel("dp")
+    step = ws.compile(lambda m, x: m(x).sum(), mesh=mesh(), plan=plans)
+    found = {"plan": error(lambda: step(model, x))}
+    trained = ws.compile(train, mesh=mesh(), plan=ws.FullyShard("dp"))
+    found["optimizer"] = error(lambda: trained(model, adam, x))
+    ranks = [0, 1] if first else [1, 0]
+    found["mesh"] = error(lambda: ws.DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)))
+    return found
+
+
 def randomness() -> bool:
     """Rank 0's random numbers on both ranks, which began with their own."""
     model = MLP(dropout=0.5).double()
@@ -214,7 +234,8 @@ def layouts() -> dict[str, Any]:
 
 def everything() -> dict[str, Any]:
     """All of this file, in one world."""
-    programs = (other_batches, alone, other_models, randomness, other_randomness, other_values, refusals, layouts)
+    programs = (other_batches, alone, other_models, other_plans, randomness, other_randomness, other_values, refusals,
+                layouts)  # fmt: skip
     return {program.__name__: program() for program in programs}
 
 

@@ -38,6 +38,13 @@ def test_other_code_and_other_models_are_named(both):
         assert "has parameter L['m'].0.weight: float32 [4, 6]; rank 1 has" in found["shape"]
 
 
+def test_other_plans_optimizers_and_meshes_are_named(both):
+    for found in (rank["other_plans"] for rank in both):
+        assert "rank 0 has plans FullyShard(axis='dp'" in found["plan"] and "has plans DataParallel(" in found["plan"]
+        assert "['step']; rank 1 has" in found["optimizer"] and "param_groups[0]['lr']" in found["optimizer"]
+        assert "a mesh of ranks [0, 1]" in found["mesh"] and "rank 1 one of [1, 0]" in found["mesh"]
+
+
 def test_all_ranks_draw_the_random_numbers_of_the_first(both):
     assert all(rank["randomness"] for rank in both)
 

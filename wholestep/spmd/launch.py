@@ -160,7 +160,8 @@ class Launch:
         groups = self._meeting.groups
         if not groups:
             return Terms(())
-        terms = terms_of(step(), inputs, tensors, self._axes, whole if self.view else None)
+        plans = ", ".join(map(_in_words, self._plans))
+        terms = terms_of(step(), inputs, tensors, self._axes, plans, whole if self.view else None)
         if terms in self._agreed and not self.view:
             return terms
         shared = self._agreed and terms.random  # one state of the random generator since the first meeting
@@ -202,8 +203,9 @@ class Launch:
             group.abort(reason)
 
     def miss(self) -> None:
-        """In the global view, before a capture: the others are told, and meet this rank when it is done."""
-        if self.view:
+        """Before a capture, the first one or any in the global view: the others are told, and meet this rank when it is
+        done."""
+        if self.joint and (self.view or not self._agreed):
             self._meeting.agree(None)
 
     def cut(
@@ -277,6 +279,11 @@ def _given(view: View, found: Found) -> Part | None:
     if found.kind != "batch" or not found.tensor.dim():
         return None
     return view.given(Input("", found.source.text, found.kind), found.tensor)
+
+
+def _in_words(plan: Any) -> str:
+    """A plan in words that are the same on all ranks; of a user's own, its name."""
+    return repr(plan) if type(plan).__module__.startswith("wholestep.") else f"{type(plan).__name__}({plan.axis!r})"
 
 
 def _share_randomness(groups: Sequence[comm.ProcessGroup]) -> None:

@@ -22,6 +22,7 @@ SHARED_KINDS = ("parameter", "buffer")
 MISS = -1  # the number of a rank that has no program for a call yet
 
 PROGRAMS = "the ranks' programs"
+PLANS = "the ranks' plans"
 _NAMED = re.compile(" has (parameter|buffer) ")
 
 # How a word begins -> what differs between ranks, and what to do about it.
@@ -29,6 +30,10 @@ _KINDS = {
     "batch": (
         "the ranks' batches",
         "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
+    ),
+    "plans": (
+        PLANS,
+        "compile the step with the same mesh and the same plans on every rank",
     ),
     "random generator": (
         "the ranks' random generators",
@@ -88,18 +93,21 @@ class Terms:
 
 
 def terms_of(
-    step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any], axes: Mapping[str, str], whole: StepGraph | None
-) -> Terms:
+    step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any], axes: Mapping[str, str], plans: str,
+    whole: StepGraph | None,
+) -> Terms:  # fmt: skip
     """The terms of a program.
 
     Args:
         step: the program of this rank, after all passes.
         inputs, tensors: what it was traced with.
         axes: group's name -> axis, for words that are the same on all ranks.
+        plans: in words.
         whole: in the global view, the graph of the whole step, which is one for all ranks.
     """
     pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
-    words: list[str | Call] = [_describe(i, t) for i, t in pairs if whole is not None and i.kind == "batch"]
+    words: list[str | Call] = [f"plans {plans}"]
+    words += [_describe(i, t) for i, t in pairs if whole is not None and i.kind == "batch"]
     words += [*(_describe(item, t) for item, t in pairs if item.kind in SHARED_KINDS), *communication(step, axes)]
     if whole is None:
         return Terms(tuple(words))
@@ -137,7 +145,7 @@ class Meeting:
             said, more, troubles = zip(*everybody, strict=True)
             trouble = next((text for text in troubles if text), "") or _difference(said)
             trouble = trouble or (_difference(more) if None not in more else "")
-        if trouble and self.spread:  # on all ranks or none
+        if trouble and self.spread and not trouble.startswith(PLANS):  # on all ranks or none
             trouble = self._first_call(zlib.decompress(terms.calls).decode() if terms.calls else "", trouble)
         return trouble
 
@@ -224,7 +232,9 @@ def _words(node: fx.Node, step: StepGraph) -> str:
         return f"{len(node.all_input_nodes)} results"
     record = info(node)
     shape = f" of {_form(record.value)}" if isinstance(record.value, torch.Tensor) else ""
-    where = f" at {record.where}" if record.where else ""
+    sources = {item.name: item.source for item in step.signature.inputs} if node.op == "placeholder" else {}
+    place = sources.get(str(node.target), record.where)
+    where = f" at {place}" if place else ""
     return f"{_call(node, step)}{shape}{where}{f' in {record.module}' if record.module else ''}"
 
 

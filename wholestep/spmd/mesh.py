@@ -68,6 +68,7 @@ class DeviceMesh:
         world = comm.get_world_size()
         if len(set(flat)) != len(flat) or not all(0 <= rank < world for rank in flat):
             raise PlanError(f"DeviceMesh: ranks {flat}: each of 0 to {world - 1} at most once is required")
+        _agree(ranks, names)
         self._lay_out(device_type, ranks, names, tuple(_axis_group(ranks, axis) for axis in range(ranks.dim())))
 
     def _lay_out(self, device_type: str, ranks: torch.Tensor, names: tuple[str, ...], groups: _Groups) -> None:
@@ -217,6 +218,18 @@ def _start_world(device_type: str, ranks: int) -> None:
         comm.init_process_group("gloo", store=comm.HashStore(), rank=0, world_size=1)
     else:
         comm.init_process_group(_BACKENDS[device_type])
+
+
+def _agree(ranks: torch.Tensor, names: tuple[str, ...]) -> None:
+    """Every rank is to make the same mesh: with others, its groups would wait for ranks that never come."""
+    said: list[Any] = [None] * comm.get_world_size()
+    comm.all_gather_object(said, (ranks.tolist(), names))
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise PlanError(
+                f"DeviceMesh: rank 0 makes a mesh of ranks {said[0][0]} with axes {said[0][1]}, rank {rank} one of "
+                f"{other[0]} with {other[1]}\n  to do: make the same mesh on every rank of the world"
+            )
 
 
 def _axis_group(ranks: torch.Tensor, axis: int) -> comm.ProcessGroup | None:

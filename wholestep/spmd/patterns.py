@@ -47,9 +47,10 @@ def check_patterns(
     Raises:
         PlanError: naming the nearest names.
     """
+    names = list(dict.fromkeys(names))
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or list(names[:3])
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
             found = f"such as {', '.join(map(repr, near))}" if near else "none"
             raise PlanError(
                 f"{plan}: the pattern {pattern!r} matches no {what}\n  found: {found}\n"

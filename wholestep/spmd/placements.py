@@ -63,8 +63,11 @@ def normal(placement: Placement, shape: Sequence[int], what: str = "a tensor") -
     if not isinstance(placement, Shard):
         return placement
     if not -len(shape) <= placement.dim < len(shape):
-        has = f"dimensions 0 to {len(shape) - 1}" if shape else "no dimension: Replicate() is all it can have"
-        raise PlanError(f"{placement} of {what} of shape {list(shape)}, which has {has}")
+        has = f"dimensions 0 to {len(shape) - 1}" if shape else "no dimension"
+        near = f"Shard({min(max(placement.dim, 0), len(shape) - 1)}) or " if shape else ""
+        raise PlanError(
+            f"{placement} of {what} of shape {list(shape)}, which has {has}\n  to do: {near}Replicate() for this tensor"
+        )
     return replace(placement, dim=placement.dim % len(shape))
 
 
