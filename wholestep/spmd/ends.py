@@ -9,7 +9,7 @@ holds the smallest; a node's record names its likes there (`NodeInfo.ends`), and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,36 +48,37 @@ class Trio:
         own, first, last: as many of each.
     """
 
-    own: Sequence[Pass]
-    first: Sequence[Pass]
-    last: Sequence[Pass]
+    own: tuple[Pass, ...]
+    first: tuple[Pass, ...]
+    last: tuple[Pass, ...]
 
     def applied_to(self, step: StepGraph) -> tuple[list[Pass], Callable[[], StepGraph]]:
         """The passes of this rank for a step; and what gives the graph of the first one after them."""
 
         @functools.cache
-        def after(count: int) -> tuple[StepGraph, StepGraph]:
-            if count == 0:
-                return step, step
-            first, last = after(count - 1)
-            first, last = self.first[count - 1](first), self.last[count - 1](last)
-            return with_ends(first, first, last), with_ends(last, first, last)
+        def made(passes: tuple[Pass, ...], count: int) -> StepGraph:
+            return passes[count - 1](given(passes, count - 1)) if count else step
 
         @functools.cache
-        def largest() -> StepGraph:
-            return self.first[-1](after(len(self.own) - 1)[0])
+        def given(passes: tuple[Pass, ...], count: int) -> StepGraph:
+            return self._with_likes(made(passes, count), count, made)
 
         def known(index: int) -> Pass:
             @functools.wraps(getattr(self.own[index], "func", self.own[index]))
-            def run(given: StepGraph) -> StepGraph:
-                made = self.own[index](given)
-                if not made.signature.uneven:
-                    return made
-                return with_ends(made, *after(index + 1)) if index + 1 < len(self.own) else without_ends(made)
+            def run(one: StepGraph) -> StepGraph:
+                return self._with_likes(self.own[index](one), index + 1, made)
 
             return run
 
-        return list(map(known, range(len(self.own)))), largest
+        return list(map(known, range(len(self.own)))), functools.partial(made, self.first, len(self.own))
+
+    def _with_likes(self, step: StepGraph, count: int, made: Callable[[tuple[Pass, ...], int], StepGraph]) -> StepGraph:
+        """A step after so many passes as the next one wants it: where it is uneven, with its likes."""
+        if not step.signature.uneven:
+            return step
+        if count == len(self.own):
+            return without_ends(step)
+        return with_ends(step, made(self.first, count), made(self.last, count))
 
 
 def with_ends(step: StepGraph, first: StepGraph, last: StepGraph) -> StepGraph:

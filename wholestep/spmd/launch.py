@@ -82,7 +82,7 @@ class Launch:
             groups.append(mesh.get_group(one.axis))
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
         self.view = View(spread, tuple(mesh.line(one.axis) for one in spread)) if mesh and spread else None
-        self._trio = Trio(self._passes, first, last)
+        self._trio = Trio(tuple(self._passes), tuple(first), tuple(last))
         self._mesh, self._plans = mesh, plans
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
         self._meeting = Meeting(list(dict.fromkeys(groups)), self._axes, self.view is not None)
