@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.places import Found
+from wholestep.capture.views import view_again
 
 
 class Beginning(torch.autograd.Function):
@@ -84,7 +85,7 @@ class Twins:
             whole = base.tensor if base is not None else tensor
         if base is not None and tensor.dtype == whole.dtype:
             with torch.set_grad_enabled(tensor.requires_grad or not whole.requires_grad):
-                twin = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                twin = view_again(tensor, (above or base).tensor, whole)
         elif tensor.requires_grad:
             twin = Beginning.apply(torch.zeros((), requires_grad=True), tensor)  # type: ignore[no-untyped-call]
         else:
