@@ -276,7 +276,8 @@ def main() -> int:
                 bad += 1
                 print(f"{mesh} {cell.dtype} {cell.model} {cell.plan}: {cell.trouble or cell.worst}", file=sys.stderr)
         if given.results is not None:
-            given.results.write_text(json.dumps([[*key, worst] for key, worst in found.items()]))
+            lines = ",\n".join(json.dumps([*key, worst]) for key, worst in found.items())
+            given.results.write_text(f"[\n{lines}\n]\n")
     print("\n".join(table(found)))
     if given.into is not None:
         write_into(given.into, found)

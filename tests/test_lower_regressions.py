@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -281,3 +282,16 @@ def test_losses_leave_the_arena_where_it_is(loss: str, reduction: str) -> None:
     assert torch.equal(compiled(x, y), step(x, y))
     assert before == {key: arena.untyped_storage().data_ptr() for key, arena in program._arena.items()}
     assert all(arena.untyped_storage().nbytes() == program._sizes[key] for key, arena in program._arena.items())
+
+
+@pytest.mark.parametrize("between", [lambda x: x, torch.neg, lambda x: x.view(2, 4).view(-1)], ids=["", "neg", "views"])
+def test_a_bucket_in_a_bucket_is_filled(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The inner one's parts lie in its own memory, from where the outer one has to be filled."""
+
+    def step(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        inner = torch.cat([x * 2, y * 3])
+        return torch.cat([z * 5, between(inner), z * 4]).view(4, 4).exp().sum(0)
+
+    given = torch.randn(3, 4).unbind(0)
+    compiled = ws.compile(step)
+    assert all(torch.equal(compiled(*given), step(*given)) for _ in range(2))

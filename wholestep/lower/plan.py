@@ -185,13 +185,13 @@ class _Planner(Claims):
     def _decide_pack(self, node: fx.Node) -> None:
         """A `cat` some of whose operands lie in it already."""
         self.plan.how[node] = "pack"
-        start, left = 0, []
+        home, start, left = self.plan.store[node], 0, []
         for operand in tensor_operands(node):
-            size = info(operand).value.numel()
-            part = self.parts.get(self.root[operand])
-            if part is None or part.whole is not node:
-                left.append((operand, start, size))
-            start += size
+            value = info(operand).value
+            part, place = self.parts.get(self.root[operand]), Store("slot", home.index, start * value.itemsize)
+            if part is None or part.whole is not node or self.plan.store[self.root[operand]] != place:
+                left.append((operand, start, value.numel()))
+            start += value.numel()
         self.plan.unpacked[node] = left
 
     def _decide_call(self, node: fx.Node) -> None:
