@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-# An operator, its arguments after the first, and which of several results the view is.
-View = tuple[Any, tuple[Any, ...], int | None]
+from wholestep.trace.results import View
 
 
 def viewed(base: torch.Tensor, views: Sequence[View]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from wholestep.trace.tape import leaves
 
 aten = torch.ops.aten
 
-
+# An operator, its arguments after the first, and which of several results the view is.
 View = tuple[Any, tuple[Any, ...], int | None]
 
 
