@@ -51,6 +51,24 @@ def test_gradients_of_each_layout_are_eagers(name: str) -> None:
 
 
 @pytest.mark.parametrize("fn", [
+    lambda x: torch.fft.ifft(x, dim=-3), lambda x: torch.fft.fft(x, dim=0).conj(),
+    lambda x: torch.fft.fft(x, dim=0).imag, lambda x: torch.view_as_real(torch.fft.fft(x, dim=0)),
+    lambda x: torch.view_as_complex(x.exp()[..., :2].clone()),
+])  # fmt: skip
+def test_results_that_show_their_memory_otherwise_pass_gradients_on_as_eagers(fn: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5, 6, 7, dtype=torch.float64, generator=generator)
+    expected = fn(values)
+    coming = torch.randn(expected.shape, dtype=expected.dtype, generator=generator)
+    found = []
+    for run in (fn, ws.compile(fn)):
+        x = values.clone().requires_grad_()
+        out = run(x)
+        found.append((torch.autograd.grad(out, x, coming)[0], type(out.grad_fn), out.stride()))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
+
+
+@pytest.mark.parametrize("fn", [
     lambda x: x + 1, lambda x: x.sum(0), lambda x: torch.cat([x, x], 1), lambda x: x.t().contiguous(),
     lambda x: (x + 1, x * 2)[0], lambda x: x.view(2, 3, 6).permute(1, 0, 2) * 2, lambda x: x[1:] + 0,
 ])  # fmt: skip

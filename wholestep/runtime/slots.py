@@ -40,7 +40,7 @@ def remade(
             base = made[slot.base]
         # a view made without gradients could not be written later where eager's can
         with torch.set_grad_enabled(handle is not None and (not slot.leaf or not base.requires_grad)):
-            if slot.views is not None and kind is None:
+            if slot.views is not None:
                 tensor = _viewed(base, slot.views, slot.outdated)
             elif kind is None:
                 tensor = base.as_strided(size, stride, start)

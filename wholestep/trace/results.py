@@ -237,6 +237,8 @@ class Outlet:
             if ref.kwargs or any(isinstance(leaf, fx.Node) for leaf in leaves(ref.args)):
                 return None
             if ref.born != used:
+                if ref.geometry.dtype != start.geometry.dtype or ref.geometry.lazy:
+                    return None
                 place = tuple(ref.geometry.shape), ref.geometry.stride, offset_from(ref.geometry, start.geometry)
                 return ((aten.as_strided.default, place, None), *views[::-1])
             views.append((ref.view, _frozen(ref.args), ref.index))
