@@ -524,3 +524,18 @@ def test_views_of_nothing_begin_where_eagers_do() -> None:
     expected, found = views(x), ws.compile(views)(x)
     assert [v.storage_offset() for v in found] == [v.storage_offset() for v in expected] == [3] * 4
     assert all(v._base is x for v in found)
+
+
+@pytest.mark.parametrize("fn, written", [
+    (lambda x: x.exp(), 0), (lambda x: (x.sigmoid(), x.exp()), 1), (lambda x: (x.exp().tanh(), x.tanh()), 0),
+])  # fmt: skip
+def test_a_result_written_before_its_backward_is_named_as_in_eager(fn: Any, written: int) -> None:
+    said = []
+    for run in (fn, ws.compile(fn)):
+        out = run(torch.ones(3, requires_grad=True) * 1)
+        outputs = out if isinstance(out, tuple) else (out,)
+        outputs[written].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            outputs[written].sum().backward()
+        said.append(str(error.value))
+    assert said[0] == said[1]

@@ -97,11 +97,18 @@ def differentiate(
         gradients=[node for _, node in pairs],
         reaches=[reach(o.tensor.grad_fn, edges) for o in outputs],
         tangents=tangents,
+        names=[_name(o.tensor) for o in outputs],
         last=last,
         late=late,
         made=[r.slot for r in made if r.slot is not None],
         refused=[(o.input, new[id(o)], why) for o, why in refused if o.input is not None],
     )
+
+
+def _name(tensor: torch.Tensor) -> str:
+    """Which result of which node a tensor is, as autograd says it when the tensor was written too early."""
+    assert tensor.grad_fn is not None
+    return f"output {tensor.output_nr} of {tensor.grad_fn.name().split('Backward')[0]}"
 
 
 def _refuse_retained(recorder: Recorder, outputs: list[Output]) -> None:

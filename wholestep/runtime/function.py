@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -136,18 +137,24 @@ class CompiledFunction(torch.autograd.Function):
 
 _apply = super(torch.autograd.Function, CompiledFunction).apply
 _is_none = partial(is_, None)
+_OWN_NAME = re.compile("output ([0-9]+) of CompiledFunction")
 
 
 def all_saved(ctx: Any) -> list[Any]:
     """The saved values of one node, tensors and host numbers, in the order in which its backward takes them.
 
     Raises:
-        RuntimeError: they are freed: autograd's own error on a second backward.
+        RuntimeError: they are freed, or were written since: autograd's own errors.
     """
     numbers = ctx.numbers
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError as error:
+        names = ctx.plan.derivative.names
+        raise RuntimeError(_OWN_NAME.sub(lambda found: names[int(found[1])], str(error))) from None
     if not numbers:
-        return list(ctx.saved_tensors)
-    tensors = iter(ctx.saved_tensors)
+        return list(saved)
+    tensors = iter(saved)
     return [numbers[i] if i in numbers else next(tensors) for i in range(len(ctx.plan.backward.saved))]
 
 

@@ -94,6 +94,7 @@ def finish(
             tuple(new_index[id(item)] for item, _ in late),
             tuple(backward.made),
             len(backward.gradients) - len(backward.made),
+            tuple(backward.names),
         )
     return Traced(
         step,

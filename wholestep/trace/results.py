@@ -95,6 +95,7 @@ class Derivative:
         late: inputs that hooks write in the backward; their new values follow the gradients.
         made: slots of leaves that the step makes; their gradients follow those of `inputs`.
         n_given: how many of `inputs`, the first ones, get a gradient; the others are only known to be depended on.
+        names: for each entry of `outputs`, which result of which node it is in eager, as autograd's errors say it.
     """
 
     n_forward: int
@@ -105,6 +106,7 @@ class Derivative:
     late: tuple[int, ...] = ()
     made: tuple[int, ...] = ()
     n_given: int = 0
+    names: tuple[str, ...] = ()
 
 
 @dataclass
@@ -115,7 +117,7 @@ class Differentiated:
         slots: for each thing that autograd is to see as a result, its slot, None for the new value of an input.
         rewritten: input, node of its new value, and position in `slots`.
         inputs, gradients: those that gradients flow to, and the nodes that give them.
-        tangents: placeholders, one for each of `slots`.
+        tangents, names: for each of `slots`, its placeholder, and which result of which node it is.
         last: the last node of the forward.
         late: inputs that hooks write in the backward, and the nodes of their new values.
         made: slots of leaves that the step makes, whose gradients follow those of `inputs`.
@@ -128,6 +130,7 @@ class Differentiated:
     gradients: list[fx.Node]
     reaches: list[frozenset[int]]
     tangents: list[fx.Node]
+    names: list[str]
     last: fx.Node
     late: list[tuple[Lifted, fx.Node]] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
