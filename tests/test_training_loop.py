@@ -114,3 +114,52 @@ def test_trace_gives_the_graph_and_runs_nothing() -> None:
     gm = ws.trace(lambda x: x.mul_(2).t() + 1, x)
     assert torch.equal(x, torch.ones(2, 2)) and x._version == 0
     assert "aten.mul.Tensor" in gm.code and "mul_" not in gm.code.replace("mul_tensor", "")
+
+
+def _double(*args: Any) -> Any:
+    return args[-1] * 2
+
+
+def _halve_gradient(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("add", [
+    lambda m: m.register_forward_hook(_double), lambda m: m.weight.register_hook(_double),
+    lambda m: m.weight.register_post_accumulate_grad_hook(_halve_gradient),
+    lambda m: m.register_full_backward_hook(lambda m, g, _: (g[0] * 2,)),
+])  # fmt: skip
+def test_hooks_that_are_added_anew_for_each_call_are_those_of_the_last(add: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def gradients(x: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    step, x = ws.compile(gradients), torch.randn(2, 3)
+    gradients(x)
+    for _ in range(3):
+        handle = add(model[1])
+        assert all(map(torch.equal, step(x), gradients(x)))
+        handle.remove()
+    assert step.captures == 1
+    assert all(map(torch.equal, step(x), gradients(x)))
+    assert step.captures == 2 and "expected 1 hook, found 0 hooks" in step.recompiles[0]
+
+
+def test_a_step_that_takes_a_hook_away_takes_that_of_each_call() -> None:
+    layer = nn.Linear(2, 2)
+    handles = [layer.register_forward_hook(_double)]
+
+    @ws.compile
+    def step(x: Tensor) -> Tensor:
+        out = layer(x)
+        handles[0].remove()
+        return out
+
+    x = torch.randn(2, 2)
+    for _ in range(3):
+        assert torch.equal(step(x), layer(x) * 2) and not layer._forward_hooks
+        handles[0] = layer.register_forward_hook(_double)

@@ -152,7 +152,7 @@ def _place_effects(seen: Exchanged, place: Place, now: Contents, values: _Values
             before = before | {key: lifted}
     if len(now) == len(before) and all(map(_same_entry, now.items(), before.items())):
         return
-    source = place.source
+    place.changed, source = True, place.source
     if place.box is boxes.TENSOR:
         yield from _tensor_effects(place, now, values)
         return

@@ -36,6 +36,8 @@ class Guard:
         """True when a value found later is as expected; plain values are equal only within one type."""
         if self.kind in ("identity", "hook"):
             return self.expected is found
+        if isinstance(self.expected, Hooks):
+            return self.expected.fit(found)
         if self.kind != "value" or type(self.expected) is not type(found):
             return bool(type(self.expected) is type(found) and self.expected == found)
         return bool(self.expected is found or self.expected == found or
@@ -64,8 +66,26 @@ STATE_NAMES = (
 )
 
 
-def _structure(walk: Walk, place: Place) -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class Hooks:
+    """A table of hooks: as many as there were, and under the numbers that they had if the step changes it."""
+
+    numbers: tuple[int, ...]
+    changed: bool
+
+    def fit(self, found: Any) -> bool:
+        same = isinstance(found, Hooks) and len(found.numbers) == len(self.numbers)
+        return same and (not self.changed or found.numbers == self.numbers)
+
+    def __repr__(self) -> str:
+        count = f"{len(self.numbers)} hook{'s' * (len(self.numbers) != 1)}"
+        return f"{count} numbered {', '.join(map(str, self.numbers))}" if self.changed and self.numbers else count
+
+
+def _structure(walk: Walk, place: Place) -> Any:
     kind = type(place.owner)
+    if place.numbered:
+        return Hooks(tuple(place.before), place.changed)
     if not place.ordered:
         return kind, tuple(sorted(k for k in place.before if k not in place.ignored or k in place.lifted))
     keys = tuple(
@@ -176,9 +196,9 @@ def _reason(guard: Guard, match: Guard | None, later: dict[tuple[str, str], Guar
     if guard.kind == "tensor":
         name, old, new = next((n, a, b) for n, a, b in zip(META, guard.expected, match.expected, strict=True) if a != b)
         return f"{where} {name}: expected {_show(old)}, found {_show(new)}"
-    if guard.kind.startswith("structure"):
+    if guard.kind.startswith("structure") and not isinstance(guard.expected, Hooks):
         return f"{where}: {_keys(guard.expected, match.expected)}"
-    kind = "" if guard.kind == "value" else f" {guard.kind}"
+    kind = "" if guard.kind == "value" or isinstance(guard.expected, Hooks) else f" {guard.kind}"
     return f"{where}{kind}: expected {_show(guard.expected)}, found {_show(match.expected)}"
 
 

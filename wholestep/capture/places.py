@@ -16,11 +16,18 @@ from wholestep.capture.code import Reach, hideable
 from wholestep.capture.facts import EXACT_PLAIN, global_state
 from wholestep.capture.outside import Outside
 from wholestep.capture.sinks import Sinks
-from wholestep.capture.source import Call, Source
+from wholestep.capture.source import Attr, Call, Item, Nth, Source
 from wholestep.capture.stopped import Stoppers
 from wholestep.ir import InputKind
+from wholestep.torch_compat import HOOK_TABLES
 
 _NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.MODULE)
+
+# The tables of hooks that tensors, modules and optimizers have.
+HOOKS = frozenset({
+    *HOOK_TABLES, "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+})
 
 
 @dataclass(eq=False)
@@ -33,6 +40,8 @@ class Place:
         ignored: keys that are restored and replayed but not guarded.
         lifted: keys of these that hold numbers which are inputs, so that only their type is guarded.
         ordered: whether another order of keys is another structure; loading a state dict reorders groups.
+        numbered: whether keys are the numbers that hooks got when they were added: others each time they are.
+        changed: whether the step adds or removes some; then these numbers matter.
     """
 
     holder: Any
@@ -43,6 +52,8 @@ class Place:
     ignored: frozenset[Any] = frozenset()
     lifted: frozenset[Any] = frozenset()
     ordered: bool = True
+    numbered: bool = False
+    changed: bool = False
     children: list[tuple[Any, Source]] = field(default_factory=list)
 
 
@@ -122,11 +133,12 @@ class Places:
         contents = box.read(holder)
         owner = holder if owner is None else owner
         out_of_sight = hideable(owner, contents) if box in _NAMED else frozenset()
-        place = Place(holder, owner, source, box, contents, ignored | out_of_sight)
+        numbered = box is boxes.MAPPING and _is_of_hooks(source)
+        place = Place(holder, owner, source, box, contents, ignored | out_of_sight, numbered=numbered)
         self.places.append(place)
         self.first.setdefault(id(holder), source)
         self._keep.append(holder)
-        place.children = [(key, box.child(source, self._key(key))) for key, value in contents.items()
+        place.children = [(key, self.child(place, key)) for key, value in contents.items()
                           if type(value) not in EXACT_PLAIN]
         if out_of_sight:
             self.hidden += [(place, key, self.child(place, key)) for key in contents if key in out_of_sight]
@@ -138,4 +150,10 @@ class Places:
 
     def child(self, place: Place, key: Any) -> Source:
         """The source of what a place holds, or may come to hold, at a key."""
+        if place.numbered and key in place.before:
+            return Nth(place.source, list(place.before).index(key))
         return place.box.child(place.source, self._key(key))
+
+
+def _is_of_hooks(source: Source) -> bool:
+    return isinstance(source, Attr) and source.name in HOOKS or isinstance(source, Item) and source.key in HOOKS

@@ -260,6 +260,24 @@ class Element(Child):
 
 
 @dataclass(frozen=True, eq=False)
+class Nth(Child):
+    """A value of a dictionary, by position."""
+
+    index: int
+
+    @cached_property
+    def path(self) -> str:
+        return f"list({self.base.path}.values())[{self.index}]"
+
+    @cached_property
+    def text(self) -> str:
+        return f"{self.base.text}[{self.index}]"
+
+    def step(self, holder: Any) -> Any:
+        return list(holder.values())[self.index]
+
+
+@dataclass(frozen=True, eq=False)
 class Member(Child):
     """A member of a set, in the set's own order of iteration."""
 
