@@ -31,7 +31,8 @@ from wholestep.torch_compat import empty_fake
 from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.inputs import Lifted
 from wholestep.trace.recorder import Recorder
-from wholestep.trace.results import Differentiated, Outlet
+from wholestep.trace.results import Outlet
+from wholestep.trace.slots import Differentiated
 
 IN_PLACE = (
     "was changed in place by a value that requires grad, and would stay in the autograd graph after the step, "

@@ -32,7 +32,8 @@ from wholestep.capture.arrays import BUFFERS, Array, stamp
 from wholestep.capture.boxes import Box, Names
 from wholestep.capture.code import global_names, is_installed, is_library, is_user_class, is_user_module
 from wholestep.capture.facts import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
-from wholestep.capture.places import Found, Number, Places
+from wholestep.capture.optimizers import optimizer
+from wholestep.capture.places import Found, Places
 from wholestep.capture.scope import Cell, Global, Local
 from wholestep.capture.source import Attr, Inside, Item, Member, Method, Source, Vars, inside
 from wholestep.capture.stopped import MOVING, RANDOM
@@ -41,9 +42,6 @@ from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES, generator_id
 
 _BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
-# What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
-SCHEDULED = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})
-BOOKKEEPING = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
 
 Handler = Callable[[Places, Any, Source], None]
 
@@ -179,30 +177,6 @@ def _class(walk: Places, kind: type, source: Source) -> None:
             walk.queue(plain, Method(source, name))
 
 
-def _optimizer(walk: Places, optimizer: torch.optim.Optimizer, source: Source) -> None:
-    walk.holders.add(source.path)
-    for index, group in enumerate(optimizer.param_groups):
-        where = Item(Item(Item(Vars(source), "param_groups"), index), "")
-        later = frozenset(key for key in group if key in SCHEDULED and key not in optimizer.defaults)
-        lifted = set()
-        for key, value in group.items():
-            if isinstance(value, float) or (key == "lr" and type(value) is int):
-                walk.numbers.append(Number(Item(where.base, key), float(value), group, key))
-                lifted.add(key)
-            elif type(value) is tuple and value and all(isinstance(v, float) for v in value):
-                lifted.add(key)
-                walk.numbers += [Number(Item(Item(where.base, key), i), v, group, key, i) for i, v in enumerate(value)]
-        walk.first[id(group)] = where.base
-        place = walk.add(group, where.base, boxes.MAPPING, None, later | lifted)
-        place.lifted, place.ordered = frozenset(lifted - later), False
-    walk.add(vars(optimizer), Vars(source), boxes.ATTRIBUTES, optimizer, BOOKKEEPING)
-    if isinstance(optimizer, torch.optim.SparseAdam):  # the one that counts steps in ints
-        walk.counting |= set(map(id, optimizer.state.values()))
-    for base in type(optimizer).__mro__:
-        if is_user_class(base):
-            walk.queue(base, Attr(source, "__class__"))
-
-
 def _scheduler(walk: Places, scheduler: LRScheduler, source: Source) -> None:
     walk.schedulers.append((scheduler, source))
     _object(walk, scheduler, source)
@@ -259,7 +233,7 @@ HANDLERS: dict[type, Handler] = {
     **dict.fromkeys(BUFFERS, _array),
     torch.Generator: _generator,
     **dict.fromkeys(RANDOM, _random),
-    torch.optim.Optimizer: _optimizer,
+    torch.optim.Optimizer: optimizer,
     LRScheduler: _scheduler,
     dict: _mapping,
     list: _sequence(boxes.LIST),
@@ -293,7 +267,7 @@ HANDLERS: dict[type, Handler] = {
 DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
 # Classes wait until all else is walked, optimizers and schedulers until classes are, so that a parameter is named after
 # its module: the queue in which each waits.
-WAITING: dict[Handler, int] = {_class: 0, _optimizer: 1, _scheduler: 1}
+WAITING: dict[Handler, int] = {_class: 0, optimizer: 1, _scheduler: 1}
 # Registered operators and their namespaces keep books of their own, which change when one is first run.
 OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)),)
 OPAQUE: tuple[type, ...] = (torch.library.CustomOpDef, *OPERATORS)

@@ -17,7 +17,7 @@ from wholestep.runtime.backward import Backward, Layout, Served
 from wholestep.runtime.program import Program
 from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, is_batched, transforms_active
 from wholestep.trace import Traced
-from wholestep.trace.results import Derivative
+from wholestep.trace.slots import Derivative
 
 NO_DOUBLE_BACKWARD = (
     "torch.compile with aot_autograd does not currently support double backward: neither does wholestep outside of a "

@@ -10,7 +10,7 @@ import torch
 from wholestep.runtime.function import SECOND_TIME, Spent
 from wholestep.runtime.views import viewed
 from wholestep.torch_compat import set_versions
-from wholestep.trace.results import Slot, View
+from wholestep.trace.slots import Slot, View
 
 NEVER = 1 << 30  # a version that no count comes to
 

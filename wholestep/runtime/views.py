@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from wholestep.trace.results import View
+from wholestep.trace.slots import View
 
 
 def viewed(base: torch.Tensor, views: Sequence[View]) -> torch.Tensor:

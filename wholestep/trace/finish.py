@@ -13,7 +13,8 @@ from wholestep.trace.canonical import fingerprint, first_uses, order_inputs
 from wholestep.trace.hoist import Hoisted
 from wholestep.trace.inputs import Lifted
 from wholestep.trace.recorder import Recorder
-from wholestep.trace.results import Derivative, Differentiated, Made, Outlet
+from wholestep.trace.results import Outlet
+from wholestep.trace.slots import Derivative, Differentiated, Made
 from wholestep.trace.traced import Traced
 
 

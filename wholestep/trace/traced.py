@@ -15,8 +15,9 @@ from wholestep.trace.hoist import Hoisted
 from wholestep.trace.inputs import Lifted
 from wholestep.trace.predicates import Predicate
 from wholestep.trace.recorder import Recorder
-from wholestep.trace.results import Derivative, Differentiated, Made, Outlet, Slot
+from wholestep.trace.results import Outlet
 from wholestep.trace.setting import Found
+from wholestep.trace.slots import Derivative, Differentiated, Made, Slot
 
 # Traces the backward of a step, given what its forward left behind; see `autograd.differentiate`.
 Differentiate = Callable[
