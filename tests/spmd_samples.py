@@ -167,6 +167,8 @@ def along() -> Iterator[Any]:
         yield getattr(aten, one).default, t(5, 4), 0
     yield torch.ops.wholestep_formulas.cumprod_backward.default, t(5, 4), t(5, 4), t(5, 4), 1
     yield torch.ops.wholestep_formulas.prod_backward.default, t(5, 1), t(5, 4), t(5, 1), 1
+    yield torch.ops.wholestep_formulas.masked_sum.default, t(5, 4), yes(5, 4), True
+    yield torch.ops.wholestep_formulas.masked_sum.default, t(3, 5, 4), yes(5, 1), False
     yield aten.sort.default, t(5, 4), 1
     yield aten.sort.stable, t(5, 4), {"stable": True, "dim": 0}
     yield aten.topk.default, t(5, 4), 2

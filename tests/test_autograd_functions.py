@@ -515,6 +515,35 @@ def test_a_product_is_differentiated_by_the_formula_that_eager_chooses(fn: Any, 
     assert backwards.captures and not backwards.eager
 
 
+def filled(x: Tensor) -> Tensor:
+    return torch.masked_fill(x, x > 0, x[0, 0] * 2) * torch.linspace(0, 1, x.numel()).view(x.shape)
+
+
+def smoothed(x: Tensor) -> Tensor:
+    target = torch.where(torch.arange(len(x)) % 3 == 0, -100, torch.arange(len(x)) % x.shape[1])
+    weight = torch.linspace(0.3, 1.7, x.shape[1])
+    return torch.nn.functional.cross_entropy(x, target, weight, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("fn", [
+    filled, smoothed, lambda x: torch.utils.checkpoint.checkpoint(filled, x, use_reentrant=False),
+    *(lambda x, f=f: f(x.t()) * torch.inf for f in (torch.max, torch.min, torch.median, torch.nanmedian)),
+])  # fmt: skip
+def test_sums_and_shares_are_of_what_counts_alone_as_in_eager(fn: Any) -> None:
+    compiled = ws.compile(fn)
+    for seed in range(8):
+        x = torch.randn(50, 11, generator=torch.Generator().manual_seed(seed))
+        if seed > 5:
+            x[3, 3] = torch.nan
+        found = []
+        for run in (fn, compiled):
+            given = x.clone().requires_grad_()
+            out = run(given)
+            out.sum().backward()
+            found.append([out.detach(), given.grad])
+        torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0, equal_nan=True, check_stride=True)
+
+
 def test_views_of_nothing_begin_where_eagers_do() -> None:
     def views(x: Tensor) -> list[Tensor]:
         end = x[3:]

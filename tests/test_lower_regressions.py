@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -295,3 +296,30 @@ def test_a_bucket_in_a_bucket_is_filled(between: Callable[[torch.Tensor], torch.
     given = torch.randn(3, 4).unbind(0)
     compiled = ws.compile(step)
     assert all(torch.equal(compiled(*given), step(*given)) for _ in range(2))
+
+
+USES: dict[str, Any] = {
+    "multiplied": lambda x, n: x * n,
+    "added": lambda x, n: x.sum() + n,
+    "in a chain": lambda x, n: (x * n + 1) * n - x,
+    "divided": lambda x, n: n / x,
+    "filled": lambda x, n: x.masked_fill(x > 0, n) + torch.full((3,), n),
+    "clamped": lambda x, n: x.clamp(min=n),
+    "imaginary": lambda x, n: x * complex(n, 1),
+    "both zeros": lambda x, n: torch.stack([x * 0.0, x * -0.0, x * n]),
+}
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -0.0, 0.1])
+@pytest.mark.parametrize("use", USES)
+def test_any_number_is_an_operand(use: str, number: float) -> None:
+    compiled = ws.compile(USES[use])
+    for dtype in (torch.float32, torch.float64):
+        found = []
+        for run in (USES[use], compiled):
+            x = torch.tensor([1.0, -2.0, 0.5], dtype=dtype, requires_grad=True)
+            out = run(x, number)
+            out.abs().sum().backward()
+            parts = torch.view_as_real(out.detach()) if out.is_complex() else out.detach()
+            found.append([parts, parts.signbit() & ~parts.isnan(), x.grad])
+        torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0, equal_nan=True)

@@ -127,17 +127,30 @@ def _grouped_mm(one: torch.Tensor, two: torch.Tensor, offsets: torch.Tensor | No
     return torch.empty_strided(shape, stride, dtype=out_dtype or one.dtype, device=one.device)
 
 
+def _multilabel_margin(given: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+    """torch's own rule gives a loss of one dimension for a row alone."""
+    if given.dim() > 1 or given.shape != target.shape:
+        return NotImplemented
+    op = torch.ops.aten.multilabel_margin_loss_forward.default
+    loss, hits = op(given.reshape(1, -1), target.reshape(1, -1), reduction)
+    return loss.reshape(()), hits.reshape(target.shape)
+
+
 class _FakeMode(FakeTensorMode):
     """Fake tensors with rules of our own where torch's are wrong; what a kernel refuses is not theirs to say."""
 
-    rules = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+    rules: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten._grouped_mm.default: _grouped_mm,
+        torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin,
+    }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = self.rules.get(func)
         if rule is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         with self:
-            return rule(*args, **(kwargs or {}))
+            found = rule(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs) if found is NotImplemented else found
 
 
 def strict_fake_mode(env: ShapeEnv | None = None) -> FakeTensorMode:

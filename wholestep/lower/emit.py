@@ -185,7 +185,7 @@ class _Writer(GroupWriter):
         for dtype, cells in self.cells.items():
             short = str(dtype).removeprefix("torch.")
             self.namespace["cells"] = cells_of
-            self.bound.insert(0, f"{short}_cells, tensors_{short} = cells({cells}, {dtype})")
+            self.bound.insert(0, f"{short}_cells, tensors_{short} = cells([{', '.join(map(literal, cells))}], {dtype})")
         plan, kernels = self.plan, sum(h in _KERNELS for h in self.plan.how.values())
         total = sum(plan.arena.values())
         lines = [

@@ -87,7 +87,7 @@ class Speller:
         suits = value.dtype in (torch.float32, torch.float64) and value.device.type == "cpu"
         if not plain or not suits or self_value.dtype is not value.dtype:
             return self._arg(arg)
-        key = (value.dtype, arg if isinstance(arg, fx.Node) else (type(arg), arg))
+        key = (value.dtype, arg if isinstance(arg, fx.Node) else repr(arg))  # 0.0 equals -0.0
         if key not in self.numbers:
             cells = self.cells.setdefault(value.dtype, [])
             short = str(value.dtype).removeprefix("torch.")
@@ -159,6 +159,8 @@ def literal(value: Any) -> str:
     """Python source of a value."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"float('{value}')"
+    if isinstance(value, complex):  # its own text loses the signs of zeros, and names that are not there
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
         return f"({value!r})"
     if isinstance(value, torch.device):

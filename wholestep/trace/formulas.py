@@ -1,8 +1,8 @@
-"""Gradients whose formula autograd chooses by data: one operator each, which chooses when it runs.
+"""Formulas that torch chooses by data: one operator each, which chooses when it runs.
 
-Autograd takes the formula for any data where a tensor has none, which rounds otherwise than the short one. While a
-backward is traced, the nodes of such operators get a hook that puts the operator of this file in the place of what
-they recorded, which is then dead code.
+torch takes a formula for any data where a tensor has none, which rounds otherwise than the short one. While a
+backward is traced, the nodes of such operators get a hook that puts what eager computes in the place of what they
+recorded, which is then dead code. `cross_entropy` does it in its forward; see `as_eager_sums`.
 """
 
 from __future__ import annotations
@@ -77,6 +77,18 @@ def _fake_cumprod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int) ->
     return _sums_to_the_end(result.conj() * grad, dim) / x.conj()
 
 
+def _masked_sum(x: Tensor, mask: Tensor, wanted: bool) -> Tensor:
+    """The sum of the elements at which a mask is as wanted; with zeros between them, others would be added first."""
+    return x.masked_select(mask if wanted else ~mask).sum()
+
+
+def _fake_masked_sum(x: Tensor, mask: Tensor, wanted: bool) -> Tensor:
+    return x.new_empty(())
+
+
+_library.define("masked_sum(Tensor x, Tensor mask, bool wanted) -> Tensor")
+_library.impl("masked_sum", _masked_sum, "CompositeExplicitAutograd")
+torch.library.register_fake("wholestep_formulas::masked_sum", _fake_masked_sum, lib=_library)
 _library.define("cumprod_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor")
 _library.impl("cumprod_backward", _cumprod_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("wholestep_formulas::cumprod_backward", _fake_cumprod_backward, lib=_library)
@@ -149,11 +161,48 @@ def _dim(node: Any, x: Tensor) -> int:
     return (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
 
 
-# Name of an autograd node -> its gradient, given the node, what reaches it and what it made; None to leave it as it is.
+def _of_filling(node: Any, grad: Tensor, made: Tensor) -> None:
+    """The gradient of the value that `masked_fill` puts in, recorded as `where(mask, grad, 0).sum()`."""
+    total = made.wholestep_ref.storage.value  # type: ignore[attr-defined]
+    chosen = total.args[0]
+    if total.target is torch.ops.aten.sum.default and chosen.target is torch.ops.aten.where.self:
+        mask, taken, _ = chosen.args
+        total.target, total.args = torch.ops.wholestep_formulas.masked_sum.default, (taken, mask, True)
+
+
+def _of_extreme(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
+    """The gradient of the largest, smallest or middle of all elements: shared out among its equals."""
+    x, result = saved_as_it_is(node, "self"), saved_as_it_is(node, "result")
+    if x is None or result is None:
+        return None
+    equals = (x == result) | (x.isnan() & result.isnan())
+    return grad.new_zeros(x.shape).masked_fill(equals, grad / equals.sum())
+
+
+# Name of an autograd node -> which of its gradients it is, and that, given the node, what reaches it and what it made;
+# None to leave it as it is.
 Formula = Callable[[Any, Tensor, Tensor], Tensor | None]
-FORMULAS: dict[str, Formula] = {"ProdBackward0": _of_prod, "ProdBackward1": _of_prod}
+FORMULAS: dict[str, tuple[int, Formula]] = {
+    **dict.fromkeys(("ProdBackward0", "ProdBackward1"), (0, _of_prod)),
+    **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), (0, _of_extreme)),
+    "MaskedFillBackward1": (1, _of_filling),
+}
 if CUMPROD_BY_DATA:
-    FORMULAS["CumprodBackward0"] = _of_cumprod
+    FORMULAS["CumprodBackward0"] = 0, _of_cumprod
+
+
+def as_eager_sums(nodes: Iterable[fx.Node]) -> None:
+    """Lets what `cross_entropy` recorded sum the weights of the targets that count, without zeros for the others.
+
+    With weights and label smoothing, the mean divides by that sum.
+    """
+    for node in nodes:
+        filled = node.args[0] if node.target is torch.ops.aten.sum.default else None
+        if isinstance(filled, fx.Node) and filled.target is torch.ops.aten.masked_fill.Scalar and filled.args[2] == 0:
+            weights, ignored = filled.args[:2]
+            if isinstance(weights, fx.Node) and weights.target is torch.ops.aten.gather.default:
+                node.target = torch.ops.wholestep_formulas.masked_sum.default
+                node.args = weights, ignored, False
 
 
 def by_data(run: Engine, roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -175,10 +224,11 @@ def _exchanged(roots: tuple[Any, ...]) -> Iterator[None]:
 
 def _exchange(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a node's hook does: another gradient, unless autograd is to differentiate it once more."""
-    if torch.is_grad_enabled() or made[0] is None or given[0] is None:
+    index, formula = FORMULAS[node.name()]
+    if torch.is_grad_enabled() or made[index] is None or given[0] is None:
         return None
-    new = FORMULAS[node.name()](node, given[0], made[0])
-    return None if new is None else (new.to(made[0].dtype),)
+    new = formula(node, given[0], made[index])
+    return None if new is None else (*made[:index], new.to(made[index].dtype), *made[index + 1 :])
 
 
 def _nodes(roots: Iterable[Any]) -> Iterator[Any]:

@@ -278,7 +278,8 @@ def _split(recorder: Recorder, tensor: torch.Tensor, size: Any, dim: int = 0) ->
 def _conj(recorder: Recorder, tensor: Any) -> Any:
     if isinstance(tensor, torch.Tensor):
         return recorder._view(aten._conj.default, (tensor,), {})
-    return recorder.constant(torch.tensor(tensor.conjugate()))  # a Python number that autograd saved
+    # a Python number that autograd saved
+    return recorder.constant(torch.tensor(tensor.conjugate(), dtype=torch.complex128))
 
 
 SPECIAL: dict[Any, Callable[..., Any]] = {

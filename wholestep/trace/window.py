@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import operator
 from typing import Any
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.pure import Count
 from wholestep.torch_compat import GET_VERSION, PAD_PACKED, FakeTensor, fake_refusal, no_modes, set_versions
+from wholestep.trace.formulas import as_eager_sums
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
@@ -72,7 +74,16 @@ class CallWindow(TorchFunctionMode):
             return self._deepcopy(*args)
         if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
             return self._set_where(*args)
+        if func is torch.nn.functional.cross_entropy:
+            return self._cross_entropy(args, kwargs or {})
         return self._window(func, args, kwargs or {})
+
+    def _cross_entropy(self, args: Any, kwargs: Any) -> torch.Tensor:
+        before = len(self.recorder.graph.nodes)
+        loss: torch.Tensor = self._window(torch.nn.functional.cross_entropy, args, kwargs)
+        new = len(self.recorder.graph.nodes) - before
+        as_eager_sums(list(itertools.islice(reversed(self.recorder.graph.nodes), new)))
+        return loss
 
     def _window(self, func: Any, args: Any, kwargs: Any) -> Any:
         recorder = self.recorder

@@ -64,6 +64,16 @@ def _part_of_mean(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> lis
     return [build.call(aten.div.Scalar, total, count)]
 
 
+def _masked_sum(call: Call) -> Iterator[Row]:
+    """A sum of the elements that a mask, which may have fewer or shorter dimensions, chooses."""
+    x, mask = call.values[:2]
+    letters = alphabet(x.dim())
+    last = list(zip(letters, x.shape, strict=True))[x.dim() - mask.dim() :]
+    same = [a if n == m else None for (a, n), m in zip(last, mask.shape, strict=True)]
+    yield from Dims([letters, same], [[]], dict.fromkeys(letters, "sum")).rows(call)
+    yield from linear_rows(call, [(0,)])
+
+
 def _any_or_all(call: Call) -> Iterator[Row]:
     letters, result, gone = names_of(call)
     yield from Dims([letters], [result]).rows(call)
@@ -78,6 +88,7 @@ def _voted(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> list[torch
 
 
 RULES: dict[str, Rule] = {
+    "wholestep_formulas.masked_sum": _masked_sum,
     "aten.sum": reduction("sum", is_linear=True),
     "aten.nansum": reduction("sum"),
     "aten.count_nonzero": reduction("sum"),
