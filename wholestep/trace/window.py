@@ -74,13 +74,13 @@ class CallWindow(TorchFunctionMode):
             return self._deepcopy(*args)
         if func is torch.Tensor.__setitem__ and _is_scalar_mask(args[1]):
             return self._set_where(*args)
-        if func is torch.nn.functional.cross_entropy:
-            return self._cross_entropy(args, kwargs or {})
+        if name in CROSS_ENTROPIES:
+            return self._cross_entropy(func, args, kwargs or {})
         return self._window(func, args, kwargs or {})
 
-    def _cross_entropy(self, args: Any, kwargs: Any) -> torch.Tensor:
+    def _cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Any:
         before = len(self.recorder.graph.nodes)
-        loss: torch.Tensor = self._window(torch.nn.functional.cross_entropy, args, kwargs)
+        loss = self._window(func, args, kwargs)
         new = len(self.recorder.graph.nodes) - before
         as_eager_sums(list(itertools.islice(reversed(self.recorder.graph.nodes), new)))
         return loss
@@ -218,6 +218,9 @@ BY_VALUE: dict[Any, tuple[Any, ...]] = {
     **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), (1, "indices_or_sections")),
     **dict.fromkeys(CTC_LOSSES, (2, 3, "input_lengths", "target_lengths")),
 }
+
+# Functions that are, or call, the one of which `as_eager_sums` speaks.
+CROSS_ENTROPIES = frozenset({"cross_entropy", "linear_cross_entropy"})
 
 GUARD_DATA = ", or pass guard_data=True to ws.compile"
 
