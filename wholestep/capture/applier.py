@@ -15,7 +15,7 @@ from wholestep.capture.effects import Effect, SetGrad
 from wholestep.capture.facts import is_plain
 from wholestep.capture.fastpath import FastPath, compiled
 from wholestep.capture.source import Call, Source
-from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, assemble, assemble_record
+from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, assemble, assemble_record, is_late
 
 Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]
 
@@ -38,13 +38,14 @@ class Applier:
         self.built: dict[int, str] = {}  # id of a Tree or Record -> the variable that holds it
         self.reads: list[str] = []
         self.writes: list[str] = []
+        self.late: list[str] = []
         self.replaced: dict[int, str] = {}  # id of a gradient that nobody reads -> the tensor that has it
         self.kept: set[int] = set()
         outcome = self._value(result)
         for index, effect in enumerate(effects):
             self._effect(index, effect)
         head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
-        lines = [*head, *self.reads, *self.writes, f"return {outcome}"]
+        lines = [*head, *self.reads, *self.writes, *self.late, f"return {outcome}"]
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
         exec(compiled(self.code), self.space)
         self.function: Apply = self.space["apply"]
@@ -75,13 +76,16 @@ class Applier:
             return f"made[{value.index}]"
         if isinstance(value, Const):
             return self._constant(value.value)
+        if isinstance(value, Existing) and value.late:
+            self.dynamic = True
+            return f"{self._constant(value.source)}.read(call)"
         if isinstance(value, Existing):
             self.kept.add(id(value.source.read(self.call)))
             return self._read(value.source)
         if id(value) not in self.built:
             made = self._record(value) if isinstance(value, Record) else self._tree(value)
             name = self.built[id(value)] = f"n{len(self.built)}"
-            self.reads.append(f"{name} = {made}")
+            (self.late if is_late(value) else self.reads).append(f"{name} = {made}")
         return self.built[id(value)]
 
     def _tree(self, tree: Tree) -> str:
@@ -110,9 +114,11 @@ class Applier:
         holder = f"h{index}"
         self.reads.append(f"{holder} = {self._read(effect.source)}")
         key, value = f"k{index}", f"v{index}"
+        late = any(part is not None and is_late(part) for part in effect.parts)
         for name, part in zip((key, value), effect.parts, strict=True):
             if part is not None:
-                self.reads.append(f"{name} = {self._value(part)}")
+                expression = self._value(part)
+                (self.late if late else self.reads).append(f"{name} = {expression}")
         if isinstance(effect, SetGrad):
             self._replace(effect.source)
-        self.writes.append(effect.statement(holder, key, value, self._constant))
+        (self.late if late else self.writes).append(effect.statement(holder, key, value, self._constant))

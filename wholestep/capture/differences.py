@@ -15,11 +15,12 @@ from wholestep.capture.effects import DelAttr, DelItem, Effect, Extend, SetAttr,
 from wholestep.capture.exchange import Exchanged
 from wholestep.capture.facts import is_plain
 from wholestep.capture.places import Place
+from wholestep.capture.schedule import Deferred, Pending
 from wholestep.capture.sinks import REMEDY, Sink
 from wholestep.capture.source import Source, Version
 from wholestep.capture.stopped import Stopped
 from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, new_in
-from wholestep.errors import LeakError
+from wholestep.errors import LeakError, UnsupportedError
 from wholestep.pure import Count
 
 NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
@@ -49,6 +50,10 @@ class _Values:
             return Existing(number.source, number.value)
         if type(value) in (Sink, Stopped):
             return Existing(vars(value)["source"], vars(value)["holder"])
+        if isinstance(value, Pending):
+            return Existing(value.source, value, late=True)
+        if isinstance(value, Deferred):
+            raise UnsupportedError(f"{where} was given a scheduler's own attributes", remedy="read them outside")
         if isinstance(value, Count):
             found = self.seen.find(value.tensor)
             assert found is not None
@@ -159,7 +164,8 @@ def _place_effects(seen: Exchanged, place: Place, now: Contents, values: _Values
     if place.box in (boxes.LIST, boxes.SET, boxes.DEQUE) or _reordered(now, before):
         tree = values.tree(place.holder, now, source.text)
         grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
-        new = new_in(tree.values[len(before):]) if grown and place.box is not boxes.MAPPING else []
+        added = tree.values[len(before):] if grown and place.box is not boxes.MAPPING else ()
+        new = [*new_in(added), *(v.value for v in added if isinstance(v, Existing) and v.late)]
         if new:
             values.grown.append((source, len(now) - len(before), new[0]))
         yield SetContents(source, place.box, tree)

@@ -12,10 +12,10 @@ import torch
 from wholestep.capture import boxes
 from wholestep.capture.anchored import memory
 from wholestep.capture.places import Found, Place
-from wholestep.capture.schedule import Deferred, Noted, Pending
+from wholestep.capture.schedule import Deferred, Noted, Pending, all_of, is_of_numbers
 from wholestep.capture.scope import Local
 from wholestep.capture.seen import Replace, Seen
-from wholestep.capture.source import Call, Child, Source, in_replacement
+from wholestep.capture.source import Call, Child, Item, Source, Vars, in_replacement
 from wholestep.capture.twins import Twins
 from wholestep.capture.wholes import PartsOf, Wholes
 from wholestep.parts import Part
@@ -176,8 +176,16 @@ class Exchanged(Seen):
         self.noted.append(noted)
         for number in self.numbers:
             if number.group is not None and any(number.group is g for g in noted.scheduler.optimizer.param_groups):
-                self.lifted[id(number.group), number.key] = pending = Pending(number.source.text)
-                number.group[number.key] = pending
+                source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
+                pending = Pending.of(source, number.group[number.key])
+                self.lifted[id(number.group), number.key] = number.group[number.key] = pending
+        kinds = {int, float, *map(type, self.stand_ins)}
+        moved = set(map(id, all_of(noted.scheduler)))
+        for scheduler, source in self.walk.schedulers:
+            state = vars(scheduler) if id(scheduler) in moved else {}
+            for key, value in state.items():
+                if is_of_numbers(value, kinds):
+                    self.lifted[id(state), key] = state[key] = Pending.of(Item(Vars(source), key), value)
 
 
 def _is_bare(tensor: torch.Tensor) -> bool:

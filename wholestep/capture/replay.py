@@ -7,7 +7,7 @@ from typing import Any
 
 from wholestep.capture.effects import Effect
 from wholestep.capture.source import Call
-from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Value, assemble, assemble_record
+from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Value, assemble, assemble_record, is_late
 
 
 def build(value: Value, call: Call, made: Sequence[Any], memo: dict[int, Any]) -> Any:
@@ -37,14 +37,16 @@ def build(value: Value, call: Call, made: Sequence[Any], memo: dict[int, Any]) -
 def replay(effects: Sequence[Effect], call: Call, made: Sequence[Any], result: Value = NOTHING) -> Any:
     """Does the changes of a step again in a later call, with that call's new values, and gives its result.
 
-    Every new value is made and every holder found before the first is assigned.
+    Every new value is made and every holder found before the first is assigned, but for those that are read late.
     """
     memo: dict[int, Any] = {}
-    outcome = build(result, call, made, memo)
-    ready: list[tuple[Effect, Any, Any, Any]] = []
-    for effect in effects:
-        key, value = (None if part is None else build(part, call, made, memo) for part in effect.parts)
-        ready.append((effect, effect.source.read(call), key, value))
-    for effect, holder, key, value in ready:
-        effect.assign(holder, key, value)
-    return outcome
+    outcome = None if is_late(result) else build(result, call, made, memo)
+    late = [e for e in effects if any(part is not None and is_late(part) for part in e.parts)]
+    for some in ([e for e in effects if e not in late], late):
+        ready: list[tuple[Effect, Any, Any, Any]] = []
+        for effect in some:
+            key, value = (None if part is None else build(part, call, made, memo) for part in effect.parts)
+            ready.append((effect, effect.source.read(call), key, value))
+        for effect, holder, key, value in ready:
+            effect.assign(holder, key, value)
+    return build(result, call, made, memo) if is_late(result) else outcome

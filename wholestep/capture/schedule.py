@@ -8,24 +8,42 @@ new program for each step. So while a step is captured, `scheduler.step()` only 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.source import Source
+from wholestep.capture.source import Item, Source
 from wholestep.errors import UnsupportedError
 
 
 class Pending:
-    """Stands for a number that a scheduler sets at the end of the step; using it is an error."""
+    """Stands for what a scheduler sets at the end of the step: to be kept or returned; computing with it is an error.
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    Attributes:
+        before: what stood there before: a number, or a list or tuple of numbers.
+    """
+
+    def __init__(self, source: Source, before: Any) -> None:
+        self.source, self.before = source, before
+
+    @classmethod
+    def of(cls, source: Source, before: Any) -> Pending:
+        return cls(source, before.before if isinstance(before, Pending) else before)
 
     def __repr__(self) -> str:
         return f"<{self.source}, set when the step ends>"
+
+    def __len__(self) -> int:
+        return len(self._several())
+
+    def __getitem__(self, index: int) -> Pending:
+        several = self._several()
+        return Pending(Item(self.source, range(len(several))[index]), several[index])
+
+    def _several(self) -> Sequence[Any]:
+        return self.before if isinstance(self.before, (list, tuple)) else _refuse(self)
 
 
 def _refuse(self: Pending, *args: object) -> Any:
@@ -36,7 +54,7 @@ def _refuse(self: Pending, *args: object) -> Any:
 
 
 for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg pos abs float int bool index "
-              "eq ne lt le gt ge round trunc format iter len getitem hash array").split():
+              "eq ne lt le gt ge round trunc format hash array").split():
     setattr(Pending, f"__{_name}__", _refuse)
 
 
@@ -47,6 +65,19 @@ class Noted:
     scheduler: LRScheduler
     source: Source
     args: tuple[Any, ...]
+
+
+def is_of_numbers(value: Any, kinds: Container[type]) -> bool:
+    """Whether a scheduler may set a value of this kind anew: a number of certain types, or several."""
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return isinstance(value, Pending) or all(type(v) in kinds for v in several)
+
+
+def all_of(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    """A scheduler, and those that it moves."""
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from all_of(inner)
 
 
 class Deferred:

@@ -23,10 +23,11 @@ class New:
 
 @dataclass(eq=False)
 class Existing:
-    """Something that was there before the step."""
+    """Something that was there before the step; a ``late`` one is read when all that the step changes is changed."""
 
     source: Source
     value: Any
+    late: bool = False
 
     def __str__(self) -> str:
         return self.source.text
@@ -81,6 +82,13 @@ def new_in(values: Iterable[Value]) -> list[Any]:
     for value in values:
         walk(value, look)
     return [found[index] for index in sorted(found)]
+
+
+def is_late(value: Value) -> bool:
+    """Whether a value is, or holds, one that is read late."""
+    found: list[bool] = []
+    walk(value, lambda inner: found.append(isinstance(inner, Existing) and inner.late))
+    return any(found)
 
 
 def hollow_out(values: Iterable[Value]) -> None:
