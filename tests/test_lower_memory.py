@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from types import SimpleNamespace
@@ -287,7 +288,10 @@ LIVES = st.tuples(st.integers(1, 5000), st.integers(0, 30), st.integers(0, 10), 
 @given(st.lists(LIVES, max_size=40))
 def test_arena_never_overlaps(lives: list[tuple[int, int, int, bool, bool]]) -> None:
     slots = [
-        Slot(size, start, start + length, SHARED if shared and host else "cpu", guest=guest or shared)
+        Slot(
+            size, start, start + length, SHARED if shared and host else "cpu", guest=guest or shared,
+            pieces=[(0, size // 3, start), (size // 3, size - size // 3, start + length)] * (shared and host and guest),
+        )
         for (size, start, length, shared, guest), host in zip(lives, [len(lives) % 2] * len(lives), strict=True)
     ]
     at_home = [slot.device == SHARED or not slot.guest for slot in slots]
@@ -298,9 +302,11 @@ def test_arena_never_overlaps(lives: list[tuple[int, int, int, bool, bool]]) -> 
         assert a.offset % ALIGN == 0 and 0 <= a.offset and a.offset + a.nbytes <= totals[a.device]
         assert a.device == devices[i] or not at_home[i]
         for c in slots[:i]:
-            apart_in_time = a.end < c.start or c.end < a.start or a.device != c.device
-            assert apart_in_time or a.offset + a.nbytes <= c.offset or c.offset + c.nbytes <= a.offset
-    assert peak(slots) <= sum(totals.values()) and totals.get(SHARED, 0) <= needed
+            for one, two in itertools.product(a.parts(), c.parts()):
+                apart_in_time = one.end < two.start or two.end < one.start or a.device != c.device
+                assert apart_in_time or one.offset + one.nbytes <= two.offset or two.offset + two.nbytes <= one.offset
+    alive = peak([part for slot in slots for part in slot.parts()])
+    assert alive <= sum(totals.values()) and totals.get(SHARED, 0) <= needed
 
 
 def test_the_transports_arena_is_used_while_nothing_waits_there() -> None:

@@ -84,10 +84,13 @@ def _place_all(slots: list[Slot], host: list[Slot], wall: int) -> int:
 
 
 def _lowest_tight_gap(lows: np.ndarray, highs: np.ndarray, size: int) -> int:
-    """The start of the smallest gap of at least ``size`` between occupied ranges, else their end."""
+    """The aligned start of the smallest gap of at least ``size`` between occupied ranges, else after their end.
+
+    The ranges are pieces of a bucket, too, which end anywhere.
+    """
     order = np.argsort(lows, kind="stable")
     lows = lows[order]
-    reached = np.maximum.accumulate(highs[order])
+    reached = -(-np.maximum.accumulate(highs[order]) // ALIGN) * ALIGN
     begins = np.concatenate(([0], reached[:-1]))
     gaps = lows - begins
     fits = np.flatnonzero(gaps >= size)

@@ -26,7 +26,8 @@ def arena_memory(size: int, device: str) -> torch.Tensor:
 
 
 def at(arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that lies in the arena, ``offset`` bytes from its start."""
+    """A tensor that lies in the arena, ``offset`` bytes from its start: whole elements of its dtype."""
+    assert offset % dtype.itemsize == 0, f"{offset} bytes are no whole elements of {dtype}"
     return torch.empty(0, dtype=dtype, device=arena.device).set_(
         arena.untyped_storage(), offset // dtype.itemsize, shape, stride
     )
