@@ -96,7 +96,7 @@ def test_attributes_containers_and_exchanges() -> None:
         net.a, net.b = net.b, net.a
         net.table["new"].append(fresh)
         net.config = Kept(fresh)
-        queue.append(1)
+        queue.appendleft(1)
         del space.old
         space.new = {"t": fresh}
         net.w.requires_grad_(False)
@@ -110,7 +110,7 @@ def test_attributes_containers_and_exchanges() -> None:
     assert net.acts == [fresh] and net.calls == 1 and (net.a, net.b) == (b, a)
     assert type(net.table["new"]) is list and net.table["new"][0] is fresh
     assert isinstance(net.config, Kept) and net.config.last is fresh
-    assert queue == deque([0, 1]) and vars(space) == {"new": {"t": fresh}} and not net.w.requires_grad
+    assert queue == deque([1, 0]) and vars(space) == {"new": {"t": fresh}} and not net.w.requires_grad
 
 
 def test_globals_closures_slots_and_classes() -> None:

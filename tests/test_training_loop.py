@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import wholestep as ws
+from wholestep.errors import LeakError
 from wholestep.passes import fuse_optimizer
 
 Batch = dict[str, Tensor]
@@ -163,3 +164,51 @@ def test_a_step_that_takes_a_hook_away_takes_that_of_each_call() -> None:
     for _ in range(3):
         assert torch.equal(step(x), layer(x) * 2) and not layer._forward_hooks
         handles[0] = layer.register_forward_hook(_double)
+
+
+@pytest.mark.parametrize("add", [
+    lambda log, out: log.append("step"), lambda log, out: log.append((tuple(out.shape), 3)),
+    lambda log, out: log.extend(["loss", out.detach()]), lambda log, out: log.append({"batch": len(out)}),
+])  # fmt: skip
+def test_a_log_that_grows_by_anything_is_one_step(add: Any) -> None:
+    """More calls than a step may be captured for."""
+    layer, logs, x = nn.Linear(2, 2), ([], []), torch.ones(3, 2)
+
+    def training(log: list[Any]) -> Any:
+        def step(x: Tensor) -> Tensor:
+            out = layer(x)
+            add(log, out)
+            return out
+
+        return step
+
+    eager, compiled = training(logs[0]), ws.compile(training(logs[1]))
+    for _ in range(40):
+        eager(x), compiled(x)
+    assert compiled.captures <= 2 and len(logs[0]) == len(logs[1])
+    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(*logs, strict=True))
+
+
+def test_a_log_that_the_step_reads_is_looked_into() -> None:
+    log: list[str] = []
+
+    @ws.compile
+    def step(x: Tensor) -> Tensor:
+        log.append("step")
+        return x * len(log)
+
+    assert [step(torch.ones(())).item() for _ in range(4)] == [1, 2, 3, 4]
+    assert step.captures == 4 and log == ["step"] * 4
+
+
+def test_a_set_that_grows_by_tensors_is_refused() -> None:
+    kept: set[Tensor] = set()
+
+    @ws.compile
+    def step(x: Tensor) -> None:
+        kept.add(x * 2)
+
+    step(torch.ones(()))
+    with pytest.raises(LeakError, match="grows by 1 values made in the step"):
+        step(torch.ones(()))
+    assert len(kept) == 1

@@ -227,6 +227,7 @@ def capture(
     """
     with _capturing:
         world = look(fn, args, kwargs, varying=varying)
+        asked, optional = varying, frozenset[str]()
         shared: frozenset[int] = frozenset()
         reshaped: frozenset[int] = frozenset()
         reentrant = True
@@ -252,11 +253,16 @@ def capture(
             except ReentrantCheckpoint:
                 reentrant = False
             except LeakError as leak:  # once more, not looking into lists that the step appends to
-                if not leak.grown:
+                if leak.read and optional & varying:
+                    varying, first = varying - optional, None
+                elif leak.grown <= varying:  # none, or none that can stay unseen
                     raise (first or leak) if leak.read else leak  # noqa: B904
-                first, varying = leak, varying | leak.grown
+                else:
+                    first, varying = leak, varying | leak.grown
+                    optional = leak.grown if leak.optional else optional
             finally:
                 _tracing.active = False
                 world.restore()
-            if not varying <= world.varying:
-                world = look(fn, args, kwargs, varying=varying)
+            if varying != asked:
+                world, asked = look(fn, args, kwargs, varying=varying), varying
+                world.looked_into = optional - varying

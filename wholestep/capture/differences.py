@@ -41,6 +41,7 @@ class _Values:
         self.new: dict[int, New] = {}
         self.open: set[int] = set()
         self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many new values, and the first of them
+        self.longer: set[str] = set()  # lists that grew by what is the same in each call
         self.made: dict[int, tuple[Any, Value]] = {}  # a container that is held twice is made once
 
     def value(self, value: Any, where: str) -> Value:
@@ -144,6 +145,10 @@ def differences(seen: Exchanged, is_new: Callable[[torch.Tensor], bool], result:
                      REMEDY)
         leak.grown = frozenset(source.path for source, _, _ in values.grown)
         raise leak
+    if not values.longer <= seen.looked_into:
+        leak = LeakError("the step appends to a list at each call", remedy=REMEDY)
+        leak.grown, leak.optional = frozenset(values.longer - seen.looked_into), True
+        raise leak
     for source, taken in seen.walk.sinks.taken():
         found.append(Extend(source, values.tree([], dict(enumerate(taken)), source.text)))
     return found, values.value(result, "the step's result")
@@ -168,6 +173,8 @@ def _place_effects(seen: Exchanged, place: Place, now: Contents, values: _Values
         new = [*new_in(added), *(v.value for v in added if isinstance(v, Existing) and v.late)]
         if new:
             values.grown.append((source, len(now) - len(before), new[0]))
+        elif added and place.box is not boxes.SET:
+            values.longer.add(source.path)
         yield SetContents(source, place.box, tree)
         return
     for key in before:

@@ -44,6 +44,7 @@ class Exchanged(Seen):
         self.seeds: list[tuple[torch.Generator, Source, torch.Tensor]] = []
         self.lifted: dict[tuple[int, Any], Any] = {}
         self.noted: list[Noted] = []
+        self.looked_into: frozenset[str] = frozenset()
         self.wholes, self.spread = Wholes((), None), False
         self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -91,7 +91,7 @@ def trace_step(
         effects, value = world.outcome(is_made, result)
     except LeakError as error:
         leak = LeakError(error.what, error.where or recorder.made_at(error.held), error.remedy)
-        leak.grown = error.grown
+        leak.grown, leak.optional = error.grown, error.optional
         raise leak from None
     made = new_values(effects, value)
     outlet.observe(made)
