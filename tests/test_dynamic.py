@@ -14,6 +14,7 @@ import wholestep as ws
 from examples.gpt import GPT, GPTConfig
 from wholestep.autograd import aot_function, min_cut_partition
 from wholestep.dynamic import Templates
+from wholestep.errors import CaptureError
 from wholestep.pipeline import capture
 
 F = nn.functional
@@ -268,3 +269,14 @@ def test_many_sizes_leave_a_bounded_number_of_programs() -> None:
 def test_a_mesh_is_refused() -> None:
     with pytest.raises(ValueError, match="dynamic=True is for one process"):
         ws.compile(lambda x: x, mesh=ws.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), dynamic=True)
+
+
+def test_a_module_that_meets_ever_new_sizes_is_told_of_it() -> None:
+    static, dynamic = ws.compile(mlp()), ws.compile(mlp(), dynamic=True)
+    with pytest.raises(CaptureError, match="captured 32 times.*shape: expected") as error:
+        for size in range(2, 80):
+            static(torch.ones(size, 8))
+    assert static.captures == 32 and "dynamic=True" in str(error.value)  # type: ignore[comparison-overlap]
+    for size in range(2, 40):
+        dynamic(torch.ones(size, 8))
+    assert dynamic.recompiles == [] and dynamic.specialized == []  # type: ignore[comparison-overlap]
