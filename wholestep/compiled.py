@@ -139,8 +139,9 @@ class Compiled:
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Missed) -> Entry:
         if (len(self._entries) if self._known.templates is None else self._known.templates.captures) >= MAX_ENTRIES:
-            sized = " shape: " in missed.reason and not self._dynamic
-            way = "compile with dynamic=True, pad to a few sizes" if sized else "keep the number that changes in a tensor"
+            way = "keep the number that changes in a tensor"
+            if " shape: " in missed.reason and not self._dynamic:
+                way = "compile with dynamic=True, pad to a few sizes"
             raise CaptureError(
                 f"the step was captured {MAX_ENTRIES} times; the last call differs again: {missed.reason}",
                 remedy=f"{way}, or compile a smaller part of the step",
