@@ -175,6 +175,8 @@ def along() -> Iterator[Any]:
     yield aten.max.dim, t(5, 4), 1
     yield aten.min.dim, t(5, 4), 0, True
     yield aten.median.dim, t(5, 4), 1
+    for one in (aten.max, aten.min):
+        yield one.default, t(3, 5, 4)
     yield aten.glu.default, t(5, 4), 1
     yield aten.glu_backward.default, t(5, 2), t(5, 4), 1
     yield aten.flip.default, t(5, 4), [1]

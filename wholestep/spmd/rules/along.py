@@ -10,7 +10,8 @@ from torch import fx
 from wholestep.comm.rows import piece
 from wholestep.ir import info
 from wholestep.spmd.calls import Call
-from wholestep.spmd.placements import Shard
+from wholestep.spmd.placements import Op, Shard
+from wholestep.spmd.rules.reductions import reduction
 from wholestep.spmd.sharding import Build, Dims, Row, Rule, alphabet, beside, linear_rows
 
 aten = torch.ops.aten
@@ -21,7 +22,7 @@ def along(*, is_linear: bool = False, default: int = -1) -> Rule:
 
     def rule(call: Call) -> Iterator[Row]:
         count = call.values[0].dim()
-        if count == 0:
+        if count == 0 or call.results[0].dim() < count - 1:  # all elements in one, as `median()` does
             return
         dim = int(call.argument("dim", default)) % count
         letters = alphabet(count)
@@ -31,6 +32,16 @@ def along(*, is_linear: bool = False, default: int = -1) -> Rule:
         yield from Dims([names] * len(call.values), [result] * len(call.results)).rows(call)
         if is_linear:
             yield from linear_rows(call, [(0,)])
+
+    return rule
+
+
+def _extreme(op: Op) -> Rule:
+    """Along a dimension, or of all elements."""
+    one, all_of_them = along(), reduction(op)
+
+    def rule(call: Call) -> Iterator[Row]:
+        yield from (all_of_them if call.argument("dim") is None else one)(call)
 
     return rule
 
@@ -88,9 +99,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.cumsum", "aten.glu_backward"], along(is_linear=True)),
     **dict.fromkeys(
         [f"aten.{name}" for name in ("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk",
-                                     "kthvalue", "mode", "median", "nanmedian", "max", "min", "glu")],
+                                     "kthvalue", "mode", "median", "nanmedian", "glu")],
         along(),
     ),
+    "aten.max": _extreme("max"),
+    "aten.min": _extreme("min"),
     "wholestep_formulas.cumprod_backward": along(),
     "wholestep_formulas.prod_backward": _product_gradient,
     **dict.fromkeys(["aten.flip", "aten.roll"], _beside_dims),
