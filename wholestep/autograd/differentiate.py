@@ -109,7 +109,7 @@ def differentiate(
 def _name(tensor: torch.Tensor) -> str:
     """Which result of which node a tensor is, as autograd says it when the tensor was written too early."""
     assert tensor.grad_fn is not None
-    return f"output {tensor.output_nr} of {tensor.grad_fn.name().split('Backward')[0]}"
+    return f"output {tensor.output_nr} of {tensor.grad_fn.name()}"
 
 
 def _refuse_retained(recorder: Recorder, outputs: list[Output]) -> None:

@@ -137,7 +137,12 @@ class CompiledFunction(torch.autograd.Function):
 
 _apply = super(torch.autograd.Function, CompiledFunction).apply
 _is_none = partial(is_, None)
-_OWN_NAME = re.compile("output ([0-9]+) of CompiledFunction")
+_OWN_NAME = re.compile("output ([0-9]+) of CompiledFunction(Backward)?")
+
+
+def _as_eager(name: str, suffix: str | None) -> str:
+    """A node's name as errors give it: whole before torch 2.13, then as that of the function alone."""
+    return name if suffix else name.split("Backward")[0]
 
 
 def all_saved(ctx: Any) -> list[Any]:
@@ -151,7 +156,7 @@ def all_saved(ctx: Any) -> list[Any]:
         saved = ctx.saved_tensors
     except RuntimeError as error:
         names = ctx.plan.derivative.names
-        raise RuntimeError(_OWN_NAME.sub(lambda found: names[int(found[1])], str(error))) from None
+        raise RuntimeError(_OWN_NAME.sub(lambda found: _as_eager(names[int(found[1])], found[2]), str(error))) from None
     if not numbers:
         return list(saved)
     tensors = iter(saved)
