@@ -5,8 +5,11 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -342,3 +345,37 @@ def leaves_early():
 
 def test_a_rank_that_left_is_named():
     assert "rank 0 has" in run_ranks(leaves_early, 2, "shm")[1]
+
+
+def computing(folder):
+    """Says that it is there, and computes for longer than any test takes."""
+    Path(folder, str(os.getpid())).touch()
+    while True:
+        comm.all_reduce(torch.ones(4))
+
+
+CALLER = "from tests.test_comm_faults import computing, run_ranks; run_ranks(computing, 2, 'shm', ({folder!r},))"
+
+
+def test_ranks_end_when_the_process_that_waits_for_them_is_killed(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    caller = subprocess.Popen([sys.executable, "-c", CALLER.format(folder=str(tmp_path))])
+    end = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2:
+        assert caller.poll() is None and time.monotonic() < end, "the ranks do not begin"
+        time.sleep(0.05)
+    caller.kill()
+    caller.wait()
+    ranks = [int(path.name) for path in tmp_path.iterdir()]
+    while any(map(is_running, ranks)):
+        assert time.monotonic() < end, "the ranks compute on"
+        time.sleep(0.05)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def is_running(pid):
+    """Whether a process is there and is no zombie, which waits for whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

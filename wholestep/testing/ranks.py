@@ -148,6 +148,7 @@ def _rank_main(pipe: Connection, rank: int, size: int, transport: str, address: 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault(FOLDER_VARIABLE, os.path.dirname(address.removeprefix("file://")))
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_caller, name="end with caller", daemon=True).start()
     try:
         comm.init_process_group(transport, address, timedelta(seconds=60), size, rank)
         fn, args = pickle.loads(work)
@@ -159,6 +160,14 @@ def _rank_main(pipe: Connection, rank: int, size: int, transport: str, address: 
     with contextlib.suppress(OSError):
         pipe.send_bytes(reply)
     pipe.close()
+
+
+def _end_with_caller() -> None:
+    """Ends this rank when the process that waits for its result is gone, killed perhaps; others would compute on."""
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        caller.join()
+        os._exit(1)
 
 
 def _reply(good: bool, value: Any, where: str) -> bytes:
