@@ -178,7 +178,7 @@ class Exchanged(Seen):
         for number in self.numbers:
             if number.group is not None and any(number.group is g for g in noted.scheduler.optimizer.param_groups):
                 source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
-                pending = Pending.of(source, number.group[number.key])
+                pending = Pending(source, number.group[number.key])
                 self.lifted[id(number.group), number.key] = number.group[number.key] = pending
         kinds = {int, float, *map(type, self.stand_ins)}
         moved = set(map(id, all_of(noted.scheduler)))
@@ -186,7 +186,7 @@ class Exchanged(Seen):
             state = vars(scheduler) if id(scheduler) in moved else {}
             for key, value in state.items():
                 if is_of_numbers(value, kinds):
-                    self.lifted[id(state), key] = state[key] = Pending.of(Item(Vars(source), key), value)
+                    self.lifted[id(state), key] = state[key] = Pending(Item(Vars(source), key), value)
 
 
 def _is_bare(tensor: torch.Tensor) -> bool:

@@ -26,11 +26,8 @@ class Pending:
     """
 
     def __init__(self, source: Source, before: Any) -> None:
-        self.source, self.before = source, before
-
-    @classmethod
-    def of(cls, source: Source, before: Any) -> Pending:
-        return cls(source, before.before if isinstance(before, Pending) else before)
+        self.source = source
+        self.before: Any = before.before if isinstance(before, Pending) else before
 
     def __repr__(self) -> str:
         return f"<{self.source}, set when the step ends>"
