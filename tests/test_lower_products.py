@@ -45,6 +45,17 @@ def test_a_gradient_that_stays_is_whole() -> None:
     assert "parts_" not in compare(*wide_step(keep_grads=True)).code
 
 
+def test_a_whole_gradient_is_written_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "WHOLE", products.LEAST)
+    fast = compare(*wide_step(keep_grads=True), calls=2)
+    assert fast.code.count("in parts(") == 1
+    torch.set_num_threads(2)
+    try:
+        assert "in parts(" not in compare(*wide_step(keep_grads=True)).code
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_several_threads_share_a_gradient() -> None:
     torch.set_num_threads(2)
     try:
@@ -101,10 +112,10 @@ def updates(draw: Any) -> tuple[Any, list[Any]]:
 
 @given(updates())
 def test_random_updates(made: tuple[Any, list[Any]]) -> None:
-    before = products.PIECE, products.LEAST, products.INNER
-    products.PIECE, products.LEAST = 32, 64  # pieces of eight rows
+    before = products.PIECE, products.LEAST, products.WHOLE, products.INNER
+    products.PIECE, products.LEAST, products.WHOLE = 32, 64, 64  # pieces of eight rows
     try:
         with torch.no_grad():
             compare(*made, calls=2)
     finally:
-        products.PIECE, products.LEAST, products.INNER = before
+        products.PIECE, products.LEAST, products.WHOLE, products.INNER = before

@@ -25,6 +25,7 @@ from wholestep.lower.ops import (
     out_variant,
     reaches,
 )
+from wholestep.lower.products import in_parts, parts
 from wholestep.lower.prompt import form_at_once, prompt_starts
 from wholestep.lower.spell import Speller, keyword, literal, one_line
 from wholestep.lower.values import RECYCLE_FROM, RECYCLE_GRADIENTS_FROM, device_key, origin_of, recyclable
@@ -181,7 +182,18 @@ class CallWriter(Speller):
         found = out_variant(op, device_key(info(node).value))
         assert found is not None, op
         overload, extra, outs = found
-        self._say(lines, self._out_call(node, overload, extra, outs[0], target), node)
+        if not self.in_tile and in_parts(node):
+            self._in_parts(node, target, lines)
+        else:
+            self._say(lines, self._out_call(node, overload, extra, outs[0], target), node)
+
+    def _in_parts(self, node: fx.Node, target: str, lines: list[str]) -> None:
+        """A product of few rows of a batch, by some of its own rows at a time."""
+        left, right = (self._arg(a) for a in node.args)
+        self.namespace["parts"] = parts
+        lines.append(f"for some, part in parts({left}, {target}):")
+        self._say(lines, f"    torch.mm(some, {right}, out=part)", node)
+        lines.append("del some, part")
 
     def _inplace(self, node: fx.Node, twin: Any, target: str) -> str:
         method = getattr(torch.Tensor, base_name(twin), None)

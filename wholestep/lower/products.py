@@ -19,6 +19,7 @@ from wholestep.torch_compat import no_modes
 
 PIECE = 1 << 18  # elements that are computed at once: 1 MB, as much as fits the second cache
 LEAST = 1 << 21  # elements of a product from which this pays
+WHOLE = 1 << 22  # and of one that stays in memory
 # The dimension that is summed over, at most: beyond, arithmetic takes longer than memory, and the factors live longer.
 INNER = 128
 
@@ -55,6 +56,22 @@ def by_rows(left: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[int, torc
     for first in range(0, left.shape[0], rows):
         some = left[first : first + rows]
         yield first * columns, some, piece[: some.shape[0]]
+
+
+def in_parts(node: fx.Node) -> bool:
+    """Whether a product that is whole in memory is computed by rows: each part is written while the cache holds it.
+
+    On one thread 5000 x 5000 elements take 0.65 of the time with 20 rows of a batch, 0.77 with 64 and 0.97 with 128;
+    several threads share out the whole product better than its parts (0.98 to 1.16).
+    """
+    one = torch.get_num_threads() == 1 and info(node).value.device.type == "cpu"
+    return one and is_product(node) and info(node).value.numel() >= WHOLE and _pays(node) and _same_bits(node)
+
+
+def parts(left: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of the first factor and of the product, as many at once as the cache holds."""
+    rows = rows_at_once(out)
+    return zip(left.split(rows), out.split(rows), strict=True)
 
 
 def _pays(node: fx.Node) -> bool:
