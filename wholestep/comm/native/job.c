@@ -92,7 +92,7 @@ int job_take_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
     size_t bytes = timed(j) ? slots_measured(g) : 0;
     double began = bytes ? now() : 0;
     int status = a->read(g, j, k);
-    slots_note_speed(g, bytes, bytes ? now() - began : 0);
+    slots_note_speed(g, bytes, bytes ? now() - began : 0, k + 1 == a->rounds(g, j));
     return status;
 }
 

@@ -44,7 +44,7 @@ static int broadcast_read(group_t *g, job_t *j, size_t k) {
     return OK;
 }
 static void broadcast_direct(group_t *g, job_t *j) {
-    if (!is_root(g, j)) copy(j->out, g->peers[j->d.root], j->d.bytes);
+    if (!is_root(g, j)) slot_take(j->out, g->peers[j->d.root], j->d.bytes, j->d.bytes >= LARGE);
 }
 const algorithm_t broadcast_rounds = {"broadcast", by_chunk, NULL, broadcast_write, broadcast_read, broadcast_direct};
 
@@ -82,7 +82,7 @@ static int allgather_read(group_t *g, job_t *j, size_t k) {
 static void allgather_direct(group_t *g, job_t *j) {
     for (int step = 0; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
-        copy(out_at(j, r), g->peers[r], j->d.bytes);
+        slot_take(out_at(j, r), g->peers[r], j->d.bytes, j->d.bytes * (size_t)g->size >= LARGE);
     }
 }
 const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, allgather_write, allgather_read, allgather_direct};

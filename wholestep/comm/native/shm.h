@@ -101,9 +101,9 @@ typedef struct {
     size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
     int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
     size_t put;          /* bytes put into the slot of the round that is being filled */
-    int streaming, slow; /* slots.c: writing past the caches; slow rounds in a row */
-    size_t filled;       /* bytes written through the caches since the last round was read, */
-    double filling;      /* and the seconds it took */
+    int streaming, slow; /* slots.c: writing past the caches; slow spans in a row */
+    size_t filled, judged;   /* bytes written through the caches since the last round was read; of this span so far, */
+    double filling, judging; /* and the seconds it took */
     int broken;
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;
@@ -194,8 +194,8 @@ void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *con
 void slot_put(group_t *g, char *slot, const char *from, size_t n);
 void slot_take(char *to, const char *from, size_t n, int large);
 int slots_streamed(const group_t *g);
-size_t slots_measured(const group_t *g);
-void slots_note_speed(group_t *g, size_t bytes, double seconds);
+size_t slots_measured(group_t *g);
+void slots_note_speed(group_t *g, size_t bytes, double seconds, int last);
 
 /* p2p.c */
 typedef struct message message_t;

@@ -14,8 +14,9 @@
 #include "shm.h"
 
 #define LEAST (8 * 1024)    /* bytes from which on either is worth it */
-#define SLOW 6e9            /* bytes a second in and out of slots: 17 where cores share a cache, 4 where not */
-#define IN_A_ROW 6          /* rounds as slow as that, before it asks */
+#define SLOW 7.5e9          /* bytes a second in and out of slots: 12 to 40 where cores share a cache, 3 to 6 where not */
+#define SPAN (128 * 1024)   /* bytes that are judged together, or a collective's: its last chunk is fast in any case */
+#define IN_A_ROW 6          /* spans as slow as that, before it asks */
 #define A_WHILE 200000000LL /* nanoseconds; then the cache is tried again, at the cost of some 20 slow reads */
 
 /* Past the caches: for what another core reads, or what is not read soon. */
@@ -65,22 +66,25 @@ void slot_take(char *to, const char *from, size_t n, int large) {
 
 /* Bytes of the slots that were written since the last round was read, and of those of this round, if they tell something
  * about the caches, else 0. */
-size_t slots_measured(const group_t *g) {
+size_t slots_measured(group_t *g) {
     size_t bytes = g->filled;
     for (int r = 0; r < g->size; r++) {
         const desc_t *d = desc_of(g, r, g->reading);
         if (r == g->rank) continue;
-        if (d->streamed) return 0;
+        if (d->streamed) return g->judged = 0;
         bytes += d->put;
     }
     return bytes >= LEAST ? bytes : 0;
 }
 
-void slots_note_speed(group_t *g, size_t bytes, double seconds) {
-    seconds += g->filling;
+/* `last`: of a collective's rounds. */
+void slots_note_speed(group_t *g, size_t bytes, double seconds, int last) {
+    if (g->judged == 0) g->judging = 0;
+    if (bytes) g->judged += bytes, g->judging += g->filling + seconds;
     g->filled = 0, g->filling = 0;
-    if (!bytes) return;
-    g->slow = (double)bytes < SLOW * seconds ? g->slow + 1 : 0;
+    if (!g->judged || (g->judged < SPAN && !last)) return;
+    g->slow = (double)g->judged < SLOW * g->judging ? g->slow + 1 : 0;
+    g->judged = 0;
     if (g->slow < IN_A_ROW) return;
     g->slow = 0;
     atomic_store(&g->ctl[g->rank].streams_until, (uint64_t)(nanoseconds() + A_WHILE));
