@@ -64,6 +64,7 @@ const algorithm_t reduce_rounds = {"reduce", by_chunk, NULL, reduce_write, reduc
 
 /* all_gather: our own part is copied while it is in the cache, except when others wait for what may be all of it */
 static void gather_one(group_t *g, job_t *j, size_t k, int r, const char *from) {
+    if (r == g->rank) g->beside += part(j->d.bytes, g->chunk, k);
     slot_take(out_at(j, r) + k * g->chunk, from, part(j->d.bytes, g->chunk, k), j->d.bytes * (size_t)g->size >= LARGE);
 }
 static int own_late(const group_t *g, const job_t *j) { return j->d.bytes <= g->chunk || j->d.op == OP_GATHER; }
@@ -173,7 +174,10 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
     int status = k == 0 ? alltoall_agree(g, j) : OK;
     if (status) return status;
     for (int r = 0; r < g->size; r++) all += j->out_sizes[r];
-    if (k + 1 == j->rounds) copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
+    if (k + 1 == j->rounds) {
+        copy(out_at(j, g->rank), in_at(j, g->rank), j->in_sizes[g->rank]);
+        g->beside += j->in_sizes[g->rank];
+    }
     for (int step = 1; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
         slot_take(out_at(j, r) + k * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank), part(j->out_sizes[r], p, k),

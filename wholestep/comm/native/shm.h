@@ -101,9 +101,10 @@ typedef struct {
     size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
     int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
     size_t put;          /* bytes put into the slot of the round that is being filled */
-    int streaming, slow; /* slots.c: writing past the caches; slow spans in a row */
+    int streaming, slow, longer; /* slots.c: writing past the caches; slow spans in a row; in a job that has had a span */
     size_t filled, judged;   /* bytes written through the caches since the last round was read; of this span so far, */
     double filling, judging; /* and the seconds it took */
+    size_t beside;           /* bytes copied in that time that were in no slot */
     int broken;
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;

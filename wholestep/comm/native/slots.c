@@ -15,7 +15,8 @@
 
 #define LEAST (8 * 1024)    /* bytes from which on either is worth it */
 #define SLOW 7.5e9          /* bytes a second in and out of slots: 12 to 40 where cores share a cache, 3 to 6 where not */
-#define SPAN (128 * 1024)   /* bytes that are judged together, or a collective's: its last chunk is fast in any case */
+#define SPAN (4 << 20)      /* bytes that are judged together, or a collective's: its slots are filled first, and read fast */
+#define FIRST 1e-6          /* seconds that are not for the bytes: clocks, first misses */
 #define IN_A_ROW 6          /* spans as slow as that, before it asks */
 #define A_WHILE 200000000LL /* nanoseconds; then the cache is tried again, at the cost of some 20 slow reads */
 
@@ -80,11 +81,12 @@ size_t slots_measured(group_t *g) {
 /* `last`: of a collective's rounds. */
 void slots_note_speed(group_t *g, size_t bytes, double seconds, int last) {
     if (g->judged == 0) g->judging = 0;
-    if (bytes) g->judged += bytes, g->judging += g->filling + seconds;
-    g->filled = 0, g->filling = 0;
+    if (bytes) g->judged += bytes + g->beside, g->judging += g->filling + seconds;
+    g->filled = 0, g->filling = 0, g->beside = 0;
     if (!g->judged || (g->judged < SPAN && !last)) return;
-    g->slow = (double)g->judged < SLOW * g->judging ? g->slow + 1 : 0;
-    g->judged = 0;
+    int rest = g->judged < SPAN && g->longer; /* what a long collective has read at its end */
+    if (!rest) g->slow = (double)g->judged < SLOW * (g->judging - FIRST) ? g->slow + 1 : 0;
+    g->judged = 0, g->longer = !last;
     if (g->slow < IN_A_ROW) return;
     g->slow = 0;
     atomic_store(&g->ctl[g->rank].streams_until, (uint64_t)(nanoseconds() + A_WHILE));
