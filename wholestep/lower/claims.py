@@ -14,6 +14,7 @@ from torch import fx
 from wholestep.ir import GETITEM, info
 from wholestep.lower.lives import Lives, Store, variable
 from wholestep.lower.ops import (
+    ROW_BY_ROW,
     SELF_ONLY_INPLACE,
     aten,
     base_name,
@@ -48,7 +49,8 @@ class Claims(Lives):
             return True
         if any(layout(info(o).value) != layout(info(node).value) for o in mine):
             return False
-        if how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
+        rowwise = node.target in ROW_BY_ROW and info(node).value.device.type == "cpu"
+        if rowwise or how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
             return len(mine) == 1 and mine[0] is node.args[0]
         item = self.items[self.item_of[node]]
         if item.by_pieces and self._read_time(node, root, None) != self.position[node]:

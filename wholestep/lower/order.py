@@ -25,6 +25,7 @@ from wholestep.lower.alike import batch_key, tileable
 from wholestep.lower.chains import chain_step
 from wholestep.lower.ops import is_collective
 from wholestep.lower.products import product_of
+from wholestep.lower.sooner import move_forward
 
 
 @dataclass
@@ -177,7 +178,8 @@ class _Grouping:
                 for member in self.members[group]:
                     item_of[member] = len(items)
                 items.append(Item(self.keys[group][0], self.members[group]))
-        rank = [place[item.nodes[-1]] for item in items]
+        rank = [float(place[item.nodes[-1]]) for item in items]
+        move_forward(self.nodes, item_of, rank, {i for i, item in enumerate(items) if item.kind == "single"})
         before: list[set[int]] = [set() for _ in items]
         last_effect: int | None = None
         for node in self.nodes:
@@ -195,7 +197,7 @@ def has_order(node: fx.Node) -> bool:
     return is_effectful(node) or is_collective(node.target)
 
 
-def _topological(before: list[set[int]], rank: list[int]) -> list[int]:
+def _topological(before: list[set[int]], rank: list[float]) -> list[int]:
     after: list[list[int]] = [[] for _ in before]
     waiting = [len(b) for b in before]
     for index, earlier in enumerate(before):

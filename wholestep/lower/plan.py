@@ -242,7 +242,9 @@ class _Planner(Claims):
     def _reusable(self, operand: fx.Node, node: fx.Node, how: How) -> bool:
         value, root = info(operand).value, self.root[operand]
         home = self.plan.store.get(root)
-        if home is None or home.kind not in ("slot", "call", "scratch", "fresh") or root in self.escaping:
+        # what a kernel has allocated is given back, not kept: it comes on top of the arena
+        kinds = ("slot", "scratch", "fresh") if how == "out" else ("slot", "call", "scratch", "fresh")
+        if home is None or home.kind not in kinds or root in self.escaping:
             return False
         held = info(root).value
         if not isinstance(value, torch.Tensor) or not isinstance(held, torch.Tensor) or how == "fill":
