@@ -8,6 +8,7 @@ from naps import MIB, prepare
 
 from benchmarks.harness import Crew, Measured, compare, markdown
 from benchmarks.models import MODELS, train_step
+from benchmarks.tensor_memory import peak
 from benchmarks.variants import VARIANTS
 
 
@@ -49,3 +50,12 @@ def test_models_learn_what_they_are_given(name: str):
     opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = [train_step(model, opt, batch).item() for _ in range(6)]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("model", ["mlp", "bert-small"])
+def test_tensors_take_no_more_than_in_eager(model: str):
+    threads = torch.get_num_threads()
+    try:
+        assert 0 < peak(model, "ours") <= peak(model, "eager")
+    finally:
+        torch.set_num_threads(threads)
