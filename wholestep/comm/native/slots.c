@@ -18,7 +18,7 @@
 #define SPAN (4 << 20)      /* bytes that are judged together, or a collective's: its slots are filled first, and read fast */
 #define FIRST 1e-6          /* seconds that are not for the bytes: clocks, first misses */
 #define IN_A_ROW 6          /* spans as slow as that, before it asks */
-#define A_WHILE 200000000LL /* nanoseconds; then the cache is tried again, at the cost of some 20 slow reads */
+#define A_WHILE 200000000LL /* nanoseconds; then the cache is tried again, at the cost of some slow spans */
 
 /* Past the caches: for what another core reads, or what is not read soon. */
 static void stream(char *to, const char *from, size_t n) {
