@@ -9,7 +9,7 @@ from torch import nn
 import wholestep as ws
 from tests.lower_programs import Builder
 from tests.test_lower import compare
-from wholestep.lower.ops import ROW_BY_ROW
+from wholestep.lower.claims import ROW_BY_ROW
 
 aten = torch.ops.aten
 

@@ -14,7 +14,6 @@ from torch import fx
 from wholestep.ir import GETITEM, info
 from wholestep.lower.lives import Lives, Store, variable
 from wholestep.lower.ops import (
-    ROW_BY_ROW,
     SELF_ONLY_INPLACE,
     aten,
     base_name,
@@ -35,6 +34,13 @@ from wholestep.lower.values import (
     written_arguments,
 )
 from wholestep.torch_compat import OpOverload
+
+
+# CPU kernels that have read all of a row before they write it: their result may lie over the first operand.
+ROW_BY_ROW = {
+    aten._softmax.default, aten._log_softmax.default,
+    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
+}  # fmt: skip
 
 
 class Claims(Lives):

@@ -81,13 +81,6 @@ SELF_ONLY_INPLACE = {
 }  # fmt: skip
 
 
-# CPU kernels that have read all of a row before they write it: their result may lie over the first operand.
-ROW_BY_ROW = {
-    aten._softmax.default, aten._log_softmax.default,
-    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Mutable:
     """The in-place form of an operator of several results.
