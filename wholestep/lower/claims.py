@@ -35,7 +35,6 @@ from wholestep.lower.values import (
 )
 from wholestep.torch_compat import OpOverload
 
-
 # CPU kernels that have read all of a row before they write it: their result may lie over the first operand.
 ROW_BY_ROW = {
     aten._softmax.default, aten._log_softmax.default,
