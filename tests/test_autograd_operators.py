@@ -32,8 +32,6 @@ EXCEPTIONS = {
 ROUNDED = {"linalg.lstsq", "linalg.lstsq.grad_oriented"}
 # Equal in value; the rule for fake tensors lays the result out otherwise than the kernel.
 STRIDES = {"ormqr"}
-if torch.__version__.startswith("2.11."):  # its rule for `_fft_r2c` leaves out how MKL lays results out
-    STRIDES |= {"fft.ifft", "fft.ihfft"}
 
 
 def differences(cases: Iterable[Case], name: str, **rules: Any) -> list[str]:
