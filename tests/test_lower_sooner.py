@@ -9,7 +9,9 @@ from torch import nn
 import wholestep as ws
 from tests.lower_programs import Builder
 from tests.test_lower import compare
+from wholestep.lower import prompt
 from wholestep.lower.claims import ROW_BY_ROW
+from wholestep.testing import run_ranks
 
 aten = torch.ops.aten
 
@@ -29,16 +31,43 @@ def test_the_gradient_of_a_weight_comes_before_that_of_its_input() -> None:
     assert of_weights == [True, False, True, False, True]  # autograd's order is the other one
 
 
-def test_a_value_that_is_read_later_or_returned_is_not_freed() -> None:
-    for later in (False, True):
-        b = Builder()
-        x, w = b.input("x", torch.randn(256, 256), "batch"), b.input("w", torch.randn(256, 256), "batch")
-        b.phase = "backward"
-        kept = b.call(aten.exp.default, x)
-        first = b.call(aten.mm.default, w, x)
-        small = b.call(aten.sum.dim_IntList, kept, [0])
-        outs = [first, small, b.call(aten.mul.Tensor, kept, first) if later else kept]
-        compare(*b.finish(outs, {}))
+@pytest.mark.parametrize("kept_by", ["nobody", "a later call", "the caller"])
+def test_a_value_that_is_read_later_or_returned_is_not_freed(kept_by: str) -> None:
+    b = Builder()
+    x, w = b.input("x", torch.randn(256, 256), "batch"), b.input("w", torch.randn(256, 256), "batch")
+    b.phase = "backward"
+    kept = b.call(aten.exp.default, x)
+    first = b.call(aten.mm.default, w, x)
+    outs = [first, b.call(aten.sum.dim_IntList, kept, [0])]
+    if kept_by == "a later call":
+        outs.append(b.call(aten.mm.default, kept, first))
+    elif kept_by == "the caller":
+        outs.append(kept)
+    code = compare(*b.finish(outs, {})).code
+    assert (code.index("sum(") < code.index("mm(")) == (kept_by == "nobody")
+
+
+def sharded_program() -> list[str]:
+    """What a rank with a core for its collectives runs when parameters and gradients are sharded, line by line."""
+    prompt.cores_are_busy = lambda group: False
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    compiled = ws.compile(step, mesh=mesh, plan=ws.FullyShard("dp", gather="always"))
+    compiled(torch.randn(2048, 256))
+    return compiled.code.splitlines()  # type: ignore[no-any-return]
+
+
+def test_waits_stay_late() -> None:
+    """A wait takes nothing and frees a gradient, and yet: what runs before it overlaps the collective."""
+    lines = run_ranks(sharded_program, 2)[0]
+    last_product = max(i for i, line in enumerate(lines) if "torch.mm(" in line)
+    waits = [i for i, line in enumerate(lines) if "wait(reduce_scatter" in line]
+    assert len(waits) == 4 and min(waits) > last_product
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -6,14 +6,11 @@ of that input first; run the other way round, the input's memory serves for it.
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from torch import fx
 
-from wholestep.ir import info, is_effectful
-from wholestep.lower.ops import is_sure_view, is_view
+from wholestep.ir import info, is_effectful, nbytes
+from wholestep.lower.ops import is_sure_view, is_view, is_wait
 
 LEAST = 1 << 16  # bytes that are worth a change of order
 
@@ -44,8 +41,8 @@ def _move(node: fx.Node, readers: dict[fx.Node, list[fx.Node]], item_of: dict[fx
     for base in bases & item_of.keys():
         others = [reader for reader in readers[base] if reader is not node]
         if all(reader in item_of and rank[item_of[reader]] <= there for reader in others):
-            freed += _bytes(base)
-    if freed < LEAST or freed < _bytes(node) or there + 0.5 >= rank[item_of[node]]:
+            freed += nbytes(info(base).value)
+    if freed < LEAST or freed < nbytes(info(node).value) or there + 0.5 >= rank[item_of[node]]:
         return
     rank[item_of[node]] = there + 0.5
     for operand in node.all_input_nodes:
@@ -58,7 +55,7 @@ def _may_move(node: fx.Node) -> bool:
     value = info(node).value
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
         return False
-    return not (is_effectful(node) or is_view(node.target))
+    return not (is_effectful(node) or is_view(node.target) or is_wait(node.target))  # a wait is as late as may be
 
 
 def _base(node: fx.Node) -> fx.Node:
@@ -66,8 +63,3 @@ def _base(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and is_sure_view(node.target) and isinstance(info(node).value, torch.Tensor):
         node = node.all_input_nodes[0]
     return node
-
-
-def _bytes(node: fx.Node) -> int:
-    value: Any = info(node).value
-    return math.prod(value.shape) * value.itemsize if isinstance(value, torch.Tensor) else 0
