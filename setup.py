@@ -9,6 +9,7 @@ SOURCES = [
     "module",
     "segment",
     "round",
+    "compare",
     "reduce",
     "move",
     "allreduce_exchange",

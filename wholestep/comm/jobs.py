@@ -161,9 +161,13 @@ class JobGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         if self._handle:
+            outcome = native.settle(self._handle, self._seconds)
+            failure = None if outcome is None else self._error(outcome)
             handle, self._handle, self._ended = self._handle, 0, self.sequence
             native.stop(handle)
             self._under_way.clear()
+            if failure is not None:
+                raise failure
 
     def abort(self, reason: str) -> None:
         if self._handle:
@@ -174,8 +178,8 @@ class JobGroup(ProcessGroup):
             raise ValueError(f"{what}: group {self.group_name!r} has been destroyed")
         return self._handle
 
-    def _error(self, outcome: tuple[int, int, bytes, bytes]) -> DistError:
-        status, culprit, mine, theirs = outcome
+    def _error(self, outcome: tuple[int, int, bytes, bytes, int]) -> DistError:
+        status, culprit, mine, theirs, late = outcome
         self.culprit = culprit
         me, other = f"rank {self.labels[self._rank]}", f"rank {self.labels[culprit]}"
         here, there = describe(mine), describe(theirs)

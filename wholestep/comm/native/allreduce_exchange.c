@@ -53,4 +53,4 @@ static void direct(group_t *g, job_t *j) {
     }
 }
 
-const algorithm_t allreduce_exchange = {"exchange", rounds, NULL, write, read, direct};
+const algorithm_t allreduce_exchange = {"exchange", rounds, NULL, write, read, direct, AMONG_ALL};

@@ -46,4 +46,4 @@ static int read(group_t *g, job_t *j, size_t k) {
     return OK;
 }
 
-const algorithm_t allreduce_split = {"split", rounds, lead, write, read, NULL};
+const algorithm_t allreduce_split = {"split", rounds, lead, write, read, NULL, AMONG_ALL};

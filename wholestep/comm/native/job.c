@@ -33,20 +33,22 @@ void job_enter(group_t *g, job_t *j) {
     g->job = j;
     g->deadline = -1; /* counted from when it first sleeps */
     g->reading = g->round; /* all rounds before this job have been read */
+    int pieces = j->d.op == OP_REDUCE_SCATTER || j->d.op == OP_SCATTER || j->d.op == OP_ALL_TO_ALL;
+    g->tiny = j->d.bytes <= TINY && !pieces;
 }
+
+/* Rounds that this rank may publish before the others have come to the first of them. */
+static uint32_t room(const group_t *g) { return g->tiny ? SAID / 2 : g->ahead; }
+
+/* Whether there is none left. */
+int job_full(const group_t *g) { return g->round - g->compared >= room(g); }
 
 static void announce(group_t *g, const job_t *j) {
     desc_t *d = desc_of(g, g->rank, g->round + 1);
     *d = j->d;
     d->put = (uint32_t)g->put, d->streamed = (uint32_t)g->streaming;
     g->put = 0;
-    round_publish(g);
-}
-
-/* Ranks that disagree, which all see alike, are ready for the next collective. */
-static int disagree(group_t *g, int status) {
-    int second = status == E_MISMATCH ? round_realign(g) : OK;
-    return second ? second : status;
+    round_publish_until(g, g->round + 1);
 }
 
 /* The first round of a collective that has a direct form: where everybody's input lies. */
@@ -59,8 +61,7 @@ static void ask(group_t *g, job_t *j) {
 /* Works on shared memory itself if every rank's input lies there. done: 1 when it did. */
 static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     g->reading++;
-    int status = round_wait(g, g->reading, g->reading);
-    if (!status) status = disagree(g, round_compare(g, j));
+    int status = disagree(g, round_meet(g, j, EVERYBODY));
     if (status) return status;
     for (int r = 0; r < g->size; r++)
         if (!desc_of(g, r, g->reading)->segment) return OK;
@@ -71,7 +72,9 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     a->direct(g, j);
     announce(g, j);
     *done = 1;
-    return round_wait(g, g->round, g->round);
+    status = round_wait(g, g->round, g->round);
+    g->compared = g->round;
+    return status;
 }
 
 #define MEASURED (8 * 1024)
@@ -97,16 +100,17 @@ int job_take_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
 }
 
 int job_end_round(group_t *g, job_t *j, const algorithm_t *a, size_t k, int checked) {
-    g->reading++;
-    int status = round_wait(g, g->reading, g->reading + (g->round - g->reading) / 2);
-    if (!status && k == 0 && !checked) status = round_compare(g, j);
+    uint32_t round = ++g->reading;
+    int status;
+    if (k == 0 && !checked) status = round_meet(g, j, awaited(g, j, a));
+    else if (status = round_wait(g, round, round + (g->round - round) / 2), !status) g->compared = round;
     return disagree(g, status ? status : job_take_round(g, j, a, k));
 }
 
-/* Fills slots until we are as far ahead of the round that we read last as may be. */
+/* Fills slots until we are as far ahead of the others as may be. */
 static void fill(group_t *g, job_t *j, const algorithm_t *a, size_t *filled, size_t limit) {
     size_t all = a->rounds(g, j);
-    while (*filled < limit && *filled < all && g->round - g->reading < g->ahead) job_start_round(g, j, a, (*filled)++);
+    while (*filled < limit && *filled < all && !job_full(g)) job_start_round(g, j, a, (*filled)++);
 }
 
 int job_run_rounds(group_t *g, job_t *j, const algorithm_t *a, size_t k, size_t filled, int checked) {
@@ -119,11 +123,22 @@ int job_run_rounds(group_t *g, job_t *j, const algorithm_t *a, size_t k, size_t 
     return OK;
 }
 
-int job_run(group_t *g, job_t *j) {
+/* Whether a job is one round, whatever the others have. */
+int job_single(const group_t *g, const job_t *j) {
+    return !job_direct_form(g, j) && j->d.op != OP_ALL_TO_ALL && choose(g, j)->rounds(g, j) == 1;
+}
+
+/* Makes room for a job: one of several rounds has the whole ring. */
+int job_ready(group_t *g, job_t *j) {
     if (g->broken) return round_broken(g, j);
     job_enter(g, j);
-    int gone = round_gone(g);
-    if (gone) return gone;
+    int status = round_settle(g, j, !job_single(g, j) ? 0 : job_full(g) ? room(g) / 2 : room(g));
+    return status ? status : round_gone(g);
+}
+
+int job_run(group_t *g, job_t *j) {
+    int status = job_ready(g, j);
+    if (status) return status;
     const algorithm_t *a = choose(g, j), *direct = job_direct_form(g, j);
     size_t filled = 0;
     if (direct) {
@@ -131,7 +146,7 @@ int job_run(group_t *g, job_t *j) {
         /* One private input decides it: no need to wait for the others' word before the slots are filled. */
         int done = 0;
         if (!j->d.segment) fill(g, j, a, &filled, a->lead ? a->lead(g, j) : g->ahead);
-        int status = try_direct(g, j, direct, &done);
+        status = try_direct(g, j, direct, &done);
         if (status || done) return status;
     }
     return job_run_rounds(g, j, a, 0, filled, direct != NULL);

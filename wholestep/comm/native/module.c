@@ -1,6 +1,7 @@
 /* The Python names of the engine. Stable ABI, no header of torch: tensors come as addresses.
  *
- * A failed collective gives (status, culprit rank, our descriptor, the other's descriptor); transport.py words it. */
+ * A failed collective gives (status, culprit rank, our descriptor, the other's descriptor, whether they are of an earlier
+ * collective); jobs.py words it. */
 #define _GNU_SOURCE
 #include "python.h"
 
@@ -72,6 +73,19 @@ static PyObject *py_ready(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
+/* settle(handle, seconds) -> None, or what went wrong in collectives that this rank went on from */
+static PyObject *py_settle(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (wrong(n, 2)) return NULL;
+    group_t *g = address(a[0]);
+    job_t j = {.timeout = PyFloat_AsDouble(a[1])};
+    int status;
+    Py_BEGIN_ALLOW_THREADS
+    status = group_settle(g, &j);
+    Py_END_ALLOW_THREADS
+    return outcome(status, &j);
+}
+
 static PyObject *py_stop(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (wrong(n, 1)) return NULL;
@@ -113,8 +127,9 @@ static PyObject *py_release(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 
 PyObject *outcome(int status, const job_t *j) {
     if (status == OK) Py_RETURN_NONE;
-    return Py_BuildValue("iiy#y#", status, j->culprit, (const char *)&j->d, (Py_ssize_t)DESC_COMPARED,
-                         (const char *)&j->theirs, (Py_ssize_t)DESC_COMPARED);
+    int late = status == E_MISMATCH && j->late;
+    return Py_BuildValue("iiy#y#i", status, j->culprit, (const char *)(late ? &j->ours : &j->d),
+                         (Py_ssize_t)DESC_COMPARED, (const char *)&j->theirs, (Py_ssize_t)DESC_COMPARED, late);
 }
 
 static uint64_t *array(PyObject *o, int *bad) {
@@ -270,7 +285,8 @@ static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(s
                                 METHOD(release),     METHOD(run),       METHOD(finish),     METHOD(test),
                                 METHOD(p2p_start),   METHOD(p2p_finish), METHOD(p2p_test),  METHOD(alive),
                                 METHOD(repeat),      METHOD(sequence),   METHOD(quick_setup), METHOD(quick_pause),
-                                METHOD(learn),       METHOD(quicken),     METHOD(number),     METHOD(flights),   METHOD(abort),      METHOD(reason),     METHOD(ready),
+                                METHOD(learn),       METHOD(quicken),    METHOD(number),     METHOD(flights),
+                                METHOD(abort),       METHOD(reason),     METHOD(ready),      METHOD(settle),
                                 {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
                                         NULL, NULL, NULL, NULL};

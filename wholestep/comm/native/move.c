@@ -31,7 +31,7 @@ static void write_pieces(group_t *g, job_t *j, size_t k, char *slot) {
 static size_t once(const group_t *g, const job_t *j) { (void)g, (void)j; return 1; }
 static void write_nothing(group_t *g, job_t *j, size_t k, char *slot) { (void)g, (void)j, (void)k, (void)slot; }
 static int read_nothing(group_t *g, job_t *j, size_t k) { (void)g, (void)j, (void)k; return OK; }
-const algorithm_t barrier_rounds = {"barrier", once, NULL, write_nothing, read_nothing, NULL};
+const algorithm_t barrier_rounds = {"barrier", once, NULL, write_nothing, read_nothing, NULL, AMONG_ALL};
 
 /* broadcast */
 static void broadcast_write(group_t *g, job_t *j, size_t k, char *slot) {
@@ -46,7 +46,7 @@ static int broadcast_read(group_t *g, job_t *j, size_t k) {
 static void broadcast_direct(group_t *g, job_t *j) {
     if (!is_root(g, j)) slot_take(j->out, g->peers[j->d.root], j->d.bytes, j->d.bytes >= LARGE);
 }
-const algorithm_t broadcast_rounds = {"broadcast", by_chunk, NULL, broadcast_write, broadcast_read, broadcast_direct};
+const algorithm_t broadcast_rounds = {"broadcast", by_chunk, NULL, broadcast_write, broadcast_read, broadcast_direct, FROM_ROOT};
 
 /* reduce */
 static int reduce_read(group_t *g, job_t *j, size_t k) {
@@ -60,7 +60,7 @@ static int reduce_read(group_t *g, job_t *j, size_t k) {
 static void reduce_write(group_t *g, job_t *j, size_t k, char *slot) {
     if (!is_root(g, j)) write_chunk(g, j, k, slot);
 }
-const algorithm_t reduce_rounds = {"reduce", by_chunk, NULL, reduce_write, reduce_read, NULL};
+const algorithm_t reduce_rounds = {"reduce", by_chunk, NULL, reduce_write, reduce_read, NULL, TO_ROOT};
 
 /* all_gather: our own part is copied while it is in the cache, except when others wait for what may be all of it */
 static void gather_one(group_t *g, job_t *j, size_t k, int r, const char *from) {
@@ -86,7 +86,7 @@ static void allgather_direct(group_t *g, job_t *j) {
         slot_take(out_at(j, r), g->peers[r], j->d.bytes, j->d.bytes * (size_t)g->size >= LARGE);
     }
 }
-const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, allgather_write, allgather_read, allgather_direct};
+const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, allgather_write, allgather_read, allgather_direct, AMONG_ALL};
 
 /* reduce_scatter */
 static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
@@ -104,14 +104,14 @@ static void reduce_scatter_direct(group_t *g, job_t *j) {
     reduce_into(j->d.dtype, j->d.red, &j->out, 1, src, g->size, j->d.bytes / j->elem);
 }
 const algorithm_t reduce_scatter_rounds = {"reduce_scatter", by_piece, NULL, write_pieces, reduce_scatter_read,
-                                           reduce_scatter_direct};
+                                           reduce_scatter_direct, AMONG_ALL};
 
 /* gather */
 static int gather_read(group_t *g, job_t *j, size_t k) { return is_root(g, j) ? allgather_read(g, j, k) : OK; }
 static void gather_write(group_t *g, job_t *j, size_t k, char *slot) {
     if (!is_root(g, j)) write_chunk(g, j, k, slot);
 }
-const algorithm_t gather_rounds = {"gather", by_chunk, NULL, gather_write, gather_read, NULL};
+const algorithm_t gather_rounds = {"gather", by_chunk, NULL, gather_write, gather_read, NULL, TO_ROOT};
 
 /* scatter */
 static void scatter_write(group_t *g, job_t *j, size_t k, char *slot) {
@@ -125,7 +125,7 @@ static int scatter_read(group_t *g, job_t *j, size_t k) {
     copy(j->out + k * p, from, part(j->d.bytes, p, k));
     return OK;
 }
-const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, scatter_read, NULL};
+const algorithm_t scatter_rounds = {"scatter", by_piece, NULL, scatter_write, scatter_read, NULL, FROM_ROOT};
 
 /* all_to_all: sizes differ by pair, so the first round shows everyone's tables as well, and all derive the same number of
  * rounds and find the same disagreement. */
@@ -185,4 +185,4 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
     }
     return OK;
 }
-const algorithm_t alltoall_rounds = {"all_to_all", alltoall_count, NULL, alltoall_write, alltoall_read, NULL};
+const algorithm_t alltoall_rounds = {"all_to_all", alltoall_count, NULL, alltoall_write, alltoall_read, NULL, AMONG_ALL};

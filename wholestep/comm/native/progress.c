@@ -58,29 +58,29 @@ static void release(group_t *g) {
  * there or something is wrong, and then job_go_on, called without the GIL, ends it. Between the first step and the end
  * the group is locked. */
 int job_dash(group_t *g, job_t *j) {
-    if (!g->spins || j->d.bytes > DASH || pthread_mutex_trylock(&g->lock)) return 0;
+    if (j->d.bytes > DASH || pthread_mutex_trylock(&g->lock)) return 0;
     const algorithm_t *a = choose(g, j);
-    if (g->busy || g->head || g->lazy || g->broken || a->rounds(g, j) != 1 || round_left(g) >= 0) {
+    int free = !g->busy && !g->head && !g->lazy && !g->broken && a->rounds(g, j) == 1 && round_left(g) < 0;
+    if (free) job_enter(g, j);
+    if (!free || job_full(g)) {
         pthread_mutex_unlock(&g->lock);
         return 0;
     }
     job_patience(g, 0);
-    job_enter(g, j);
     job_start_round(g, j, a, 0);
     return 1;
 }
 
 int job_dash_end(group_t *g, job_t *j) {
     const algorithm_t *a = choose(g, j);
-    for (int left = 1 + g->spins / SPIN_MICROSECONDS; left > 0 && !round_arrived(g, g->round); left--) pause_cpu();
-    if (round_arrived(g, g->round)) {
-        g->reading++;
-        if (!round_compare(g, j) && !job_take_round(g, j, a, 0) && a->rounds(g, j) == 1) {
-            pthread_mutex_unlock(&g->lock);
-            return 1;
-        }
-        g->reading--; /* a mismatch; or all_to_all, whose first round may be read again */
+    int from = awaited(g, j, a);
+    for (int left = 1 + g->spins / SPIN_MICROSECONDS; left > 0 && !round_there(g, from, g->round); left--) pause_cpu();
+    g->reading = g->round;
+    if (round_met(g, j, from) && !job_take_round(g, j, a, 0) && a->rounds(g, j) == 1) {
+        pthread_mutex_unlock(&g->lock);
+        return 1;
     }
+    g->reading = g->round - 1; /* all_to_all, too, may read its first round again */
     g->busy = 1;
     pthread_mutex_unlock(&g->lock);
     return 0;
@@ -97,17 +97,15 @@ int job_go_on(group_t *g, job_t *j) {
 int job_submit(group_t *g, job_t *j, int async) {
     pthread_mutex_lock(&g->lock);
     if (!g->busy && !g->head) {
-        int single = async && !job_direct_form(g, j) && j->d.op != OP_ALL_TO_ALL && choose(g, j)->rounds(g, j) == 1;
+        int single = async && job_single(g, j);
         if (!async || single) {
             g->busy = 1;
             pthread_mutex_unlock(&g->lock);
             job_patience(g, 0);
             finish_lazy(g);
-            int status = -1;
-            if (g->broken) complete(g, j, status = round_broken(g, j));
-            else if (single && (g->job = j, status = round_gone(g))) complete(g, j, status);
-            else if (single) status = -1, job_start_round(g, j, choose(g, j), 0), g->lazy = j;
-            else complete(g, j, status = job_run(g, j));
+            int status = single ? job_ready(g, j) : job_run(g, j);
+            if (single && !status) status = -1, job_start_round(g, j, choose(g, j), 0), g->lazy = j;
+            else complete(g, j, status);
             release(g);
             return status;
         }
@@ -131,7 +129,8 @@ int job_submit(group_t *g, job_t *j, int async) {
 static int take_lazy(group_t *g, job_t *j, int wait) {
     pthread_mutex_lock(&g->lock);
     while (wait && g->busy && g->lazy == j) pthread_cond_wait(&g->wake, &g->lock);
-    int take = g->lazy == j && !g->busy && (wait || g->broken || round_arrived(g, g->round));
+    int there = g->lazy == j && (wait || g->broken || round_there(g, awaited(g, j, choose(g, j)), g->round));
+    int take = there && !g->busy;
     if (take) g->busy = 1;
     pthread_mutex_unlock(&g->lock);
     if (take) job_patience(g, 0), finish_lazy(g), release(g);
@@ -157,6 +156,21 @@ int job_finish(group_t *g, job_t *j, double seconds) {
 int job_test(group_t *g, job_t *j) {
     if (!atomic_load(&j->done)) take_lazy(g, j, 0);
     return (int)atomic_load(&j->done);
+}
+
+/* Before this rank leaves: waits until the others have come to the rounds that it went on from. */
+int group_settle(group_t *g, job_t *j) {
+    pthread_mutex_lock(&g->lock);
+    int idle = !g->busy && !g->head && !g->lazy && !g->broken && g->round - g->compared > g->passed;
+    if (idle) g->busy = 1;
+    pthread_mutex_unlock(&g->lock);
+    if (!idle) return OK;
+    j->d = *desc_of(g, g->rank, g->round);
+    job_patience(g, 0);
+    job_enter(g, j);
+    int status = round_settle(g, j, 0);
+    release(g);
+    return status;
 }
 
 /* Ends the threads. A job that the thread is in the middle of fails at once, as if this rank had left. */

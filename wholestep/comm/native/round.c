@@ -72,12 +72,13 @@ int rank_alive(const group_t *g, int rank) {
 }
 
 char *slot_of(const group_t *g, int rank, uint32_t round) {
+    if (g->tiny) return g->ctl[rank].words[round % SAID].tiny;
     return g->slots + (g->depth * (size_t)rank + round % g->depth) * g->slot;
 }
 
-desc_t *desc_of(const group_t *g, int rank, uint32_t round) { return &g->ctl[rank].desc[round % g->depth]; }
+desc_t *desc_of(const group_t *g, int rank, uint32_t round) { return &g->ctl[rank].words[round % SAID].desc; }
 
-static int reached(const group_t *g, int rank, uint32_t round) {
+int round_reached(const group_t *g, int rank, uint32_t round) {
     return (int32_t)(atomic_load_explicit(&g->ctl[rank].round, memory_order_acquire) - round) >= 0;
 }
 
@@ -91,18 +92,16 @@ static int wanted(const group_t *g) {
     return 0;
 }
 
-static void publish_until(group_t *g, uint32_t round) {
+/* Announces all rounds until this one, for the last of which our slot and descriptor are filled. */
+void round_publish_until(group_t *g, uint32_t round) {
     ctl_t *me = &g->ctl[g->rank];
     atomic_exchange(&me->round, g->round = round); /* a full barrier: the sleepers' count is read after it */
     if (atomic_load(&me->sleepers) && wanted(g)) futex_wake_all(&me->round);
 }
 
-/* Announces the round that our slot and descriptor are filled for. */
-void round_publish(group_t *g) { publish_until(g, g->round + 1); }
-
 int round_arrived(const group_t *g, uint32_t round) {
     for (int r = 0; r < g->size; r++)
-        if (!reached(g, r, round)) return 0;
+        if (!round_reached(g, r, round)) return 0;
     return 1;
 }
 
@@ -178,14 +177,14 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
     atomic_store(&me->target, round);
     atomic_store(&me->awaited, (uint32_t)rank + 1);
     atomic_fetch_add(&other->sleepers, 1);
-    while (!reached(g, rank, round)) {
+    while (!round_reached(g, rank, round)) {
         uint32_t seen = atomic_load(&other->round);
         if ((int32_t)(seen - round) < 0) futex_wait_for(&other->round, seen, LOOK);
-        if (reached(g, rank, round)) break;
+        if (round_reached(g, rank, round)) break;
         for (int r = 0; r < g->size && !status; r++) { /* a death elsewhere holds us up just as well */
-            if (r == g->rank || reached(g, r, round)) continue;
+            if (r == g->rank || round_reached(g, r, round)) continue;
             int gone = !rank_alive(g, r) || atomic_load(&g->ctl[r].failed);
-            if (gone && !reached(g, r, round)) status = blame(g, r);
+            if (gone && !round_reached(g, r, round)) status = blame(g, r);
         }
         if (g->deadline < 0) g->deadline = now() + g->job->timeout;
         if (!status && now() > g->deadline) status = round_fail(g, rank, E_TIMEOUT);
@@ -216,20 +215,20 @@ static int part_from(group_t *g, int rank) {
 }
 
 static void spin(const group_t *g, int rank, uint32_t round, int left) {
-    while (!reached(g, rank, round) && left-- > 0) pause_cpu();
+    while (!round_reached(g, rank, round) && left-- > 0) pause_cpu();
 }
 
 /* Spins; then sleeps, until `last`. If the other came soon after we gave up, on a core of its own, we spin longer the
  * next time; if not, less: it is not running, and our spin may be what keeps it from it. */
-static int wait_for(group_t *g, int rank, uint32_t round, uint32_t last) {
+static int wait_long(group_t *g, int rank, uint32_t round, uint32_t last) {
     int limit = g->limit;
     spin(g, rank, round, g->budget < limit ? g->budget : limit);
-    if (!reached(g, rank, round)) {
+    if (!round_reached(g, rank, round)) {
         double began = now();
         int apart = part_from(g, rank);
         if (apart == PARTED) spin(g, rank, round, limit); /* asleep we would be woken on the other's core again */
-        for (int left = g->yields; left > 0 && !reached(g, rank, round); left--) sched_yield();
-        int status = reached(g, rank, round) ? OK : sleep_until(g, rank, last);
+        for (int left = g->yields; left > 0 && !round_reached(g, rank, round); left--) sched_yield();
+        int status = round_reached(g, rank, round) ? OK : sleep_until(g, rank, last);
         if (status) return status;
         if (!apart || now() - began > 2 * SPIN) {
             if (g->budget > 64) g->budget /= 2;
@@ -240,32 +239,18 @@ static int wait_for(group_t *g, int rank, uint32_t round, uint32_t last) {
     return OK;
 }
 
-/* Waits until every rank has published `round`. If it must sleep, it sleeps until `last`, a later round that the others
- * reach without us, so as to take several at once. */
+/* Waits until a rank has published `round`. If it must sleep, it sleeps until `last`, a later round that the others reach
+ * without us, so as to take several at once. */
+int round_wait_for(group_t *g, int rank, uint32_t round, uint32_t last) {
+    return round_reached(g, rank, round) ? OK : wait_long(g, rank, round, last);
+}
+
+/* The same for every rank. */
 int round_wait(group_t *g, uint32_t round, uint32_t last) {
     int status = OK;
     for (int step = 1; step < g->size && !status; step++) {
         int rank = (g->rank + step) % g->size;
-        if (!reached(g, rank, round)) status = wait_for(g, rank, round, last);
+        status = round_wait_for(g, rank, round, last);
     }
     return status;
-}
-
-/* After a mismatch ranks may have run ahead by different numbers of rounds: all go on from the furthest possible. */
-int round_realign(group_t *g) {
-    publish_until(g, g->reading + g->ahead);
-    return round_wait(g, g->reading = g->round, g->round);
-}
-
-/* Compares what all ranks say they do, after the first round of a collective; all see the same, so all agree. */
-int round_compare(group_t *g, job_t *job) {
-    const desc_t *mine = desc_of(g, g->rank, g->reading);
-    for (int r = 0; r < g->size; r++) {
-        const desc_t *other = desc_of(g, r, g->reading);
-        if (memcmp(mine, other, DESC_COMPARED)) {
-            job->theirs = *other, job->culprit = r;
-            return E_MISMATCH;
-        }
-    }
-    return OK;
 }

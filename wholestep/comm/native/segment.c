@@ -24,7 +24,7 @@ static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
  * prefetcher, and ranks that share a core change places less often (4 ranks on 2 cores, all-reduce of 64 MB: 33 ms with
  * 128 KB, 43 with 32). Many ranks have shorter rings: the memory adds up. */
 size_t ring_chunk(int size) { return size <= 2 ? 32 << 10 : size <= 16 ? 128 << 10 : size <= 64 ? 64 << 10 : 32 << 10; }
-uint32_t ring_depth(int size) { return size <= 2 ? DEPTH : 8; }
+uint32_t ring_depth(int size) { return size <= 2 ? DEPTH : size <= 8 ? 16 : 8; }
 /* Behind the chunk is room for the reduced part of an earlier one, or for tables. */
 size_t ring_slot(int size) { return ring_chunk(size) + ring_chunk(size) / 2; }
 

@@ -7,7 +7,8 @@
  * rounds ago can be filled again. One counter a rank is all the synchronisation. Running ahead costs nothing when
  * all ranks run, and on a busy machine lets one get on while another waits for its core.
  *
- * round.c    flags, waiting, dead ranks        reduce.c    vector kernels
+ * round.c    flags, waiting, dead ranks        compare.c   whether all do the same
+ * reduce.c   vector kernels
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
  * job.c      one job, its rounds
  * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
@@ -34,6 +35,8 @@
  * 4 x 32 KB 7.5 | 7.3, 12 x 32 KB 17.4 | -, 16 x 32 KB 21.5 | 9.1, 24 x 32 KB 18.7 | -, 4 x 128 KB 21.6 | 9.6,
  * 4 x 256 KB 20.2 | 8.6. */
 #define DEPTH 32
+#define SAID 64                 /* rounds that a rank's descriptions are kept of; so far, by half, may it go on from others */
+#define TINY 64                 /* bytes that travel beside the description, in place of a slot */
 #define REASON 512              /* bytes, the last of which is 0 */
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
 #define SPIN_MICROSECONDS 150   /* at most: to halt a core of a virtual machine and to wake it again takes 50 and more */
@@ -54,6 +57,10 @@ typedef struct {
     uint64_t offset, length;
     uint32_t put, streamed; /* bytes in the slot, and whether they went past the caches */
 } desc_t;
+typedef struct {
+    desc_t desc;
+    char tiny[TINY];
+} word_t;
 #define DESC_COMPARED 32
 
 typedef struct {
@@ -65,7 +72,7 @@ typedef struct {
     _Atomic uint64_t streams_until; /* slots.c: until then it wants slots written past the caches; monotonic, ns */
     cpu_set_t cores;                          /* on which this rank may run */
     char reason[REASON];                      /* why this rank cannot go on; empty while it can */
-    _Alignas(LINE) desc_t desc[DEPTH];        /* by round */
+    _Alignas(LINE) word_t words[SAID];       /* by round */
     _Alignas(LINE) _Atomic uint32_t bell;     /* p2p: rung when a ring that concerns this rank moves */
     _Atomic uint32_t bell_sleepers;
 } ctl_t;
@@ -81,6 +88,8 @@ typedef struct job {
     size_t rounds;
     int status, culprit;
     desc_t theirs;                                        /* on a mismatch or time-out: where the other stands */
+    int late;                                             /* a mismatch of an earlier collective, ours: */
+    desc_t ours;
     _Atomic uint32_t done;
     struct job *next;
 } job_t;
@@ -97,7 +106,9 @@ typedef struct {
     const char *peers[MAX_RANKS]; /* direct: every rank's input, mapped here */
     uint64_t seq;                 /* collectives started */
     uint32_t round, reading; /* published last; being read, or read last */
-    uint32_t ahead, depth; /* rounds; of the ring */
+    uint32_t compared, passed; /* all ranks were seen to do the same until this round; then so many that are nobody's */
+    uint32_t ahead, depth; /* rounds; of the ring of slots */
+    int tiny;              /* this job's bytes are beside their descriptions */
     size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
     int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
     size_t put;          /* bytes put into the slot of the round that is being filled */
@@ -123,6 +134,9 @@ typedef struct {
     pthread_t p2p_id;
 } group_t;
 
+enum { AMONG_ALL, FROM_ROOT, TO_ROOT };  /* where the bytes of a collective go */
+enum { EVERYBODY = -1, NOBODY = -2 };    /* whom a rank waits for, if it is not one rank */
+
 /* One way to run a collective in rounds. `direct` replaces them when every rank's input is in shared memory. */
 typedef struct {
     const char *name;
@@ -131,6 +145,7 @@ typedef struct {
     void (*write)(group_t *, job_t *, size_t k, char *slot);
     int (*read)(group_t *, job_t *, size_t k);
     void (*direct)(group_t *, job_t *);
+    int flow;
 } algorithm_t;
 
 extern const algorithm_t barrier_rounds, allreduce_exchange, allreduce_split, broadcast_rounds, reduce_rounds,
@@ -154,19 +169,28 @@ int spins_of_a_wait(void);
 int rank_alive(const group_t *g, int rank);
 void futex_wake_all(_Atomic uint32_t *word);
 int futex_wait_for(_Atomic uint32_t *word, uint32_t seen, double seconds);
-void round_publish(group_t *g);
+void round_publish_until(group_t *g, uint32_t round);
 int round_wait(group_t *g, uint32_t round, uint32_t last);
+int round_wait_for(group_t *g, int rank, uint32_t round, uint32_t last);
 int round_arrived(const group_t *g, uint32_t round);
+int round_reached(const group_t *g, int rank, uint32_t round);
 int round_fail(group_t *g, int rank, int status);
 void round_abort(group_t *g, const char *reason, size_t length);
 int round_unreadable(group_t *g, int rank);
 int round_gone(group_t *g);
 int round_left(const group_t *g);
 int round_broken(const group_t *g, job_t *job);
-int round_compare(group_t *g, job_t *job);
-int round_realign(group_t *g);
 char *slot_of(const group_t *g, int rank, uint32_t round);
 desc_t *desc_of(const group_t *g, int rank, uint32_t round);
+
+/* compare.c */
+int awaited(const group_t *g, const job_t *j, const algorithm_t *a);
+int round_there(const group_t *g, int from, uint32_t round);
+int round_compare(group_t *g, job_t *job, uint32_t until);
+int round_meet(group_t *g, job_t *job, int from);
+int round_met(group_t *g, job_t *job, int from);
+int round_settle(group_t *g, job_t *job, uint32_t most);
+int disagree(group_t *g, int status);
 
 /* job.c */
 const algorithm_t *choose(const group_t *g, const job_t *job);
@@ -177,10 +201,14 @@ void job_start_round(group_t *g, job_t *job, const algorithm_t *a, size_t k);
 int job_take_round(group_t *g, job_t *job, const algorithm_t *a, size_t k);
 int job_end_round(group_t *g, job_t *job, const algorithm_t *a, size_t k, int checked);
 int job_run_rounds(group_t *g, job_t *job, const algorithm_t *a, size_t k, size_t filled, int checked);
+int job_single(const group_t *g, const job_t *job);
+int job_full(const group_t *g);
+int job_ready(group_t *g, job_t *job);
 int job_run(group_t *g, job_t *job);
 
 /* progress.c */
 int job_submit(group_t *g, job_t *job, int async);
+int group_settle(group_t *g, job_t *job);
 int job_dash(group_t *g, job_t *j);
 int job_dash_end(group_t *g, job_t *j);
 int job_go_on(group_t *g, job_t *j);
