@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Self
@@ -171,8 +172,9 @@ class DeviceGroup(ProcessGroup):
             part.abort(reason)
 
     def shutdown(self) -> None:
-        for part in set(self.parts.values()):
-            part.shutdown()
+        with contextlib.ExitStack() as all_of_them:
+            for part in set(self.parts.values()):
+                all_of_them.callback(part.shutdown)
 
 
 def create_group(config: BackendConfig, store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:

@@ -81,6 +81,11 @@ def disagreement(mine: bytes, theirs: bytes, me: str, other: str, labels: Sequen
     return f"{me} calls {describe(mine)}; {other} calls {describe(theirs)}"
 
 
+def sequence_of(desc: bytes) -> int:
+    """The number of a described collective in its group."""
+    return int(struct.unpack_from("<Q", desc, 24)[0])
+
+
 def describe(desc: bytes) -> str:
     """A rank's description of a collective, in words."""
     op, dtype, red, _, root, size, shape, seq = struct.unpack("<BBBBIQQQ", desc)

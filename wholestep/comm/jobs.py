@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from wholestep.comm import recorder
 from wholestep.comm.codes import (
     ABORTED,
     DIED,
@@ -23,6 +24,7 @@ from wholestep.comm.codes import (
     UNKNOWN,
     describe,
     disagreement,
+    sequence_of,
 )
 from wholestep.comm.errors import (
     DistBackendError,
@@ -186,7 +188,8 @@ class JobGroup(ProcessGroup):
         group = f"group {self.group_name!r}"
         if status == MISMATCH:
             what = disagreement(mine, theirs, me, other, self.labels)
-            return DistMismatchError(f"{group}: the ranks disagree: {what}")
+            gone_on = f"; {me} had gone on from {self._place(mine)}" if late else ""
+            return DistMismatchError(f"{group}: the ranks disagree: {what}{gone_on}")
         if status == DIED:
             return DistRankError(
                 f"{group}: {other} has exited or was killed; {me} waits in {here}; it last stood at {there}"
@@ -203,6 +206,12 @@ class JobGroup(ProcessGroup):
         return DistBackendError(
             f"{group}: {other} has left the group, or the group has failed before; {me} is in {here}"
         )
+
+    def _place(self, mine: bytes) -> str:
+        """An earlier collective: its number, and the user's line while the flight recorder has it."""
+        seq = sequence_of(mine)
+        where = recorder.place(self.group_name, seq)
+        return f"#{seq}, which {where} called" if where else f"#{seq}"
 
     def _start(
         self,

@@ -76,10 +76,10 @@ class LedGroup(ProcessGroup):
         self._stop()
 
     def _stop(self) -> None:
-        self._inside.shutdown()
-        for group in (self._pairs, self._between):
-            if group is not None:
-                group.shutdown()
+        with contextlib.ExitStack() as all_of_them:
+            for group in (self._between, self._pairs, self._inside):
+                if group is not None:
+                    all_of_them.callback(group.shutdown)
 
     def abort(self, reason: str) -> None:
         if not self._reason:

@@ -114,12 +114,23 @@ def fail(entry: Entry, group: ProcessGroup, error: BaseException) -> None:
         error.add_note(f"at {_where(entry)}; no flight record: {second}")
 
 
-def records() -> list[dict[str, Any]]:
-    """The collectives kept, oldest first."""
+def _entries() -> list[Entry]:
+    """Those kept, oldest first."""
     kept = [entry for entry in ring if entry is not None]
     if native is not None:
         kept += native.flights()  # of those that ended at once
-    return [_as_dict(entry) for entry in sorted(kept, key=itemgetter(NUMBER))[-KEPT:]]
+    return sorted(kept, key=itemgetter(NUMBER))[-KEPT:]
+
+
+def records() -> list[dict[str, Any]]:
+    """The collectives kept, oldest first."""
+    return [_as_dict(entry) for entry in _entries()]
+
+
+def place(group_name: str, seq: int) -> str:
+    """The user's file and line that called a group's collective of that number; empty if it is not kept."""
+    found = (entry for entry in reversed(_entries()) if entry[SEQ] == seq and entry[WHAT][0] == group_name)
+    return next(map(_where, found), "")
 
 
 def dump(rank: int, path: str | Path | None = None) -> Path:

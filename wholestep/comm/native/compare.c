@@ -44,7 +44,9 @@ int round_compare(group_t *g, job_t *job, uint32_t until) {
 
 /* Ranks that disagree go on from the furthest round that any of them may have published, past those between. */
 static void pass_over(group_t *g) {
-    round_publish_until(g, g->reading + SAID / 2);
+    uint32_t far = g->reading + SAID / 2;
+    *desc_of(g, g->rank, far) = *desc_of(g, g->rank, g->reading); /* where we stand, for others' errors */
+    round_publish_until(g, far);
     g->compared = g->reading, g->passed = SAID / 2;
     g->reading = g->round;
 }

@@ -26,7 +26,7 @@ const algorithm_t *job_direct_form(const group_t *g, const job_t *j) {
  * all-reduce, 17 by sleeping alone). Behind, on the progress thread: sleep, since a yield there costs a whole slice. */
 void job_patience(group_t *g, int behind) {
     g->limit = behind && g->spins > BEHIND ? BEHIND : g->spins;
-    g->yields = !behind && g->spins == 0 ? 8 : 0;
+    g->yielding = !behind && g->spins == 0;
 }
 
 void job_enter(group_t *g, job_t *j) {

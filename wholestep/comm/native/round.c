@@ -12,6 +12,9 @@
 #include "shm.h"
 
 #define SPIN (1e-6 * SPIN_MICROSECONDS)
+/* Seconds of handing the core over before a rank sleeps: a core whose ranks all sleep is halted, and long in waking. A rank
+ * that gets its core back later than that shares it with others that compute, and waits better asleep. */
+#define YIELD 100e-6
 #define LOOK 0.05 /* seconds between looks at whether the others live: a death is seen within this */
 
 void cores_note(group_t *g) {
@@ -227,7 +230,7 @@ static int wait_long(group_t *g, int rank, uint32_t round, uint32_t last) {
         double began = now();
         int apart = part_from(g, rank);
         if (apart == PARTED) spin(g, rank, round, limit); /* asleep we would be woken on the other's core again */
-        for (int left = g->yields; left > 0 && !round_reached(g, rank, round); left--) sched_yield();
+        while (g->yielding && !round_reached(g, rank, round) && now() - began < YIELD) sched_yield();
         int status = round_reached(g, rank, round) ? OK : sleep_until(g, rank, last);
         if (status) return status;
         if (!apart || now() - began > 2 * SPIN) {

@@ -110,7 +110,8 @@ typedef struct {
     uint32_t ahead, depth; /* rounds; of the ring of slots */
     int tiny;              /* this job's bytes are beside their descriptions */
     size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
-    int spins, limit, budget, yields; /* spins: at most; limit: at most in this job; budget: what has paid lately */
+    int spins, limit, budget; /* at most; at most in this job; what has paid lately */
+    int yielding;             /* in this job, before it sleeps */
     size_t put;          /* bytes put into the slot of the round that is being filled */
     int streaming, slow, longer; /* slots.c: writing past the caches; slow spans in a row; in a job that has had a span */
     size_t filled, judged;   /* bytes written through the caches since the last round was read; of this span so far, */
