@@ -27,7 +27,7 @@ from wholestep.comm.memory import native
 from wholestep.testing import run_ranks
 
 SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28]
-COLLECTIVES = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
+COLLECTIVES = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "gather", "scatter"]
 LABELS = {4: "4 B", 1 << 10: "1 KB", 1 << 14: "16 KB", 1 << 16: "64 KB", 1 << 20: "1 MB", 1 << 23: "8 MB"}
 LABELS |= {1 << 26: "64 MB", 1 << 28: "256 MB"}
 
@@ -40,12 +40,16 @@ def ours(name: str, x: torch.Tensor, group: Any) -> Call:
     wide = torch.zeros(n * x.numel())
     cut = x.view(-1)[: x.numel() // n * n]
     each, all_of_it = wide[: cut.numel() // n], wide[: cut.numel()]
+    parts, root = list(wide.view(n, -1)), comm.get_rank(group) == 0
     calls: dict[str, Call] = {
         "all_reduce": lambda: comm.all_reduce(x, "max", group),
         "broadcast": lambda: comm.broadcast(x, 0, group),
         "all_gather": lambda: comm.all_gather_into_tensor(wide, x, group),
         "reduce_scatter": lambda: comm.reduce_scatter_tensor(each, cut, "max", group),
         "all_to_all": lambda: comm.all_to_all_single(all_of_it, cut, group=group),
+        "reduce": lambda: comm.reduce(x, 0, "max", group),
+        "gather": lambda: comm.gather(x, parts if root else None, 0, group),
+        "scatter": lambda: comm.scatter(x, parts if root else None, 0, group),
     }
     return calls[name]
 
@@ -56,13 +60,16 @@ def theirs(name: str, x: torch.Tensor, mpi: Any) -> Call:
     n = world.Get_size()
     flat, wide = x.numpy(), torch.zeros(n * x.numel()).numpy()
     cut = flat[: len(flat) // n * n]
-    each, all_of_it = wide[: len(cut) // n], wide[: len(cut)]
+    each, all_of_it, root = wide[: len(cut) // n], wide[: len(cut)], world.Get_rank() == 0
     calls: dict[str, Call] = {
         "all_reduce": lambda: world.Allreduce(mpi.IN_PLACE, flat, mpi.MAX),
         "broadcast": lambda: world.Bcast(flat, 0),
         "all_gather": lambda: world.Allgather(flat, wide),
         "reduce_scatter": lambda: world.Reduce_scatter_block(cut, each, mpi.MAX),
         "all_to_all": lambda: world.Alltoall(cut, all_of_it),
+        "reduce": lambda: world.Reduce(flat, wide[: len(flat)] if root else None, mpi.MAX, 0),
+        "gather": lambda: world.Gather(flat, wide if root else None, 0),
+        "scatter": lambda: world.Scatter(wide if root else None, flat, 0),
     }
     return calls[name]
 

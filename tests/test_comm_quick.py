@@ -30,10 +30,28 @@ def calls():
     comm.reduce_scatter_tensor(part, x)
     comm.all_to_all_single(turned, x + rank)
     comm.barrier()
+    listed = calls_with_lists(n, rank)
     last = torch.full((3,), 1 + rank, dtype=torch.int64)
     work = comm.all_reduce(last, async_op=True)
     work.wait()
-    return torch.cat([x, wide, part, turned, last.to(x.dtype)]).tolist(), work.result()[0] is last
+    return torch.cat([x, wide, part, turned, listed, last.to(x.dtype)]).tolist(), work.result()[0] is last
+
+
+def calls_with_lists(n, rank):
+    """Those that take a list, and those with a root: where the lists are given differs by rank."""
+    x, parts, others = torch.arange(4.0) + rank, list(torch.zeros(n, 4)), list(torch.arange(4.0 * n).view(n, 4) + rank)
+    sums, root, found = x.clone(), 1, torch.zeros(4)
+    comm.reduce(sums, root, "sum")
+    comm.gather(x, parts if rank == root else None, root)
+    comm.scatter(found, [part + 1 for part in others] if rank == 0 else None)
+    all_parts, turned, mine = list(torch.zeros(n, 4)), list(torch.zeros(n, 4)), torch.zeros(4)
+    comm.all_gather(all_parts, x)
+    comm.reduce_scatter(mine, others)
+    comm.all_to_all(turned, others)
+    later = torch.zeros(n, 4)
+    work = comm.gather(x + 5, list(later) if rank == root else [], root, async_op=True)
+    work.wait()
+    return torch.cat([sums, *parts, found, *all_parts, *turned, mine, later.view(-1)])
 
 
 def in_turn():
@@ -50,6 +68,28 @@ def in_turn():
 def test_the_second_call_gives_the_same_without_python():
     for first, again in run_ranks(in_turn, 3, "shm"):
         assert first == again and first[1]
+
+
+def lists_of_other_shapes():
+    n, rank = comm.get_world_size(), comm.get_rank()
+    found = []
+    for sizes in ([4] * n, [4] * n, [2 + r for r in range(n)], [2 + r for r in range(n)]):
+        ins, outs = [torch.full((sizes[rank],), float(rank)) for _ in range(n)], [torch.zeros(s) for s in sizes]
+        comm.all_to_all(outs, ins)
+        found.append([out.tolist() for out in outs])
+    shapes = [torch.zeros(2, 2), torch.zeros(4), torch.zeros(4, 1)]
+    for _ in range(2):
+        comm.all_gather(shapes, torch.ones(4))
+    with pytest.raises(ValueError, match="tensor_list"):
+        comm.all_gather(shapes[:2], torch.ones(4))
+    return found, [one.sum().item() for one in shapes]
+
+
+def test_lists_of_tensors_that_are_not_alike():
+    for found, sums in run_ranks(lists_of_other_shapes, 3, "shm"):
+        assert found[:2] == [[[float(r)] * 4 for r in range(3)]] * 2
+        assert found[2:] == [[[float(r)] * (2 + r) for r in range(3)]] * 2
+        assert sums == [4.0, 4.0, 4.0]
 
 
 def other_ways():

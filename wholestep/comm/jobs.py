@@ -245,8 +245,8 @@ class JobGroup(ProcessGroup):
             handle, op, code, red, opts.root, nbytes, shape, src, dst, in_stride, out_stride,
             elem, float(limit), opts.async_op, ins, outs, in_sizes, out_sizes,
         )  # fmt: skip
-        plain = ins is None and outs is None and limit == self._seconds
-        self.latest = (op, code, red, opts.root, nbytes, shape, in_stride, out_stride, elem) if plain else None
+        usual = limit == self._seconds
+        self.latest = (op, code, red, opts.root, nbytes, shape, in_stride, out_stride, elem) if usual else None
         if outcome is None:
             return Finished(result)
         if isinstance(outcome, int):

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 
 from wholestep.comm import checks, traced
-from wholestep.comm.codes import ALL_GATHER, ALL_TO_ALL, BARRIER, BROADCAST
+from wholestep.comm.codes import ALL_GATHER, ALL_TO_ALL, BARRIER, BROADCAST, GATHER, SCATTER
 from wholestep.comm.launching import Group, group_root, launch, pairs, staged
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.quick import learn, quick
@@ -38,10 +38,11 @@ def broadcast(
         pg, "broadcast", tensor, async_op, lambda pg: staged(plain, lambda ready: pg.broadcast(ready, opts), [tensor])
     )
     if group_src is None:
-        learn(BROADCAST, tensor, tensor, None, group, src, pg, "broadcast")
+        learn(BROADCAST, tensor, tensor, None, group, src, pg, "broadcast", tensor)
     return work
 
 
+@quick(ALL_GATHER, out="tensor_list", inp="tensor")
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -58,10 +59,12 @@ def all_gather(
     if traced.is_traced(tensor):
         return traced.into("all_gather", outs, inp.reshape(-1), pg, async_op)
     opts, ready = Options(async_op=async_op), inp.contiguous()
-    return launch(
+    work = launch(
         pg, "all_gather", tensor, async_op,
         lambda pg: staged(outs, lambda ready_outs: pg.allgather([ready_outs], [ready], opts), tensor_list),
     )  # fmt: skip
+    learn(ALL_GATHER, tensor_list, tensor, None, group, None, pg, "all_gather", tensor)
+    return work
 
 
 def all_gather_coalesced(
@@ -112,10 +115,11 @@ def all_gather_into_tensor(
         pg, "all_gather_into_tensor", input_tensor, async_op,
         lambda pg: staged([out], lambda outs: pg._allgather_base(outs[0], ready, opts), [output_tensor]),
     )  # fmt: skip
-    learn(ALL_GATHER, output_tensor, input_tensor, None, group, None, pg, "all_gather_into_tensor")
+    learn(ALL_GATHER, output_tensor, input_tensor, None, group, None, pg, "all_gather_into_tensor", input_tensor)
     return work
 
 
+@quick(GATHER, out="gather_list", inp="tensor", root="dst")
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -145,9 +149,13 @@ def gather(
     def run(pg: ProcessGroup) -> Work:
         return staged(outs, lambda at: pg.gather([at] if outs else [], [ready], opts), gather_list)
 
-    return launch(pg, "gather", tensor, async_op, run)
+    work = launch(pg, "gather", tensor, async_op, run)
+    if group_dst is None:
+        learn(GATHER, gather_list, tensor, None, group, dst, pg, "gather", tensor)
+    return work
 
 
+@quick(SCATTER, out="tensor", inp="scatter_list", root="src")
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
@@ -173,12 +181,16 @@ def scatter(
     if traced.is_traced(tensor):
         return traced.into("scatter", [out], out, pg, async_op, parts, root)
     opts, ready = Options(root=root, async_op=async_op), [part.contiguous() for part in parts]
-    return launch(
+    work = launch(
         pg, "scatter", tensor, async_op,
         lambda pg: staged([out], lambda outs: pg.scatter(outs, [ready] if ready else [], opts), [tensor]),
     )  # fmt: skip
+    if group_src is None:
+        learn(SCATTER, tensor, scatter_list, None, group, src, pg, "scatter", tensor)
+    return work
 
 
+@quick(ALL_TO_ALL, out="output_tensor_list", inp="input_tensor_list")
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -198,10 +210,12 @@ def all_to_all(
         sizes = [[one.numel() for one in side] for side in (outs, ins)]
         return traced.into("all_to_all", outs, traced.rows(ins), pg, async_op, *sizes)
     opts, ready = Options(async_op=async_op), [one.contiguous() for one in ins]
-    return launch(
+    work = launch(
         pg, "all_to_all", ins[0], async_op,
         lambda pg: staged(outs, lambda ready_outs: pg.alltoall(ready_outs, ready, opts), output_tensor_list),
     )  # fmt: skip
+    learn(ALL_TO_ALL, output_tensor_list, input_tensor_list, None, group, None, pg, "all_to_all", ins[0])
+    return work
 
 
 @quick(ALL_TO_ALL, out="output", inp="input")
@@ -245,7 +259,7 @@ def all_to_all_single(
         lambda pg: staged([out], lambda outs: pg.alltoall_base(outs[0], inp, opts), [output]),
     )  # fmt: skip
     if not (output_split_sizes or input_split_sizes):
-        learn(ALL_TO_ALL, output, input, None, group, None, pg, "all_to_all_single")
+        learn(ALL_TO_ALL, output, input, None, group, None, pg, "all_to_all_single", input)
     return work
 
 
@@ -259,5 +273,5 @@ def barrier(group: Group = None, async_op: bool = False, timeout: timedelta | No
         return traced.into("barrier", [], torch.zeros(1), pg, async_op)
     work = launch(pg, "barrier", None, async_op, lambda pg: pg.barrier(Options(timeout=timeout, async_op=async_op)))
     if timeout is None:
-        learn(BARRIER, None, None, None, group, None, pg, "barrier")
+        learn(BARRIER, None, None, None, group, None, pg, "barrier", None)
     return work

@@ -1,8 +1,8 @@
 """Calls like an earlier one: the way past Python for collectives that a training loop makes again and again.
 
 A public collective under `quick` is a callable of `native/quick.c`. What has been called before in the same way on a
-shared-memory group (same reduction, group, root, dtypes and shapes; plain contiguous CPU tensors; nothing recording) it
-runs itself. All else goes through the function and its checks, and is taught to it by `learn`.
+shared-memory group (same reduction, group, root, dtypes and shapes; plain contiguous CPU tensors, in lists all alike;
+nothing recording) it runs itself. All else goes through the function and its checks, and is taught to it by `learn`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _conclude(
     group: ShmGroup,
     outcome: Any,
     entry: recorder.Entry,
-    out: torch.Tensor | None,
+    out: torch.Tensor | list[torch.Tensor] | None,
     keep: Any,
 ) -> Work:
     """What a collective returns that did not end at once: a ticket as a work.
@@ -80,8 +80,8 @@ def _conclude(
         DistError: it failed.
     """
     if isinstance(outcome, int):
-        result = [] if out is None else [out]
-        return recorder.under_way(entry, ShmWork(group, outcome, result, keep), group)
+        result = [] if out is None else out if isinstance(out, list) else [out]
+        return recorder.under_way(entry, ShmWork(group, outcome, result, (out, keep)), group)
     failure = group._error(outcome)
     recorder.fail(entry, group, failure)
     raise failure
@@ -89,32 +89,34 @@ def _conclude(
 
 def learn(
     what: int,
-    out: torch.Tensor | None,
-    inp: torch.Tensor | None,
+    out: torch.Tensor | list[torch.Tensor] | None,
+    inp: torch.Tensor | list[torch.Tensor] | None,
     op: Any,
     group: Any,
     root: int | None,
     owner: ProcessGroup,
     name: str,
+    like: torch.Tensor | None,
 ) -> None:
     """After a call that went well: leaves its plan for those like it.
 
     Args:
+        out, inp: what it writes and reads, as the user gave them.
         op, group, root: as the user gave them; the plan is found by their identity.
         owner: the group itself.
-        name: for the flight recorder.
+        name, like: for the flight recorder.
     """
     if isinstance(owner, DeviceGroup):
         owner = owner.parts.get("cpu", owner)
     if not available or type(owner) is not ShmGroup or owner.latest is None:
         return
-    if type(op) not in (RedOpType, str, type(None)) or (inp is not None and inp.dtype not in _QUICK):
+    if type(op) not in (RedOpType, str, type(None)) or (like is not None and like.dtype not in _QUICK):
         return
     code, dtype, red, group_root, nbytes, shape, in_stride, out_stride, elem = owner.latest
     if op is not None and as_op(op)[1] is not None and red != MEAN:  # multiplied by a factor first, which no plan does
         return
     part = out_stride if code == ALL_TO_ALL else 0
-    shown = recorder.shown(owner, name, inp)
+    shown = recorder.shown(owner, name, like)
     native.learn(
         what, out, inp, op, group, root, owner, shown, owner._handle, code, dtype, red, group_root, nbytes, shape,
         in_stride, out_stride, elem, owner._seconds, part,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from wholestep.comm import checks, traced
-from wholestep.comm.codes import ALL_REDUCE, REDUCE_SCATTER
+from wholestep.comm.codes import ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from wholestep.comm.launching import Group, Op, group_root, launch, reducible, staged, traced_op
 from wholestep.comm.process_group import Options
 from wholestep.comm.quick import learn, quick
@@ -45,7 +45,7 @@ def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None,
         async_op,
         lambda pg: staged([plain], lambda ready: pg.allreduce(ready, opts), [tensor]),
     )
-    learn(ALL_REDUCE, tensor, tensor, op, group, None, pg, "all_reduce")
+    learn(ALL_REDUCE, tensor, tensor, op, group, None, pg, "all_reduce", tensor)
     return work
 
 
@@ -70,6 +70,7 @@ def all_reduce_coalesced(
     )  # fmt: skip
 
 
+@quick(REDUCE, out="tensor", root="dst")
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -90,11 +91,15 @@ def reduce(
         return traced.into("reduce", outs, scaled, pg, async_op, root, name)
     plain, kind = reducible(checks.tensor(tensor, "tensor"), kind, "reduce")
     opts = Options(kind, factor, group_root(group, dst, group_dst, "dst"), async_op=async_op)
-    return launch(
+    work = launch(
         pg, "reduce", tensor, async_op, lambda pg: staged([plain], lambda ready: pg.reduce(ready, opts), [tensor])
     )
+    if group_dst is None:
+        learn(REDUCE, tensor, tensor, op, group, dst, pg, "reduce", tensor)
+    return work
 
 
+@quick(REDUCE_SCATTER, out="output", inp="input_list")
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
@@ -119,10 +124,12 @@ def reduce_scatter(
     out, plain_kind = reducible(output, kind, "reduce_scatter")
     parts = [reducible(part, kind, "reduce_scatter")[0].contiguous() for part in input_list]
     opts = Options(plain_kind, factor, async_op=async_op)
-    return launch(
+    work = launch(
         pg, "reduce_scatter", output, async_op,
         lambda pg: staged([out], lambda outs: pg.reduce_scatter(outs, [parts], opts), [output]),
     )  # fmt: skip
+    learn(REDUCE_SCATTER, output, input_list, op, group, None, pg, "reduce_scatter", output)
+    return work
 
 
 @quick(REDUCE_SCATTER, out="output", inp="input")
@@ -147,5 +154,5 @@ def reduce_scatter_tensor(
         pg, "reduce_scatter_tensor", output, async_op,
         lambda pg: staged([out], lambda outs: pg._reduce_scatter_base(outs[0], inp, opts), [output]),
     )  # fmt: skip
-    learn(REDUCE_SCATTER, output, input, op, group, None, pg, "reduce_scatter_tensor")
+    learn(REDUCE_SCATTER, output, input, op, group, None, pg, "reduce_scatter_tensor", output)
     return work

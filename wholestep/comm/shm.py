@@ -137,7 +137,7 @@ class ShmGroup(JobGroup):
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         return self._start(
             ALL_TO_ALL, inputs[0], opts, outputs, (outputs, inputs), ins=_addresses(inputs), outs=_addresses(outputs),
-            in_sizes=_sizes(inputs), out_sizes=_sizes(outputs),
+            in_sizes=_sizes(inputs), out_sizes=_sizes(outputs), out_stride=outputs[0].nbytes,
         )  # fmt: skip
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:

@@ -24,6 +24,10 @@ static PyObject *tensor_type, *count_modes;
 static const exchange_t *exchange;
 static int paused;
 
+static int same(const key_t_ *a, const key_t_ *b) {
+    return a->words == b->words && !memcmp(a->word, b->word, a->words * sizeof a->word[0]);
+}
+
 /* Looks at a tensor: dense and contiguous in the CPU's memory, at most DIMS dimensions. Adds it to the key. */
 static int look(PyObject *tensor, view_t *v, key_t_ *key) {
     if ((PyObject *)Py_TYPE(tensor) != tensor_type) return 0;
@@ -44,8 +48,31 @@ static int look(PyObject *tensor, view_t *v, key_t_ *key) {
     return 1;
 }
 
+/* The same for a list of such tensors of one dtype and shape. */
+static int look_at_all(PyObject *list, side_t *side, key_t_ *key) {
+    key_t_ first = {.words = 0};
+    for (Py_ssize_t i = 0; i < side->count; i++) {
+        key_t_ one = {.words = 0};
+        view_t v;
+        if (!look(PyList_GetItem(list, i), &v, i ? &one : &first) || (i && !same(&one, &first))) return 0;
+        side->at[i] = (uint64_t)(uintptr_t)v.data;
+    }
+    memcpy(&key->word[key->words], first.word, first.words * sizeof first.word[0]);
+    key->words += first.words;
+    return 1;
+}
+
+static int look_at(PyObject *given, side_t *side, key_t_ *key) {
+    side->view.data = NULL;
+    side->count = given == Py_None ? ABSENT : PyList_CheckExact(given) ? PyList_Size(given) : ONE;
+    key->word[key->words++] = (uint64_t)side->count;
+    if (side->count == ABSENT) return 1;
+    if (side->count == ONE) return look(given, &side->view, key);
+    return side->count <= MAX_RANKS && look_at_all(given, side, key);
+}
+
 /* a: what, out, in, op, group, root. Tensors may be None (barrier), and the same one twice. */
-static int key_of(PyObject *const *a, key_t_ *key, view_t *out, view_t *in) {
+static int key_of(PyObject *const *a, key_t_ *key, side_t *out, side_t *in) {
     long long root = -1;
     if (a[5] != Py_None) {
         if (!PyLong_Check(a[5])) return 0;
@@ -56,14 +83,11 @@ static int key_of(PyObject *const *a, key_t_ *key, view_t *out, view_t *in) {
     key->word[1] = (uint64_t)(uintptr_t)a[3], key->word[2] = (uint64_t)(uintptr_t)a[4], key->word[3] = (uint64_t)root;
     key->word[4] = a[1] == a[2];
     key->words = 5;
-    if (a[1] == Py_None) return 1;
-    if (!look(a[1], out, key)) return 0;
-    if (a[1] == a[2]) return *in = *out, 1;
-    return look(a[2], in, key);
-}
-
-static int same(const key_t_ *a, const key_t_ *b) {
-    return a->words == b->words && !memcmp(a->word, b->word, a->words * sizeof a->word[0]);
+    if (!look_at(a[1], out, key)) return 0;
+    if (a[1] != a[2]) return look_at(a[2], in, key);
+    if (out->count >= 0) return 0;
+    in->view = out->view, in->count = out->count;
+    return 1;
 }
 
 /* Where the plan for this key is, or may be put. */
@@ -119,7 +143,7 @@ PyObject *py_quick_pause(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (n != 20) return PyErr_Format(PyExc_TypeError, "learn takes 20 arguments");
-    view_t out, in;
+    side_t out, in;
     plan_t made = {0}, *p;
     if (!exchange || paused || !key_of(a, &made.key, &out, &in)) Py_RETURN_NONE;
     made.op = a[3], made.group = a[4], made.owner = a[6], made.what = a[7];
@@ -140,7 +164,7 @@ PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 }
 
 /* The plan for a call, and where its tensors lie. NULL: there is none, or a recorder is to see the call. */
-const plan_t *plan_for(PyObject *const *a, view_t *out, view_t *in) {
+const plan_t *plan_for(PyObject *const *a, side_t *out, side_t *in) {
     key_t_ key;
     if (!exchange || paused || !key_of(a, &key, out, in)) return NULL;
     const plan_t *p = *place_of(&key);

@@ -9,7 +9,7 @@
 #include "shm.h"
 
 #define DIMS 8
-#define WORDS (5 + 2 * (2 + DIMS))
+#define WORDS (5 + 2 * (3 + DIMS))
 
 typedef struct { /* DLTensor */
     void *data;
@@ -19,6 +19,14 @@ typedef struct { /* DLTensor */
     int64_t *shape, *strides;
     uint64_t byte_offset;
 } view_t;
+
+/* What a call gives for one of its sides: a tensor, or a list of tensors that are alike, one a rank. */
+typedef struct {
+    view_t view;          /* of the first */
+    Py_ssize_t count;     /* of a list; ONE tensor; ABSENT */
+    uint64_t at[MAX_RANKS];
+} side_t;
+enum { ONE = -1, ABSENT = -2 };
 
 typedef struct {
     uint64_t word[WORDS];
@@ -48,7 +56,7 @@ PyObject *py_number(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_flights(PyObject *self, PyObject *const *a, Py_ssize_t n);
 
 /* plans.c: arguments are what, out, in, op, group, root */
-const plan_t *plan_for(PyObject *const *a, view_t *out, view_t *in);
+const plan_t *plan_for(PyObject *const *a, side_t *out, side_t *in);
 void plans_forget(void);
 PyObject *py_quick_setup(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_quick_pause(PyObject *self, PyObject *const *a, Py_ssize_t n);

@@ -27,11 +27,28 @@ typedef struct {
     int in_place;
 } quick_t;
 
-static void fill_job(job_t *j, const plan_t *p, const view_t *out, const view_t *in) {
+/* `in` and `out` have to be there as long as the job. */
+static void fill_job(job_t *j, const plan_t *p, side_t *out, side_t *in) {
     memset(j, 0, sizeof *j);
     j->d = p->d, j->d.seq = p->g->seq + 1;
-    j->in = in->data, j->out = out->data, j->in_stride = p->in_stride, j->out_stride = p->out_stride;
+    j->in = in->view.data, j->out = out->view.data, j->in_stride = p->in_stride, j->out_stride = p->out_stride;
+    if (in->count >= 0) j->ins = in->at;
+    if (out->count >= 0) j->outs = out->at;
     j->elem = p->elem, j->timeout = p->timeout;
+}
+
+/* Makes a job's lists its own. */
+static int keep_lists(job_t *j, int size) {
+    uint64_t **lists[] = {&j->ins, &j->outs};
+    int kept = 1;
+    for (int i = 0; i < 2; i++) {
+        if (!*lists[i]) continue;
+        uint64_t *own = malloc((size_t)size * sizeof *own);
+        if (own) memcpy(own, *lists[i], (size_t)size * sizeof *own);
+        else kept = 0;
+        *lists[i] = own;
+    }
+    return kept;
 }
 
 /* Sizes for all_to_all, alike for all ranks. */
@@ -50,7 +67,7 @@ static PyObject *concluded(const quick_t *q, PyObject *const *v, PyObject *owner
 }
 
 /* Synchronous: at once, with the GIL, where the others are there too; else without it. */
-static PyObject *run_now(const quick_t *q, PyObject *const *v, const plan_t *p, const view_t *out, const view_t *in) {
+static PyObject *run_now(const quick_t *q, PyObject *const *v, const plan_t *p, side_t *out, side_t *in) {
     uint64_t ins[MAX_RANKS], outs[MAX_RANKS];
     group_t *g = p->g;
     PyObject *owner = p->owner, *made = NULL;
@@ -74,14 +91,15 @@ static PyObject *run_now(const quick_t *q, PyObject *const *v, const plan_t *p, 
     return made;
 }
 
-static PyObject *run_behind(const quick_t *q, PyObject *const *v, const plan_t *p, const view_t *out, const view_t *in) {
+static PyObject *run_behind(const quick_t *q, PyObject *const *v, const plan_t *p, side_t *out, side_t *in) {
     size_t sizes = (size_t)p->g->size * sizeof(uint64_t);
     group_t *g = p->g;
     PyObject *owner = p->owner;
     job_t *j = malloc(sizeof *j);
     if (!j) return PyErr_NoMemory();
     fill_job(j, p, out, in);
-    if (p->part && !fill_sizes(j, p, malloc(sizes), malloc(sizes))) return job_free(j), PyErr_NoMemory();
+    if (!keep_lists(j, g->size) || (p->part && !fill_sizes(j, p, malloc(sizes), malloc(sizes))))
+        return job_free(j), PyErr_NoMemory();
     PyObject *entry = flight_hand_over(flight_note(p->what, g->seq = j->d.seq));
     Py_INCREF(owner);
     int status;
@@ -133,7 +151,7 @@ static PyObject *quick_call(PyObject *self, PyObject *const *a, size_t flags, Py
     const quick_t *q = (const quick_t *)self;
     Py_ssize_t n = POSITIONALS(flags);
     PyObject *v[ROLES] = {q->collective, Py_None, Py_None, Py_None, Py_None, Py_None, Py_False};
-    view_t out = {0}, in = {0};
+    side_t out, in;
     const plan_t *p = by_role(q, a, n, names, v) ? plan_for(v, &out, &in) : NULL;
     if (!p) return call_slow(q, a, n, names);
     return v[ASYNC] == Py_True ? run_behind(q, v, p, &out, &in) : run_now(q, v, p, &out, &in);
