@@ -17,6 +17,7 @@ SOURCES = [
     "job",
     "progress",
     "p2p",
+    "p2p_wait",
     "slots",
     "quick",
     "plans",
@@ -28,7 +29,7 @@ setup(
         Extension(
             "wholestep.comm._native",
             [f"wholestep/comm/native/{name}.c" for name in SOURCES],
-            depends=["wholestep/comm/native/shm.h", "wholestep/comm/native/python.h"],
+            depends=[f"wholestep/comm/native/{name}.h" for name in ("shm", "p2p", "python")],
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off", "-pthread",
                                 "-Wall", "-Wextra"],
             extra_link_args=["-pthread"],  # fmt: skip

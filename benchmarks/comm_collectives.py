@@ -28,6 +28,7 @@ from wholestep.testing import run_ranks
 
 SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28]
 COLLECTIVES = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "gather", "scatter"]
+COLLECTIVES += ["send, recv"]  # in pairs: there and back
 LABELS = {4: "4 B", 1 << 10: "1 KB", 1 << 14: "16 KB", 1 << 16: "64 KB", 1 << 20: "1 MB", 1 << 23: "8 MB"}
 LABELS |= {1 << 26: "64 MB", 1 << 28: "256 MB"}
 
@@ -50,6 +51,9 @@ def ours(name: str, x: torch.Tensor, group: Any) -> Call:
         "reduce": lambda: comm.reduce(x, 0, "max", group),
         "gather": lambda: comm.gather(x, parts if root else None, 0, group),
         "scatter": lambda: comm.scatter(x, parts if root else None, 0, group),
+        "send, recv": there_and_back(
+            comm.get_rank(), lambda to: comm.send(x, to, group), lambda to: comm.recv(x, to, group)
+        ),
     }
     return calls[name]
 
@@ -70,8 +74,23 @@ def theirs(name: str, x: torch.Tensor, mpi: Any) -> Call:
         "reduce": lambda: world.Reduce(flat, wide[: len(flat)] if root else None, mpi.MAX, 0),
         "gather": lambda: world.Gather(flat, wide if root else None, 0),
         "scatter": lambda: world.Scatter(wide if root else None, flat, 0),
+        "send, recv": there_and_back(
+            world.Get_rank(), lambda to: world.Send(flat, to), lambda to: world.Recv(flat, to)
+        ),
     }
     return calls[name]
+
+
+def there_and_back(rank: int, send: Callable[[int], Any], recv: Callable[[int], Any]) -> Call:
+    """A message to the other rank of a pair, and one from it; the odd rank receives first."""
+    peer = rank ^ 1
+    first, second = (send, recv) if rank < peer else (recv, send)
+
+    def call() -> None:
+        first(peer)
+        second(peer)
+
+    return call
 
 
 def batch(call: Call, times: int) -> float:

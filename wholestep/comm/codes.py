@@ -20,8 +20,10 @@ OPS = [
     "gather",
     "scatter",
     "all_to_all",
+    "send",
+    "recv",
 ]
-BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = range(9)
+BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL, SEND, RECV = range(11)
 REDUCTIONS = {
     RedOpType.SUM: 0,
     RedOpType.PRODUCT: 1,

@@ -20,6 +20,7 @@ from wholestep.comm.codes import (
     MEMORY,
     MISMATCH,
     OPS,
+    SEND,
     TIMEOUT,
     UNKNOWN,
     describe,
@@ -76,8 +77,8 @@ class ShmWork(Work):
 class MessageWork(Work):
     """A send or a receive under way."""
 
-    def __init__(self, group: JobGroup, ticket: int, what: str, tensor: torch.Tensor) -> None:
-        self._group, self._ticket, self._what, self._result = group, ticket, what, [tensor]
+    def __init__(self, group: JobGroup, ticket: int, op: int, peer: int, tensor: torch.Tensor) -> None:
+        self._group, self._ticket, self._op, self._peer, self._result = group, ticket, op, peer, [tensor]
         self.source = -1
         group._under_way[ticket] = self
 
@@ -86,23 +87,16 @@ class MessageWork(Work):
             group, tensor = self._group, (self._result or [])[0]
             limit = seconds(timeout) or group.timeout.total_seconds()
             ticket, self._ticket = self._ticket, 0
-            status, self.source, got = native.p2p_finish(group._live(self._what), ticket, float(limit))
+            status, self.source, got = native.p2p_finish(group._live(OPS[self._op]), ticket, float(limit))
             group._under_way.pop(ticket, None)
-            here = f"rank {group.labels[group.rank()]} of group {group.group_name!r}: {self._what}"
-            if status == TIMEOUT:
-                self._failed(DistTimeoutError(f"{here} did not end within {limit:g} s"))
-            elif status == DIED:
-                self._failed(DistRankError(f"{here}: rank {group.labels[self.source]} has exited or was killed"))
-            elif status == MISMATCH:
-                self._failed(DistMismatchError(f"{here}: {tensor.nbytes} bytes are required, {got} were sent"))
-            elif status:
-                self._failed(DistBackendError(f"{here}: no shared memory left for the message"))
+            if status:
+                self._failed(group._message_error(self._op, self._peer, status, got, tensor, limit))
         if self._failure is not None:
             raise self._failure
         return True
 
     def is_completed(self) -> bool:
-        return not self._ticket or bool(native.p2p_test(self._group._live(self._what), self._ticket))
+        return not self._ticket or bool(native.p2p_test(self._group._live(OPS[self._op]), self._ticket))
 
 
 class JobGroup(ProcessGroup):
@@ -206,6 +200,20 @@ class JobGroup(ProcessGroup):
         return DistBackendError(
             f"{group}: {other} has left the group, or the group has failed before; {me} is in {here}"
         )
+
+    def _message_error(
+        self, op: int, peer: int, status: int, got: int, tensor: torch.Tensor, limit: float
+    ) -> DistError:
+        """Why a message to or from ``peer`` (-1: from anyone) ended with ``status``; ``got`` bytes were sent."""
+        other = "" if peer < 0 else f" {'to' if op == SEND else 'from'} rank {self.labels[peer]}"
+        here = f"rank {self.labels[self._rank]} of group {self.group_name!r}: {OPS[op]}{other}"
+        if status == TIMEOUT:
+            return DistTimeoutError(f"{here} did not end within {limit:g} s")
+        if status == DIED:
+            return DistRankError(f"{here}: rank {self.labels[peer]} has exited or was killed")
+        if status == MISMATCH:
+            return DistMismatchError(f"{here}: {tensor.nbytes} bytes are required, {got} were sent")
+        return DistBackendError(f"{here}: no shared memory left for the message")
 
     def _place(self, mine: bytes) -> str:
         """An earlier collective: its number, and the user's line while the flight recorder has it."""

@@ -11,8 +11,10 @@ import torch
 
 from wholestep.comm import checks, traced
 from wholestep.comm.backend import DeviceGroup
+from wholestep.comm.codes import OPS, RECV, SEND
 from wholestep.comm.errors import DistError, DistTimeoutError
 from wholestep.comm.launching import Group, group_root, launch, staged
+from wholestep.comm.quick import learn, quick
 from wholestep.comm.work import Work
 from wholestep.comm.world import get_global_rank, get_group
 
@@ -64,6 +66,7 @@ def irecv(
     return launch(pg, "recv", tensor, True, lambda pg: staged([tensor], lambda outs: pg.recv(outs, peer, tag)))
 
 
+@quick(SEND, out="tensor", root="dst")
 def send(
     tensor: torch.Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
@@ -71,8 +74,11 @@ def send(
     work = isend(tensor, dst, group, tag, group_dst)
     if work is not None:
         work.wait()
+    if tag == 0 and dst is not None:
+        learn(SEND, tensor, tensor, None, group, dst, get_group(group), OPS[SEND], tensor)
 
 
+@quick(RECV, out="tensor", root="src")
 def recv(
     tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> int:
@@ -82,6 +88,8 @@ def recv(
         return -1
     work.wait()
     if src is not None:
+        if tag == 0:
+            learn(RECV, tensor, tensor, None, group, src, get_group(group), OPS[RECV], tensor)
         return src
     if group_src is None:
         received: Any = getattr(work, "_first", work)

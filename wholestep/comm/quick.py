@@ -16,7 +16,7 @@ import torch
 
 from wholestep.comm import recorder
 from wholestep.comm.backend import DeviceGroup
-from wholestep.comm.codes import ALL_TO_ALL, MEAN
+from wholestep.comm.codes import ALL_TO_ALL, MEAN, OPS, RECV, SEND
 from wholestep.comm.jobs import ShmWork
 from wholestep.comm.memory import native
 from wholestep.comm.process_group import ProcessGroup
@@ -82,7 +82,12 @@ def _conclude(
     if isinstance(outcome, int):
         result = [] if out is None else out if isinstance(out, list) else [out]
         return recorder.under_way(entry, ShmWork(group, outcome, result, (out, keep)), group)
-    failure = group._error(outcome)
+    if len(outcome) == 3:
+        status, peer, got = outcome
+        op = SEND if entry[recorder.WHAT][1] == OPS[SEND] else RECV
+        failure = group._message_error(op, peer, status, got, keep, group._seconds)
+    else:
+        failure = group._error(outcome)
     recorder.fail(entry, group, failure)
     raise failure
 

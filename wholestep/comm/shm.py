@@ -19,10 +19,13 @@ from wholestep.comm.codes import (
     GATHER,
     MEAN,
     NUMBERS,
+    OPS,
+    RECV,
     REDUCE,
     REDUCE_SCATTER,
     REDUCTIONS,
     SCATTER,
+    SEND,
     UNKNOWN,
     shape_code,
 )
@@ -164,15 +167,17 @@ class ShmGroup(JobGroup):
         return [split * row for split in splits or [rows // self._size] * self._size]
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return self._message(1, tensors[0], dst, tag, f"send to rank {self.labels[dst]}")
+        return self._message(SEND, tensors[0], dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         """``src`` -1 takes a message from any rank; the work's ``source`` tells which."""
-        return self._message(0, tensors[0], src, tag, "recv" if src < 0 else f"recv from rank {self.labels[src]}")
+        return self._message(RECV, tensors[0], src, tag)
 
-    def _message(self, sending: int, tensor: torch.Tensor, peer: int, tag: int, what: str) -> Work:
-        ticket = native.p2p_start(self._live(what), sending, peer, tag, tensor.data_ptr(), tensor.nbytes)
-        return MessageWork(self, ticket, what, tensor)
+    def _message(self, op: int, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        at, nbytes = tensor.data_ptr(), tensor.nbytes
+        ticket = native.p2p_start(self._live(OPS[op]), op == SEND, peer, tag, at, nbytes, False)
+        self.latest = (op, DTYPES.get(tensor.dtype, UNKNOWN), 0, peer, nbytes, 0, 0, 0, tensor.element_size())
+        return MessageWork(self, ticket, op, peer, tensor)
 
     def barrier(self, opts: Any = None) -> Work:
         return self._start(BARRIER, None, opts, [])

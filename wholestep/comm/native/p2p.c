@@ -2,65 +2,78 @@
  *
  * A message is a state machine that moves when a cell is free or full; whoever waits moves all of this rank's
  * messages, so that two ranks that send to each other first both get on. Messages of a pair arrive in order;
- * one whose tag nobody has asked for yet is put aside when a message behind it is wanted. */
+ * one whose tag nobody has asked for yet is put aside when a message behind it is wanted. p2p_wait.c waits. */
 #define _GNU_SOURCE
+#include "p2p.h"
+
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "shm.h"
+#define LARGE (16 << 20) /* bytes of a message that leave no room for anything else in the caches */
 
-#define CELLS 4
-#define CELL (32 * 1024)
+/* A core's second-level cache; many ranks have shorter rings, though only pairs that talk have any memory. */
+static size_t cells_for(int size) { return size <= 16 ? 32 : 4; }
+static size_t ring_bytes(int size) { return sizeof(ring_t) + cells_for(size) * sizeof(cell_t); }
+size_t p2p_bytes(int size) { return (size_t)size * (size_t)size * ring_bytes(size); }
+uint32_t cells_of(const group_t *g) { return (uint32_t)cells_for(g->size); }
 
-typedef struct {
-    int32_t tag;
-    uint32_t spare;
-    uint64_t total, length;
-    char data[CELL];
-} cell_t;
+ring_t *ring_of(const group_t *g, int from, int to) {
+    return (ring_t *)(g->rings + ((size_t)from * (size_t)g->size + (size_t)to) * ring_bytes(g->size));
+}
 
-struct ring {
-    _Alignas(LINE) _Atomic uint32_t head; /* cells filled, by the sender */
-    _Alignas(LINE) _Atomic uint32_t tail; /* cells emptied, by the receiver */
-    _Atomic uint32_t backed;              /* memory is reserved */
-    _Alignas(LINE) cell_t cells[CELLS];
-};
+/* Gives the ring to another rank its memory, the first time. */
+int ring_back(group_t *g, int peer) {
+    ring_t *ring = ring_of(g, g->rank, peer);
+    if (atomic_load(&ring->backed)) return OK;
+    if (posix_fallocate(g->fd, (off_t)((char *)ring - g->base), (off_t)ring_bytes(g->size))) return E_MEMORY;
+    atomic_store(&ring->backed, 1);
+    return OK;
+}
 
-struct message {
-    int send, peer, tag, status, open, early; /* open: the first cell has been taken; early: nobody asked yet */
-    char *data;
-    size_t bytes, moved, total;
-    _Atomic uint32_t done;
-    struct message *next;
-};
-
-size_t p2p_bytes(int size) { return (size_t)size * (size_t)size * sizeof(ring_t); }
-
-static ring_t *ring_of(const group_t *g, int from, int to) { return &g->rings[(size_t)from * (size_t)g->size + (size_t)to]; }
-
-static void ring_bell(group_t *g, int rank) {
+void bell_ring(group_t *g, int rank) {
     atomic_fetch_add(&g->ctl[rank].bell, 1);
     if (atomic_load(&g->ctl[rank].bell_sleepers)) futex_wake_all(&g->ctl[rank].bell);
 }
 
-static void end(message_t *m, int status) {
+int cell_free(const group_t *g, ring_t *ring) {
+    uint32_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
+    if (head - ring->tail_seen >= cells_of(g)) ring->tail_seen = atomic_load(&ring->tail);
+    return head - ring->tail_seen < cells_of(g);
+}
+
+/* The next cell, which is free, gets a part of a message. */
+void cell_fill(group_t *g, ring_t *ring, int tag, const char *data, size_t total, size_t length) {
+    uint32_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
+    cell_t *cell = &ring->cells[head % cells_of(g)];
+    cell->tag = tag, cell->total = total, cell->length = length;
+    cell->streamed = length == CELL && slots_streamed(g);
+    double began = length == CELL && !cell->streamed ? now() : 0;
+    slot_take(cell->data, data, length, (int)cell->streamed);
+    if (began) slots_note_cell(g, length, now() - began);
+    atomic_store(&ring->head, head + 1);
+}
+
+/* The next cell has been read. Its sender waits only if the ring was full, also if it has become so meanwhile. */
+void cell_emptied(group_t *g, ring_t *ring, int peer) {
+    uint32_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
+    atomic_store(&ring->tail, tail + 1);
+    if (atomic_load(&ring->head) - tail >= cells_of(g)) bell_ring(g, peer);
+}
+
+void message_end(message_t *m, int status) {
     m->status = status;
     atomic_store(&m->done, 1);
 }
 
 static void push(group_t *g, message_t *m) {
     ring_t *ring = ring_of(g, g->rank, m->peer);
-    uint32_t head = atomic_load(&ring->head);
-    while (!m->done && head - atomic_load(&ring->tail) < CELLS) {
-        cell_t *cell = &ring->cells[head % CELLS];
+    while (!m->done && cell_free(g, ring)) {
         size_t n = m->bytes - m->moved < CELL ? m->bytes - m->moved : CELL;
-        cell->tag = m->tag, cell->total = m->bytes, cell->length = n;
-        if (n) memcpy(cell->data, m->data + m->moved, n);
+        cell_fill(g, ring, m->tag, m->data + m->moved, m->bytes, n);
         m->moved += n;
-        atomic_store(&ring->head, ++head);
-        ring_bell(g, m->peer);
-        if (m->moved == m->bytes) end(m, OK);
+        bell_ring(g, m->peer);
+        if (m->moved == m->bytes) message_end(m, OK);
     }
 }
 
@@ -95,18 +108,20 @@ static message_t *put_aside(group_t *g, int peer, const cell_t *cell) {
 static void pull(group_t *g, int peer) {
     ring_t *ring = ring_of(g, peer, g->rank);
     uint32_t tail = atomic_load(&ring->tail);
-    while (atomic_load(&ring->head) != tail) {
-        const cell_t *cell = &ring->cells[tail % CELLS];
+    for (; atomic_load(&ring->head) != tail; tail++) {
+        const cell_t *cell = &ring->cells[tail % cells_of(g)];
         message_t *m = taker(g, peer, cell->tag);
         if (!m && !wanted(g, peer)) return;
         if (!m && !(m = put_aside(g, peer, cell))) return;
         if (!m->open) m->open = 1, m->peer = peer, m->total = cell->total;
         size_t space = m->bytes > m->moved ? m->bytes - m->moved : 0; /* too long: the rest is dropped and reported */
-        memcpy(m->data + (m->moved < m->bytes ? m->moved : 0), cell->data, cell->length < space ? cell->length : space);
+        size_t n = cell->length < space ? cell->length : space;
+        double began = n == CELL && !cell->streamed ? now() : 0;
+        slot_take(m->data + (m->moved < m->bytes ? m->moved : 0), cell->data, n, m->total >= LARGE);
+        if (began) slots_note_cell(g, n, now() - began);
         m->moved += cell->length;
-        if (m->moved >= m->total) end(m, m->total == m->bytes ? OK : E_MISMATCH);
-        atomic_store(&ring->tail, ++tail);
-        ring_bell(g, peer);
+        if (m->moved >= m->total) message_end(m, m->total == m->bytes ? OK : E_MISMATCH);
+        cell_emptied(g, ring, peer);
     }
 }
 
@@ -117,7 +132,7 @@ static void claim(group_t *g, message_t *want) {
         if (!m->done || m->tag != want->tag || (want->peer >= 0 && m->peer != want->peer)) continue;
         want->peer = m->peer, want->total = m->total;
         memcpy(want->data, m->data, m->bytes < want->bytes ? m->bytes : want->bytes);
-        end(want, m->bytes == want->bytes ? OK : E_MISMATCH);
+        message_end(want, m->bytes == want->bytes ? OK : E_MISMATCH);
         *at = m->next;
         free(m->data);
         free(m);
@@ -125,7 +140,8 @@ static void claim(group_t *g, message_t *want) {
     }
 }
 
-static void advance(group_t *g) {
+/* Moves all of this rank's messages as far as they get. */
+void messages_move(group_t *g) {
     uint8_t blocked[MAX_RANKS] = {0};
     for (message_t *m = g->active; m; m = m->next) {
         if (m->done) continue;
@@ -140,100 +156,4 @@ static void advance(group_t *g) {
         if (!m->done && !m->send && !m->open) claim(g, m);
     for (message_t **at = &g->active; *at;)
         if ((*at)->done) *at = (*at)->next; else at = &(*at)->next;
-}
-
-static void await_bell(group_t *g, uint32_t seen) {
-    ctl_t *me = &g->ctl[g->rank];
-    for (int left = g->spins; left > 0; left--)
-        if (atomic_load_explicit(&me->bell, memory_order_acquire) != seen) return;
-    atomic_fetch_add(&me->bell_sleepers, 1);
-    if (atomic_load(&me->bell) == seen) futex_wait_for(&me->bell, seen, 0.05);
-    atomic_fetch_sub(&me->bell_sleepers, 1);
-}
-
-static void *serve(void *arg) {
-    group_t *g = arg;
-    while (!g->stop) {
-        uint32_t seen = atomic_load(&g->ctl[g->rank].bell);
-        pthread_mutex_lock(&g->p2p_lock);
-        advance(g);
-        pthread_mutex_unlock(&g->p2p_lock);
-        if (!g->stop) futex_wait_for(&g->ctl[g->rank].bell, seen, 0.02);
-    }
-    return NULL;
-}
-
-static int back_ring(group_t *g, int peer) {
-    ring_t *ring = ring_of(g, g->rank, peer);
-    if (atomic_load(&ring->backed)) return OK;
-    if (posix_fallocate(g->fd, (off_t)((char *)ring - g->base), sizeof *ring)) return E_MEMORY;
-    atomic_store(&ring->backed, 1);
-    return OK;
-}
-
-/* Starts a message; it moves on its own when it cannot end at once. peer -1: receive from anyone. */
-message_t *p2p_start(group_t *g, int send, int peer, int tag, char *data, size_t bytes) {
-    message_t *m = calloc(1, sizeof *m);
-    if (!m) return NULL;
-    m->send = send, m->peer = peer, m->tag = tag, m->data = data, m->bytes = bytes;
-    pthread_mutex_lock(&g->p2p_lock);
-    if (send && back_ring(g, peer)) {
-        end(m, E_MEMORY);
-    } else {
-        message_t **last = &g->active;
-        while (*last) last = &(*last)->next;
-        *last = m;
-        advance(g);
-        if (!m->done && !g->p2p_thread) g->p2p_thread = !pthread_create(&g->p2p_id, NULL, serve, g);
-        if (g->p2p_thread) ring_bell(g, g->rank);
-    }
-    pthread_mutex_unlock(&g->p2p_lock);
-    return m;
-}
-
-static void drop(group_t *g, message_t *m) {
-    pthread_mutex_lock(&g->p2p_lock);
-    for (message_t **at = &g->active; *at; at = &(*at)->next)
-        if (*at == m) { *at = m->next; break; }
-    pthread_mutex_unlock(&g->p2p_lock);
-}
-
-/* Waits for a message and frees it. `peer` and `got`: where it came from and its length in bytes. */
-int p2p_finish(group_t *g, message_t *m, double seconds, int *peer, size_t *got) {
-    double until = now() + seconds;
-    for (int turn = 0;; turn++) {
-        uint32_t seen = atomic_load(&g->ctl[g->rank].bell);
-        pthread_mutex_lock(&g->p2p_lock);
-        advance(g);
-        pthread_mutex_unlock(&g->p2p_lock);
-        if (m->done) break;
-        int other = m->peer, dead = turn && other >= 0 && !rank_alive(g, other); /* a system call: not at first */
-        if (dead || now() > until) {
-            drop(g, m);
-            if (!m->done) end(m, dead ? E_DIED : E_TIMEOUT);
-            break;
-        }
-        await_bell(g, seen);
-    }
-    int status = m->status;
-    *peer = m->peer, *got = m->send ? m->bytes : m->total;
-    free(m);
-    return status;
-}
-
-int p2p_test(group_t *g, message_t *m) {
-    pthread_mutex_lock(&g->p2p_lock);
-    advance(g);
-    int done = (int)m->done;
-    pthread_mutex_unlock(&g->p2p_lock);
-    return done;
-}
-
-void p2p_stop(group_t *g) {
-    pthread_mutex_lock(&g->p2p_lock);
-    g->stop = 1;
-    pthread_mutex_unlock(&g->p2p_lock);
-    ring_bell(g, g->rank);
-    futex_wake_all(&g->ctl[g->rank].bell);
-    if (g->p2p_thread) pthread_join(g->p2p_id, NULL);
 }

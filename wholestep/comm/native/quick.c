@@ -91,6 +91,29 @@ static PyObject *run_now(const quick_t *q, PyObject *const *v, const plan_t *p, 
     return made;
 }
 
+/* A message, with the GIL where the other is ready, else without it. */
+static PyObject *run_message(const quick_t *q, PyObject *const *v, const plan_t *p, side_t *out) {
+    group_t *g = p->g;
+    int send = p->d.op == OP_SEND, peer = (int)p->d.root, status = OK;
+    size_t bytes = p->d.bytes, got = 0;
+    PyObject *owner = p->owner, *made = send ? Py_None : v[ROOT];
+    double timeout = p->timeout;
+    flight_t *noted = flight_note(p->what, g->seq + 1);
+    if (p2p_dash(g, send, peer, out->view.data, bytes)) return Py_INCREF(made), made;
+    PyObject *entry = flight_hand_over(noted);
+    Py_INCREF(owner);
+    Py_BEGIN_ALLOW_THREADS
+    message_t *m = p2p_start(g, send, peer, 0, out->view.data, bytes, 1);
+    status = m ? p2p_finish(g, m, timeout, &peer, &got) : E_MEMORY;
+    Py_END_ALLOW_THREADS
+    if (!entry) made = NULL;
+    else if (status == OK) flight_end(entry), Py_INCREF(made);
+    else made = concluded(q, v, owner, Py_BuildValue("iiK", status, peer, (unsigned long long)got), entry);
+    Py_DECREF(owner);
+    Py_XDECREF(entry);
+    return made;
+}
+
 static PyObject *run_behind(const quick_t *q, PyObject *const *v, const plan_t *p, side_t *out, side_t *in) {
     size_t sizes = (size_t)p->g->size * sizeof(uint64_t);
     group_t *g = p->g;
@@ -154,6 +177,7 @@ static PyObject *quick_call(PyObject *self, PyObject *const *a, size_t flags, Py
     side_t out, in;
     const plan_t *p = by_role(q, a, n, names, v) ? plan_for(v, &out, &in) : NULL;
     if (!p) return call_slow(q, a, n, names);
+    if (p->d.op >= OP_COUNT) return run_message(q, v, p, &out);
     return v[ASYNC] == Py_True ? run_behind(q, v, p, &out, &in) : run_now(q, v, p, &out, &in);
 }
 

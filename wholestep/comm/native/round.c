@@ -12,9 +12,6 @@
 #include "shm.h"
 
 #define SPIN (1e-6 * SPIN_MICROSECONDS)
-/* Seconds of handing the core over before a rank sleeps: a core whose ranks all sleep is halted, and long in waking. A rank
- * that gets its core back later than that shares it with others that compute, and waits better asleep. */
-#define YIELD 100e-6
 #define LOOK 0.05 /* seconds between looks at whether the others live: a death is seen within this */
 
 void cores_note(group_t *g) {

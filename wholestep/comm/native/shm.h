@@ -11,7 +11,7 @@
  * reduce.c   vector kernels
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
  * job.c      one job, its rounds
- * p2p.c      send and receive                  progress.c  jobs, their order, the progress thread
+ * p2p.c, p2p_wait.c   send and receive         progress.c  jobs, their order, the progress thread
  * segment.c  memory                            slots.c     copies in and out of slots
  * module.c   the Python names                 quick.c, plans.c, flight.c   calls like an earlier one
  */
@@ -40,9 +40,12 @@
 #define REASON 512              /* bytes, the last of which is 0 */
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
 #define SPIN_MICROSECONDS 150   /* at most: to halt a core of a virtual machine and to wake it again takes 50 and more */
+/* Seconds of handing the core over before a rank sleeps: a core whose ranks all sleep is halted, and long in waking. A rank
+ * that gets its core back later than that shares it with others that compute, and waits better asleep. */
+#define YIELD 100e-6
 
 enum { OP_BARRIER, OP_ALL_REDUCE, OP_REDUCE, OP_BROADCAST, OP_ALL_GATHER, OP_REDUCE_SCATTER, OP_GATHER, OP_SCATTER,
-       OP_ALL_TO_ALL, OP_COUNT };
+       OP_ALL_TO_ALL, OP_COUNT, OP_SEND = OP_COUNT, OP_RECV };
 enum { RED_SUM, RED_PRODUCT, RED_MIN, RED_MAX, RED_BAND, RED_BOR, RED_BXOR, RED_AVG,
        RED_MEAN /* floats: each times 1 / ranks, then summed */ };
 enum { T_F32, T_F64, T_F16, T_BF16, T_U8, T_I8, T_I16, T_I32, T_I64, T_U16, T_U32, T_U64, T_COUNT };
@@ -102,7 +105,7 @@ typedef struct {
     size_t length;
     ctl_t *ctl;
     char *slots;
-    ring_t *rings;
+    char *rings;
     const char *peers[MAX_RANKS]; /* direct: every rank's input, mapped here */
     uint64_t seq;                 /* collectives started */
     uint32_t round, reading; /* published last; being read, or read last */
@@ -131,7 +134,7 @@ typedef struct {
     job_t *head, *tail, *lazy;
     struct message *active, *early; /* p2p.c */
     pthread_mutex_t p2p_lock;
-    int p2p_thread;
+    int p2p_thread, p2p_waiters, slow_cells;
     pthread_t p2p_id;
 } group_t;
 
@@ -226,11 +229,13 @@ void slot_take(char *to, const char *from, size_t n, int large);
 int slots_streamed(const group_t *g);
 size_t slots_measured(group_t *g);
 void slots_note_speed(group_t *g, size_t bytes, double seconds, int last);
+void slots_note_cell(group_t *g, size_t bytes, double seconds);
 
 /* p2p.c */
 typedef struct message message_t;
 size_t p2p_bytes(int size);
-message_t *p2p_start(group_t *g, int send, int peer, int tag, char *data, size_t bytes);
+int p2p_dash(group_t *g, int send, int peer, char *data, size_t bytes);
+message_t *p2p_start(group_t *g, int send, int peer, int tag, char *data, size_t bytes, int alone);
 int p2p_finish(group_t *g, message_t *m, double seconds, int *peer, size_t *got);
 int p2p_test(group_t *g, message_t *m);
 void p2p_stop(group_t *g);

@@ -78,6 +78,17 @@ size_t slots_measured(group_t *g) {
     return bytes >= LEAST ? bytes : 0;
 }
 
+static void ask(group_t *g) {
+    atomic_store(&g->ctl[g->rank].streams_until, (uint64_t)(nanoseconds() + A_WHILE));
+}
+
+/* Messages: a cell has been copied in, from memory perhaps, or out. */
+#define SLOW_CELL 4e9 /* bytes a second: 8 and more where cores share a cache, 2 where not */
+void slots_note_cell(group_t *g, size_t bytes, double seconds) {
+    g->slow_cells = (double)bytes < SLOW_CELL * seconds ? g->slow_cells + 1 : 0;
+    if (g->slow_cells >= IN_A_ROW) g->slow_cells = 0, ask(g);
+}
+
 /* `last`: of a collective's rounds. */
 void slots_note_speed(group_t *g, size_t bytes, double seconds, int last) {
     if (g->judged == 0) g->judging = 0;
@@ -89,5 +100,5 @@ void slots_note_speed(group_t *g, size_t bytes, double seconds, int last) {
     g->judged = 0, g->longer = !last;
     if (g->slow < IN_A_ROW) return;
     g->slow = 0;
-    atomic_store(&g->ctl[g->rank].streams_until, (uint64_t)(nanoseconds() + A_WHILE));
+    ask(g);
 }
