@@ -33,8 +33,7 @@ void job_enter(group_t *g, job_t *j) {
     g->job = j;
     g->deadline = -1; /* counted from when it first sleeps */
     g->reading = g->round; /* all rounds before this job have been read */
-    int pieces = j->d.op == OP_REDUCE_SCATTER || j->d.op == OP_SCATTER || j->d.op == OP_ALL_TO_ALL;
-    g->tiny = j->d.bytes <= TINY && !pieces;
+    g->tiny = job_tiny(g, j);
 }
 
 /* Rounds that this rank may publish before the others have come to the first of them. */

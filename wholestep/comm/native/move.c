@@ -5,9 +5,21 @@
 
 static size_t by_chunk(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, g->chunk) : 1; }
 /* A slot holds a piece for each rank but the writer. */
-static size_t piece(const group_t *g) { return g->chunk / (size_t)(g->size > 1 ? g->size - 1 : 1) & ~(size_t)63; }
-static size_t piece_at(const group_t *g, int writer, int reader) { return piece(g) * (size_t)(reader - (reader > writer)); }
-static size_t by_piece(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, piece(g)) : 1; }
+static size_t others(const group_t *g) { return (size_t)(g->size > 1 ? g->size - 1 : 1); }
+static size_t tiny_piece(const group_t *g) { return TINY / others(g) & ~(size_t)7; }
+static size_t piece(const group_t *g, const job_t *j) {
+    return job_tiny(g, j) ? tiny_piece(g) : g->chunk / others(g) & ~(size_t)63;
+}
+static size_t piece_at(const group_t *g, const job_t *j, int writer, int reader) {
+    return piece(g, j) * (size_t)(reader - (reader > writer));
+}
+static size_t by_piece(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, piece(g, j)) : 1; }
+
+/* Whether a slot's bytes fit beside its description. */
+int job_tiny(const group_t *g, const job_t *j) {
+    if (j->d.op == OP_ALL_TO_ALL) return 0; /* it has tables */
+    return j->d.bytes <= (j->d.op == OP_REDUCE_SCATTER || j->d.op == OP_SCATTER ? tiny_piece(g) : TINY);
+}
 #define LARGE (16 << 20) /* bytes of output that leave no room for anything else in the caches */
 static int is_root(const group_t *g, const job_t *j) { return g->rank == (int)j->d.root; }
 
@@ -22,9 +34,9 @@ static void write_chunk(group_t *g, job_t *j, size_t k, char *slot) {
 
 /* One piece for each rank; our own stays where it is. */
 static void write_pieces(group_t *g, job_t *j, size_t k, char *slot) {
-    size_t p = piece(g), n = part(j->d.bytes, p, k);
+    size_t p = piece(g, j), n = part(j->d.bytes, p, k);
     for (int r = 0; r < g->size; r++)
-        if (r != g->rank) slot_put(g, slot + piece_at(g, g->rank, r), in_at(j, r) + k * p, n);
+        if (r != g->rank) slot_put(g, slot + piece_at(g, j, g->rank, r), in_at(j, r) + k * p, n);
 }
 
 /* barrier */
@@ -90,10 +102,10 @@ const algorithm_t allgather_rounds = {"all_gather", by_chunk, NULL, allgather_wr
 
 /* reduce_scatter */
 static int reduce_scatter_read(group_t *g, job_t *j, size_t k) {
-    size_t p = piece(g);
+    size_t p = piece(g, j);
     const char *src[MAX_RANKS];
     for (int r = 0; r < g->size; r++)
-        src[r] = r == g->rank ? in_at(j, r) + k * p : slot_of(g, r, g->reading) + piece_at(g, r, g->rank);
+        src[r] = r == g->rank ? in_at(j, r) + k * p : slot_of(g, r, g->reading) + piece_at(g, j, r, g->rank);
     char *dst = j->out + k * p;
     reduce_into(j->d.dtype, j->d.red, &dst, 1, src, g->size, part(j->d.bytes, p, k) / j->elem);
     return OK;
@@ -118,10 +130,10 @@ static void scatter_write(group_t *g, job_t *j, size_t k, char *slot) {
     if (is_root(g, j)) write_pieces(g, j, k, slot);
 }
 static int scatter_read(group_t *g, job_t *j, size_t k) {
-    size_t p = piece(g);
+    size_t p = piece(g, j);
     int root = (int)j->d.root;
     const char *from = is_root(g, j) ? in_at(j, root) + k * p
-                                     : slot_of(g, root, g->reading) + piece_at(g, root, g->rank);
+                                     : slot_of(g, root, g->reading) + piece_at(g, j, root, g->rank);
     copy(j->out + k * p, from, part(j->d.bytes, p, k));
     return OK;
 }
@@ -136,18 +148,18 @@ static size_t alltoall_count(const group_t *g, const job_t *j) {
     uint64_t most = 1;
     for (int r = 0; r < g->size && !j->rounds; r++)
         if (r != g->rank && j->in_sizes[r] > most) most = j->in_sizes[r];
-    return j->rounds ? j->rounds : chunks(most, piece(g));
+    return j->rounds ? j->rounds : chunks(most, piece(g, j));
 }
 
 static void alltoall_write(group_t *g, job_t *j, size_t k, char *slot) {
-    size_t n = (size_t)g->size, p = piece(g);
+    size_t n = (size_t)g->size, p = piece(g, j);
     if (k == 0) {
         uint64_t *mine = (uint64_t *)(slot + g->chunk);
         memcpy(mine, j->in_sizes, n * sizeof *mine);
         memcpy(mine + n, j->out_sizes, n * sizeof *mine);
     }
     for (int r = 0; r < g->size; r++)
-        if (r != g->rank) slot_put(g, slot + piece_at(g, g->rank, r), in_at(j, r) + k * p, part(j->in_sizes[r], p, k));
+        if (r != g->rank) slot_put(g, slot + piece_at(g, j, g->rank, r), in_at(j, r) + k * p, part(j->in_sizes[r], p, k));
 }
 
 /* How many rounds there are, once the tables are there. */
@@ -165,12 +177,12 @@ static int alltoall_agree(group_t *g, job_t *j) {
             }
             if (from != to && sent > most) most = sent;
         }
-    j->rounds = chunks(most, piece(g));
+    j->rounds = chunks(most, piece(g, j));
     return OK;
 }
 
 static int alltoall_read(group_t *g, job_t *j, size_t k) {
-    size_t p = piece(g), all = 0;
+    size_t p = piece(g, j), all = 0;
     int status = k == 0 ? alltoall_agree(g, j) : OK;
     if (status) return status;
     for (int r = 0; r < g->size; r++) all += j->out_sizes[r];
@@ -180,7 +192,7 @@ static int alltoall_read(group_t *g, job_t *j, size_t k) {
     }
     for (int step = 1; step < g->size; step++) {
         int r = (g->rank + step) % g->size;
-        slot_take(out_at(j, r) + k * p, slot_of(g, r, g->reading) + piece_at(g, r, g->rank), part(j->out_sizes[r], p, k),
+        slot_take(out_at(j, r) + k * p, slot_of(g, r, g->reading) + piece_at(g, j, r, g->rank), part(j->out_sizes[r], p, k),
                   all >= LARGE);
     }
     return OK;

@@ -196,6 +196,9 @@ int round_met(group_t *g, job_t *job, int from);
 int round_settle(group_t *g, job_t *job, uint32_t most);
 int disagree(group_t *g, int status);
 
+/* move.c */
+int job_tiny(const group_t *g, const job_t *j);
+
 /* job.c */
 const algorithm_t *choose(const group_t *g, const job_t *job);
 const algorithm_t *job_direct_form(const group_t *g, const job_t *job); /* NULL: none for this one */
