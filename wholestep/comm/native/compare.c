@@ -9,12 +9,10 @@
 
 #include "shm.h"
 
-#define SMALL (8 * 1024) /* bytes: above, copies cost more than meetings */
-
 /* Whom this rank waits for in the first round of a collective: EVERYBODY, NOBODY, or a rank. */
 int awaited(const group_t *g, const job_t *j, const algorithm_t *a) {
     int root = (int)j->d.root;
-    if (a->flow == AMONG_ALL || g->spins || j->d.bytes > SMALL || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
+    if (a->flow == AMONG_ALL || g->spins || j->d.bytes > SMALL_JOB || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
     if (a->flow == TO_ROOT) return g->rank == root ? EVERYBODY : NOBODY;
     return g->rank == root ? NOBODY : root;
 }

@@ -20,9 +20,10 @@ void cores_note(group_t *g) {
 }
 
 /* Whether each rank can have a core of its own. Launchers may bind ranks to cores: of those that may run on some cores
- * alone there must not be more than cores. */
-int cores_suffice(const group_t *g) {
+ * alone there must not be more than cores. Notes a core's share of them. */
+int cores_suffice(group_t *g) {
     cpu_set_t all, both;
+    int enough = 1;
     CPU_ZERO(&all);
     for (int r = 0; r < g->size; r++) {
         const cpu_set_t *some = &g->ctl[r].cores;
@@ -31,10 +32,12 @@ int cores_suffice(const group_t *g) {
             CPU_AND(&both, some, &g->ctl[other].cores);
             bound += CPU_EQUAL(&both, &g->ctl[other].cores) != 0;
         }
-        if (bound > CPU_COUNT(some)) return 0;
+        enough &= bound <= CPU_COUNT(some);
         CPU_OR(&all, &all, some);
     }
-    return g->size <= CPU_COUNT(&all);
+    int cores = CPU_COUNT(&all);
+    g->share = (g->size + cores - 1) / cores;
+    return enough && g->size <= cores;
 }
 
 /* By the fastest of some trials: in one the core may have been somebody else's for a while, and a rank that thinks that
@@ -195,23 +198,48 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
     return status;
 }
 
+static uint32_t core_noted(group_t *g) {
+    uint32_t here = (uint32_t)sched_getcpu() + 1;
+    atomic_store_explicit(&g->ctl[g->rank].cpu, here, memory_order_relaxed);
+    return here;
+}
+
+/* Off this core, unless we did so lately, or may run on no other. */
+static int step_aside(group_t *g, uint32_t here) {
+    cpu_set_t allowed, others;
+    if (now() - g->moved < 0.002 || sched_getaffinity(0, sizeof allowed, &allowed)) return 0;
+    g->moved = now();
+    others = allowed;
+    CPU_CLR((int)here - 1, &others);
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others)) return 0;
+    sched_setaffinity(0, sizeof allowed, &allowed);
+    return 1;
+}
+
 /* Two ranks on one core take turns at 100 us a round, and the scheduler may leave them there while another core is
  * free. The higher rank then steps aside: off this core for a moment, with its affinity as before afterwards. Says
  * whether the two are apart. */
 #define PARTED 2
 static int part_from(group_t *g, int rank) {
-    uint32_t here = (uint32_t)sched_getcpu() + 1;
-    atomic_store(&g->ctl[g->rank].cpu, here);
+    uint32_t here = core_noted(g);
     int apart = atomic_load(&g->ctl[rank].cpu) != here;
-    if (apart || g->limit < g->spins || !g->spins || g->rank < rank || now() - g->moved < 0.002) return apart;
-    cpu_set_t allowed, others;
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) return 0;
-    others = allowed;
-    CPU_CLR((int)here - 1, &others);
-    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others)) return 0;
-    sched_setaffinity(0, sizeof allowed, &allowed);
-    g->moved = now();
-    return PARTED;
+    if (apart || g->limit < g->spins || !g->spins || g->rank < rank) return apart;
+    return step_aside(g, here) ? PARTED : 0;
+}
+
+/* With more ranks than cores: one core may have three of four for a tenth of a second, 13 us a small all-to-all, 9 with two
+ * on each. The highest of those above a core's share steps aside. Not in large collectives, where ranks note their cores
+ * too seldom for that, and a move costs what is in the caches. */
+static void spread(group_t *g) {
+    if (g->job->d.bytes > SMALL_JOB) return;
+    uint32_t here = core_noted(g);
+    int alike = 0;
+    for (int r = 0; r < g->size; r++) {
+        if (atomic_load_explicit(&g->ctl[r].cpu, memory_order_relaxed) != here) continue;
+        if (r > g->rank) return;
+        alike++;
+    }
+    if (alike > g->share) step_aside(g, here);
 }
 
 static void spin(const group_t *g, int rank, uint32_t round, int left) {
@@ -227,6 +255,7 @@ static int wait_long(group_t *g, int rank, uint32_t round, uint32_t last) {
         double began = now();
         int apart = part_from(g, rank);
         if (apart == PARTED) spin(g, rank, round, limit); /* asleep we would be woken on the other's core again */
+        if (g->yielding) spread(g);
         while (g->yielding && !round_reached(g, rank, round) && now() - began < YIELD) sched_yield();
         int status = round_reached(g, rank, round) ? OK : sleep_until(g, rank, last);
         if (status) return status;

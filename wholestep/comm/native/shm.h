@@ -39,6 +39,7 @@
 #define TINY 64                 /* bytes that travel beside the description, in place of a slot */
 #define REASON 512              /* bytes, the last of which is 0 */
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
+#define SMALL_JOB (8 * 1024)    /* bytes: above, copies cost more than meetings */
 #define SPIN_MICROSECONDS 150   /* at most: to halt a core of a virtual machine and to wake it again takes 50 and more */
 /* Seconds of handing the core over before a rank sleeps: a core whose ranks all sleep is halted, and long in waking. A rank
  * that gets its core back later than that shares it with others that compute, and waits better asleep. */
@@ -115,6 +116,7 @@ typedef struct {
     size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
     int spins, limit, budget; /* at most; at most in this job; what has paid lately */
     int yielding;             /* in this job, before it sleeps */
+    int share;                /* ranks for each core, at most, when they are spread evenly */
     size_t put;          /* bytes put into the slot of the round that is being filled */
     int streaming, slow, longer; /* slots.c: writing past the caches; slow spans in a row; in a job that has had a span */
     size_t filled, judged;   /* bytes written through the caches since the last round was read; of this span so far, */
@@ -168,7 +170,7 @@ const char *segment_map(uint32_t pid, const desc_t *d);
 /* round.c */
 double now(void);
 void cores_note(group_t *g);
-int cores_suffice(const group_t *g);
+int cores_suffice(group_t *g);
 int spins_of_a_wait(void);
 int rank_alive(const group_t *g, int rank);
 void futex_wake_all(_Atomic uint32_t *word);
