@@ -43,9 +43,11 @@ bench-quick: $(STAMP)
 soak: $(STAMP)
 	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q $(PROPERTIES) $(ARGS)
 
-# the long form of the communication tests: 10,000 random collectives, 1,000 on each layout of hosts, 200 killed ranks
+# the long form of the communication tests: 10,000 random collectives, 1,000 on each layout of hosts, 200 killed ranks,
+# 600 programs of ranks that go on, 400 of messages
 test-long: $(STAMP)
-	WHOLESTEP_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/test_comm_collectives.py tests/test_comm_faults.py tests/test_comm_hosts.py $(ARGS)
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/test_comm_collectives.py tests/test_comm_faults.py \
+		tests/test_comm_hosts.py tests/test_comm_ahead.py tests/test_comm_messages.py $(ARGS)
 
 # every operator and module of torch's own tables, all samples, float32 and float64: half an hour on two cores
 test-ops: $(STAMP)

@@ -14,6 +14,7 @@ from wholestep import comm
 from wholestep.testing import run_ranks
 
 MANY = 200  # more than a rank goes on from
+LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))  # `make test-long`
 
 
 def crowded(limit=30.0):
@@ -110,6 +111,20 @@ def test_roots_that_differ_are_found_in_the_next_collective_or_at_the_end(end):
         assert gone_on == (end == "go on")
 
 
+def roots_differ_at_detail():
+    comm.set_debug_level(comm.DebugLevel.DETAIL)
+    group = crowded()
+    with pytest.raises(comm.DistMismatchError) as caught:
+        comm.broadcast(torch.ones(4), min(comm.get_rank(), 1), group)
+    return str(caught.value)
+
+
+def test_nobody_goes_on_at_detail():
+    for rank, message in enumerate(run_ranks(roots_differ_at_detail, 3, "shm")):
+        assert f"rank {rank} calls #1 broadcast root {min(rank, 1)}" in message
+        assert "gone on" not in message
+
+
 def others_do_something_else():
     group, store, rank = crowded(), comm.default_store(), comm.get_rank()
     x = torch.ones(1)
@@ -194,14 +209,14 @@ def random_program(seed, calls, wrong_at):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_random_programs(ranks):
-    for seed in range(3):
+    for seed in range(100 if LONG else 3):
         found = run_ranks(random_program, ranks, "shm", (seed, MANY, None))
         assert found == [(MANY - 1, "")] * ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_disagreement_in_a_random_program_is_found_by_every_rank(ranks):
-    for seed in range(4):
+    for seed in range(100 if LONG else 4):
         wrong_at = 40 + seed
         for at, message in run_ranks(random_program, ranks, "shm", (seed, MANY, wrong_at)):
             assert wrong_at <= at <= wrong_at + 33

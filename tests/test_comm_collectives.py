@@ -13,7 +13,7 @@ from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import as_op
 from wholestep.testing import run_ranks
 
-LONG = bool(os.environ.get("WHOLESTEP_LONG"))  # `make test-long`: 10,000 collectives
+LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))  # `make test-long`: 10,000 collectives
 SHARED = ("plain", "strided", "shared")
 
 

@@ -18,7 +18,7 @@ import wholestep as ws
 from wholestep import comm
 from wholestep.testing import run_ranks
 
-LONG = bool(os.environ.get("WHOLESTEP_LONG"))  # `make test-long`: 200 kills
+LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))  # `make test-long`: 200 kills
 
 
 def mismatch_in(call_of_zero, call_of_one):

@@ -23,7 +23,7 @@ from wholestep.comm.reduce_op import as_op
 from wholestep.launch import free_port
 from wholestep.testing import run_ranks
 
-LONG = bool(os.environ.get("WHOLESTEP_LONG"))
+LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
 LAYOUTS = ["ab", "aabb", "abab", "aaab", "abc", "abbca"]  # the host of each rank
 
 

@@ -16,6 +16,9 @@ from wholestep.comm import messages, recorder
 from wholestep.testing import run_ranks
 
 
+LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))  # `make test-long`
+
+
 def ring_of_messages(size):
     """A message from each rank to the next; who sent, and what."""
     n, rank = comm.get_world_size(), comm.get_rank()
@@ -110,7 +113,7 @@ def random_messages(seed, crowded):
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_messages(ranks, crowded):
-    for seed in range(2):
+    for seed in range(100 if LONG else 2):
         assert run_ranks(random_messages, ranks, "shm", (seed, crowded)) == [True] * ranks
 
 

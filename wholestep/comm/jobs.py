@@ -27,6 +27,7 @@ from wholestep.comm.codes import (
     disagreement,
     sequence_of,
 )
+from wholestep.comm.debug import DebugLevel, get_debug_level
 from wholestep.comm.errors import (
     DistBackendError,
     DistError,
@@ -152,7 +153,7 @@ class JobGroup(ProcessGroup):
         except DistError:
             native.stop(handle)
             raise
-        native.ready(handle)
+        native.ready(handle, get_debug_level() is DebugLevel.DETAIL)
         return int(handle)
 
     def shutdown(self) -> None:

@@ -12,7 +12,7 @@
 /* Whom this rank waits for in the first round of a collective: EVERYBODY, NOBODY, or a rank. */
 int awaited(const group_t *g, const job_t *j, const algorithm_t *a) {
     int root = (int)j->d.root;
-    if (a->flow == AMONG_ALL || g->spins || j->d.bytes > SMALL_JOB || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
+    if (a->flow == AMONG_ALL || g->spins || g->meeting || j->d.bytes > SMALL_JOB || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
     if (a->flow == TO_ROOT) return g->rank == root ? EVERYBODY : NOBODY;
     return g->rank == root ? NOBODY : root;
 }

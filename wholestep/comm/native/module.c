@@ -64,11 +64,12 @@ static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return PyLong_FromVoidPtr(g);
 }
 
-/* ready(handle): every rank has attached */
+/* ready(handle, meeting): every rank has attached. meeting: each collective is compared before anyone goes on */
 static PyObject *py_ready(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    if (wrong(n, 1)) return NULL;
+    if (wrong(n, 2)) return NULL;
     group_t *g = address(a[0]);
+    g->meeting = (int)number(a[1]);
     g->budget = g->spins = cores_suffice(g) ? spins_of_a_wait() : 0; /* else a spin would keep another from running */
     Py_RETURN_NONE;
 }

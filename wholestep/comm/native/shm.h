@@ -5,7 +5,8 @@
  * round, and reads the others' slots. A rank may fill up to `ahead` rounds before it reads the first of them, and
  * never more: so whoever has published round r has read round r - ahead, and a slot that was seen published `ahead`
  * rounds ago can be filled again. One counter a rank is all the synchronisation. Running ahead costs nothing when
- * all ranks run, and on a busy machine lets one get on while another waits for its core.
+ * all ranks run, and on a busy machine lets one get on while another waits for its core. A few bytes travel beside
+ * the description of their collective, of which there is a longer ring.
  *
  * round.c    flags, waiting, dead ranks        compare.c   whether all do the same
  * reduce.c   vector kernels
@@ -116,6 +117,7 @@ typedef struct {
     size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
     int spins, limit, budget; /* at most; at most in this job; what has paid lately */
     int yielding;             /* in this job, before it sleeps */
+    int meeting;              /* in every collective, also where that is slow */
     int share;                /* ranks for each core, at most, when they are spread evenly */
     size_t put;          /* bytes put into the slot of the round that is being filled */
     int streaming, slow, longer; /* slots.c: writing past the caches; slow spans in a row; in a job that has had a span */
