@@ -15,7 +15,6 @@ from wholestep import comm
 from wholestep.comm import messages, recorder
 from wholestep.testing import run_ranks
 
-
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))  # `make test-long`
 
 
