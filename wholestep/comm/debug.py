@@ -9,7 +9,7 @@ VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
 
 
 class DebugLevel(enum.Enum):
-    """OFF; INFO: notes where groups are made; DETAIL: every backend compares the ranks' calls before any rank goes on."""
+    """OFF; INFO: notes where groups are made; DETAIL: every backend compares all ranks' calls before one goes on."""
 
     OFF = 0
     INFO = 1
