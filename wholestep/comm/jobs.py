@@ -91,7 +91,8 @@ class MessageWork(Work):
             status, self.source, got = native.p2p_finish(group._live(OPS[self._op]), ticket, float(limit))
             group._under_way.pop(ticket, None)
             if status:
-                self._failed(group._message_error(self._op, self._peer, status, got, tensor, limit))
+                peer = self._peer if self.source < 0 else self.source
+                self._failed(group._message_error(self._op, peer, status, got, tensor, limit))
         if self._failure is not None:
             raise self._failure
         return True
@@ -205,7 +206,7 @@ class JobGroup(ProcessGroup):
     def _message_error(
         self, op: int, peer: int, status: int, got: int, tensor: torch.Tensor, limit: float
     ) -> DistError:
-        """Why a message to or from ``peer`` (-1: from anyone) ended with ``status``; ``got`` bytes were sent."""
+        """Why a message to or from ``peer`` (-1: whoever sends first) ended with ``status``; ``got`` bytes were sent."""
         other = "" if peer < 0 else f" {'to' if op == SEND else 'from'} rank {self.labels[peer]}"
         here = f"rank {self.labels[self._rank]} of group {self.group_name!r}: {OPS[op]}{other}"
         if status == TIMEOUT:

@@ -1,10 +1,10 @@
 /* Whether ranks do the same: what they say of a collective is compared, at once or a little later.
  *
- * Where every rank can have a core, all wait for all in each collective and compare there. With more ranks than cores such
- * a meeting costs each core two changes of processes. So in a small collective with a root a rank then waits for those
- * alone whose bytes it needs: a broadcast's root for nobody, the others for the root. The rounds that it goes on from, at
- * most half of what descriptions there is room for, it compares as soon as it meets the others, or when the group ends. All ranks compare all rounds in
- * their order, so all find the same disagreement. */
+ * Where every rank can have a core, all wait for all in each collective and compare there. With more ranks than cores
+ * such a meeting costs each core two changes of processes. So in a small collective with a root a rank then waits for
+ * those alone whose bytes it needs: a broadcast's root for nobody, the others for the root. The rounds that it goes on
+ * from, at most half of what descriptions there is room for, it compares as soon as it meets the others, or when the
+ * group ends. All ranks compare all rounds in their order, so all find the same disagreement. */
 #include <string.h>
 
 #include "shm.h"
@@ -12,7 +12,8 @@
 /* Whom this rank waits for in the first round of a collective: EVERYBODY, NOBODY, or a rank. */
 int awaited(const group_t *g, const job_t *j, const algorithm_t *a) {
     int root = (int)j->d.root;
-    if (a->flow == AMONG_ALL || g->spins || g->meeting || j->d.bytes > SMALL_JOB || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
+    if (a->flow == AMONG_ALL || g->spins || g->meeting) return EVERYBODY;
+    if (j->d.bytes > SMALL_JOB || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
     if (a->flow == TO_ROOT) return g->rank == root ? EVERYBODY : NOBODY;
     return g->rank == root ? NOBODY : root;
 }

@@ -3,7 +3,10 @@
 
 #include "shm.h"
 
+#define LARGE (16 << 20) /* bytes of output that leave no room for anything else in the caches */
+
 static size_t by_chunk(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, g->chunk) : 1; }
+
 /* A slot holds a piece for each rank but the writer. */
 static size_t others(const group_t *g) { return (size_t)(g->size > 1 ? g->size - 1 : 1); }
 static size_t tiny_piece(const group_t *g) { return TINY / others(g) & ~(size_t)7; }
@@ -20,7 +23,7 @@ int job_tiny(const group_t *g, const job_t *j) {
     if (j->d.op == OP_ALL_TO_ALL) return 0; /* it has tables */
     return j->d.bytes <= (j->d.op == OP_REDUCE_SCATTER || j->d.op == OP_SCATTER ? tiny_piece(g) : TINY);
 }
-#define LARGE (16 << 20) /* bytes of output that leave no room for anything else in the caches */
+
 static int is_root(const group_t *g, const job_t *j) { return g->rank == (int)j->d.root; }
 
 /* memcpy, unless there is nothing to do: an empty part may come with no address. */

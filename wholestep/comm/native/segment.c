@@ -20,9 +20,10 @@ static mapping_t *mappings;
 static size_t used, room;
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
 
-/* A ring is about 1 MB, of three to eight ranks 2 MB (4 ranks, broadcast of 1 MB: 118 us with 1 MB, 88 with 2). Of more than
- * two ranks with large chunks: a rank's part of one is then long enough for the prefetcher, and ranks that share a core
- * change places less often (4 ranks on 2 cores, all-reduce of 64 MB: 33 ms with 128 KB, 43 with 32). Many ranks have shorter rings: the memory adds up. */
+/* A ring is about 1 MB, of three to eight ranks 2 MB (4 ranks, broadcast of 1 MB: 118 us with 1 MB, 88 with 2). Of more
+ * than two ranks with large chunks: a rank's part of one is then long enough for the prefetcher, and ranks that share a
+ * core change places less often (4 ranks on 2 cores, all-reduce of 64 MB: 33 ms with 128 KB, 43 with 32). Many ranks have
+ * shorter rings: the memory adds up. */
 size_t ring_chunk(int size) { return size <= 2 ? 32 << 10 : size <= 16 ? 128 << 10 : size <= 64 ? 64 << 10 : 32 << 10; }
 uint32_t ring_depth(int size) { return size <= 2 ? DEPTH : size <= 8 ? 16 : 8; }
 /* Behind the chunk is room for the reduced part of an earlier one, or for tables. */
