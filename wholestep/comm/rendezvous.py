@@ -184,6 +184,7 @@ def destroy_process_group(group: ProcessGroup | str | None = None) -> None:
 
     Raises:
         ValueError: the group is not known: never made, or ended before.
+        DistError: a collective that this rank had gone on from has failed. The group has ended all the same.
     """
     known, ending = world(), get_group(group)
     whole = ending.group_name == DEFAULT_GROUP
