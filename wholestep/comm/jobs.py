@@ -206,7 +206,7 @@ class JobGroup(ProcessGroup):
     def _message_error(
         self, op: int, peer: int, status: int, got: int, tensor: torch.Tensor, limit: float
     ) -> DistError:
-        """Why a message to or from ``peer`` (-1: whoever sends first) ended with ``status``; ``got`` bytes were sent."""
+        """Why a message to or from ``peer`` (-1: whoever sends first) ended with ``status`` after ``got`` bytes."""
         other = "" if peer < 0 else f" {'to' if op == SEND else 'from'} rank {self.labels[peer]}"
         here = f"rank {self.labels[self._rank]} of group {self.group_name!r}: {OPS[op]}{other}"
         if status == TIMEOUT:
