@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.test_comm_faults import end_world, world_of
+from tests.test_comm_faults import end_world, until_it_fails, world_of
 from wholestep import comm
 from wholestep.testing import run_ranks
 
@@ -230,18 +230,14 @@ def test_a_disagreement_in_a_random_program_is_found_by_every_rank(ranks):
 def gives_all_the_time(pipe, rank, size, folder, seconds):
     """Small collectives with roots, until one fails."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    os.environ["WHOLESTEP_DUMP"] = folder
-    comm.init_process_group("shm", f"file://{folder}/store", timedelta(seconds=seconds), size, rank)
-    pipe.send("ready")
-    x = torch.zeros(4)
-    try:
-        while True:
-            comm.broadcast(x, 0)
-            comm.reduce(x, 1)
-            comm.broadcast(torch.zeros(1000), 2)
-    except comm.DistError as error:
-        pipe.send((type(error).__name__, str(error), time.time()))
-    comm.destroy_process_group()
+    x, more = torch.zeros(4), torch.zeros(1000)
+
+    def step():
+        comm.broadcast(x, 0)
+        comm.reduce(x, 1)
+        comm.broadcast(more, 2)
+
+    until_it_fails(pipe, rank, size, folder, seconds, step)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])

@@ -168,6 +168,19 @@ def busy_rank(pipe, rank, size, folder, seconds):
     pipe.send("gone")
 
 
+def until_it_fails(pipe, rank, size, folder, seconds, step):
+    """Runs a step again and again in a group of its own; reports the failure and when it came."""
+    os.environ["WHOLESTEP_DUMP"] = folder
+    comm.init_process_group("shm", f"file://{folder}/store", timedelta(seconds=seconds), size, rank)
+    pipe.send("ready")
+    try:
+        while True:
+            step()
+    except comm.DistError as error:
+        pipe.send((type(error).__name__, str(error), time.time()))
+    comm.destroy_process_group()
+
+
 def world_of(size, folder, setting=30.0, run=busy_rank):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["wholestep"])

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.test_comm_faults import end_world, world_of
+from tests.test_comm_faults import end_world, until_it_fails, world_of
 from tests.test_comm_quick import never
 from wholestep import comm
 from wholestep.comm import messages, recorder
@@ -118,18 +118,15 @@ def test_random_messages(ranks, crowded):
 
 def sends_all_the_time(pipe, rank, size, folder, seconds):
     """Messages there and back between ranks 0 and 1, until one fails."""
-    os.environ["WHOLESTEP_DUMP"] = folder
-    comm.init_process_group("shm", f"file://{folder}/store", timedelta(seconds=seconds), size, rank)
-    pipe.send("ready")
-    x = torch.zeros(50_000)
-    try:
-        while True:
-            for part in (x[:1], x):
-                comm.send(part, 1 - rank) if rank == 0 else comm.recv(part, 1 - rank)
-                comm.recv(part, 1 - rank) if rank == 0 else comm.send(part, 1 - rank)
-    except comm.DistError as error:
-        pipe.send((type(error).__name__, str(error)))
-    comm.destroy_process_group()
+    x, peer = torch.zeros(50_000), 1 - rank
+    first, second = (comm.send, comm.recv) if rank == 0 else (comm.recv, comm.send)
+
+    def step():
+        for part in (x[:1], x):
+            first(part, peer)
+            second(part, peer)
+
+    until_it_fails(pipe, rank, size, folder, seconds, step)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -138,7 +135,7 @@ def test_who_waits_for_a_message_of_a_killed_rank_is_told(victim, tmp_path):
     time.sleep(0.05)
     os.kill(ranks[victim].pid, signal.SIGKILL)
     assert pipes[1 - victim].poll(20)
-    kind, message = pipes[1 - victim].recv()
+    kind, message, _ = pipes[1 - victim].recv()
     assert kind == "DistRankError"
     assert f"rank {victim} has exited or was killed" in message
     end_world(ranks)

@@ -175,7 +175,7 @@ class ShmGroup(JobGroup):
 
     def _message(self, op: int, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         at, nbytes = tensor.data_ptr(), tensor.nbytes
-        ticket = native.p2p_start(self._live(OPS[op]), op == SEND, peer, tag, at, nbytes, False)
+        ticket = native.p2p_start(self._live(OPS[op]), op == SEND, peer, tag, at, nbytes)
         self.latest = (op, DTYPES.get(tensor.dtype, UNKNOWN), 0, peer, nbytes, 0, 0, 0, tensor.element_size())
         return MessageWork(self, ticket, op, peer, tensor)
 

@@ -13,7 +13,7 @@
 int awaited(const group_t *g, const job_t *j, const algorithm_t *a) {
     int root = (int)j->d.root;
     if (a->flow == AMONG_ALL || g->spins || g->meeting) return EVERYBODY;
-    if (j->d.bytes > SMALL_JOB || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
+    if (j->d.bytes >= SMALL_JOB || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
     if (a->flow == TO_ROOT) return g->rank == root ? EVERYBODY : NOBODY;
     return g->rank == root ? NOBODY : root;
 }

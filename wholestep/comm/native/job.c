@@ -76,10 +76,8 @@ static int try_direct(group_t *g, job_t *j, const algorithm_t *a, int *done) {
     return status;
 }
 
-#define MEASURED (8 * 1024)
-
 /* Whether the copies of a collective are worth timing: slots.c. */
-static int timed(const job_t *j) { return j->d.bytes >= MEASURED || j->d.op == OP_ALL_TO_ALL; }
+static int timed(const job_t *j) { return j->d.bytes >= SMALL_JOB || j->d.op == OP_ALL_TO_ALL; }
 
 void job_start_round(group_t *g, job_t *j, const algorithm_t *a, size_t k) {
     g->streaming = slots_streamed(g);

@@ -201,14 +201,14 @@ static PyObject *py_test(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     return wrong(n, 2) ? NULL : PyBool_FromLong(job_test(address(a[0]), address(a[1])));
 }
 
-/* p2p_start(handle, send, peer, tag, address, bytes, alone) -> ticket; alone: to be waited for at once */
+/* p2p_start(handle, send, peer, tag, address, bytes) -> ticket */
 static PyObject *py_p2p_start(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    if (wrong(n, 7)) return NULL;
+    if (wrong(n, 6)) return NULL;
     message_t *m;
     Py_BEGIN_ALLOW_THREADS
     m = p2p_start(address(a[0]), (int)number(a[1]), (int)number(a[2]), (int)number(a[3]), address(a[4]),
-                  (size_t)number(a[5]), (int)number(a[6]));
+                  (size_t)number(a[5]), 0);
     Py_END_ALLOW_THREADS
     return m ? PyLong_FromVoidPtr(m) : PyErr_NoMemory();
 }

@@ -3,8 +3,6 @@
 
 #include "shm.h"
 
-#define LARGE (16 << 20) /* bytes of output that leave no room for anything else in the caches */
-
 static size_t by_chunk(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, g->chunk) : 1; }
 
 /* A slot holds a piece for each rank but the writer. */

@@ -10,8 +10,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LARGE (16 << 20) /* bytes of a message that leave no room for anything else in the caches */
-
 /* A core's second-level cache; many ranks have shorter rings, though only pairs that talk have any memory. */
 static size_t cells_for(int size) { return size <= 16 ? 32 : 4; }
 static size_t ring_bytes(int size) { return sizeof(ring_t) + cells_for(size) * sizeof(cell_t); }

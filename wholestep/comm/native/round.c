@@ -231,7 +231,7 @@ static int part_from(group_t *g, int rank) {
  * on each. The highest of those above a core's share steps aside. Not in large collectives, where ranks note their cores
  * too seldom for that, and a move costs what is in the caches. */
 static void spread(group_t *g) {
-    if (g->job->d.bytes > SMALL_JOB) return;
+    if (g->job->d.bytes >= SMALL_JOB) return;
     uint32_t here = core_noted(g);
     int alike = 0;
     for (int r = 0; r < g->size; r++) {

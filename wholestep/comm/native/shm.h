@@ -40,7 +40,8 @@
 #define TINY 64                 /* bytes that travel beside the description, in place of a slot */
 #define REASON 512              /* bytes, the last of which is 0 */
 #define LINE 128                /* two cache lines: the prefetcher pairs them */
-#define SMALL_JOB (8 * 1024)    /* bytes: above, copies cost more than meetings */
+#define SMALL_JOB (8 * 1024)    /* bytes: from here on copies cost more than meetings, and are timed */
+#define LARGE (16 << 20)        /* bytes of output that leave no room for anything else in the caches */
 #define SPIN_MICROSECONDS 150   /* at most: to halt a core of a virtual machine and to wake it again takes 50 and more */
 /* Seconds of handing the core over before a rank sleeps: a core whose ranks all sleep is halted, and long in waking. A rank
  * that gets its core back later than that shares it with others that compute, and waits better asleep. */
