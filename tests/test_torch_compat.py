@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from wholestep import torch_compat
 from wholestep.autograd.structure import Shape
 from wholestep.torch_compat import (
+    CHECKPOINT_OPERATORS,
     CUMPROD_BY_DATA,
     FOREACH_TYPES,
     GET_VERSION,
@@ -31,6 +33,7 @@ from wholestep.torch_compat import (
     ShapeEnvironment,
     TorchDispatchMode,
     below_autograd,
+    checkpoint_contexts,
     compile_with_inductor,
     count_dispatch_modes,
     current_autograd_node,
@@ -559,3 +562,24 @@ def test_grouped_products_lie_as_their_kernel_leaves_them(shapes: Any) -> None:
     assert place(strict_fake_mode()) == place(nullcontext())
     with pytest.raises(RuntimeError, match="BF16"):
         place(FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def test_dynamo_puts_checkpoints_under_the_operators_we_know():
+    seen = []
+
+    def contexts():
+        return nullcontext(), nullcontext()
+
+    def backend(gm, inputs):
+        (node,) = [n for n in gm.graph.nodes if type(n.target) in CHECKPOINT_OPERATORS]
+        body = getattr(gm, node.args[0].target)
+        seen.append((checkpoint_contexts(body), node.kwargs["preserve_rng_state"]))
+        return gm
+
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    for more, kept in (({}, {}), ({"context_fn": contexts}, {"context_fn": contexts})):
+        torch._dynamo.reset()
+        fn = torch.compile(lambda x, more=more: checkpoint(torch.sin, x, **options, **more), backend=backend)
+        fn(torch.ones(2, requires_grad=True))
+        assert seen.pop() == (kept, False)
+    assert all("__call__" in vars(operator) for operator in CHECKPOINT_OPERATORS)

@@ -280,6 +280,18 @@ PAD_PACKED = torch._pad_packed_sequence
 OPTIMIZERS_FUNCTIONS = _functional
 
 
+# The operators under which Dynamo puts the regions of `torch.utils.checkpoint`.
+CHECKPOINT_OPERATORS: list[type] = [
+    type(getattr(torch.ops.higher_order, f"{name}_activation_checkpoint")) for name in ("tag", "wrap")
+]
+
+
+def checkpoint_contexts(body: fx.GraphModule) -> dict[str, Any]:
+    """What Dynamo keeps of a checkpoint's ``context_fn``, as an argument of `torch.utils.checkpoint.checkpoint`."""
+    found = body.meta.get("_checkpoint_context_fn")
+    return {} if found is None else {"context_fn": found}
+
+
 # --- lower -----------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,8 @@ from wholestep.autograd.ends import (
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.torch_compat import empty_fake
 from wholestep.trace import ReentrantCheckpoint
+from wholestep.trace.entrance import handled
+from wholestep.trace.formulas import by_data
 from wholestep.trace.inputs import Lifted
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Outlet
@@ -167,7 +169,8 @@ def _gradients(
 def _run(outputs: list[Output], tangents: list[torch.Tensor], roots: list[Root]) -> list[Any]:
     tensors: list[Any] = [o.tensor for o in outputs]
     edges: list[Any] = [r.edge for r in roots]
-    return list(torch.autograd.grad(tensors, edges, tangents, retain_graph=True, allow_unused=True))
+    with handled(by_data):
+        return list(torch.autograd.grad(tensors, edges, tangents, retain_graph=True, allow_unused=True))
 
 
 def _tangent(recorder: Recorder, like: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:

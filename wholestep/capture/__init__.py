@@ -8,7 +8,7 @@ May import: errors, ir, parts, torch_compat. Must not import trace, autograd, sp
 
 from wholestep.capture.binder import Binder, compile_binder, refuse_shared_parts, sharing
 from wholestep.capture.effects import (
-    CallStep,
+    CallMethod,
     DelAttr,
     DelItem,
     Effect,
@@ -32,7 +32,7 @@ from wholestep.capture.wholes import PartsOf, Wholes
 __all__ = [
     "Binder",
     "Call",
-    "CallStep",
+    "CallMethod",
     "Const",
     "DelAttr",
     "DelItem",

@@ -11,7 +11,17 @@ import torch
 
 from wholestep.capture import boxes
 from wholestep.capture.boxes import Contents
-from wholestep.capture.effects import DelAttr, DelItem, Effect, Extend, SetAttr, SetContents, SetGrad, SetItem
+from wholestep.capture.effects import (
+    CallMethod,
+    DelAttr,
+    DelItem,
+    Effect,
+    Extend,
+    SetAttr,
+    SetContents,
+    SetGrad,
+    SetItem,
+)
 from wholestep.capture.exchange import Exchanged
 from wholestep.capture.facts import is_plain
 from wholestep.capture.places import Place
@@ -22,6 +32,7 @@ from wholestep.capture.stopped import Stopped
 from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, new_in
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.pure import Count
+from wholestep.torch_compat import HOOK_TABLES
 
 NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
@@ -139,6 +150,8 @@ def differences(seen: Exchanged, is_new: Callable[[torch.Tensor], bool], result:
     for place in seen.places:
         now = place.box.read(place.holder)
         found.extend(_place_effects(seen, place, now, values))
+    for at in seen.twins.found.values():
+        found.extend(_twin_effects(at.tensor, seen.original(at.tensor), at.source))
     if values.grown:
         source, count, held = values.grown[0]
         leak = _leak(held, f"{source} grows by {count} values made in the step, at each call, and the step reads it",
@@ -211,5 +224,17 @@ def _tensor_effects(place: Place, now: Contents, values: _Values) -> Iterator[Ef
         elif name == "requires_grad":
             yield SetAttr(place.source, name, Const(value))
         else:
-            raise LeakError(f"a hook was added to {place.source} in the step",
-                            remedy="add hooks to parameters before the step; hooks on tensors of the step are free")
+            raise _hooked(place.source)
+
+
+def _twin_effects(twin: torch.Tensor, original: torch.Tensor, source: Source) -> Iterator[Effect]:
+    """What the step asked of autograd for a tensor with a history."""
+    if any(getattr(twin, name) for name in HOOK_TABLES):
+        raise _hooked(source)
+    if twin.retains_grad and not original.retains_grad:
+        yield CallMethod(source, "retain_grad")
+
+
+def _hooked(source: Source) -> LeakError:
+    remedy = "add hooks to inputs before the step; hooks on tensors of the step are free"
+    return LeakError(f"a hook was added to {source} in the step", remedy=remedy)

@@ -174,19 +174,20 @@ class Extend(Effect):
 
 
 @dataclass(frozen=True, eq=False)
-class CallStep(Effect):
-    """``source.step(*args)``: a learning-rate scheduler moves on, after all else."""
+class CallMethod(Effect):
+    """``source.name(*args)``: a learning-rate scheduler moves on, after all else; a tensor retains its gradient."""
 
-    args: tuple[Any, ...]
+    name: str
+    args: tuple[Any, ...] = ()
 
     def assign(self, holder: Any, key: Any, value: Any) -> None:
-        holder.step(*self.args)
+        getattr(holder, self.name)(*self.args)
 
     def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{holder}.step(*{constant(self.args)})"
+        return f"{holder}.{self.name}(*{constant(self.args)})"
 
     def __str__(self) -> str:
-        return f"{self.source}.step({', '.join(map(repr, self.args))})"
+        return f"{self.source}.{self.name}({', '.join(map(repr, self.args))})"
 
 
 def new_values(effects: Sequence[Effect], result: Value = NOTHING) -> list[Any]:

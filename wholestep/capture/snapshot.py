@@ -11,7 +11,7 @@ import torch
 
 from wholestep.capture import guards as guarding
 from wholestep.capture.differences import differences
-from wholestep.capture.effects import CallStep, Effect, homes
+from wholestep.capture.effects import CallMethod, Effect, homes
 from wholestep.capture.exchange import Exchanged
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred
@@ -63,7 +63,7 @@ class Snapshot(Exchanged):
             if isinstance(vars(scheduler).get("step"), Deferred):
                 del vars(scheduler)["step"]
         effects, described = differences(self, is_new, result)
-        return [*effects, *(CallStep(n.source, n.args) for n in self.noted)], described
+        return [*effects, *(CallMethod(n.source, "step", n.args) for n in self.noted)], described
 
     def _hand_back_training(self) -> None:
         """A `train()` or `eval()` in the step has met the replacement; it was meant for the module itself."""

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from wholestep.capture.places import Found
 from wholestep.capture.views import view_again
+from wholestep.errors import UnsupportedError
 
 
 class Beginning(torch.autograd.Function):
-    """Where the history of a twin begins; only traced, never run backward."""
+    """Where the history of a twin begins: gradients end here, be it one of the step's own backward or of what follows.
+
+    The node has attributes: ``twin``, a weak reference; ``source``; ``outside``, the node of the original.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -27,7 +31,33 @@ class Beginning(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("tracing stops at the beginning of a step")
+        raise _leads_outside(ctx)
+
+
+def _leads_outside(beginning: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"a backward in the step leads into the computation that made {beginning.source} before the step",
+        remedy="compute it inside of the step, pass it detached, or differentiate outside of the compiled function",
+    )
+
+
+def refuse_outside(roots: Iterable[Any], inputs: Sequence[Any], behind: Callable[..., Iterable[Any]]) -> None:
+    """Refuses gradients of the step's own backward to which the history of a twin's original would add.
+
+    Args:
+        roots: where the backward begins.
+        inputs: what it differentiates, tensors or gradient edges; none where that is all that it comes by.
+        behind: gives the nodes that a backward from some roots may come by.
+
+    Raises:
+        UnsupportedError: one of the inputs is among what an original was made of.
+    """
+    ends = [getattr(i, "node", None) or (i if i.is_leaf else i.grad_fn) for i in inputs]
+    wanted = {id(getattr(end, "outside", end)) for end in ends}
+    for beginning in [node for node in behind(roots) if wanted and hasattr(node, "outside")]:
+        others = wanted - {id(beginning.outside)}
+        if any(id(getattr(node, "variable", node)) in others for node in behind([beginning.outside])):
+            raise _leads_outside(beginning)
 
 
 class Twins:
@@ -62,13 +92,11 @@ class Twins:
     def _needs(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_inference():
             return False
-        if not torch.is_grad_enabled():
-            return id(tensor) in self._reshaped
-        return (tensor.requires_grad and not tensor.is_leaf) or self._is_view(tensor) or id(tensor) in self._reshaped
-
-    @staticmethod
-    def _is_view(tensor: torch.Tensor) -> bool:
-        return tensor._base is not None and (tensor.is_floating_point() or tensor.is_complex())
+        if id(tensor) in self._reshaped:
+            return True
+        if tensor._base is None or not torch.is_grad_enabled():
+            return tensor._base is None and tensor.requires_grad and not tensor.is_leaf
+        return (tensor.is_floating_point() or tensor.is_complex()) and not (tensor.requires_grad and tensor.is_leaf)
 
     def _twin(self, found: Found) -> torch.Tensor:
         tensor = found.tensor
@@ -87,14 +115,15 @@ class Twins:
             with torch.set_grad_enabled(tensor.requires_grad or not whole.requires_grad):
                 twin = view_again(tensor, (above or base).tensor, whole)
         elif tensor.requires_grad:
-            twin = Beginning.apply(torch.zeros((), requires_grad=True), tensor)  # type: ignore[no-untyped-call]
+            with torch.enable_grad():
+                twin = Beginning.apply(torch.zeros((), requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
         else:
             twin = tensor.detach()
         vars(twin).update(vars(tensor))
         self.of[id(tensor)] = twin
         beginning: Any = twin.grad_fn if base is None else None
         if beginning is not None:
-            beginning.twin = weakref.ref(twin)
+            beginning.twin, beginning.source, beginning.outside = weakref.ref(twin), found.source, _node(tensor)
         entangled = base is None and tensor._base is not None and self._hidden[id(tensor._base)] > 1
         self.found[id(twin)] = Found(twin, found.source, found.kind, beginning, entangled)
         return twin

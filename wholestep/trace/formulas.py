@@ -214,7 +214,7 @@ def by_data(run: Engine, roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any
 
 @contextmanager
 def _exchanged(roots: tuple[Any, ...]) -> Iterator[None]:
-    handles = [node.register_hook(partial(_exchange, node)) for node in _nodes(roots) if node.name() in FORMULAS]
+    handles = [node.register_hook(partial(_exchange, node)) for node in behind(roots) if node.name() in FORMULAS]
     try:
         yield
     finally:
@@ -231,9 +231,9 @@ def _exchange(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple
     return None if new is None else (*made[:index], new.to(made[index].dtype), *made[index + 1 :])
 
 
-def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """All nodes that a backward may come by."""
-    waiting = [root.node if hasattr(root, "output_nr") and hasattr(root, "node") else root.grad_fn for root in roots]
+def behind(roots: Iterable[Any]) -> Iterator[Any]:
+    """All nodes that a backward from tensors, gradient edges or nodes may come by."""
+    waiting = [getattr(root, "node", None) or getattr(root, "grad_fn", root) for root in roots]
     seen = set()
     while waiting:
         node = waiting.pop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -19,13 +19,14 @@ import numpy
 import torch
 from torch.utils import checkpoint as checkpoints
 
+from wholestep.capture.twins import refuse_outside
 from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.ir import Gradient
 from wholestep.pure import get_rng_state, set_rng_state
-from wholestep.torch_compat import FOREACH_TYPES, FakeTensor, no_modes
+from wholestep.torch_compat import CHECKPOINT_OPERATORS, FOREACH_TYPES, FakeTensor, checkpoint_contexts, no_modes
 from wholestep.trace import sparse
 from wholestep.trace.entrance import handled
-from wholestep.trace.formulas import by_data
+from wholestep.trace.formulas import behind, by_data
 from wholestep.trace.host import AWARE, aware_choice
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.sizes import is_made, is_size
@@ -176,6 +177,18 @@ def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args:
         return function(*args)
 
 
+def _dynamos_checkpoint(operator: Any, body: Any, *args: Any, **kwargs: Any) -> Any:
+    """A checkpoint as the user wrote it: the operator's own call leaves random states to later passes of torch's."""
+    return checkpoints.checkpoint(body, *args, **kwargs | checkpoint_contexts(body) | {"use_reentrant": False})
+
+
+def _inside(run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls the autograd engine for a backward of the step's own, which ends where the step begins."""
+    roots = tuple(roots)
+    refuse_outside(roots, args[3], behind)
+    return by_data(run, roots, *args, **kwargs)
+
+
 def _only_in(thread: Thread, replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """The replacement in the thread that traces, the function itself in all others."""
 
@@ -198,6 +211,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: boo
         *_size_aware(recorder),
         *recorder.resizing(),
         *sparse.exchanges(),
+        *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
         (torch, "get_rng_state", get_state),
@@ -227,7 +241,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: boo
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with handled(by_data):
+        with handled(_inside):
             yield
     finally:
         log.setLevel(level)
