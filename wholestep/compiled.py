@@ -85,10 +85,25 @@ class Compiled:
                 if self._launch.view:
                     raise
                 return self._fn(*args, **kwargs)
+            return self._first(entry, args, kwargs, ready)
+
+    def _first(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Any) -> Any:
+        """Serves the call that an entry was captured for; where that fails, optimizers have no state, as before."""
+        try:
             outcome = self._run(entry, args, kwargs, ready, True) if self._launch.joint else entry(args, kwargs, ready)
             if type(outcome) is Missed:
-                raise WholestepError(f"a fresh capture does not serve the call it was made from: {outcome.reason}")
+                raise WholestepError(f"internal error: guards failed on the call they were made from: {outcome.reason}")
+            if self._known.initial is not None:
+                self._known.initial.keep()
             return outcome
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
+        """Takes out the optimizer state made for a capture that failed, or whose first run did."""
+        if self._known.initial is not None:
+            self._known.initial.drop()
+            self._known.initial = None
 
     def _candidates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
         """The entries that may serve a call: with one for each size, those of its sizes, else one for its reason."""
@@ -146,21 +161,22 @@ class Compiled:
                 f"the step was captured {MAX_ENTRIES} times; the last call differs again: {missed.reason}",
                 remedy=f"{way}, or compile a smaller part of the step",
             )
-        known = len(self._known.programs)
         for program in self._known.programs.values():
             program.rest()  # their arenas are empty between calls, and tracing needs memory too
         try:
             with no_collection():  # hundreds of thousands of small objects, few of them garbage
                 entry = self._build(args, kwargs, missed.varying - self._fixed)
-        except Exception as error:
-            self._launch.withdraw(error)
+        except BaseException as error:
+            self._undo()
+            if isinstance(error, Exception):
+                self._launch.withdraw(error)
             raise
         give_back()
         reason = missed.reason
         if self._known.templates is not None:
             reason = reason if self._known.templates.reason is None else self._known.templates.reason
             entry.shapes = shapes((args, kwargs))
-        if known and len(self._known.programs) > known and reason:
+        if self._entries and reason:
             self.recompiles.append(reason)
         self._prefer(entry)
         return entry

@@ -130,8 +130,6 @@ class Templates:
         paths = frozenset(source.path for source, _, _ in last.layouts)
         template = Template(traced, last, _sizeless(world, paths), world.names, varying, frozenset(), frozenset())
         template.shares, template.grown = sharing(world, template.written), world.varying - varying
-        if traced.fingerprint in [known.traced.fingerprint for known in self.known]:
-            self.reason = ""  # other objects, as after an optimizer's first step, and the same program
         self.known.insert(0, template)
         found = template.at(world)
         template.forget()

@@ -12,6 +12,7 @@ from typing import Any
 from wholestep.autograd import Joint, Partition, default_partition
 from wholestep.autograd.differentiate import differentiate
 from wholestep.capture import (
+    InitialState,
     PartsOf,
     Snapshot,
     compile_binder,
@@ -77,11 +78,13 @@ class Known:
         programs: those lowered before, by key; a capture that computes the same shares one.
         steps: graphs that went through all passes before, by the same key, not run yet.
         templates: captures for many sizes, which a call's may come from.
+        initial: optimizer state made for the capture under way, until its first run has succeeded.
     """
 
     programs: dict[str, Program] = field(default_factory=dict)
     steps: dict[str, StepGraph] = field(default_factory=dict)
     templates: Templates | None = None
+    initial: InitialState | None = None
 
 
 def build(
@@ -104,7 +107,10 @@ def build(
     """
     launch = options.launch
     take = known.templates or capture
+    initial = known.initial = InitialState(look(fn, args, kwargs, varying=varying))
     world, traced = take(fn, args, kwargs, varying, options.guard_data, launch.plain, look, launch.parts)
+    read = {id(world.original(item.value)) for item in traced.lifted}
+    dropped = initial.drop(unless=lambda tensor: id(tensor) in read)
     spent = spending(traced, len(args[0]), read_by(traced.effects, traced.result)) if options.spends else None
     traced.step.signature.dying = spent.dying if spent else frozenset()
     program = _program(traced, options, known, overrides)
@@ -116,9 +122,13 @@ def build(
     terms = launch.start(traced.step, program.packed.whole, inputs, values, world.parts)
     cut = launch.cut(program.placements, inputs, values, world.parts)
     if cut.moved:
+        initial.fill()
         return build(fn, args, kwargs, options, known, varying, look, overrides)
-    if cut.any:
+    initial.fill()
+    if cut.any or dropped:
+        unread = world.replaced_gradients
         world = look(fn, args, kwargs, names=world.names, varying=world.varying)
+        world.replaced_gradients = unread
     bound = [item.source for item in traced.lifted if item.source is not None]
     binder = compile_binder(world, bound, mutated=mutated)
     binder.prepare(traced.effects, traced.result, args, kwargs)

@@ -22,6 +22,7 @@ from wholestep.capture.effects import (
 )
 from wholestep.capture.guards import Guard, GuardFailure, compare
 from wholestep.capture.hollow import hollow
+from wholestep.capture.initial_state import InitialState
 from wholestep.capture.places import Found, Number
 from wholestep.capture.replay import replay
 from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
@@ -41,6 +42,7 @@ __all__ = [
     "Found",
     "Guard",
     "GuardFailure",
+    "InitialState",
     "New",
     "Number",
     "PartsOf",

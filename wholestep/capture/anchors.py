@@ -87,12 +87,18 @@ class Anchors(Volatile):
             expected = [_GRAD_AND_HOOKS(tensors[i]) for i in watched]
             pick = self._fresh(itemgetter(*watched) if len(watched) > 1 else lambda t, i=watched[0]: (t[i],))
             self.lines.append(f"g = list(map({self._fresh(_GRAD_AND_HOOKS)}, {pick}(t)))")
-            grads = [(j, e[0]) for j, e in enumerate(expected) if e[0] is not None]
-            if not grads:
+            free = [self.snap.replaces_gradient_of(tensors[i]) for i in watched]
+            grads = [(j, e[0]) for j, e in enumerate(expected) if e[0] is not None and not free[j]]
+            if any(free):
+                kinds = [(f or e[0] is None, *e[1:]) for f, e in zip(free, expected, strict=True)]
+                self._require(f"[(f or x is None, h, k) for f, (x, h, k) in zip({self._fresh(free)}, g)] == "
+                              f"{self._fresh(kinds)}")
+            elif not grads:
                 self._require(f"g == {self._fresh(expected)}")
             else:
                 self._require(f"[(x is None, h, k) for x, h, k in g] == "
                               f"{self._fresh([(e[0] is None, *e[1:]) for e in expected])}")
+            if grads:
                 self._present(grads, tensors)
         self.tensors = tensors
         self.watched = watched

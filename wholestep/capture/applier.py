@@ -107,8 +107,9 @@ class Applier:
     def _replace(self, source: Source) -> None:
         tensor = source.read(self.call)
         held, grad = self.path.anchored_tensors.get(id(tensor)), tensor.grad
-        if held is not None and grad is not None and id(grad) not in self.path.anchored_tensors:
-            self.replaced[id(grad)] = held.replace("t[", "LAST[")
+        unread = self.path.snap.replaces_gradient_of(tensor)
+        if held is not None and (unread or grad is not None) and id(grad) not in self.path.anchored_tensors:
+            self.replaced[id(tensor if grad is None else grad)] = held.replace("t[", "LAST[")
 
     def _effect(self, index: int, effect: Effect) -> None:
         holder = f"h{index}"

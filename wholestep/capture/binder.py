@@ -37,6 +37,7 @@ class Binder:
         self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
         self.names, self.varying, self.replace = snap.names, snap.varying, snap.replace
         self.mutated = frozenset(source.path for source in mutated)
+        self.replaced_gradients = snap.replaced_gradients
         self.slow_calls = 0
         self._sharing = sharing(snap, self.mutated)
         with no_collection():
@@ -63,6 +64,7 @@ class Binder:
         failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure
+        later.replaced_gradients = self.replaced_gradients
         self._fast = self._compile(later)
         values = self._fast(args, kwargs)
         return [source.read(later.call) for source in self.inputs] if values is None else values

@@ -174,7 +174,8 @@ def _has_grad(tensor: torch.Tensor) -> bool:
 
 def _read_tensor(tensor: torch.Tensor) -> Contents:
     contents: Contents = {"grad": tensor.grad if _has_grad(tensor) else None, "requires_grad": tensor.requires_grad}
-    return contents | {name: getattr(tensor, name) for name in HOOK_TABLES}
+    # a table without hooks is as none: unpickled tensors have one
+    return contents | {name: getattr(tensor, name) or None for name in HOOK_TABLES}
 
 
 def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:

@@ -150,6 +150,10 @@ def differences(seen: Exchanged, is_new: Callable[[torch.Tensor], bool], result:
     for place in seen.places:
         now = place.box.read(place.holder)
         found.extend(_place_effects(seen, place, now, values))
+        if place.box is boxes.TENSOR and now["grad"] is place.before["grad"] is None:
+            grad = seen.walk.child(place, "grad")
+            if grad.path in seen.replaced_gradients:  # a later call may find one
+                found.append(SetGrad(place.source, Const(None)))
     for at in seen.twins.found.values():
         found.extend(_twin_effects(at.tensor, seen.original(at.tensor), at.source))
     if values.grown:

@@ -91,13 +91,13 @@ class SetAttr(Effect):
     value: Value
 
     def assign(self, holder: Any, key: Any, value: Any) -> None:
-        if isinstance(self.source, _TABLES):
+        if _is_table(self.source):
             holder[self.name] = value
         else:
             setattr(holder, self.name, value)
 
     def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        table = isinstance(self.source, _TABLES)
+        table = _is_table(self.source)
         return f"{holder}[{self.name!r}] = {value}" if table else f"{holder}.{self.name} = {value}"
 
     def __str__(self) -> str:
@@ -111,13 +111,13 @@ class DelAttr(Effect):
     name: str
 
     def assign(self, holder: Any, key: Any, value: Any) -> None:
-        if isinstance(self.source, _TABLES):
+        if _is_table(self.source):
             holder.pop(self.name, None)
         else:
             delattr(holder, self.name)
 
     def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        table = isinstance(self.source, _TABLES)
+        table = _is_table(self.source)
         return f"{holder}.pop({self.name!r}, None)" if table else f"del {holder}.{self.name}"
 
     def __str__(self) -> str:
@@ -246,5 +246,9 @@ def _fill(box: boxes.Box, holder: Any, built: Any) -> None:
     box.write(holder, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
 
 
-_TABLES = (Vars, Global)  # sources whose holders are tables of names
+def _is_table(source: Source) -> bool:
+    """Whether what is at a source is a table of names."""
+    return isinstance(source, Vars) or (isinstance(source, Global) and not source.name)
+
+
 _STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")

@@ -31,6 +31,7 @@ class Exchanged(Seen):
         lifted: (id of a holder, key) -> what stands there now.
         seeds: random generators with their sources and states.
         noted: calls of schedulers.
+        replaced_gradients: paths of gradients that the step replaces, and that nothing in it reads.
         parts: id of a tensor -> what it holds of the whole one that it stands for.
         spread: whether each rank may come to hold a part of any tensor.
     """
@@ -45,6 +46,7 @@ class Exchanged(Seen):
         self.lifted: dict[tuple[int, Any], Any] = {}
         self.noted: list[Noted] = []
         self.looked_into: frozenset[str] = frozenset()
+        self.replaced_gradients: frozenset[str] = frozenset()
         self.wholes, self.spread = Wholes((), None), False
         self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

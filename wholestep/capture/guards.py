@@ -20,6 +20,7 @@ from wholestep.capture.places import Place
 from wholestep.capture.scope import Variable
 from wholestep.capture.source import Source
 from wholestep.capture.walk import Walk
+from wholestep.torch_compat import HOOK_TABLES
 
 STATE = "global state"
 
@@ -117,7 +118,10 @@ def guards(walk: Walk) -> list[Guard]:
             source = names.get(key) or walk.child(place, key)
             if key in place.lifted:
                 found.append(Guard(source, "number", _number_type(key, value)))
-            elif key not in place.ignored and not (place.box is boxes.TENSOR and key == "requires_grad"):
+            elif place.box is boxes.TENSOR and key != "grad":
+                if key in HOOK_TABLES and key not in place.ignored and value is None:
+                    found.append(Guard(source, f"structure of {boxes.MAPPING.name}", Hooks((), False)))
+            elif key not in place.ignored:
                 _value_guard(walk, source, value, found)
     return found
 

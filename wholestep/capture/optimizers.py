@@ -11,7 +11,10 @@ from wholestep.capture.source import Attr, Item, Source, Vars
 
 # What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
 SCHEDULED = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})
-BOOKKEEPING = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"})
+BOOKKEEPING = frozenset({
+    "_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
+    "_need_device_dtype_check_for_fused",
+})
 
 
 def optimizer(walk: Places, found: torch.optim.Optimizer, source: Source) -> None:

@@ -16,7 +16,7 @@ from wholestep.capture.exchange import Exchanged
 from wholestep.capture.guards import Guard
 from wholestep.capture.schedule import Deferred
 from wholestep.capture.seen import Replace
-from wholestep.capture.source import Call
+from wholestep.capture.source import Call, Child, Grad, Source
 from wholestep.capture.twins import Twins
 from wholestep.capture.values import Value
 from wholestep.errors import UnsupportedError
@@ -36,8 +36,25 @@ class Snapshot(Exchanged):
     def guards(self) -> list[Guard]:
         """What must hold in a later call: derived from the contents at the time of the snapshot."""
         if self._guards is None:
-            self._guards = guarding.guards(self.walk)
+            self._guards = [g for g in guarding.guards(self.walk) if not self._is_replaced(g.source)]
         return self._guards
+
+    def replaces_gradient_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that the walk found is one of those."""
+        return bool(self.replaced_gradients) and Grad(self.tensors[id(tensor)].source).path in self.replaced_gradients
+
+    def _is_replaced(self, source: Source | None) -> bool:
+        """Whether a source is a gradient that the step replaces unread, or something of it."""
+        while self.replaced_gradients and isinstance(source, Child):
+            if source.path in self.replaced_gradients:
+                return True
+            source = source.base
+        return False
+
+    def replaces_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Whether these tensors have a ``.grad`` before the step is no matter: it replaces them unread."""
+        found = [self.tensors[id(tensor)] for tensor in tensors if id(tensor) in self.tensors]
+        self.replaced_gradients = frozenset(Grad(f.source).path for f in found)
 
     def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any = None) -> tuple[list[Effect], Value]:
         """What has changed in the Python world since the snapshot, and the step's result in the same terms.

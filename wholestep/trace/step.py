@@ -15,6 +15,7 @@ from wholestep.trace.finish import finish, is_written
 from wholestep.trace.hoist import hoist
 from wholestep.trace.inputs import Lifted, memory_of
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.replaced_gradients import ReplacedGradients
 from wholestep.trace.results import Outlet
 from wholestep.trace.setting import Setting
 from wholestep.trace.sizes import Sizes, is_made
@@ -59,13 +60,14 @@ def trace_step(
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
         world.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})
+    gradients = ReplacedGradients(parameters)
     before = world.versions()
     torch.clear_autocast_cache()
 
     @contextmanager
     def recording() -> Iterator[None]:
-        exchange = exchanged(recorder, parameters, reentrant)
-        with recorder.whereabouts.following(), exchange, CallWindow(recorder), recorder:
+        exchange = exchanged(recorder, parameters, gradients, reentrant)
+        with recorder.whereabouts.following(), exchange, CallWindow(recorder, gradients), recorder:
             yield
 
     grad_mode = torch.is_grad_enabled()
@@ -87,6 +89,7 @@ def trace_step(
     _refuse_shared_writes(recorder)
     _refuse_memories(recorder, world)
     outlet = Outlet(recorder, world.spread)
+    world.replaces_gradients(gradients.tensors)
     try:
         effects, value = world.outcome(is_made, result)
     except LeakError as error:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from wholestep.trace.formulas import as_eager_sums
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.ops import ESCAPES
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.replaced_gradients import DELETE, GET, SET, ReplacedGradients
 from wholestep.trace.sequences import RECURRENT, is_packed, padded, with_known_sizes
 from wholestep.trace.sizes import is_made, is_size
 from wholestep.trace.storages import OWNERS
@@ -29,9 +31,9 @@ SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class CallWindow(TorchFunctionMode):
     """Sees every call of torch's Python API: knows when C++ may ask for a number, and stops escapes."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, gradients: ReplacedGradients) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.gradients = recorder, gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -51,6 +53,8 @@ class CallWindow(TorchFunctionMode):
             raise DataDependentError(f"{what} of a tensor: Tensor.{name}", user_line(), remedy)
         if name in OWNERS and not is_made(args[0]):
             self.recorder.memory(args[0])
+        if name in DESCRIPTORS and func in GRADIENTS and not is_made(args[0]):
+            self.gradients.accessed(func, args[0], sys._getframe(2))
         if func == GET_VERSION and not is_made(args[0]) and self.recorder.find(args[0]) is not None:
             return Count(func(*args)).of(args[0])
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
@@ -211,6 +215,10 @@ class CallWindow(TorchFunctionMode):
         else:  # one of several that are given parts of one memory
             ref.storage.given.append((ours.storage, ours.storage.generation))
 
+
+# The ways to a tensor's `.grad`.
+GRADIENTS = (GET, SET, DELETE)
+DESCRIPTORS = frozenset(way.__name__ for way in GRADIENTS)
 
 # Functions that read the memory of arguments in C++, where no mode sees it: their positions and names.
 CTC_LOSSES = (torch.ctc_loss, torch.nn.functional.ctc_loss)

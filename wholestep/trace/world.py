@@ -29,11 +29,14 @@ from wholestep.trace.entrance import handled
 from wholestep.trace.formulas import behind, by_data
 from wholestep.trace.host import AWARE, aware_choice
 from wholestep.trace.recorder import Recorder
+from wholestep.trace.replaced_gradients import ReplacedGradients
 from wholestep.trace.sizes import is_made, is_size
 from wholestep.trace.where import Thread, user_line
 
 
-def _recorded_backward(recorder: Recorder, parameters: list[torch.Tensor]) -> Callable[..., Any]:
+def _recorded_backward(
+    recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients
+) -> Callable[..., Any]:
     """`torch.autograd.backward` that also notes which gradients it left, for data parallelism."""
     run = torch.autograd.backward
 
@@ -41,14 +44,17 @@ def _recorded_backward(recorder: Recorder, parameters: list[torch.Tensor]) -> Ca
         held = [p.grad for p in parameters]
         before = [_memory(recorder, grad) for grad in held]
         run(*args, **kwargs)
+        changed = []
         for parameter, grad, old in zip(parameters, held, before, strict=True):
             new = _memory(recorder, parameter.grad)
             if new is None or new is old or id(parameter) not in recorder.by_id:
                 continue
             if old is None and _memory(recorder, grad) is not None:  # a gradient from outside, met just now
                 old = recorder.ref(grad).storage.first  # type: ignore[arg-type]
+            changed.append(parameter)
             source = str(recorder.by_id[id(parameter)].source)
             recorder.gradients.append(Gradient(source, old and old.name, new.name, _place(recorder, parameter.grad)))
+        gradients.accumulated(changed)
 
     return backward
 
@@ -199,7 +205,9 @@ def _only_in(thread: Thread, replacement: Callable[..., Any], original: Callable
 
 
 @contextmanager
-def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: bool = True) -> Iterator[None]:
+def exchanged(
+    recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients, reentrant: bool = True
+) -> Iterator[None]:
     """Replaces what must be seen while tracing; everything is as before on exit, however it ends.
 
     Args:
@@ -222,7 +230,7 @@ def exchanged(recorder: Recorder, parameters: list[torch.Tensor], reentrant: boo
         (torch.random, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
         (torch, "save", _refused("torch.save", "save outside of the step")),
         (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
-        (torch.autograd, "backward", _recorded_backward(recorder, parameters)),
+        (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),
         (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
         (torch.nn.modules.batchnorm, "float", _number_of),
         (torch.nn.modules.rnn, "int", _batch_size(recorder)),
