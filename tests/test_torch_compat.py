@@ -32,6 +32,7 @@ from wholestep.torch_compat import (
     OpOverload,
     ShapeEnvironment,
     TorchDispatchMode,
+    address_of,
     below_autograd,
     checkpoint_contexts,
     compile_with_inductor,
@@ -45,6 +46,7 @@ from wholestep.torch_compat import (
     evaluated,
     fake_refusal,
     free_saved_tensors,
+    function_modes_off,
     generator_id,
     gloo_options,
     has_native_kernel,
@@ -583,3 +585,11 @@ def test_dynamo_puts_checkpoints_under_the_operators_we_know():
         fn(torch.ones(2, requires_grad=True))
         assert seen.pop() == (kept, False)
     assert all("__call__" in vars(operator) for operator in CHECKPOINT_OPERATORS)
+
+
+def test_function_modes_are_off_inside_of_no_modes_alone():
+    assert not function_modes_off()
+    with no_modes():
+        assert function_modes_off()
+    storage = torch.ones(2).untyped_storage()
+    assert address_of(storage) == storage.data_ptr()

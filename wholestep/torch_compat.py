@@ -248,6 +248,13 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+function_modes_off: Callable[[], bool] = torch._C._is_torch_function_all_disabled
+"""True where function modes see nothing, as inside of `no_modes`."""
+
+address_of: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr
+"""A storage's address, also where a trace has exchanged the method."""
+
+
 def generator_id(generator: torch.Generator) -> int:
     """Identifies a random generator; Python may hold several objects of one."""
     return int(generator._cdata)  # type: ignore[attr-defined]

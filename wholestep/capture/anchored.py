@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from wholestep.capture.facts import metadata
+from wholestep.torch_compat import address_of
 
 
 def memory(tensor: torch.Tensor) -> int:
     """Address of a tensor's storage; 0 for none (empty, meta, sparse)."""
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         return 0
-    return tensor.untyped_storage().data_ptr()
+    return address_of(tensor.untyped_storage())
 
 
 def identical(left: Any, right: Any) -> bool:

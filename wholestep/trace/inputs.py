@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, UnsupportedError
-from wholestep.torch_compat import HOOK_TABLES, FakeTensor, below_autograd
+from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, below_autograd
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.setting import Found, Setting
 from wholestep.trace.tape import Tape, fake_value, map_leaves
@@ -199,7 +199,7 @@ class Inputs(Tape):
 
 def memory_of(tensor: torch.Tensor) -> int:
     """Identifies the memory that a tensor lies in."""
-    return tensor.untyped_storage().data_ptr()
+    return address_of(tensor.untyped_storage())
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ class Numbers(Inputs):
     def as_list(self, tensor: torch.Tensor) -> Any:
         """`.tolist()`: its numbers now become a guard, if they are cheap to know."""
         with no_modes():
-            node = self.emit(torch.Tensor.tolist, (self.ref(tensor).read(self.emit),), value=[])
+            node = self.emit(to_list, (self.ref(tensor).read(self.emit),), value=[])
             return self.decide(node, None, user_line())
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
@@ -120,6 +120,14 @@ class Numbers(Inputs):
         )
         self.refusal = self.refusal or error
         raise error
+
+
+_read_list = torch.Tensor.tolist  # not what a trace puts there
+
+
+def to_list(tensor: torch.Tensor) -> Any:
+    """``tensor.tolist()`` as a node's target."""
+    return _read_list(tensor)
 
 
 def _stand_in(tensor: torch.Tensor) -> Any:

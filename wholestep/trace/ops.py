@@ -35,20 +35,25 @@ GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 # Operators on sparse tensors for which fake tensors make up the number of values.
 SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
 
-# Tensor methods that hand a traced value to Python, with what to do instead.
+# Tensor methods that hand a traced value to Python, with what to do instead: by way of an operator, ...
 ESCAPES: dict[str, str] = {
     "__float__": "use .item(), whose result may be used in arithmetic and as an operator's argument",
     "__int__": "keep the number in a tensor, or compute it outside of the step",
     "__index__": "use a size that does not depend on data",
     "__complex__": "keep the number in a tensor",
-    "__repr__": "return the tensor from the step and print it outside",
-    "__str__": "return the tensor from the step and print it outside",
     "__format__": "return the tensor from the step and format it outside",
+    "__contains__": "use torch.eq(...).any() and torch.where",
+}
+# ... or out of memory itself, which only the exchange of the method sees where C++ has called Python.
+MEMORY_READS: dict[str, str] = {
+    "__repr__": "return the tensor from the step and print it outside",
     "tolist": "return the tensor from the step and call tolist() outside",
     "numpy": "return the tensor from the step and call numpy() outside",
     "__array__": "return the tensor from the step and convert it outside",
-    "__contains__": "use torch.eq(...).any() and torch.where",
+    "__dlpack__": "return the tensor from the step and convert it outside",
     "data_ptr": "address memory outside of the step",
+    "const_data_ptr": "address memory outside of the step",
+    "mutable_data_ptr": "address memory outside of the step",
 }
 
 

@@ -66,8 +66,9 @@ def trace_step(
 
     @contextmanager
     def recording() -> Iterator[None]:
-        exchange = exchanged(recorder, parameters, gradients, reentrant)
-        with recorder.whereabouts.following(), exchange, CallWindow(recorder, gradients), recorder:
+        window = CallWindow(recorder, gradients)
+        exchange = exchanged(recorder, parameters, gradients, reentrant, window.exchanges())
+        with recorder.whereabouts.following(), exchange, window, recorder:
             yield
 
     grad_mode = torch.is_grad_enabled()

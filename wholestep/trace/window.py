@@ -7,23 +7,34 @@ import itertools
 import math
 import operator
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import dlpack
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.pure import Count
-from wholestep.torch_compat import GET_VERSION, PAD_PACKED, FakeTensor, fake_refusal, no_modes, set_versions
+from wholestep.torch_compat import (
+    GET_VERSION,
+    PAD_PACKED,
+    FakeTensor,
+    fake_refusal,
+    function_modes_off,
+    no_modes,
+    set_versions,
+)
 from wholestep.trace.formulas import as_eager_sums
 from wholestep.trace.host import HostNode, make_host
-from wholestep.trace.ops import ESCAPES
+from wholestep.trace.ops import ESCAPES, MEMORY_READS
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.replaced_gradients import DELETE, GET, SET, ReplacedGradients
 from wholestep.trace.sequences import RECURRENT, is_packed, padded, with_known_sizes
 from wholestep.trace.sizes import is_made, is_size
 from wholestep.trace.storages import OWNERS
-from wholestep.trace.where import user_line
+from wholestep.trace.where import Thread, user_line
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -33,24 +44,52 @@ class CallWindow(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder, gradients: ReplacedGradients) -> None:
         super().__init__()
-        self.recorder, self.gradients = recorder, gradients
+        self.recorder, self.gradients, self.thread = recorder, gradients, Thread()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
+        with self._noting():
             return self._called(func, args, kwargs)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Remembers a refusal, which ends the capture even where the step catches it."""
+        try:
+            yield
         except CaptureError as error:
             self.recorder.refusal = self.recorder.refusal or error
             raise
 
+    def exchanges(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """What stands in for methods that read memory, as which Python called by C++ sees them too."""
+        for name in MEMORY_READS:
+            if hasattr(torch.Tensor, name):
+                yield torch.Tensor, name, self._exchanged(name, getattr(torch.Tensor, name), True)
+        yield torch.UntypedStorage, "data_ptr", self._exchanged("data_ptr", torch.UntypedStorage.data_ptr, False)
+        yield dlpack, "to_dlpack", self._exchanged("__dlpack__", dlpack.to_dlpack, True)
+
+    def _exchanged(self, name: str, original: Callable[..., Any], of_tensor: bool) -> Callable[..., Any]:
+        def call(holder: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = self.thread.is_here() and not function_modes_off()
+            if not ours or (of_tensor and not is_made(holder) and self.recorder.find(holder) is None):
+                return original(holder, *args, **kwargs)
+            with self._noting():
+                return self._escape(name, original, (holder, *args))
+
+        return call
+
+    def _escape(self, name: str, func: Any, args: Any) -> Any:
+        """A read of a value by Python: its result where it becomes a guard, else refused."""
+        if name in READABLE and (self.recorder.guard_data or self.recorder.is_fixed(args[0])):
+            return self._read(name, func, args)
+        remedy = {**ESCAPES, **MEMORY_READS}[name] + (GUARD_DATA if name in READABLE else "")
+        owner = "Tensor" if isinstance(args[0], torch.Tensor) else type(args[0]).__name__
+        what = "Cannot access data pointer" if "data_ptr" in name else "Python needs the value"
+        raise DataDependentError(f"{what} of a tensor: {owner}.{name}", user_line(), remedy)
+
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
-        remedy = ESCAPES.get(name)
-        if remedy is not None and args and isinstance(args[0], torch.Tensor):
-            if name in READABLE and (self.recorder.guard_data or self.recorder.is_fixed(args[0])):
-                return self._read(name, func, args)
-            remedy += GUARD_DATA if name in READABLE else ""
-            what = "Cannot access data pointer" if name == "data_ptr" else "Python needs the value"
-            raise DataDependentError(f"{what} of a tensor: Tensor.{name}", user_line(), remedy)
+        if name in ESCAPES and args and isinstance(args[0], torch.Tensor):
+            return self._escape(name, func, args)
         if name in OWNERS and not is_made(args[0]):
             self.recorder.memory(args[0])
         if name in DESCRIPTORS and func in GRADIENTS and not is_made(args[0]):

@@ -33,6 +33,8 @@ from wholestep.trace.replaced_gradients import ReplacedGradients
 from wholestep.trace.sizes import is_made, is_size
 from wholestep.trace.where import Thread, user_line
 
+Exchange = tuple[Any, str, Any]  # a holder, the name of an attribute, and what stands there
+
 
 def _recorded_backward(
     recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients
@@ -206,16 +208,19 @@ def _only_in(thread: Thread, replacement: Callable[..., Any], original: Callable
 
 @contextmanager
 def exchanged(
-    recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients, reentrant: bool = True
+    recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients, reentrant: bool = True,
+    more: Iterable[Exchange] = (),
 ) -> Iterator[None]:
     """Replaces what must be seen while tracing; everything is as before on exit, however it ends.
 
     Args:
         reentrant: see `trace_step`.
+        more: what else is replaced.
     """
     get_state, set_state = _traced_rng(recorder)
     thread = Thread()
-    replacements: list[tuple[Any, str, Any]] = [
+    replacements: list[Exchange] = [
+        *more,
         *_size_aware(recorder),
         *recorder.resizing(),
         *sparse.exchanges(),

@@ -1,0 +1,99 @@
+"""Reads of an input's memory by Python that C++ has called: operators, backward functions, dispatch modes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import wholestep as ws
+from wholestep.errors import DataDependentError
+
+ADDRESS, VALUE = "Cannot access data pointer", "Python needs the value"
+READS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "data_ptr": (lambda x: x.data_ptr(), ADDRESS),
+    "ctypes": (lambda x: ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_float))[0], ADDRESS),
+    "storage": (lambda x: x.untyped_storage().data_ptr(), ADDRESS),
+    "typed storage": (lambda x: x.storage().data_ptr(), ADDRESS),
+    "of a view": (lambda x: x[1:].data_ptr(), ADDRESS),
+    "numpy": (lambda x: x.detach().numpy(), VALUE),
+    "array": (lambda x: numpy.asarray(x.detach()), VALUE),
+    "tolist": (lambda x: x.tolist(), VALUE),
+    "repr": (lambda x: repr(x), VALUE),
+    "dlpack": (lambda x: numpy.from_dlpack(x.detach()), VALUE),
+    "capsule": (lambda x: torch.utils.dlpack.to_dlpack(x.detach()), VALUE),
+}
+LIBRARY = torch.library.Library("wholestep_tests_addresses", "DEF")
+LIBRARY.define("read(Tensor x, str how) -> Tensor")
+
+
+def read(x: Tensor, how: str) -> Tensor:
+    READS[how][0](x)
+    return x * 2
+
+
+LIBRARY.impl("read", read, "CompositeImplicitAutograd")
+
+
+class InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.how = how
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        read(ctx.saved_tensors[0], ctx.how)
+        return grad * 2, None
+
+
+class InMode(TorchDispatchMode):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul.Tensor:
+            READS[self.how][0](args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def under_mode(x: Tensor, how: str) -> Tensor:
+    with InMode(how):
+        return x * 2
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.parametrize("how", READS)
+@pytest.mark.parametrize("fn", [read, torch.ops.wholestep_tests_addresses.read, InBackward.apply, under_mode],
+                         ids=["step", "operator", "backward", "mode"])  # fmt: skip
+def test_an_inputs_memory_is_not_read_while_tracing(fn: Any, how: str) -> None:
+    x = torch.arange(3.0).requires_grad_()
+    with pytest.raises(DataDependentError, match=READS[how][1]) as error:
+        ws.compile(lambda x: fn(x, how).sum())(x)
+    assert f"at: {__file__}:" in str(error.value)
+    READS[how][0](x)  # all is as before
+
+
+def test_an_operators_kernel_may_read_memory_when_the_step_runs() -> None:
+    addresses: list[int] = []
+
+    @torch.library.custom_op("wholestep_tests_addresses::noted", mutates_args=())
+    def noted(x: Tensor) -> Tensor:
+        addresses.append(x.data_ptr())
+        return torch.tensor(x.tolist()) * 2
+
+    noted.register_fake(torch.empty_like)
+    step = ws.compile(noted)
+    for start in (0.0, 5.0):
+        x = torch.arange(3.0) + start
+        assert torch.equal(step(x), x * 2)
+        assert addresses.pop() == x.data_ptr()
