@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wholestep import torch_compat
 from wholestep.autograd.structure import Shape
+from wholestep.fakes import strict_fake_mode
 from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,
     CUMPROD_BY_DATA,
@@ -52,10 +53,12 @@ from wholestep.torch_compat import (
     has_native_kernel,
     is_batched,
     is_one_of_several,
+    kernel_settings,
     lazy_graph_module,
     make_one_of_several,
     mkl_square_root,
     no_modes,
+    refuse_addresses,
     saved_as_it_is,
     sequence_number,
     set_backward_engine,
@@ -64,7 +67,6 @@ from wholestep.torch_compat import (
     size_symbol,
     storage_id,
     storage_uses,
-    strict_fake_mode,
     transforms_active,
 )
 
@@ -547,6 +549,26 @@ def test_a_generator_is_known_by_its_c_object() -> None:
     with See():
         torch.randn(2, generator=ours)
     assert generator_id(met[0]) == generator_id(ours) != generator_id(torch.default_generator)
+
+
+def test_settings_by_which_kernels_are_chosen() -> None:
+    assert kernel_settings()[0] == torch.get_num_threads()
+    before = kernel_settings()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert kernel_settings() != before or not torch.backends.mkldnn.is_available()
+    assert kernel_settings() == before
+
+
+def test_a_mode_can_refuse_to_give_addresses() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        fake = torch.ones(3)
+    assert fake.data_ptr() == 0
+    refuse_addresses(mode)
+    with mode:
+        fake = torch.ones(3)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        fake.data_ptr()
 
 
 @pytest.mark.parametrize(

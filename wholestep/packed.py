@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from wholestep.fakes import strict_fake_mode
 from wholestep.ir import NodeInfo, StepGraph, set_info
-from wholestep.torch_compat import FakeTensor, FakeTensorMode, lazy_graph_module, no_modes, strict_fake_mode
+from wholestep.torch_compat import FakeTensor, FakeTensorMode, lazy_graph_module, no_modes
 
 # What is pickled; subclasses of these and all other types are kept by reference.
 PLAIN = {

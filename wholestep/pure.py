@@ -11,6 +11,15 @@ from wholestep.errors import CaptureError
 from wholestep.torch_compat import OpOverload
 
 
+def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone with a tensor's very strides, gaps between elements included: kernels round, and draw, by them."""
+    clone = tensor.clone()
+    if clone.stride() == tensor.stride() or 0 in tensor.stride():
+        return clone
+    gaps = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return gaps.copy_(tensor)
+
+
 class Functionalized:
     """A pure form of an operator that writes to its arguments and has no functional twin.
 
@@ -47,10 +56,10 @@ class Functionalized:
         for index in self.written:
             old = bound.get(names[index])
             if isinstance(old, torch.Tensor):
-                bound[names[index]] = old.clone()
+                bound[names[index]] = clone_as_it_lies(old)
                 written.append(bound[names[index]])
             elif isinstance(old, (list, tuple)):
-                bound[names[index]] = [t.clone() for t in old]
+                bound[names[index]] = [clone_as_it_lies(t) for t in old]
                 written.extend(bound[names[index]])
         out = self.op(**bound) if any(a.kwarg_only for a in self.op._schema.arguments) else self.op(*bound.values())
         outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]

@@ -115,53 +115,18 @@ def fake_refusal(error: RuntimeError) -> str | None:
     return next((kind for words, kind in _REFUSALS.items() if words in found), None)
 
 
-def _grouped_mm(one: torch.Tensor, two: torch.Tensor, offsets: torch.Tensor | None = None,
-                bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`_grouped_mm` as its kernel gives it: torch's own rule takes bfloat16 alone, and pads rows with CUDA alone."""
-    groups = [offsets.shape[0]] if one.dim() == two.dim() == 2 and offsets is not None else []
-    batch = [one.shape[0]] if one.dim() == two.dim() == 3 else []
-    shape = [*groups, *batch, one.shape[-2], two.shape[-1]]
-    unit = 16 // (out_dtype or one.dtype).itemsize
-    row = (shape[-1] + unit - 1) // unit * unit
-    stride = [shape[-2] * row, row, 1][-len(shape) :]
-    return torch.empty_strided(shape, stride, dtype=out_dtype or one.dtype, device=one.device)
-
-
-def _multilabel_margin(given: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
-    """torch's own rule gives a loss of one dimension for a row alone."""
-    if given.dim() > 1 or given.shape != target.shape:
-        return NotImplemented
-    op = torch.ops.aten.multilabel_margin_loss_forward.default
-    loss, hits = op(given.reshape(1, -1), target.reshape(1, -1), reduction)
-    return loss.reshape(()), hits.reshape(target.shape)
-
-
-class _FakeMode(FakeTensorMode):
-    """Fake tensors with rules of our own where torch's are wrong; what a kernel refuses is not theirs to say."""
-
-    rules: dict[Any, Callable[..., Any]] = {
-        torch.ops.aten._grouped_mm.default: _grouped_mm,
-        torch.ops.aten.multilabel_margin_loss_forward.default: _multilabel_margin,
-    }
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = self.rules.get(func)
-        if rule is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        with self:
-            found = rule(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs) if found is NotImplemented else found
-
-
-def strict_fake_mode(env: ShapeEnv | None = None) -> FakeTensorMode:
-    """A mode whose tensors refuse to give an address ("Cannot access data pointer of Tensor …").
-
-    Args:
-        env: what symbolic sizes of its tensors belong to.
-    """
-    mode = _FakeMode(allow_non_fake_inputs=False, shape_env=env, static_shapes=False)
+def refuse_addresses(mode: FakeTensorMode) -> None:
+    """Has a mode's tensors refuse to give an address ("Cannot access data pointer of Tensor …")."""
     mode._allow_unsafe_data_ptr_access = False
-    return mode
+
+
+_mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
+_threads, _deterministic = torch.get_num_threads, torch.are_deterministic_algorithms_enabled
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Settings of the process by which operators choose among their kernels."""
+    return _threads(), _mkldnn_enabled(), _deterministic()
 
 
 def empty_fake(mode: FakeTensorMode, like: torch.Tensor) -> FakeTensor:

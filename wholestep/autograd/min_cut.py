@@ -18,6 +18,7 @@ from wholestep.autograd.joint import Joint, Partitioned
 from wholestep.autograd.narrow import narrow_masks
 from wholestep.autograd.partition import split
 from wholestep.ir import GETITEM, info, is_effectful, is_host, nbytes
+from wholestep.trace.alias import Geometry
 
 NUMBER = 8  # bytes of a host number
 
@@ -112,7 +113,8 @@ def _value(
 def keep_price(node: fx.Node, at_hand: set[fx.Node]) -> int | None:
     """Bytes held for a value; None for what is not kept itself: constants, tuples, views of the whole of a value.
 
-    A view of a part is copied when it is kept, which decides between equal choices.
+    A view of a part is copied when it is kept, which decides between equal choices; one with gaps is made again, for a
+    copy would lie otherwise.
     """
     if node.op == "get_attr":
         return None
@@ -126,7 +128,8 @@ def keep_price(node: fx.Node, at_hand: set[fx.Node]) -> int | None:
     base = base_of(node)
     if base is None:
         return nbytes(value)
-    return nbytes(value) + 1 if value.numel() < info(base).value.numel() else None
+    part = value.numel() < info(base).value.numel() and Geometry.of(value).is_dense
+    return nbytes(value) + 1 if part else None
 
 
 def base_of(node: fx.Node) -> fx.Node | None:

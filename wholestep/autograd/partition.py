@@ -12,7 +12,9 @@ from torch import fx
 from wholestep.autograd.joint import Joint, Partitioned
 from wholestep.errors import GraphError
 from wholestep.ir import GETITEM, Input, Signature, StepGraph, check, info, is_effectful, set_info
+from wholestep.pure import clone_as_it_lies
 from wholestep.torch_compat import OpOverload, lazy_graph_module
+from wholestep.trace.alias import Geometry
 
 aten = torch.ops.aten
 
@@ -118,7 +120,11 @@ def read_by_backward(joint: Joint) -> list[fx.Node]:
 
 
 def free_views(joint: Joint, wanted: Iterable[fx.Node]) -> list[fx.Node]:
-    """Replaces views by what they are views of, where nothing more is then held than before."""
+    """Replaces views by what they are views of, where nothing more is then held than before, or than in eager.
+
+    Eager holds all of what a saved view is a view of. A copy without gaps between its elements holds less, and serves
+    where the view has none: kernels round by strides.
+    """
     wanted = list(wanted)
     overwritten = joint.overwritten
     at_hand = (set(joint.primals) - overwritten) | set(joint.forward_outputs)
@@ -131,8 +137,8 @@ def free_views(joint: Joint, wanted: Iterable[fx.Node]) -> list[fx.Node]:
         while not free and (above := view_base(root)) is not None:
             root = above
             free = root in at_hand or root in kept
-        same_size = info(base).value.numel() <= info(node).value.numel() and base not in overwritten
-        if free or same_size:
+        whole = info(base).value.numel() <= info(node).value.numel() or not Geometry.of(info(node).value).is_dense
+        if free or (whole and base not in overwritten):
             kept.discard(node)
             kept.add(root if free else base)
     wider = [n for n in joint.step.graph.nodes if n in kept]
@@ -194,7 +200,9 @@ def _forward_graph(joint: Joint, own: list[fx.Node], overwritten: set[fx.Node]) 
     for node in own:
         value = copied[node]
         if node in overwritten and isinstance(info(node).value, torch.Tensor):
-            value = graph.create_node("call_function", aten.clone.default, (value,), {}, f"{node.name}_before")
+            gaps = not Geometry.of(info(node).value).is_dense
+            target = clone_as_it_lies if gaps else aten.clone.default
+            value = graph.create_node("call_function", target, (value,), {}, f"{node.name}_before")
             set_info(value, replace(info(node), phase="forward"))
         saved.append(value)
     outputs: list[Any] = [copied[n] for n in joint.forward_outputs]

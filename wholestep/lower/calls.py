@@ -28,7 +28,8 @@ from wholestep.lower.ops import (
 from wholestep.lower.products import in_parts, parts
 from wholestep.lower.prompt import form_at_once, prompt_starts
 from wholestep.lower.spell import Speller, keyword, literal, one_line
-from wholestep.lower.values import RECYCLE_FROM, RECYCLE_GRADIENTS_FROM, device_key, origin_of, recyclable
+from wholestep.lower.values import RECYCLE_FROM, RECYCLE_GRADIENTS_FROM, device_key, is_dense, origin_of, recyclable
+from wholestep.pure import clone_as_it_lies
 
 _SYMBOLS: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
@@ -246,7 +247,7 @@ class CallWriter(Speller):
         for number, entry in enumerate(self.plan.written[node]):
             if not entry.in_place:
                 name = variable(entry.leaf) if entry.leaf is not None else f"{variable(node)}_copy_{number}"
-                lines.append(f"{name} = {self._name(entry.old)}.clone()")
+                lines.append(f"{name} = {self._cloned(entry.old)}")
                 swap[entry.argument, entry.index] = name
         texts = []
         for name, value in bound.items():
@@ -263,6 +264,12 @@ class CallWriter(Speller):
             unpacked = ", ".join(names) if len(names) + len(extra) > 1 else names[0]
             call = f"{unpacked}{', *_' if extra else ''} = {call}"
         self._say(lines, call, node)
+
+    def _cloned(self, node: fx.Node) -> str:
+        if is_dense(info(node).value):
+            return f"{self._name(node)}.clone()"
+        self.namespace["clone_as_it_lies"] = clone_as_it_lies
+        return f"clone_as_it_lies({self._name(node)})"
 
     def _list(self, names: list[str]) -> str:
         """A list of tensors, made once where all of them last."""

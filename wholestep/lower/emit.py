@@ -167,7 +167,7 @@ class _Writer(GroupWriter):
             if kind == "input":
                 results.append(f"given_{value}" if self.released else f"inputs[{value}]")
             elif kind == "clone":
-                self.body.append(f"result_{index} = {self._name(value)}.clone()")
+                self.body.append(f"result_{index} = {self._cloned(value)}")
                 results.append(f"result_{index}")
             else:
                 results.append(self._arg(value))

@@ -89,7 +89,7 @@ class Plan:
 
 # Names that the generated program uses itself.
 _TAKEN = re.compile(
-    r"inputs|arena|scratch|tile|fresh|loans|lend_.*|run|bind|torch|math|at|chain|filled|tiles|pieces|cells|by_rows|parts|first|some|part"
+    r"inputs|arena|scratch|tile|fresh|loans|lend_.*|run|bind|torch|math|at|chain|clone_as_it_lies|filled|tiles|pieces|cells|by_rows|parts|first|some|part"
     r"|(list|tiles|chain|parts|result|new|object)_\d+|.*_rows"
     r"|(number|tensors|aten|host)_.*|.*_(cells|float32|float64|t)"
 )

@@ -13,6 +13,7 @@ from torch import fx
 
 from wholestep.ir import StepGraph
 from wholestep.lower.ops import OFFSETS, offset_of
+from wholestep.pure import clone_as_it_lies
 from wholestep.torch_compat import below_autograd
 
 
@@ -66,7 +67,7 @@ def write_back(values: list[Any], inputs: Sequence[Any], mutations: dict[int, in
             continue
         address = value.untyped_storage().data_ptr()
         if address in taken:
-            results[index] = value.clone()
+            results[index] = clone_as_it_lies(value)
         taken.add(address)
     with below_autograd():  # whoever runs the program counts the writes
         for out, into in mutations.items():

@@ -86,6 +86,13 @@ class Geometry:
         """Whether a tensor has this dtype, shape and strides."""
         return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.stride() == self.stride
 
+    def orders(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's dimensions follow one another in memory as these do."""
+        strides = self.stride, tensor.stride()
+        dims = [dim for dim, size in enumerate(self.shape) if size > 1]
+        one, two = (sorted(dims, key=lambda dim: -stride[dim]) for stride in strides)
+        return strides[0] == strides[1] or one == two
+
 
 @dataclass(eq=False)
 class Storage:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from wholestep.fakes import NoStandIn, stand_ins
 from wholestep.torch_compat import OpOverload, no_modes
 from wholestep.trace.alias import Geometry, elements
-from wholestep.trace.tape import map_leaves
 
 aten = torch.ops.aten
 
@@ -88,35 +88,16 @@ CHECKS: dict[Any, Callable[..., None]] = {
     **dict.fromkeys((aten.index_fill.int_Scalar, aten.index_fill.int_Tensor), _index_fill_copy),
 }
 
-LARGEST = 1 << 28  # bytes of an operand: beyond them an error keeps the words of fake tensors
-
 
 def kernels_error(func: OpOverload, args: Any, kwargs: Any) -> Exception | None:
-    """What eager raises where an operator has failed on fake tensors: its kernel is tried on zeros of their shapes."""
+    """What eager raises where an operator has failed on fake tensors: its kernel is tried on real ones."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     with no_modes():
         try:
-            func(*map_leaves(_zeros, args), **map_leaves(_zeros, kwargs))
-        except _Unlike:
+            func(*stand_ins(args), **stand_ins(kwargs))
+        except NoStandIn:
             return None
         except Exception as error:
             return error.with_traceback(None)
     return None
-
-
-class _Unlike(Exception):  # noqa: N818 - not for users
-    """An argument without a stand-in."""
-
-
-def _zeros(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        plain = leaf.layout == torch.strided and leaf.device.type == "cpu" and not (leaf.is_conj() or leaf.is_neg())
-        if not plain or any(type(n) is not int for n in leaf.shape) or leaf.numel() * leaf.itemsize > LARGEST:
-            raise _Unlike
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).zero_()
-    if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise _Unlike
-    if leaf is None or isinstance(leaf, (bool, int, float, complex, str)) or type(leaf).__module__ == "torch":
-        return leaf
-    raise _Unlike

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from wholestep.torch_compat import FakeTensor, ShapeEnvironment, evaluated, size_symbol, strict_fake_mode
+from wholestep.fakes import strict_fake_mode
+from wholestep.torch_compat import FakeTensor, ShapeEnvironment, evaluated, size_symbol
 from wholestep.trace.where import user_line
 
 

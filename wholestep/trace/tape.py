@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.fakes import strict_fake_mode
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
-from wholestep.torch_compat import below_autograd, empty_fake, no_modes, sequence_number, strict_fake_mode
+from wholestep.torch_compat import below_autograd, empty_fake, no_modes, sequence_number
 from wholestep.trace.alias import Geometry, Ref, Storage
 from wholestep.trace.setting import Setting
 from wholestep.trace.sizes import held

@@ -140,7 +140,10 @@ class Writes(Storages):
         reads = map_leaves(self._reads, args), map_leaves(self._reads, kept)
         scaled = is_fused(func) and all_args(func, args, kwargs).get(scale_position(func)) is not None
         node = self.emit(twin.target, *reads, value=self._like_written(func, *reads) if scaled else None)
-        for ref, new in zip(refs, self._new_values(func, twin, node, len(written), args, kwargs), strict=True):
+        news = [*self._new_values(func, twin, node, len(written), args, kwargs)]
+        if not isinstance(twin.target, Functionalized) and not is_list_op(func) and _turns(refs, news):
+            return self._write(func, Twin(Functionalized(func)), written, args, kwargs)
+        for ref, new in zip(refs, news, strict=True):
             ref.write(fit(new, ref, self.emit), self.emit)
         return node
 
@@ -260,6 +263,15 @@ class Writes(Storages):
                 user_line(),
                 "give it an output of the right shape",
             )
+
+
+def _turns(refs: list[Ref], news: list[fx.Node]) -> bool:
+    """Whether a pure form gives dimensions in another order than the memory has them that eager writes to.
+
+    The kernel goes through its operands in another order then, and may round otherwise.
+    """
+    pairs = [(ref.geometry, fake_value(new)) for ref, new in zip(refs, news, strict=True)]
+    return any(place.shape == value.shape and not place.repeats and not place.orders(value) for place, value in pairs)
 
 
 def _can_have_a_twin(tensor: torch.Tensor) -> bool:
