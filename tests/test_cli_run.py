@@ -86,6 +86,25 @@ def test_the_ranks_share_a_secret_of_this_run(run, monkeypatch):
     assert sorted(out.stdout.splitlines()) == [f"[rank {r}] {line}" for r in (0, 1) for line in said]
 
 
+BOTH = """
+import torch.distributed as dist
+from wholestep import comm
+dist.init_process_group("gloo")
+try:
+    comm.init_process_group()
+except comm.DistNetworkError as taken:
+    print(str(taken).partition("torch.distributed's own process group has that port")[1:2])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_port_that_torch_distributed_has_is_told_on_every_rank(run):
+    out = run(BOTH, "-n", "2")
+    words = ("torch.distributed's own process group has that port",)
+    assert sorted(out.stdout.splitlines()) == [f"[rank {rank}] {words}" for rank in (0, 1)]
+
+
 FORGETFUL = """
 import os, sys, torch
 from wholestep import comm

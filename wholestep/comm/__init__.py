@@ -89,8 +89,8 @@ from wholestep.comm.store import (
     HashStore,
     PrefixStore,
     Store,
-    store_based_barrier,
 )
+from wholestep.comm.store_barrier import store_based_barrier
 from wholestep.comm.tcp_store import TCPStore
 from wholestep.comm.work import Work
 from wholestep.comm.world import (

@@ -26,6 +26,7 @@ from wholestep.comm.letters import Letters
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.store import Store
+from wholestep.comm.store_barrier import barrier_keys, exchange, forget
 from wholestep.comm.torch_store import TorchStore
 from wholestep.comm.work import All, Then, Work
 from wholestep.torch_compat import gloo_options
@@ -42,17 +43,21 @@ class _ForTorch(dist.Store):
     def __init__(self, store: Store) -> None:
         super().__init__()
         self._ours = store
+        self.made: set[str] = set()
 
     def set(self, key: str, value: Any) -> None:
+        self.made.add(key)
         self._ours.set(key, value)
 
     def get(self, key: str) -> bytes:
         return self._ours.get(key)
 
     def add(self, key: str, amount: int) -> int:
+        self.made.add(key)
         return self._ours.add(key, amount)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        self.made.add(key)
         return self._ours.compare_set(key, expected, desired)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -78,6 +83,17 @@ def agent_store(host: str, port: int, timeout: timedelta) -> Store:
         return TorchStore(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False), timeout)
     except RuntimeError as failure:
         raise DistNetworkError(f"no store of a torchrun agent at {host}:{port}: {failure}") from failure
+
+
+def torch_store_at(host: str, port: int) -> bool:
+    """True when torch's own process group exists in this process and a store of torch's answers there."""
+    if not dist.is_initialized():
+        return False
+    try:
+        dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _engine_class(backend: str) -> Any:
@@ -113,6 +129,8 @@ class C10dGroup(ProcessGroup):
         if engine is None:
             raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
         self._ours, self._store = store, _ForTorch(store)
+        exchange(rank, store, "engine", size, timeout)  # the engine itself would not say who is missing
+        forget(store, "engine", size, barrier_keys("engine", size))
         address = store.local_address() if backend == "gloo" and INTERFACE_VARIABLE not in os.environ else ""
         try:
             # where the store was reached, the others are too: Gloo itself would ask for the host's name, which many a
@@ -135,6 +153,17 @@ class C10dGroup(ProcessGroup):
             # Here the engine ends and joins its threads: one that still lets go of a tensor while the interpreter ends
             # would abort the program ("terminate called without an active exception").
             del engine
+            with contextlib.suppress(RuntimeError):  # the store may have ended with its master
+                self._forget()
+
+    def _forget(self) -> None:
+        """Deletes what the ranks' engines left in the store: when the last one ends, since others may still begin."""
+        self._ours.set(f"keys{self._rank}", "\n".join(self._store.made))
+        if self._ours.add("ended", 1) == self._size:
+            names = [f"keys{rank}" for rank in range(self._size)]
+            found = [key for keys in self._ours.multi_get(names) for key in keys.decode().split("\n")]
+            for key in (*names, *found, "ended"):
+                self._ours.delete_key(key)
 
     def abort(self, reason: str) -> None:
         if self._engine is not None:

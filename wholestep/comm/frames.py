@@ -1,7 +1,8 @@
 """What a `TCPStore` and its server say to each other.
 
-A frame is its length (4 bytes, little endian), then fields, each with its length (4 bytes). A request's fields are the
-command, the key, the values; an answer's are ``ok`` or ``error`` and a value.
+A client begins with `HELLO`; all that follows are frames. A frame is its length (4 bytes, little endian), then
+fields, each with its length (4 bytes). A request's fields are the command, the key, the values; an answer's are
+``ok`` or ``error`` and a value.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hmac
 import struct
 
 MAX_FRAME = 64 << 20
+HELLO = b"\0wholestep store 2\n"
 
 
 def pack(*fields: bytes) -> bytes:
@@ -37,4 +39,4 @@ def unpack(body: bytes) -> list[bytes]:
 
 def proof(secret: str, side: bytes, nonce: bytes) -> bytes:
     """That a side, ``client`` or ``server``, knows the secret; ``nonce`` is the other side's."""
-    return hmac.new(secret.encode(), b"wholestep store 1 " + side + nonce, hashlib.sha256).digest()
+    return hmac.new(secret.encode(), b"wholestep store 2 " + side + nonce, hashlib.sha256).digest()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from datetime import timedelta
 from typing import Any
@@ -38,9 +39,11 @@ from wholestep.comm.errors import (
 from wholestep.comm.hosts import host_identity
 from wholestep.comm.memory import native, need_native, no_room, unnamed_file
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
-from wholestep.comm.store import Store, store_based_barrier
+from wholestep.comm.store import Store
+from wholestep.comm.store_barrier import barrier_keys, forget, give_up, store_based_barrier
 from wholestep.comm.work import Finished, Work, seconds
 
+RING = 1 << 20  # bytes that a rank's messages to another one need, about
 MANY = 256  # works under way, from which on those that have ended are let go
 
 
@@ -134,28 +137,54 @@ class JobGroup(ProcessGroup):
         return native.sequence(self._handle) if self._handle else self._ended
 
     def _attach(self, store: Store, timeout: timedelta) -> int:
+        try:
+            handle = self._map(store)
+        except DistError as failure:
+            why = DistBackendError(f"rank {self._rank} of the group cannot go on: {failure}")
+            give_up(store, "shm", why)
+            if self._rank == 0:
+                store.set("segment", f"- - {why}")
+            raise
+        try:
+            store_based_barrier(self._rank, store, "shm", self._size, timeout)
+        except (DistError, ValueError):
+            native.stop(handle)
+            raise
+        forget(store, "shm", self._size, ["segment", *barrier_keys("shm", self._size)])
+        native.ready(handle, get_debug_level() is DebugLevel.DETAIL)
+        return int(handle)
+
+    def _map(self, store: Store) -> int:
+        """The group's memory, which rank 0 makes and shows to the others.
+
+        Raises:
+            DistBackendError: there is none, on rank 0 or here.
+        """
         length = native.group_bytes(self._size)
         host = host_identity()  # else /proc could show us somebody else's process
         if self._rank == 0:
             fd = unnamed_file(length, "shm group")
-            store.set("segment", f"{os.getpid()} {fd} {host}")
         else:
-            pid, there, its_host = store.get("segment").decode().split(" ", 2)
-            if its_host != host:
+            pid, there, said = store.get("segment").decode().split(" ", 2)
+            if pid == "-":
+                raise DistBackendError(said)
+            if said != host:
                 raise DistBackendError(f"shm: ranks {self._rank} and 0 of the group are on different hosts")
-            fd = os.open(f"/proc/{pid}/fd/{there}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fd = os.open(f"/proc/{pid}/fd/{there}", os.O_RDWR | os.O_CLOEXEC)
+            except OSError as failure:
+                raise DistBackendError(
+                    f"shm group: the memory of rank 0, process {pid}, cannot be opened: {failure}; has it ended, or "
+                    "is it another user's?"
+                ) from failure
         try:
-            handle = native.attach(fd, self._rank, self._size)
+            handle = int(native.attach(fd, self._rank, self._size))
         except OSError as failure:
             os.close(fd)
             raise no_room(length, "shm group", failure) from failure
-        try:
-            store_based_barrier(self._rank, store, "shm", self._size, timeout)
-        except DistError:
-            native.stop(handle)
-            raise
-        native.ready(handle, get_debug_level() is DebugLevel.DETAIL)
-        return int(handle)
+        if self._rank == 0:
+            store.set("segment", f"{os.getpid()} {fd} {host}")  # now that there is room for it
+        return handle
 
     def shutdown(self) -> None:
         if self._handle:
@@ -215,7 +244,7 @@ class JobGroup(ProcessGroup):
             return DistRankError(f"{here}: rank {self.labels[peer]} has exited or was killed")
         if status == MISMATCH:
             return DistMismatchError(f"{here}: {tensor.nbytes} bytes are required, {got} were sent")
-        return DistBackendError(f"{here}: no shared memory left for the message")
+        return no_room(RING, f"{here}: messages between two ranks", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def _place(self, mine: bytes) -> str:
         """An earlier collective: its number, and the user's line while the flight recorder has it."""

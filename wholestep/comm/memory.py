@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import resource
 import threading
 import weakref
 from collections.abc import Sequence
@@ -42,12 +44,22 @@ def unnamed_file(length: int, what: str) -> int:
         fd = os.open(SHARED_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as failure:
         raise DistBackendError(f"{what}: no file can be made in {SHARED_FOLDER}: {failure}") from failure
-    os.ftruncate(fd, length)
+    try:
+        os.ftruncate(fd, length)
+    except OSError as failure:
+        os.close(fd)
+        raise no_room(length, what, failure) from failure
     return fd
 
 
 def no_room(length: int, what: str, failure: OSError) -> DistBackendError:
     """The error for shared memory that cannot be had."""
+    if failure.errno == errno.EFBIG:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return DistBackendError(
+            f"{what}: {length:,} bytes of shared memory are required, this process may write files of {limit:,} "
+            f"({failure}): raise the limit (`ulimit -f unlimited`)"
+        )
     room = os.statvfs(SHARED_FOLDER)
     return DistBackendError(
         f"{what}: {length:,} bytes of shared memory are required, {SHARED_FOLDER} has "

@@ -1,14 +1,17 @@
 """The flight recorder: the last 1,000 collectives of this rank, written out as JSON when one fails.
 
-The file goes to the folder that WHOLESTEP_DUMP names, else to a private folder under the system's temporary one.
+The file goes to the folder that WHOLESTEP_DUMP names, else to a private folder under the system's temporary one, where
+the last ones stay for a week.
 `wholestep doctor` merges the files of several ranks into one sentence.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import stat
 import sys
 import tempfile
 import time
@@ -27,6 +30,8 @@ from wholestep.comm.work import Work
 from wholestep.comm.world import world
 
 KEPT = 1000
+FILES = 512  # records in the folder of those who name none: two jobs of the largest size
+WEEK = 7 * 24 * 3600.0  # seconds
 FOLDER_VARIABLE = "WHOLESTEP_DUMP"
 _LIBRARIES = ("wholestep.", "torch.")
 
@@ -133,14 +138,30 @@ def place(group_name: str, seq: int) -> str:
     return next(map(_where, found), "")
 
 
+def _clear(folder: Path) -> None:
+    """Removes records that are a week old, and of more than `FILES` the oldest."""
+    found = []
+    for file in folder.glob("rank*.*.*"):  # and what a rank that was killed had begun to write
+        with contextlib.suppress(OSError):  # another rank clears too
+            found.append((file.stat().st_mtime, file))
+    kept = sorted(found, reverse=True)[: FILES - 1]
+    for written, file in found:
+        if written < time.time() - WEEK or (written, file) not in kept:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
 def dump(rank: int, path: str | Path | None = None) -> Path:
     """Writes the record of this rank of the world, readable by the user alone, and returns its path."""
     if path is None:
         named = os.environ.get(FOLDER_VARIABLE)
         folder = Path(named) if named else Path(tempfile.gettempdir()) / f"wholestep-{os.getuid()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not named and folder.stat().st_uid != os.getuid():
-            raise OSError(f"{folder} belongs to somebody else")
+        if not named:
+            found = folder.lstat()
+            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+                raise OSError(f"{folder} belongs to somebody else")
+            _clear(folder)
         path = folder / f"rank{rank}.{os.getpid()}.json"
     target = Path(path)
     about = {"rank": rank, "pid": os.getpid(), "written": time.time(), "groups": world().members}

@@ -14,7 +14,8 @@ from wholestep.comm import c10d
 from wholestep.comm.backend import BackendConfig, create_group, is_shm_available
 from wholestep.comm.errors import DistError
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
-from wholestep.comm.store import FileStore, HashStore, PrefixStore, Store, store_based_barrier
+from wholestep.comm.store import FileStore, HashStore, PrefixStore, Store
+from wholestep.comm.store_barrier import barrier_keys, forget, store_based_barrier
 from wholestep.comm.tcp_store import TCPStore
 from wholestep.comm.world import DEFAULT_GROUP, NonMember, get_group, is_initialized, world
 
@@ -53,7 +54,10 @@ def rendezvous(init_method: str | None, rank: int, size: int, timeout: timedelta
         return TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     url = urlparse(str(init_method))
     if url.scheme == "file" and url.path:
-        return FileStore(url.path, -1, timeout)
+        store = FileStore(url.path, size, timeout)
+        while store.has_ended():  # its ranks close it while we begin again
+            store = FileStore(url.path, size, timeout)
+        return store
     if url.scheme == "tcp" and url.hostname and url.port is not None:
         return TCPStore(url.hostname, url.port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     raise ValueError(
@@ -123,6 +127,7 @@ def init_process_group(
         group = create_group(config, PrefixStore(epoch, store), rank, size, timeout)
         if group.backend_name not in ("shm", "shm+gloo", "thread", "null"):
             store_based_barrier(rank, PrefixStore(epoch, store), DEFAULT_GROUP, size, timeout)
+            forget(PrefixStore(epoch, store), DEFAULT_GROUP, size, barrier_keys(DEFAULT_GROUP, size))
     except BaseException:
         known.store = None
         if made_here:
@@ -175,7 +180,11 @@ def new_group(
     config = BackendConfig(backend) if backend else known.config
     limit = timeout or known.timeout
     prefix = f"{known.made['epoch']}/{name}"
-    group = create_group(config, PrefixStore(prefix, known.store), members.index(me), len(members), limit)
+    try:
+        group = create_group(config, PrefixStore(prefix, known.store), members.index(me), len(members), limit)
+    except DistError as failure:
+        failure.add_note(f"ranks 0 to {len(members) - 1} of the group are ranks {members} of the world")
+        raise
     return known.add(name, group, members)
 
 

@@ -9,7 +9,8 @@ from wholestep.comm.hosts import Layout, host_identity
 from wholestep.comm.memory import need_native
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from wholestep.comm.shm import ShmGroup
-from wholestep.comm.store import Store, store_based_barrier
+from wholestep.comm.store import Store
+from wholestep.comm.store_barrier import barrier_keys, exchange, forget
 
 
 def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> ProcessGroup:
@@ -20,10 +21,10 @@ def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAU
         DistStoreError: not all ranks came within the time-out.
     """
     need_native()
-    store.set(f"host{rank}", host_identity())
-    store_based_barrier(rank, store, "hosts", size, timeout)
-    homes = store.multi_get([f"host{other}" for other in range(size)])
-    layout = Layout([home.decode() for home in homes])
+    layout = Layout(exchange(rank, store, "hosts", size, timeout, host_identity()))
     if len(layout.hosts) == 1:
-        return ShmGroup(store, rank, size, timeout)
-    return HierarchicalGroup(store, rank, layout, timeout)
+        group: ProcessGroup = ShmGroup(store, rank, size, timeout)
+    else:
+        group = HierarchicalGroup(store, rank, layout, timeout)
+    forget(store, "hosts", size, barrier_keys("hosts", size))
+    return group

@@ -5,7 +5,10 @@ All are a `Table` behind a way to reach it; a key that is not there yet is waite
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
+import operator
 import os
 import struct
 import threading
@@ -20,11 +23,31 @@ from wholestep.comm.work import seconds
 Value = str | bytes
 Result = TypeVar("Result")
 DEFAULT_STORE_TIMEOUT = timedelta(seconds=300)
+CLOSED = "store/closed"
+HEAD = b"wholestep store\n"  # how the file of a `FileStore` begins
+FOREVER = 1e9  # seconds: no clock is asked for more
 
 
 def as_bytes(value: Value) -> bytes:
-    """What a store keeps of a value: text as UTF-8."""
+    """What a store keeps of a value: text as UTF-8.
+
+    Raises:
+        TypeError: it is neither text nor bytes.
+    """
+    if not isinstance(value, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"a store keeps str or bytes, found {type(value).__name__}")
     return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _names(keys: Sequence[str]) -> list[str]:
+    """Several keys, as a list.
+
+    Raises:
+        TypeError: one is not a string, or they are one string.
+    """
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"a store's keys are a list of strings: found {keys!r}")
+    return list(keys)
 
 
 class Table:
@@ -39,7 +62,7 @@ class Table:
 
     def add(self, key: str, amount: bytes) -> bytes:
         try:
-            self.data[key] = b"%d" % (int(self.data.get(key, b"0")) + int(amount))
+            self.data[key] = b"%d" % (int(self.data.get(key) or b"0") + int(amount))
         except ValueError:
             raise ValueError(f"store: add to {key!r} needs a number, found {self.data[key][:40]!r}") from None
         return self.data[key]
@@ -65,7 +88,8 @@ class Table:
         return b"1" if key in self.data else b"0"
 
 
-COMMANDS = ("set", "add", "append", "compare_set", "delete", "count", "has")
+WRITES = ("set", "add", "append", "compare_set")
+COMMANDS = (*WRITES, "delete", "count", "has")
 
 
 class Store:
@@ -97,15 +121,20 @@ class Store:
     def _read(self, key: str) -> bytes:
         return self._apply("append", key, b"")
 
-    def _await(self, keys: list[str], timeout: timedelta | float | None, what: str) -> list[bytes]:
-        limit = seconds(timeout if timeout is not None else self._timeout) or 0.0
+    def _await(self, given: Sequence[str], timeout: timedelta | float | None, what: str) -> list[bytes]:
+        keys, limit = _names(given), min(seconds(timeout if timeout is not None else self._timeout) or 0.0, FOREVER)
         values = self._get(keys, limit)
         if values is None:
-            raise DistStoreError(f"Timeout: {type(self).__name__}.{what} waited {limit:g} s for keys {keys}")
+            absent = [key for key in keys if self._apply("has", key) != b"1"]
+            raise DistStoreError(f"Timeout: {type(self).__name__}.{what} waited {limit:g} s for keys {absent or keys}")
         return values
 
+    def _do(self, command: str, key: str, *values: bytes) -> bytes:
+        (name,) = _names([key])
+        return self._apply(command, name, *values)
+
     def set(self, key: str, value: Value) -> None:
-        self._apply("set", key, as_bytes(value))
+        self._do("set", key, as_bytes(value))
 
     def get(self, key: str) -> bytes:
         """The value; waits for the key.
@@ -117,34 +146,38 @@ class Store:
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter that starts at 0 and returns its new value."""
-        return int(self._apply("add", key, b"%d" % amount))
+        return int(self._do("add", key, b"%d" % operator.index(amount)))
 
     def append(self, key: str, value: Value) -> None:
-        self._apply("append", key, as_bytes(value))
+        self._do("append", key, as_bytes(value))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Sets the key if it holds ``expected`` (absent, if ``expected`` is empty); returns what it holds then."""
-        return self._apply("compare_set", key, as_bytes(expected), as_bytes(desired))
+        return self._do("compare_set", key, as_bytes(expected), as_bytes(desired))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
-        self._await(list(keys), timeout, "wait")
+        self._await(keys, timeout, "wait")
+
+    def wait_for(self, key: str, timeout: timedelta) -> bytes:
+        """`get` with a time-out of its own."""
+        return self._await([key], timeout, "wait")[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._apply("has", key) == b"1" for key in keys)
+        return all(self._apply("has", key) == b"1" for key in _names(keys))
 
     def delete_key(self, key: str) -> bool:
-        return self._apply("delete", key) == b"1"
+        return self._do("delete", key) == b"1"
 
     def num_keys(self) -> int:
         return int(self._apply("count", ""))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._await(list(keys), None, "multi_get")
+        return self._await(keys, None, "multi_get")
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         if len(keys) != len(values):
             raise ValueError(f"multi_set: {len(keys)} keys and {len(values)} values: as many of each are required")
-        for key, value in zip(keys, values, strict=True):
+        for key, value in zip(_names(keys), values, strict=True):
             self.set(key, value)
 
     def local_address(self) -> str:
@@ -186,15 +219,26 @@ class FileStore(Store):
     Args:
         file_name: made with mode 0600 when it is not there.
         world_size: users of the store; the last one to `close` removes the file (-1: nobody).
+
+    Raises:
+        ValueError: there is a file of another kind.
     """
 
     def __init__(self, file_name: str, world_size: int = -1, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> None:
         super().__init__(timeout)
         self.path, self._size = file_name, world_size
-        self._table, self._offset, self._lock = Table(), 0, threading.Lock()
+        self._table, self._offset, self._lock, self._pid = Table(), 0, threading.Lock(), os.getpid()
         self._fd = os.open(file_name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._locked(lambda: None)
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def _locked(self, step: Callable[[], Result]) -> Result:
+        if self._pid != os.getpid():  # a fork: the file's lock would be the parent's too
+            self._lock, self._pid = threading.Lock(), os.getpid()
+            self._fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         with self._lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
@@ -206,7 +250,11 @@ class FileStore(Store):
     def _catch_up(self) -> None:
         """Replays what others have written since."""
         news = os.pread(self._fd, os.fstat(self._fd).st_size - self._offset, self._offset)
-        at = 0
+        at = 0 if self._offset else len(HEAD)
+        if not self._offset and not HEAD.startswith(news[:at]):
+            raise ValueError(f"FileStore: {self.path} is not a store, and stays as it is: name a new file")
+        if len(news) < at:
+            return
         while at + 8 <= len(news):
             key_length, value_length = struct.unpack_from("<Ii", news, at)
             end = at + 8 + key_length + max(value_length, 0)
@@ -221,30 +269,59 @@ class FileStore(Store):
         self._offset += at
 
     def _apply(self, command: str, key: str, *values: bytes) -> bytes:
-        def step() -> bytes:
-            before = self._table.data.get(key)
-            found: bytes = getattr(self._table, command)(key, *values)
-            after = self._table.data.get(key)
-            if after != before:
-                name = key.encode()
-                size = -1 if after is None else len(after)
-                record = struct.pack("<Ii", len(name), size) + name + (after or b"")
-                os.ftruncate(self._fd, self._offset)
-                os.pwrite(self._fd, record, self._offset)
-                self._offset += len(record)
-            return found
+        return self._locked(lambda: self._change(command, key, *values))
 
-        return self._locked(step)
+    def _change(self, command: str, key: str, *values: bytes) -> bytes:
+        before = self._table.data.get(key)
+        found: bytes = getattr(self._table, command)(key, *values)
+        after = self._table.data.get(key)
+        if after != before:
+            name = key.encode()
+            record = struct.pack("<Ii", len(name), -1 if after is None else len(after)) + name + (after or b"")
+            self._write(record if self._offset else HEAD + record)
+        return found
+
+    def _write(self, record: bytes) -> None:
+        try:
+            os.ftruncate(self._fd, self._offset)
+            if (written := os.pwrite(self._fd, record, self._offset)) != len(record):
+                raise OSError(errno.ENOSPC, f"{written} of {len(record)} bytes written")
+        except OSError as failure:  # what is half written is cut off by whoever writes next
+            self._table, self._offset = Table(), 0
+            raise DistStoreError(f"FileStore: {self.path} cannot be written: {failure}") from failure
+        self._offset += len(record)
 
     def _read(self, key: str) -> bytes:
         return self._locked(lambda: self._table.data[key])
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            if self._size > 0 and self.add("store/closed", 1) >= self._size and os.path.exists(self.path):
+    def _is_there(self) -> bool:
+        """False when the file has been removed, and another one may have its name."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        return False
+
+    def has_ended(self) -> bool:
+        """True when a user has closed the store: one that is to begin must not use it. The file is removed then."""
+
+        def step() -> bool:
+            if self._is_there() and CLOSED in self._table.data:
                 os.unlink(self.path)
-            os.close(self._fd)
-            self._fd = -1
+            return not self._is_there()
+
+        return self._locked(step)
+
+    def close(self) -> None:
+        def step() -> None:
+            if int(self._change("add", CLOSED, b"1")) >= self._size and self._is_there():
+                os.unlink(self.path)
+
+        if self._fd >= 0:
+            try:
+                if self._size > 0:
+                    self._locked(step)
+            finally:
+                os.close(self._fd)
+                self._fd = -1
 
 
 class PrefixStore(Store):
@@ -262,29 +339,3 @@ class PrefixStore(Store):
 
     def _get(self, keys: list[str], limit: float) -> list[bytes] | None:
         return self.underlying_store._get([f"{self.prefix}/{key}" for key in keys], limit)
-
-
-def store_based_barrier(
-    rank: int,
-    store: Store,
-    group_name: str,
-    rendezvous_count: int,
-    timeout: timedelta,
-    logging_interval: timedelta = timedelta(seconds=10),
-) -> None:
-    """Returns when ``rendezvous_count`` ranks have called it.
-
-    Raises:
-        DistStoreError: they did not within the time-out.
-    """
-    key = f"store_based_barrier_key:{group_name}"
-    arrived = store.add(key, 1)
-    if arrived == rendezvous_count:
-        store.set(f"{key}:last", "1")
-    try:
-        store.wait([f"{key}:last"], timeout)
-    except DistStoreError as late:
-        raise DistStoreError(
-            f"Timed out initializing process group in store based barrier on rank {rank}, for key: {key} "
-            f"(world_size={rendezvous_count}, num_workers_joined={store.add(key, 0)}, timeout={timeout})"
-        ) from late

@@ -7,6 +7,8 @@ server.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hmac
 import ipaddress
 import os
@@ -15,14 +17,40 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from datetime import timedelta
+from typing import Any
 
+from wholestep.comm.c10d import torch_store_at
 from wholestep.comm.errors import DistNetworkError, DistStoreError
-from wholestep.comm.frames import MAX_FRAME, pack, proof, unpack
+from wholestep.comm.frames import HELLO, MAX_FRAME, pack, proof, unpack
 from wholestep.comm.store import DEFAULT_STORE_TIMEOUT, Store
-from wholestep.comm.store_server import Server
+from wholestep.comm.store_server import MAX_GREETING, Server
 
 SECRET_VARIABLE = "WHOLESTEP_SECRET"
+SLACK = 5.0  # seconds that the server's answer may take beyond what it was asked to wait
+CLOSINGS = 5.0  # seconds for which a connection that is closed at once is made again: the server may lack descriptors
+SILENCE = 3.0  # seconds until whoever listens is asked whether it is another kind of store
+
+_open: weakref.WeakSet[TCPStore] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a child: connections are the parent's, whose answers both would read; the child makes its own at need."""
+    for store in _open:
+        store._lock = threading.Lock()
+        store._hang_up(again=store._socket is not None)
+        if store._server is not None:
+            store._server.forget()
+            store._server = None
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _slice(end: float) -> float:
+    """Seconds until ``end`` that a socket takes as a time-out."""
+    return max(0.001, min(end - time.monotonic(), 3600.0))
 
 
 def is_loopback(host: str) -> bool:
@@ -65,11 +93,14 @@ class TCPStore(Store):
         self.host, self.port = host_name, port
         self._secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE, "")
         self._server: Server | None = None
-        self._lock, self._socket = threading.Lock(), None
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._again = False  # the connection ended without a fault of the server's
+        _open.add(self)
         if is_master:
             self._listen()
         try:
-            self._socket = self._connect()
+            self._connect()
             if wait_for_workers and world_size and world_size > 0:
                 self._gather(world_size)
         except BaseException:
@@ -89,86 +120,150 @@ class TCPStore(Store):
             listener.bind(address)
             listener.listen(1024)
         except (OSError, OverflowError) as failure:
+            remedy = "choose a free port (0 for any)"
+            if isinstance(failure, OSError) and failure.errno == errno.EADDRNOTAVAIL:
+                remedy = f"{self.host} is no address of this host: start rank 0 where it is"
+            elif torch_store_at(self.host, self.port):
+                remedy = self._torch_has_it()
             raise DistNetworkError(
-                f"TCPStore: cannot listen on {self.host}:{self.port}: {failure}; choose a free port (0 for any)"
+                f"TCPStore: cannot listen on {self.host}:{self.port}: {failure}; {remedy}"
             ) from failure
         self.port = listener.getsockname()[1]
         self._server = Server(listener, self._secret)
+        weakref.finalize(self, self._server.close).atexit = False
 
-    def _connect(self) -> socket.socket:
+    def _torch_has_it(self) -> str:
+        return (
+            f"the store of torch.distributed's own process group has that port: give this one another, by "
+            f"init_method='tcp://{self.host}:{self.port + 1}', say"
+        )
+
+    def _connect(self) -> None:
         """Connects, trying again while the master may not be up yet, and proves both sides' secret."""
-        end, pause = time.monotonic() + self._timeout.total_seconds(), 0.01
+        end, closed, pause = time.monotonic() + self._timeout.total_seconds(), 0.0, 0.01
         while True:
             try:
-                connection = socket.create_connection((self.host, self.port), max(0.1, end - time.monotonic()))
-                break
-            except (OSError, OverflowError) as failure:
+                self._socket = socket.create_connection((self.host, self.port), _slice(end))
+            except OverflowError as failure:
+                raise DistNetworkError(f"TCPStore: {self.host}:{self.port}: {failure}") from failure
+            except OSError as failure:
                 if time.monotonic() >= end:
                     raise DistNetworkError(
-                        f"TCPStore: no answer from {self.host}:{self.port} within {self._timeout}: {failure}"
+                        f"TCPStore: no answer from {self.host}:{self.port} within {self._timeout}: {failure}; "
+                        "has rank 0, which serves the store there, been started?"
                     ) from failure
-                time.sleep(pause)
-                pause = min(2 * pause, 0.5)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
+            else:
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    self._greet(end)
+                    return
+                except OSError as failure:
+                    closed = closed or time.monotonic()
+                    if time.monotonic() >= min(end, closed + CLOSINGS):
+                        raise self._foreign(f"it listens, but does not greet: {failure}") from failure
+                except (ValueError, struct.error) as failure:
+                    raise self._foreign(f"it does not answer as a store: {failure}") from failure
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def _foreign(self, what: str) -> DistNetworkError:
+        why = self._torch_has_it() if torch_store_at(self.host, self.port) else "is it another program's port?"
+        return DistNetworkError(f"TCPStore: {self.host}:{self.port} refused this rank: {what}; {why}")
+
+    def _greet(self, end: float) -> None:
+        self._send(HELLO, end)
         try:
-            (nonce,), mine = self._receive(), secrets.token_bytes(32)
-            connection.sendall(pack(proof(self._secret, b"client", nonce), mine))
-            answer = self._receive()
-        except (OSError, ValueError, struct.error) as failure:
+            self._patiently(min(end, time.monotonic() + SILENCE), "recv", 1, socket.MSG_PEEK)
+        except TimeoutError:
+            if torch_store_at(self.host, self.port):
+                raise self._foreign("it says nothing") from None
+        (nonce,), mine = self._receive(end, MAX_GREETING), secrets.token_bytes(32)
+        self._send(pack(proof(self._secret, b"client", nonce), mine), end)
+        answer = self._receive(end, MAX_GREETING)
+        if answer[0] == b"error":
             raise DistNetworkError(
-                f"TCPStore: {self.host}:{self.port} refused this rank: {failure}; "
+                f"TCPStore: {self.host}:{self.port} refused this rank: {answer[1].decode()}; "
                 f"is {SECRET_VARIABLE} the same on all ranks?"
-            ) from failure
+            )
         if len(answer) != 2 or not hmac.compare_digest(answer[1], proof(self._secret, b"server", mine)):
             raise DistNetworkError(
                 f"TCPStore: {self.host}:{self.port} does not know the secret: another program's port?"
             )
-        return connection
 
     def _gather(self, world_size: int) -> None:
         if self.add("store/users", 1) >= world_size:
             self.set("store/complete", "1")
         self.wait(["store/complete"])
 
-    def _receive(self) -> list[bytes]:
-        (length,) = struct.unpack("<I", self._exactly(4))
-        if length > MAX_FRAME:
-            raise ValueError(f"a frame of {length} bytes is too long: not a store?")
-        return unpack(self._exactly(length))
+    def _patiently(self, end: float, step: str, *args: Any) -> Any:
+        """A method of the socket, until ``end``, which may be further away than a socket's time-out can be."""
+        while True:
+            if self._socket is None:
+                raise OSError("closed")
+            self._socket.settimeout(_slice(end))
+            try:
+                return getattr(self._socket, step)(*args)
+            except TimeoutError:
+                if time.monotonic() >= end:
+                    raise
 
-    def _exactly(self, count: int) -> bytes:
+    def _send(self, data: bytes, end: float) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._patiently(end, "send", left) :]
+            end = max(end, time.monotonic() + SLACK)
+
+    def _receive(self, end: float, most: int = MAX_FRAME) -> list[bytes]:
+        (length,) = struct.unpack("<I", self._exactly(4, end))
+        if length > most:
+            raise ValueError(f"a frame of {length} bytes is too long: not a store?")
+        return unpack(self._exactly(length, end))
+
+    def _exactly(self, count: int, end: float) -> bytes:
         data = bytearray()
         while len(data) < count:
-            assert self._socket is not None
-            more = self._socket.recv(count - len(data))
+            more = self._patiently(end, "recv", min(count - len(data), 1 << 20))
             if not more:
                 raise OSError("the connection was closed")
             data += more
+            end = max(end, time.monotonic() + SLACK)
         return bytes(data)
 
-    def _call(self, patience: float, *fields: bytes) -> list[bytes]:
-        """One request and its answer; a connection that fails in between is closed, since its frames are lost."""
+    def _hang_up(self, again: bool = False) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._again = None, again
+
+    def _call(self, limit: float, *fields: bytes) -> list[bytes]:
+        """One request and its answer. A connection that fails, or is left, in between is closed: its next answer would
+        be taken for that to another request."""
         request = pack(*fields)
         if len(request) > MAX_FRAME:
             raise ValueError(f"TCPStore: {len(request):,} bytes in one request, at most {MAX_FRAME:,} are allowed")
         with self._lock:
             if self._socket is None:
-                raise DistNetworkError(f"TCPStore: the connection to {self.host}:{self.port} is closed")
+                if not self._again:
+                    raise DistNetworkError(f"TCPStore: the connection to {self.host}:{self.port} is closed")
+                self._connect()
+            end = time.monotonic() + limit + SLACK
             try:
-                self._socket.settimeout(patience + 30)
-                self._socket.sendall(request)
-                return self._receive()
+                self._send(request, end)
+                answer = self._receive(end)
             except (OSError, ValueError, struct.error) as failure:
-                self._socket.close()
-                self._socket = None
-                raise DistNetworkError(f"TCPStore: lost {self.host}:{self.port}: {failure}") from failure
-
-    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
-        answer = self._call(0, command.encode(), key.encode(), *values)
+                self._hang_up()
+                raise DistNetworkError(
+                    f"TCPStore: lost {self.host}:{self.port}: {failure}; has the process of rank 0, which serves the "
+                    "store there, ended or been stopped?"
+                ) from failure
+            except BaseException:  # an interrupt
+                self._hang_up(again=True)
+                raise
         if answer[0] == b"error":
             raise ValueError(answer[1].decode())
-        return answer[1]
+        return answer
+
+    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
+        return self._call(self._timeout.total_seconds(), command.encode(), key.encode(), *values)[1]
 
     def _get(self, keys: list[str], limit: float) -> list[bytes] | None:
         answer = self._call(limit, b"get", b"", repr(limit).encode(), *(key.encode() for key in keys))
@@ -179,10 +274,10 @@ class TCPStore(Store):
             return str(self._socket.getsockname()[0]) if self._socket is not None else ""
 
     def close(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]  # who waits in another thread ends
         with self._lock:
-            if self._socket is not None:
-                self._socket.close()
-                self._socket = None
+            self._hang_up()
         if self._server is not None:
             self._server.close()
             self._server = None
