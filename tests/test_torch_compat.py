@@ -53,6 +53,7 @@ from wholestep.torch_compat import (
     has_native_kernel,
     is_batched,
     is_one_of_several,
+    is_one_operator,
     kernel_settings,
     lazy_graph_module,
     make_one_of_several,
@@ -68,6 +69,7 @@ from wholestep.torch_compat import (
     storage_id,
     storage_uses,
     transforms_active,
+    unseen_fakes,
 )
 
 aten = torch.ops.aten
@@ -207,6 +209,21 @@ def test_below_autograd_no_graph_is_made_and_no_version_counted():
 def test_a_native_kernel_is_one_of_the_devices_own():
     assert has_native_kernel(aten.mm.default, "CPU")
     assert not has_native_kernel(aten.linear.default, "CPU"), "made of other operators"
+
+
+def test_functions_that_are_one_operator():
+    whole = (torch._fused_adam_, torch._foreach_add_, torch.Tensor.normal_, aten.leaky_relu, aten.mm.default)
+    made_of_others = (torch.nn.functional.interpolate, torch.tensor, torch.layer_norm, aten.upsample_nearest2d.vec)
+    assert all(map(is_one_operator, whole)) and not any(map(is_one_operator, made_of_others))
+
+
+def test_fake_tensors_are_not_told_by_name_but_in_torch_itself():
+    owner, name, hidden = unseen_fakes(lambda: True)
+    assert getattr(owner, name) is FakeTensor
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert not isinstance(fake, hidden) and issubclass(FakeTensor, hidden)
+    assert isinstance(fake, unseen_fakes(lambda: False)[2]) and not isinstance(torch.ones(2), hidden)
 
 
 def test_versions_are_set():

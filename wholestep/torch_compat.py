@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import sympy
@@ -37,6 +40,21 @@ def below_autograd() -> AbstractContextManager[object]:
 def has_native_kernel(op: OpOverload, key: str) -> bool:
     """True when an overload has a kernel of its own for dispatch key ``key`` ("CPU", "CUDA")."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+@cache
+def is_one_operator(function: Any) -> bool:
+    """Whether a function of torch is one operator, dispatched with the arguments as they were given."""
+    if isinstance(function, OpOverload):
+        overloads = [function]
+    elif isinstance(function, FunctionType):
+        return False
+    else:
+        packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+        overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    key = "CompositeImplicitAutograd"
+    made = (torch._C._dispatch_has_kernel(op.name()) and not has_native_kernel(op, key) for op in overloads)
+    return bool(overloads) and all(made)
 
 
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
@@ -127,6 +145,24 @@ _threads, _deterministic = torch.get_num_threads, torch.are_deterministic_algori
 def kernel_settings() -> tuple[Any, ...]:
     """Settings of the process by which operators choose among their kernels."""
     return _threads(), _mkldnn_enabled(), _deterministic()
+
+
+def unseen_fakes(is_here: Callable[[], bool]) -> tuple[Any, str, type]:
+    """What to put where libraries find the class of fake tensors, to tell tracing from running: module, name, class.
+
+    Args:
+        is_here: whether the caller is one who must not tell.
+    """
+
+    class Unseen(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            inside = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+            return isinstance(value, FakeTensor) and (inside or not is_here())
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, FakeTensor)
+
+    return torch._subclasses, "FakeTensor", Unseen("FakeTensor", (), {})
 
 
 def empty_fake(mode: FakeTensorMode, like: torch.Tensor) -> FakeTensor:

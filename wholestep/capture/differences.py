@@ -77,7 +77,7 @@ class _Values:
             if found is not None:
                 return Existing(found.source, value)
             return self._new(value) if self.is_new(value) else Const(value)
-        if is_plain(value):
+        if is_plain(value) and not self._is_of_numbers(value):
             return Const(value)
         if id(value) in self.seen.walk.first:
             return Existing(self.seen.walk.first[id(value)], value)
@@ -93,6 +93,9 @@ class _Values:
             self.open.discard(id(value))
         self.made[id(value)] = value, described
         return described
+
+    def _is_of_numbers(self, value: Any) -> bool:
+        return type(value) is torch.Size and any(isinstance(size, self.numbers) for size in value)
 
     def _new(self, value: Any) -> New:
         if id(value) not in self.new:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError
-from wholestep.torch_compat import no_modes
+from wholestep.torch_compat import is_one_operator, no_modes
 from wholestep.trace.host import HostNode, make_host
 from wholestep.trace.inputs import Inputs, Lifted
 from wholestep.trace.predicates import Predicate, decide, follows_from_numbers
@@ -47,7 +47,7 @@ class Numbers(Inputs):
 
     def record_host(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any:
         """Adds a call of a Python function on host numbers; gives the number that stands for its result."""
-        hosts = [isinstance(a, (torch.SymFloat, torch.SymInt)) and not is_size(a) for a in args]
+        hosts = [isinstance(getattr(a, "node", None), HostNode) for a in args]
         nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
         known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
@@ -103,20 +103,29 @@ class Numbers(Inputs):
         return any(i.name == node.target and i.kind in ("batch", "tensor", "buffer") for i in self.inputs)
 
     def token(self, number: HostNode) -> float:
-        """A float that stands for a host number where C++ wants a double."""
-        if not self.in_call:
-            return self.escaped(number, "a C function needs its value")
+        """A float that stands for a host number where C++ wants a double.
+
+        That of one operator: what C++ does besides with the number, such as a size, would be done with the token.
+        """
+        if not self.in_call or not is_one_operator(self.callee):
+            return self.escaped(number, "C++ computes with its value")
         token = 0.5 + (len(self.tokens) + 1) * 2.0**-45
         self.tokens[token] = number
         return token
 
     def escaped(self, number: HostNode, how: str) -> Any:
-        if self.guard_data or follows_from_numbers([number.fx_node]):
+        """The value that a number has now, for what needs the number itself: a guard, or an error."""
+        if not isinstance(number.fx_node, fx.Node):
+            return number.hint
+        if self.guard_data or number.known or follows_from_numbers([number.fx_node]):
             return self.decide(number.fx_node, number.hint, user_line(), fixed=True)
+        if number.is_int():  # of which there are few: a program for each, where it is cheap to know
+            return self.decide(number.fx_node, number.hint, user_line())
         error = DataDependentError(
             f"Python needs a number that is only known when the step runs: {how}",
             user_line(),
-            "use it in arithmetic and as operators' arguments only, or return it from the step",
+            "use it in arithmetic and as operators' arguments only, return it from the step, or pass guard_data=True "
+            "to ws.compile",
         )
         self.refusal = self.refusal or error
         raise error

@@ -50,10 +50,10 @@ class Recorder(Writes, TorchDispatchMode):
             return func(*args, **kwargs)
         func = MATERIAL.get(func, func)
         try:
+            args, kwargs = self._with_plain_numbers(func, args, kwargs)
             special = SPECIAL.get(func)
             if special is not None:
                 return special(self, *args, **kwargs)
-            args = self._with_known_sizes(func, args, kwargs)
             args, kwargs = map_leaves(self._exchange, args), map_leaves(self._exchange, kwargs)
             if func in CHECKS:
                 CHECKS[func](*args, **kwargs)
@@ -73,31 +73,36 @@ class Recorder(Writes, TorchDispatchMode):
                 return self._observed(func, args, kwargs)
             raise _translated(func, error, kind) from error
 
-    def _with_known_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The arguments, with those integers known now that the shape of the result depends on."""
-        if func._schema.is_mutable or not any(map(is_host, leaves(args))):
-            return args
-        kinds = [str(argument.type) for argument in func._schema.arguments]
-        known = list(args)
-        for i, argument in enumerate(args):
-            if ("int" in kinds[i] or func.overloadpacket is aten.arange) and any(map(is_host, leaves(argument))):
-                tried = [[*args[:i], map_leaves(partial(_hint, more), argument), *args[i + 1 :]] for more in (0, 1)]
-                one, two = (self._shapes(func, given, kwargs) for given in tried)
-                known[i] = argument if one == two else map_leaves(self._known, argument)
-        return tuple(known)
+    def _with_plain_numbers(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, with those numbers known now that the place or the shape of a result depends on."""
+        if not any(map(is_host, (*leaves(args), *leaves(kwargs)))):
+            return args, kwargs
+        arguments = {a.name: a for a in func._schema.arguments}
+        names = list(arguments)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for name, value in given.items():
+            whole = "int" in str(arguments[name].type) or func.overloadpacket in RANGES
+            if whole and any(map(is_host, leaves(value))) and not self._is_free(func, given, len(args), name):
+                given[name] = map_leaves(self._plain, value)
+        return tuple(given[name] for name in names[: len(args)]), {name: given[name] for name in kwargs}
 
-    def _known(self, leaf: Any) -> Any:
-        if not is_host(leaf):
-            return leaf
-        if leaf.node.known:  # an argument that varies: as it is, it is a guard
-            return self.escaped(leaf.node, "the shape of a result depends on it")
-        return self.decide(leaf.node.fx_node, None, user_line())
+    def _is_free(self, func: Any, given: dict[str, Any], count: int, name: str) -> bool:
+        """Whether an operator's result has its shape whatever an integer is."""
+        if is_view(func) or torch.Tag.inplace_view in func.tags:
+            return False
+        tried = [given | {name: map_leaves(partial(_tried, wanted), given[name])} for wanted in TRIED]
+        shapes = [self._shapes(func, arguments, count) for arguments in tried]
+        return shapes[0] is not None and all(other == shapes[0] for other in shapes)
 
-    def _shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The shapes of what a call gives; None where it fails."""
-        given = map_leaves(self._exchange, args), map_leaves(self._exchange, kwargs)
+    def _plain(self, leaf: Any) -> Any:
+        return self.escaped(leaf.node, "the shape of a result depends on it") if is_host(leaf) else leaf
+
+    def _shapes(self, func: Any, given: dict[str, Any], count: int) -> Any:
+        """The shapes of what a call gives, the first arguments by position; None where it fails."""
+        given = {name: map_leaves(self._exchange, value) for name, value in given.items()}
         try:
-            return [leaf.shape for leaf in leaves(self._execute(func, *given)) if isinstance(leaf, torch.Tensor)]
+            out = self._execute(func, [given.pop(name) for name in list(given)[:count]], given)
+            return [(leaf.shape, leaf.stride()) for leaf in leaves(out) if isinstance(leaf, torch.Tensor)]
         except Exception:
             return None
 
@@ -228,8 +233,8 @@ class Recorder(Writes, TorchDispatchMode):
         out.wholestep_ref = ref  # type: ignore[attr-defined]
 
 
-def _hint(more: int, leaf: Any) -> Any:
-    return leaf.node.hint + more if is_host(leaf) else leaf
+def _tried(wanted: int | None, leaf: Any) -> Any:
+    return leaf if not is_host(leaf) else leaf.node.hint if wanted is None else wanted
 
 
 def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
@@ -256,6 +261,12 @@ UNRECORDED = ("profiler", "prim")
 
 # Where an offset stands that eager counts from the start of the memory, and a graph from the operand's first element.
 STRIDED_COPIES = {aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
+
+# Operators whose result has as many elements as its numbers say, whatever their type.
+RANGES = {aten.arange, aten.range}
+
+# What stands for an integer to see whether a result's shape depends on it; None for the integer's own hint.
+TRIED = (None, 0, 1, 2, 5, -3, 1000)
 
 # Operators whose result's shape depends on the data of other operands than the first.
 SHAPE_ALONE = {aten.index.Tensor, aten.masked_select.default}

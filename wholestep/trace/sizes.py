@@ -30,8 +30,8 @@ def is_size(value: object) -> bool:
 
 
 def is_host(value: object) -> bool:
-    """Whether something is an integer that is only known when the step runs."""
-    return isinstance(value, torch.SymInt) and not hasattr(value.node, "shape_env")
+    """Whether something is a number that is only known when the step runs."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and not hasattr(value.node, "shape_env")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from wholestep.errors import CaptureError, LeakError, UnsupportedError
+from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
 from wholestep.torch_compat import FakeTensor, no_modes
 from wholestep.trace.finish import finish, is_written
 from wholestep.trace.hoist import hoist
+from wholestep.trace.host import is_for_plain
 from wholestep.trace.inputs import Lifted, memory_of
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.replaced_gradients import ReplacedGradients
@@ -82,6 +83,11 @@ def trace_step(
                     _refuse_shared_writes(recorder)  # had it been known, another error may have come first
                 if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
                     error.put(line_of(error))
+                if isinstance(error, TypeError) and is_for_plain(error) and recorder.refusal is None:
+                    remedy = "give it float(…) or int(…) of the number, with guard_data=True if it comes from a tensor"
+                    raise DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy) from error
+                if recorder.refusal is not None and not isinstance(error, CaptureError):
+                    raise recorder.refusal from error  # which C code met with an error of its own
                 raise
     if recorder.refusal is not None:  # the step went on past it, on a way that eager would not have taken
         raise recorder.refusal

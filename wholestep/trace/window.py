@@ -27,13 +27,14 @@ from wholestep.torch_compat import (
     set_versions,
 )
 from wholestep.trace.formulas import as_eager_sums
-from wholestep.trace.host import HostNode, make_host
+from wholestep.trace.host import HostNode, make_host, plain
 from wholestep.trace.ops import ESCAPES, MEMORY_READS
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.replaced_gradients import DELETE, GET, SET, ReplacedGradients
 from wholestep.trace.sequences import RECURRENT, is_packed, padded, with_known_sizes
-from wholestep.trace.sizes import is_made, is_size
+from wholestep.trace.sizes import is_host, is_made, is_size
 from wholestep.trace.storages import OWNERS
+from wholestep.trace.tape import leaves, map_leaves
 from wholestep.trace.where import Thread, user_line
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -129,6 +130,23 @@ class CallWindow(TorchFunctionMode):
         return loss
 
     def _window(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call; with its numbers' values if it takes none that are not known, as C++ says before it computes."""
+        try:
+            return self._call(func, args, kwargs)
+        except (AttributeError, IndexError, TypeError, RuntimeError) as error:
+            whole = "concrete integers" in str(error)
+            if isinstance(error, RuntimeError) and not whole:
+                raise
+            if not any(is_host(leaf) or whole and _is_index(leaf) for leaf in (*leaves(args), *leaves(kwargs))):
+                raise
+
+        def value(leaf: Any) -> Any:
+            number = self._call(torch.Tensor.item, (leaf,), {}) if whole and _is_index(leaf) else leaf
+            return plain(number, f"{getattr(func, '__name__', func)} takes plain numbers")
+
+        return self._call(func, map_leaves(value, args), map_leaves(value, kwargs))
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         recorder = self.recorder
         before = len(recorder.tokens)
         recorder.in_call += 1
@@ -138,7 +156,7 @@ class CallWindow(TorchFunctionMode):
             out = func(*args, **kwargs)
         except RuntimeError as error:
             kind, name = fake_refusal(error), getattr(func, "__name__", str(func))
-            if kind == "symbols":
+            if kind == "symbols" and recorder.sizes is not None:
                 raise UnsupportedError(f"torch's own {name} asks for sizes as plain numbers", user_line()) from error
             if kind != "memory":
                 raise
@@ -288,6 +306,11 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         raise DataDependentError("one_hot counts the classes in its data", user_line(), "give it num_classes")
     zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype, device=tensor.device)
     return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
+
+
+def _is_index(leaf: Any) -> bool:
+    """Whether something is a tensor that C++ takes as an integer."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and not leaf.is_floating_point()
 
 
 def _is_scalar_mask(index: Any) -> bool:

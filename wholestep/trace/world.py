@@ -23,7 +23,14 @@ from wholestep.capture.twins import refuse_outside
 from wholestep.errors import DataDependentError, UnsupportedError
 from wholestep.ir import Gradient
 from wholestep.pure import get_rng_state, set_rng_state
-from wholestep.torch_compat import CHECKPOINT_OPERATORS, FOREACH_TYPES, FakeTensor, checkpoint_contexts, no_modes
+from wholestep.torch_compat import (
+    CHECKPOINT_OPERATORS,
+    FOREACH_TYPES,
+    FakeTensor,
+    checkpoint_contexts,
+    no_modes,
+    unseen_fakes,
+)
 from wholestep.trace import sparse
 from wholestep.trace.entrance import handled
 from wholestep.trace.formulas import behind, by_data
@@ -241,6 +248,7 @@ def exchanged(
         (torch.nn.modules.rnn, "int", _batch_size(recorder)),
         (torch.overrides, "has_torch_function", _only_in(thread, _is_overridden, torch.overrides.has_torch_function)),
         (torch.distributions.Distribution, "_validate_args", False),
+        unseen_fakes(thread.is_here),
     ]
     if not reentrant:
         apply = _only_in(thread, _checkpointed, checkpoints.CheckpointFunction.apply)

@@ -1,0 +1,191 @@
+"""Where Python or C++ needs the plain number: a guard for numbers from outside, a refusal for those of tensors."""
+
+from __future__ import annotations
+
+import decimal
+import json
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import wholestep as ws
+from wholestep.errors import DataDependentError
+
+Use = Callable[[Tensor, Any], Any]
+
+# What needs an integer, on an image [2, 3, 6, 6].
+WHOLE: dict[str, Use] = {
+    "pad": lambda x, p: F.pad(x, (p, p)),
+    "pad_circular": lambda x, p: F.pad(x, (p, p, p, p), mode="circular"),
+    "pad_reflect": lambda x, p: F.pad(x, (p, p, p, p), mode="reflect"),
+    "narrow": lambda x, p: x.narrow(2, p, 2),
+    "narrow_length": lambda x, p: x.narrow(2, 0, p),
+    "repeat": lambda x, p: x.repeat(p, 1, 1, 1),
+    "interpolate": lambda x, p: F.interpolate(x, size=(p, p), mode="bilinear"),
+    "adaptive": lambda x, p: F.adaptive_avg_pool2d(x, p),
+    "stride": lambda x, p: F.conv2d(x, torch.ones(1, 3, 2, 2), stride=p),
+    "slice": lambda x, p: x[..., p:] + x[..., :1],
+    "index": lambda x, p: x[0, :, p],
+    "select": lambda x, p: x.select(2, p),
+    "split": lambda x, p: x.split(p, 2)[0],
+    "split_sizes": lambda x, p: x.split([p, 6 - p], 2)[1],
+    "unfold": lambda x, p: x.unfold(2, p, 1),
+    "unflatten": lambda x, p: x.flatten().unflatten(0, (p, -1)),
+    "diagonal": lambda x, p: x.diagonal(p, 2, 3),
+    "cumsum": lambda x, p: x.cumsum(p),
+    "full": lambda x, p: torch.full((p, 2), 1.0),
+    "range": lambda x, p: sum(x * i for i in range(p)),
+    "a_list": lambda x, p: x * [5.0, 6.0, 7.0, 8.0][p],
+    "a_key": lambda x, p: x * {1: 0.5, 2: 2.0}.get(p, 4.0),
+    "bit_length": lambda x, p: x * p.bit_length(),
+}  # fmt: skip
+
+# What needs a number's value, whatever its type.
+PLAIN: dict[str, Use] = {
+    "text": lambda x, p: (x, f"{p}", str(p), f"{p:5}"),
+    "scale": lambda x, p: F.interpolate(x, scale_factor=p),
+    "numpy": lambda x, p: x * float(numpy.mean([p, 2])) + float(numpy.sqrt(p)),
+    "struct": lambda x, p: (x, struct.pack("<d", p)),
+    "json": lambda x, p: (x, json.dumps({"p": p})),
+    "decimal": lambda x, p: x * float(decimal.Decimal(p)),
+    "comparison": lambda x, p: x * 2 if p > 2 else x,
+    "isnan": lambda x, p: x * 2 if math.isnan(p) else x,
+    "isfinite": lambda x, p: x * 2 if math.isfinite(p) else x,
+    "isclose": lambda x, p: x * 2 if math.isclose(p, 2.0) else x,
+    "dropout": lambda x, p: F.dropout(x, p / 10),
+    "type_is": lambda x, p: x * 2 if type(p) in (int, float) else x,
+}
+
+# What computes with the number, whatever it is, so that none needs another capture.
+FREE: dict[str, Use] = {
+    "alpha": lambda x, p: x.add(x, alpha=p),
+    "roll": lambda x, p: x.roll(p, 0) if isinstance(p, int) else x * p,
+    "round": lambda x, p: x * round(p, 3) + round(p) + math.floor(p) + math.ceil(p / 2) + math.trunc(p),
+    "bits": lambda x, p: x * ((p << 1 | 4) ^ 3) + ~p + (7 & p) if isinstance(p, int) else x * p,
+    "divmod": lambda x, p: x * divmod(p, 2)[1] + divmod(9, p)[0],
+    "modulo": lambda x, p: x * pow(p, 3, 5) if isinstance(p, int) else x * p,
+    "math": lambda x, p: x * math.cosh(p) + math.erf(p) + math.log(p, 3) + math.degrees(p),
+    "a_size": lambda x, p: (x, torch.Size([p, 2]) if isinstance(p, int) else p),
+    "fill": lambda x, p: x.masked_fill(x > 0, p).clamp(-p, p),
+    "tensor": lambda x, p: x * torch.tensor(p),
+}
+
+# Decisions on a small tensor that the step is given, which are guards without being asked for.
+DECIDED = {"comparison", "isnan", "isfinite", "isclose", "type_is"}
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, tuple):
+        return type(one) is type(two) and len(one) == len(two) and all(map(_same, one, two))
+    return type(one) is type(two) and bool(one == two)
+
+
+def _held(value: Any) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def _values(use: str) -> list[list[Any]]:
+    return [[1, 2, 3, 2]] if use in WHOLE else [[1, 2, 3, 2], [1.25, 2.0, 3.5, 2.0]]
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PLAIN, *FREE])
+def test_a_number_from_outside_is_what_it_is_in_eager(name: str) -> None:
+    use, x = (WHOLE | PLAIN | FREE)[name], torch.randn(2, 3, 6, 6)
+    for values in _values(name):
+        compiled = ws.compile(lambda x, p: use(x, p))
+        for value in values:
+            torch.manual_seed(0)
+            expected = use(x, value)
+            torch.manual_seed(0)
+            assert _same(expected, compiled(x, value)), value
+        reasons = [reason for reason in compiled.recompiles if "expected" in reason]
+        assert len(reasons) == len(compiled.recompiles) <= (1 if name in FREE else 3)
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *PLAIN, *FREE])
+def test_a_number_of_a_tensor_is_refused_or_what_it_is_in_eager(name: str) -> None:
+    use, x = (WHOLE | PLAIN | FREE)[name], torch.randn(2, 3, 6, 6)
+    for values in _values(name):
+        # drawn: nobody knows it before the step runs
+        compiled = ws.compile(lambda x, p: use(x, (p * torch.randint(1, 2, ())).item()))
+        for value in values:
+            if name in {*FREE, "type_is"}:
+                assert _same(use(x, value), compiled(x, _held(value))), value
+                continue
+            with pytest.raises(DataDependentError) as refusal:
+                compiled(x, _held(value))
+            assert refusal.value.where and refusal.value.remedy
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *(PLAIN.keys() - {"json", "decimal"}), *FREE])
+def test_with_guard_data_a_number_of_a_tensor_is_a_guard(name: str) -> None:
+    use, x = (WHOLE | PLAIN | FREE)[name], torch.randn(2, 3, 6, 6)
+    for values in _values(name):
+        compiled = ws.compile(lambda x, p: use(x, p.item()), guard_data=True)
+        for value in values:
+            torch.manual_seed(0)
+            expected = use(x, value)
+            torch.manual_seed(0)
+            assert _same(expected, compiled(x, _held(value))), value
+
+
+def test_a_step_that_stops_at_a_loss_that_is_not_finite_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def step(x: Tensor) -> Tensor:
+        if not math.isfinite((x @ weight).item()):
+            raise FloatingPointError("the loss is not finite")
+        return x * 2
+
+    with pytest.raises(DataDependentError, match="Python decides on a value"):
+        ws.compile(step)(torch.ones(2))
+    compiled = ws.compile(step, guard_data=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(FloatingPointError):
+        compiled(torch.tensor([math.inf, 1.0]))
+
+
+def test_a_learning_rate_in_a_text_is_a_guard() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    opt = torch.optim.SGD([p], lr=0.5)
+
+    def step() -> str:
+        p.square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        return f"lr {opt.param_groups[0]['lr']:.3f}"
+
+    compiled = ws.compile(step)
+    for lr in (0.5, 0.25, 0.5):
+        opt.param_groups[0]["lr"] = lr
+        assert compiled() == f"lr {lr:.3f}"
+    assert compiled.captures == 2
+
+
+def test_tensors_as_a_size() -> None:
+    x, step = torch.randn(1, 1, 4, 4), lambda x, size: F.interpolate(x, size=(size, size), mode="bilinear")
+    compiled = ws.compile(step)
+    for n in (3, 5, 3):
+        assert torch.equal(compiled(x, torch.tensor(n)), step(x, torch.tensor(n)))
+
+
+def test_libraries_do_not_see_that_tensors_are_fake() -> None:
+    """Transformers asks for the class by this name, and takes another kernel where it finds it."""
+
+    def step(x: Tensor) -> Tensor:
+        made = x + 1
+        fake = isinstance(made, torch._subclasses.FakeTensor)  # type: ignore[attr-defined]
+        return made * (5 if fake else 2)
+
+    x = torch.ones(2)
+    assert torch.equal(ws.compile(step)(x), step(x))
+    assert torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor  # type: ignore[attr-defined]
