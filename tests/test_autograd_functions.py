@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import subprocess
@@ -222,6 +223,66 @@ def test_a_compiled_module_is_the_module_in_all_but_calls() -> None:
         twin.fc1.weight.zero_()
     assert not torch.equal(twin(x), model(x))
     assert torch.equal(pickle.loads(pickle.dumps(compiled))(x), model(x))
+
+
+@ws.compile
+def decorated(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+class Holding(Net):
+    """Has its own compiled method as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = ws.compile(self.double)
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy,
+          "pickle": lambda v: pickle.loads(pickle.dumps(v)), "save": saved}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_what_is_compiled_are_compiled_anew(how: str) -> None:
+    again, x = COPIES[how], torch.randn(5, 6)
+    assert again(decorated) is decorated
+    function = ws.compile(tripled)
+    function(x)
+    other = again(function)
+    assert other is not function and other.captures == 0
+    assert torch.equal(other(x), x * 3) and other.captures == 1
+    for make in (Net, lambda: ws.compile(Net()), lambda: nn.Sequential(ws.compile(Net())), Holding):
+        model = make().eval()  # type: ignore[operator]
+        expected = model(x)
+        found = again(model)
+        assert torch.equal(found(x), expected)
+        assert (found is model) is False
+        shared = [p is q for p, q in zip(found.parameters(), model.parameters(), strict=True)]
+        assert shared == [how == "copy"] * len(shared)
+    holding = Holding().eval()
+    bound = again(holding.compiled)  # a copy of a method comes with a copy of its module
+    assert torch.equal(bound(x), holding.double(x))
+
+
+def test_compiling_twice_is_compiling_once() -> None:
+    model, x = Net().eval(), torch.randn(5, 6)
+    twice, plain = ws.compile(ws.compile(model)), ws.compile(ws.compile(tripled))
+    assert torch.equal(twice(x), model(x)) and isinstance(twice, Net) and twice.captures == 1
+    assert torch.equal(plain(x), x * 3) and plain.captures == 1
+    twice(x).sum().backward()
+    assert model.fc1.weight.grad is not None and twice.fc1 is model.fc1
+    assert torch.equal(aot_module(twice, nop)(x), model(x))
 
 
 def test_a_compiled_module_is_part_of_another_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,11 +44,25 @@ class Compiled:
         module_override: Sequence[Override] = (),
         dynamic: bool = False,
     ) -> None:
+        fn = fn._fn if isinstance(fn, Compiled) else fn
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._options, self._launch = fn, options, options.launch
         self._look, self._module_override, self._dynamic = look, module_override, dynamic
         self._lock = threading.RLock()
         self.reset()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by name where it stands under its function's name, else with its function; copies capture anew."""
+        name, found = getattr(self, "__qualname__", ""), sys.modules.get(self.__module__)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else super().__reduce_ex__(protocol)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._fn, self._options, self._look, self._module_override, self._dynamic
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forgets all captures, and which modules are replaced."""

@@ -59,6 +59,8 @@ def compiled_module(module: nn.Module, make: Callable[..., Any], again: Callable
             ``__wrapped__`` of the result.
         again: compiles another module in the same way.
     """
+    if isinstance(module, CompiledModule):
+        return compiled_module(type(module)._compiled.__wrapped__, make, again)  # type: ignore[attr-defined]
     kind = type(module)
     space = {"_compiled": staticmethod(make(module)), "_forward": staticmethod(make(module.forward)),
              "_again": staticmethod(again), "__module__": kind.__module__}

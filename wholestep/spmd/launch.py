@@ -89,6 +89,9 @@ class Launch:
         self._agreed: set[Terms] = set()
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
 
+    def __reduce__(self) -> Any:
+        return Launch, (self._mesh, self._plans)
+
     def passes_of(self, step: StepGraph) -> list[Pass]:
         """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
         if self.view is None:

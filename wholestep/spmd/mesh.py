@@ -71,6 +71,9 @@ class DeviceMesh:
         _agree(ranks, names)
         self._lay_out(device_type, ranks, names, tuple(_axis_group(ranks, axis) for axis in range(ranks.dim())))
 
+    def __deepcopy__(self, memo: Any) -> DeviceMesh:
+        return self  # its groups are shared with other ranks
+
     def _lay_out(self, device_type: str, ranks: torch.Tensor, names: tuple[str, ...], groups: _Groups) -> None:
         self.device_type, self.mesh, self.mesh_dim_names = device_type, ranks, names
         self.shape = tuple(ranks.shape)
