@@ -46,7 +46,8 @@ class Compiled:
     ) -> None:
         fn = fn._fn if isinstance(fn, Compiled) else fn
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._options, self._launch = fn, options, options.launch
+        self._fn: Callable[..., Any] = fn
+        self._options, self._launch = options, options.launch
         self._look, self._module_override, self._dynamic = look, module_override, dynamic
         self._lock = threading.RLock()
         self.reset()
