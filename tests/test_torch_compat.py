@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,14 +21,17 @@ from torch.utils.checkpoint import checkpoint
 from wholestep import torch_compat
 from wholestep.autograd.structure import Shape
 from wholestep.fakes import strict_fake_mode
+from wholestep.patches import patched
 from wholestep.torch_compat import (
+    BACKWARD_ENGINE,
     CHECKPOINT_OPERATORS,
     CUMPROD_BY_DATA,
-    FOREACH_TYPES,
+    FOREACH_SUPPORT,
     GET_VERSION,
     HOOK_TABLES,
     OPTIMIZERS_FUNCTIONS,
     PAD_PACKED,
+    BatchNorm,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -50,8 +54,10 @@ from wholestep.torch_compat import (
     function_modes_off,
     generator_id,
     gloo_options,
+    has_foreach_support,
     has_native_kernel,
     is_batched,
+    is_inside,
     is_one_of_several,
     is_one_operator,
     kernel_settings,
@@ -62,7 +68,6 @@ from wholestep.torch_compat import (
     refuse_addresses,
     saved_as_it_is,
     sequence_number,
-    set_backward_engine,
     set_grad_mode,
     set_versions,
     size_symbol,
@@ -218,12 +223,16 @@ def test_functions_that_are_one_operator():
 
 
 def test_fake_tensors_are_not_told_by_name_but_in_torch_itself():
-    owner, name, hidden = unseen_fakes(lambda: True)
+    owner, name, hidden = unseen_fakes()
     assert getattr(owner, name) is FakeTensor
     with FakeTensorMode():
         fake = torch.ones(2)
     assert not isinstance(fake, hidden) and issubclass(FakeTensor, hidden)
-    assert isinstance(fake, unseen_fakes(lambda: False)[2]) and not isinstance(torch.ones(2), hidden)
+    assert not isinstance(torch.ones(2), hidden)
+    with patched([(owner, name, hidden)], lambda: True):
+        assert not isinstance(fake, getattr(owner, name)) and torch._subclasses.fake_utils.FakeTensor is FakeTensor
+    with patched([(owner, name, hidden)], lambda: False):
+        assert isinstance(fake, getattr(owner, name))
 
 
 def test_versions_are_set():
@@ -375,26 +384,37 @@ def test_a_tensors_hooks_lie_in_the_known_tables():
     assert x.grad is not None
 
 
-def test_a_type_among_the_foreach_types_takes_the_foreach_form():
-    """`clip_grad_norm_` chooses as optimizers do: plain tensors at once, an unknown subclass one by one."""
+def test_fake_tensors_take_the_foreach_form_where_real_ones_do():
+    """`clip_grad_norm_` chooses as optimizers do: plain tensors at once, others one by one."""
 
-    class Other(torch.Tensor):
-        pass
-
-    def one_operator_for_all() -> bool:
-        parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    def one_operator_for_all(make: Callable[[], torch.Tensor]) -> bool:
+        parameters = [nn.Parameter(make()) for _ in range(2)]
         for p in parameters:
-            p.grad = torch.ones(2).as_subclass(Other)
+            p.grad = make()
         with Seen() as seen:
             nn.utils.clip_grad_norm_(parameters, 0.1)
         return any("_foreach_norm" in op.name() for op in seen.ops)
 
-    assert torch.Tensor in FOREACH_TYPES and not one_operator_for_all()
-    FOREACH_TYPES.append(Other)
-    try:
-        assert one_operator_for_all()
-    finally:
-        FOREACH_TYPES.remove(Other)
+    def fake() -> torch.Tensor:
+        return empty_fake(mode, torch.ones(2))
+
+    mode = strict_fake_mode()
+    assert one_operator_for_all(lambda: torch.ones(2)) and not one_operator_for_all(fake)
+    with patched([(*FOREACH_SUPPORT, has_foreach_support)], lambda: True):
+        assert one_operator_for_all(lambda: torch.ones(2)) and one_operator_for_all(fake)
+
+
+def test_batch_norm_reads_its_count_as_a_float():
+    assert all(issubclass(kind, BatchNorm) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.LazyBatchNorm1d))
+    assert "float" in vars(BatchNorm)["forward"].__code__.co_names
+    assert nn.BatchNorm2d.forward is BatchNorm.forward
+
+
+def test_a_mode_is_inside_where_it_is_active():
+    mode = Seen()
+    assert not is_inside(mode)
+    with mode:
+        assert is_inside(mode) and not is_inside(Seen())
 
 
 def test_sparse_adam_calls_the_function_that_tracing_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,10 +520,9 @@ def test_the_engine_describes_a_backward_instead_of_running_it():
 def test_the_call_of_the_engine_can_be_exchanged():
     calls = []
     x = torch.ones(3, requires_grad=True)
-    undo = set_backward_engine(lambda run, *args, **kwargs: calls.append((args, kwargs)))
-    x.sum().backward()
-    torch.autograd.grad((x * 2).sum(), x, materialize_grads=False)
-    undo()
+    with patched([(*BACKWARD_ENGINE, lambda *args, **kwargs: calls.append((args, kwargs)))], lambda: True):
+        x.sum().backward()
+        torch.autograd.grad((x * 2).sum(), x, materialize_grads=False)
     (first, flags), (second, more) = calls
     assert len(first[0]) == len(first[1]) == 1 and first[2:5] == (False, False, ())
     assert flags == {"allow_unreachable": True, "accumulate_grad": True}

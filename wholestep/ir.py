@@ -7,7 +7,7 @@ Inside the graph
 - a *get_attr* is a constant tensor that the step built from Python numbers;
 - a *call_function* is a pure ATen overload, a `wholestep::` operator, a `Functionalized` operator,
   `operator.getitem` for operators of several results, a Python function on host numbers
-  (`operator.mul`, `math.sqrt`, `max`) or `get_rng_state` / `set_rng_state`;
+  (`operator.mul`, `math.sqrt`, `max`) or `get_rng_state`, `set_rng_state`, `manual_seed`;
   an offset of `as_strided` and its kin counts from the operand's first element, not from the start of its memory;
 - the *output* is one flat tuple: results, new values of mutated inputs, tensors the step created.
 
@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphError
-from wholestep.pure import Functionalized, get_rng_state, set_rng_state
+from wholestep.pure import Functionalized, get_rng_state, manual_seed, set_rng_state
 from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -175,7 +175,7 @@ def is_effectful(node: fx.Node) -> bool:
             target._schema.name != "wholestep::wait" or _meets_others(node.args[0])
         )
         return collective or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
-    return target in (get_rng_state, set_rng_state)
+    return target in (get_rng_state, set_rng_state, manual_seed)
 
 
 def _meets_others(started: Any) -> bool:

@@ -39,7 +39,7 @@ Look = Callable[..., Snapshot]  # called as `snapshot` is
 EXACT = ("aten", "naive")
 
 _tracing = threading.local()
-_capturing = threading.RLock()  # a capture exchanges functions of torch for all threads
+_capturing = threading.RLock()  # a capture puts fake numbers and aliases where all threads see them
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,16 @@ class UnderGrad:
             return self.op(*args, **kwargs)
 
 
-def get_rng_state() -> torch.Tensor:
-    """State of the default CPU generator: uint8 [5056]. Effectful: keeps its place among random operators."""
-    return torch.default_generator.get_state()
+def get_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:
+    """State of a CPU generator (None: the default one): uint8 [5056]. Effectful: stays among random operators."""
+    return (generator or torch.default_generator).get_state()
 
 
-def set_rng_state(state: torch.Tensor) -> None:
-    """Sets the default CPU generator to ``state``. Effectful: never removed, never reordered."""
-    torch.default_generator.set_state(state)
+def set_rng_state(state: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Sets a generator to ``state``. Effectful: never removed, never reordered."""
+    (generator or torch.default_generator).set_state(state)
+
+
+def manual_seed(seed: int, generator: torch.Generator | None = None) -> None:
+    """Seeds a generator. Effectful: never removed, never reordered."""
+    (generator or torch.default_generator).manual_seed(seed)

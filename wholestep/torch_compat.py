@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import _functional
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 def below_autograd() -> AbstractContextManager[object]:
@@ -147,17 +148,15 @@ def kernel_settings() -> tuple[Any, ...]:
     return _threads(), _mkldnn_enabled(), _deterministic()
 
 
-def unseen_fakes(is_here: Callable[[], bool]) -> tuple[Any, str, type]:
-    """What to put where libraries find the class of fake tensors, to tell tracing from running: module, name, class.
-
-    Args:
-        is_here: whether the caller is one who must not tell.
-    """
+def unseen_fakes() -> tuple[Any, str, type]:
+    """What to put where libraries find the class of fake tensors, to tell tracing from running: module, name, class."""
 
     class Unseen(type):
         def __instancecheck__(cls, value: Any) -> bool:
-            inside = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
-            return isinstance(value, FakeTensor) and (inside or not is_here())
+            frame: Any = sys._getframe(1)
+            while frame.f_globals.get("__name__") == "wholestep.patches":
+                frame = frame.f_back
+            return isinstance(value, FakeTensor) and str(frame.f_globals.get("__name__")).startswith("torch.")
 
         def __subclasscheck__(cls, kind: type) -> bool:
             return issubclass(kind, FakeTensor)
@@ -278,8 +277,18 @@ def default_device() -> torch.device:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
-# Types for which torch.optim and the gradient clipping functions choose their foreach forms.
-FOREACH_TYPES: list[type[torch.Tensor]] = _foreach_utils._foreach_supported_types
+# Where the gradient clipping functions find the one that tells whether tensors are of types that have foreach forms.
+FOREACH_SUPPORT = importlib.import_module("torch.nn.utils.clip_grad"), "_has_foreach_support"
+
+
+def has_foreach_support(tensors: Sequence[torch.Tensor | None], device: torch.device) -> bool:
+    """That function for fake tensors, which have those forms where real ones do."""
+    types = (*_foreach_utils._foreach_supported_types, FakeTensor)
+    return _foreach_utils._device_has_foreach_support(device) and all(t is None or type(t) in types for t in tensors)
+
+
+# The class whose `forward` all BatchNorm modules have.
+BatchNorm = _BatchNorm
 
 # The function behind `torch.nn.utils.rnn.pad_packed_sequence`.
 PAD_PACKED = torch._pad_packed_sequence
@@ -375,6 +384,11 @@ def dispatch_modes_active() -> bool:
     return count_dispatch_modes() > 0
 
 
+def is_inside(mode: TorchDispatchMode) -> bool:
+    """True where a dispatch mode is active in the calling thread, which the autograd engine may lend it."""
+    return count_dispatch_modes() > 0 and any(active is mode for active in _get_current_dispatch_mode_stack())
+
+
 # --- autograd --------------------------------------------------------------------------------------------
 
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -403,23 +417,6 @@ def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:
         engine.set_autograd_compiler(*prior)
 
 
-def set_backward_engine(replace: Callable[..., Any]) -> Callable[[], None]:
-    """Exchanges the call of the engine by which `torch.autograd.backward` and `torch.autograd.grad` end.
-
-    Args:
-        replace: called as ``replace(run, roots, grads, keep_graph, create_graph, inputs, ...)``; ``run`` is the
-            engine, which takes the rest. Returns what the engine would.
-
-    Returns:
-        A function that takes the exchange back.
-    """
-    run = torch.autograd._engine_run_backward
-
-    def exchanged(*args: Any, **kwargs: Any) -> Any:
-        return replace(run, *args, **kwargs)
-
-    def undo() -> None:
-        torch.autograd._engine_run_backward = run
-
-    torch.autograd._engine_run_backward = exchanged
-    return undo
+BACKWARD_ENGINE = torch.autograd, "_engine_run_backward"
+"""Where `torch.autograd.backward` and `torch.autograd.grad` find the call of the engine by which they end:
+``run(roots, grads, keep_graph, create_graph, inputs, ...)``."""

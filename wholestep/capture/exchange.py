@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Container, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from wholestep.capture.source import Call, Child, Item, Source, Vars, in_replace
 from wholestep.capture.twins import Twins
 from wholestep.capture.wholes import PartsOf, Wholes
 from wholestep.parts import Part
+from wholestep.patches import Patches
 from wholestep.torch_compat import HOOK_TABLES
 
 
@@ -29,7 +32,6 @@ class Exchanged(Seen):
         differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
         stand_ins: what stands for `numbers`, in their order.
         lifted: (id of a holder, key) -> what stands there now.
-        seeds: random generators with their sources and states.
         noted: calls of schedulers.
         replaced_gradients: paths of gradients that the step replaces, and that nothing in it reads.
         parts: id of a tensor -> what it holds of the whole one that it stands for.
@@ -42,7 +44,7 @@ class Exchanged(Seen):
                  varying: frozenset[str] = frozenset(), replace: Replace | None = None) -> None:
         super().__init__(call, names, varying, replace)
         self.stand_ins: list[object] = []
-        self.seeds: list[tuple[torch.Generator, Source, torch.Tensor]] = []
+        self._patches = Patches()
         self.lifted: dict[tuple[int, Any], Any] = {}
         self.noted: list[Noted] = []
         self.looked_into: frozenset[str] = frozenset()
@@ -62,8 +64,6 @@ class Exchanged(Seen):
         if len(stand_ins) != len(self.numbers):
             raise ValueError(f"{len(stand_ins)} stand-ins for {len(self.numbers)} numbers; give one for each")
         self.stand_ins = list(stand_ins)
-        self.seeds = [(g, source, g.get_state()) for g, source in self.walk.generators.values()
-                       if g is not torch.default_generator]
         for array in self.walk.arrays.values():
             array.keep()
         args = [self.twins.exchange(value) for value in self.call.args]
@@ -123,13 +123,22 @@ class Exchanged(Seen):
                 self._originals[id(twins.of[key])] = twins.of[key], found.tensor
                 if key in self.parts:
                     self.parts[id(twins.of[key])] = self.parts[key]
-        standing = self.walk.outside.put(self.walk.reach.settle())
-        twins.of.update(self.walk.sinks.put() | self.walk.stoppers.put() | standing)
+        twins.of.update(self.walk.sinks.put() | self.walk.stoppers.put() | self._patch())
         if twins.of:
             for place in self.places:
                 if place.box not in (boxes.TENSOR, boxes.TUPLE):
                     self._exchange(place)
         self.train_alike()
+
+    def _patch(self) -> dict[int, Any]:
+        """Patches what asks the world outside, for this thread until `restore`; gives what is there now by the id of
+        what modules had, which the step may hold too."""
+        walk, thread = self.walk, threading.get_ident()
+        replacements = [*walk.outside.replacements(walk.reach.settle()), *walk.stoppers.replacements()]
+        before = [vars(owner).get(name) for owner, name, _ in replacements]
+        self._patches.put(replacements, lambda: threading.get_ident() == thread)
+        pairs = zip(before, replacements, strict=True)
+        return {id(old): vars(owner)[name] for old, (owner, name, _) in pairs if isinstance(owner, ModuleType)}
 
     def sizable(self) -> list[Found]:
         """The tensors among the arguments that no other tensor shares memory with, and that have no history."""

@@ -67,7 +67,7 @@ def _generator(walk: Places, generator: torch.Generator, source: Source) -> None
 
 
 def _random(walk: Places, generator: Any, source: Source) -> None:
-    walk.stoppers.watch(generator, source)
+    walk.stoppers.randoms.setdefault(id(generator), (generator, source))
     _plain_attributes(walk, generator, source)
 
 
@@ -78,6 +78,14 @@ def _iterator(walk: Places, iterator: Any, source: Source) -> None:
 def _builtin(walk: Places, function: Any, source: Source) -> None:
     if id(function) in outside.NAMES:
         walk.reach.names.add(outside.NAMES[id(function)])
+    _held(walk, function, source)
+
+
+def _held(walk: Places, method: Any, source: Source) -> None:
+    """A bound method of a random generator, whose class is asked for it at each call while the step is traced."""
+    if isinstance(getattr(method, "__self__", None), (*RANDOM, torch.Generator)):
+        walk.stoppers.held[id(method)] = method
+        walk.queue(method.__self__, Attr(source, "__self__"))
 
 
 def _cached(walk: Places, function: Any, source: Source) -> None:
@@ -218,6 +226,7 @@ def _context(walk: Places, context: Any, source: Source) -> None:
 
 
 def _method(walk: Places, method: types.MethodType, source: Source) -> None:
+    _held(walk, method, source)
     walk.queue(method.__self__, Attr(source, "__self__"))
     walk.queue(method.__func__, Attr(source, "__func__"))
 

@@ -1,7 +1,7 @@
 """What a step asks of the world outside of Python: the time, the system's random bytes, files, the environment.
 
-A replay would repeat the first answer. While a step is traced, the functions that user code names refuse to answer it;
-libraries, which may keep logs, are answered as ever. What it reads of the environment becomes a guard.
+A replay would repeat the first answer. In the thread that traces a step, the functions that user code names refuse to
+answer it; libraries, which may keep logs, are answered as ever. What it reads of the environment becomes a guard.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import builtins
 import datetime
 import os
 import pathlib
+import random
 import secrets
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
+from wholestep import patches
 from wholestep.capture.code import is_library
 from wholestep.errors import DataDependentError
+from wholestep.patches import Replacement, original
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 # Functions, by what has them, that may give another answer at each call.
@@ -33,6 +35,9 @@ ASKING: dict[Any, tuple[str, ...]] = {
     builtins: ("open", "input"),
     uuid: ("uuid1", "uuid4"),
     secrets: ("token_bytes", "token_hex", "token_urlsafe", "randbits", "randbelow", "choice"),
+    random.SystemRandom: ("random", "getrandbits"),
+    datetime.datetime: ("now", "utcnow"),
+    datetime.date: ("today",),
 }  # fmt: skip
 # The id of each -> its name: code may have it under another.
 NAMES = {id(vars(owner)[name]): name for owner, names in ASKING.items() for name in names if name in vars(owner)}
@@ -42,11 +47,10 @@ ASKS: dict[str, Callable[..., bool]] = {
     "strftime": lambda form, given=None: given is None,
     "open": lambda file, mode="r", *rest, **options: not set(mode) & set("wax"),
 }
-# Classes of C whose methods ask, which a class of the same name stands for.
-ASKING_CLASSES: dict[str, tuple[str, ...]] = {"datetime": ("now", "today", "utcnow"), "date": ("today",)}
 SHORT = {os.path: "os.path"}
 ENVIRONMENT = "os.environ "  # before the name of a variable, among the names that a step uses
-_OF_ENVIRONMENT = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
+# Code between what a user calls and what asks.
+_BETWEEN = (patches.__file__, random.__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>")
 
 
 def variables(names: Iterable[str]) -> list[str | None]:
@@ -55,40 +59,33 @@ def variables(names: Iterable[str]) -> list[str | None]:
 
 
 def _asked_by(frame: FrameType | None) -> bool:
-    """Whether a call from a frame is user code's, past the methods of the environment."""
-    while frame is not None and frame.f_code.co_filename in _OF_ENVIRONMENT:
+    """Whether a call from a frame is user code's."""
+    while frame is not None and frame.f_code.co_filename in _BETWEEN:
         frame = frame.f_back
     return frame is not None and not is_library(frame.f_code.co_filename)
 
 
-def _refusing(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Stands for a function while this thread traces."""
-    thread, asks = threading.get_ident(), ASKS.get(function.__name__, lambda *_, **__: True)
+def _refusing(owner: Any, name: str) -> Any:
+    """Stands for a function or method."""
+    asks, says = ASKS.get(name, lambda *_, **__: True), f"{SHORT.get(owner, owner.__name__)}.{name}"
+    found = original(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and _asked_by(sys._getframe(1)) and asks(*args, **kwargs):
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        if _asked_by(sys._getframe(2)) and asks(*args, **kwargs):
             raise DataDependentError(
-                f"the step calls {name}(), whose answer may be another at each call; a replay would repeat the first",
+                f"the step calls {says}(), whose answer may be another at each call; a replay would repeat the first",
                 remedy="call it outside of the step, and pass what depends on it as an argument",
             )
-        return function(*args, **kwargs)
 
-    return call
+    def call(*args: Any, **kwargs: Any) -> Any:
+        refuse(*args, **kwargs)
+        return found(*args, **kwargs)
 
+    def of_class(kind: type, *args: Any, **kwargs: Any) -> Any:
+        refuse(*args, **kwargs)
+        return found.__get__(None, kind)(*args, **kwargs)
 
-def _standing_for(kind: Any) -> type:
-    """A class that does all that another does, but for its methods that ask."""
-
-    class Kind(type):
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return kind(*args, **kwargs)
-
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, kind)
-
-    methods = {name: staticmethod(_refusing(getattr(kind, name), f"{kind.__name__}.{name}"))
-               for name in ASKING_CLASSES[kind.__name__]}  # fmt: skip
-    return Kind(kind.__name__, (kind,), methods)
+    return classmethod(of_class) if isinstance(owner, type) and not isinstance(found, FunctionType) else call
 
 
 class Outside:
@@ -104,51 +101,30 @@ class Outside:
     def __init__(self, names: Iterable[str]) -> None:
         read = [name.removeprefix(ENVIRONMENT) for name in names if name.startswith(ENVIRONMENT)]
         self.environment: dict[str, str | None] = dict(zip(read, variables(read), strict=True))
-        self._exchanged: list[tuple[Any, str, Any]] = []
 
     @property
     def names(self) -> frozenset[str]:
         """The variables in the form of names."""
         return frozenset(ENVIRONMENT + name for name in self.environment)
 
-    def put(self, names: set[str]) -> dict[int, Any]:
-        """Puts what refuses in the place of what asks, in modules; gives it by the id of the original.
+    def replacements(self, names: set[str]) -> list[Replacement]:
+        """What refuses, in the place of what asks.
 
         Args:
             names: those that the step's code uses.
         """
-        standing: dict[int, Any] = {}
-        for owner, functions in ASKING.items():
-            for name in names.intersection(functions):
-                if name in vars(owner):
-                    refusing = _refusing(vars(owner)[name], f"{SHORT.get(owner, owner.__name__)}.{name}")
-                    self._exchange(standing, owner, name, refusing)
-        for name, methods in ASKING_CLASSES.items():
-            if not names.isdisjoint(methods):
-                self._exchange(standing, datetime, name, _standing_for(getattr(datetime, name)))
+        asking = [(owner, name) for owner, functions in ASKING.items() for name in functions
+                  if name in names or owner is random.SystemRandom and "SystemRandom" in names]
+        found = [(owner, name, _refusing(owner, name)) for owner, name in asking if name in vars(owner)]
         if not names.isdisjoint(("environ", "environb", "getenv", "getenvb")):
-            self._watch_environment()
-        return standing
+            kind: Any = type(os.environ)
+            found.append((kind, "__getitem__", self._watching(original(kind, "__getitem__"))))
+        return found
 
-    def _exchange(self, standing: dict[int, Any], owner: Any, name: str, replacement: Any) -> None:
-        original = vars(owner)[name]
-        standing[id(original)] = replacement
-        self._exchanged.append((owner, name, original))
-        setattr(owner, name, replacement)
-
-    def _watch_environment(self) -> None:
-        kind: Any = type(os.environ)
-        read, thread = kind.__getitem__, threading.get_ident()
-
+    def _watching(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def watched(environment: Any, key: Any) -> Any:
-            if threading.get_ident() == thread and _asked_by(sys._getframe(1)):
+            if _asked_by(sys._getframe(1)):
                 (self.environment[os.fsdecode(key)],) = variables([os.fsdecode(key)])
             return read(environment, key)
 
-        self._exchange({}, kind, "__getitem__", watched)
-
-    def restore(self) -> None:
-        """Puts back what was there."""
-        while self._exchanged:
-            owner, name, original = self._exchanged.pop()
-            setattr(owner, name, original)
+        return watched

@@ -19,7 +19,6 @@ from wholestep.capture.seen import Replace
 from wholestep.capture.source import Call, Child, Grad, Source
 from wholestep.capture.twins import Twins
 from wholestep.capture.values import Value
-from wholestep.errors import UnsupportedError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import set_versions
 
@@ -69,10 +68,6 @@ class Snapshot(Exchanged):
         for array in self.walk.arrays.values():
             array.refuse_changed()
         self.walk.stoppers.refuse_moved()
-        for generator, source, state in self.seeds:
-            if not torch.equal(generator.get_state(), state):
-                raise UnsupportedError(f"{source}, a random generator, is seeded inside of the step",
-                                       remedy="seed it outside")
         self.names |= self.walk.outside.names
         if self.replaced:
             self._hand_back_training()
@@ -101,8 +96,6 @@ class Snapshot(Exchanged):
         self.wholes.back()
         for array in self.walk.arrays.values():
             array.restore()
-        for generator, _, state in self.seeds:
-            generator.set_state(state)
         failures: list[Exception] = []
         for place in self.places:
             try:
@@ -114,8 +107,7 @@ class Snapshot(Exchanged):
         if moved:
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         self.walk.sinks.restore()
-        self.walk.stoppers.restore()
-        self.walk.outside.restore()
+        self._patches.restore()
         self.lifted.clear()
         self.noted.clear()
         self.twins = Twins(())

@@ -2,7 +2,7 @@
 
 `itertools.count`, a generator or an iterator over a list gives another value at each call, where a replay would repeat
 the first. While a step is traced a stand-in refuses to move them; one that is merely passed on comes back as itself.
-Python's and NumPy's own random generators are put back where they were, and refused when the step has drawn from them.
+So do Python's and NumPy's random generators that were there before the step, in the thread that traces.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy
 
 from wholestep.capture.facts import is_plain
 from wholestep.errors import DataDependentError, UnsupportedError
+from wholestep.patches import Replacement
 
 
 class Stopped:
@@ -99,61 +100,72 @@ class Stoppers:
     Attributes:
         iterators: id of an iterator -> itself and its source.
         caches: id of a function with a cache of C -> itself and its source.
+        randoms: id of a random generator of Python or NumPy -> itself and its source.
+        held: id of a method of one that something holds -> itself.
     """
 
     def __init__(self) -> None:
         self.iterators: dict[int, tuple[Any, Any]] = {}
         self.caches: dict[int, tuple[Any, Any]] = {}
-        self._randoms: list[tuple[Any, Any, Any]] = []  # with their sources and states
-
-    def watch(self, generator: Any, source: Any) -> None:
-        """Notes where a generator of random numbers stands."""
-        self._randoms.append((generator, source, _read(generator)))
+        self.randoms: dict[int, tuple[Any, Any]] = {id(g): (g, name) for g, name in GLOBAL.items()}
+        self.held: dict[int, Any] = {}
+        self._refusal: DataDependentError | None = None
 
     def put(self) -> dict[int, Any]:
         """Makes a stand-in for each iterator and each cache; gives them by the id of what they stand for."""
-        stopped = {key: Stopped(holder, source) for key, (holder, source) in self.iterators.items()}
-        return stopped | {key: Cached(function, source) for key, (function, source) in self.caches.items()}
+        stopped: dict[int, Any] = {key: Stopped(holder, source) for key, (holder, source) in self.iterators.items()}
+        stopped |= {key: Cached(function, source) for key, (function, source) in self.caches.items()}
+        return stopped | {key: _looked_up(method) for key, method in self.held.items()}
+
+    def replacements(self) -> list[Replacement]:
+        """What refuses to draw from the generators that were there before the step."""
+        methods = [(kind, name, self._refusing(vars(kind)[name])) for kind, name in DRAWING]
+        return [*methods, *((module, name, _looked_up(getattr(module, name))) for module, name in BOUND)]
+
+    def _refusing(self, method: Any) -> Callable[..., Any]:
+        def call(generator: Any, *args: Any, **kwargs: Any) -> Any:
+            moves = method.__name__ not in ("setstate", "set_state") or str(_state(generator)) != str(args[0])
+            if id(generator) in self.randoms and moves:
+                source = self.randoms[id(generator)][1]
+                self._refusal = self._refusal or DataDependentError(
+                    f"the step draws from {source}, a {type(generator).__name__}, whose numbers a replay would repeat",
+                    remedy="draw with torch, or draw outside of the step and pass the number as an argument",
+                )
+                raise self._refusal
+            return method(generator, *args, **kwargs)
+
+        return call
 
     def refuse_moved(self) -> None:
-        """Refuses numbers that were drawn.
+        """Refuses numbers that the step wanted to draw, and went on without.
 
         Raises:
             DataDependentError: a replay would repeat them.
         """
-        for generator, source, state in self._randoms:
-            if str(_read(generator)) != str(state):
-                raise DataDependentError(
-                    f"the step draws from {source}, a {type(generator).__name__}, whose numbers a replay would repeat",
-                    remedy="draw with torch, or draw outside of the step and pass the number as an argument",
-                )
-
-    def restore(self) -> None:
-        """Puts random generators back where they were."""
-        for generator, _, state in self._randoms:
-            _write(generator, state)
+        if self._refusal is not None:
+            raise self._refusal
 
 
-Reader = Callable[[Any], Any]
-Writer = Callable[[Any, Any], None]
-# Generators of random numbers: how to read and to put back the state that their C code keeps.
-RANDOM: dict[type, tuple[Reader, Writer]] = {
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    numpy.random.RandomState: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
-    numpy.random.Generator: (
-        lambda g: g.bit_generator.state,
-        lambda g, state: setattr(g.bit_generator, "state", state),
-    ),
-}
+def _looked_up(method: Any) -> Callable[..., Any]:
+    """A bound method that is looked up anew at each call."""
+    return lambda *args, **kwargs: getattr(method.__self__, method.__name__)(*args, **kwargs)
 
 
-def _of(generator: Any) -> tuple[Reader, Writer]:
-    return next(RANDOM[base] for base in type(generator).__mro__ if base in RANDOM)
+def _state(generator: Any) -> Any:
+    return _OF_C.getstate(generator) if isinstance(generator, _OF_C) else generator.get_state()  # type: ignore[attr-defined]
 
 
-def _read(generator: Any) -> Any:
-    return _of(generator)[0](generator)
-
-
-def _write(generator: Any, state: Any) -> None:
-    _of(generator)[1](generator, state)
+# The generators of numbers that all code shares, and their names.
+_PYTHONS: Any = random.random
+_NUMPYS: Any = numpy.random.rand
+GLOBAL: dict[Any, str] = {_PYTHONS.__self__: "random", _NUMPYS.__self__: "numpy.random"}
+RANDOM: tuple[type, ...] = (random.Random, numpy.random.RandomState, numpy.random.Generator)
+_OF_C = random.Random.__mro__[1]
+_READING = ("getstate", "get_state")
+# Methods by which generators draw, are seeded or set, by the class of C that has them. Python's own end in these, but
+# for one that gives every other number from an attribute.
+DRAWING = [(kind, name) for kind in (_OF_C, *RANDOM[1:]) for name, method in vars(kind).items()
+           if callable(method) and not name.startswith("_") and name not in _READING] + [(random.Random, "gauss")]
+# Those that modules have bound to the generators of all.
+BOUND = [(module, name) for module in (random, numpy.random) for name, method in vars(module).items()
+         if any(getattr(method, "__self__", None) is generator for generator in GLOBAL) and name not in _READING]

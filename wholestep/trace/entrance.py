@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from wholestep.torch_compat import set_backward_engine
+from wholestep.patches import original, patched
+from wholestep.torch_compat import BACKWARD_ENGINE
 
 Handler = Callable[..., Any]
 
 _changed = threading.Condition()
 _inside: Counter[int] = Counter()  # thread -> backwards that it runs, one inside of the other
 _walker: list[int] = []  # the thread that has its graph walked
-_open: list[Callable[[], None]] = []  # one for each open context; the last takes the exchange back
 _own = threading.local()
 
 
@@ -30,20 +30,17 @@ def _handlers() -> list[Handler]:
 @contextmanager
 def handled(handler: Handler) -> Iterator[None]:
     """In this thread, `torch.autograd.backward` and `torch.autograd.grad` end in ``handler(run, *args, **kwargs)``."""
-    with _changed:
-        _open.append(set_backward_engine(_enter) if not _open else _open[0])
     _handlers().append(handler)
     try:
-        yield
+        with patched([(*BACKWARD_ENGINE, _enter)], lambda: True):  # a backward of any thread is counted
+            yield
     finally:
         _handlers().pop()
-        with _changed:
-            undo = _open.pop()
-            if not _open:
-                undo()
 
 
-def _enter(run: Handler, *args: Any, **kwargs: Any) -> Any:
+def _enter(*args: Any, **kwargs: Any) -> Any:
+    run = original(*BACKWARD_ENGINE)
+
     def counted(*args: Any, **kwargs: Any) -> Any:
         with running():
             return run(*args, **kwargs)

@@ -41,6 +41,7 @@ class Recorder(Writes, TorchDispatchMode):
     def __init__(self, setting: Setting) -> None:
         TorchDispatchMode.__init__(self)
         Writes.__init__(self, setting)
+        self.whereabouts.thread.mode = self
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -111,16 +112,17 @@ class Recorder(Writes, TorchDispatchMode):
         if isinstance(leaf, (torch.SymFloat, torch.SymInt)):
             return leaf if is_size(leaf) else leaf.node.fx_node
         if isinstance(leaf, torch.Generator):
-            is_default = generator_id(leaf) == generator_id(torch.default_generator)
-            return None if is_default else self._generator(leaf)
+            return self.generator(leaf)
         if type(leaf) is float and leaf in self.tokens:
             self.spent.add(leaf)
             return self.tokens[leaf].fx_node
         return leaf
 
-    def _generator(self, generator: torch.Generator) -> fx.Node:
-        """The input that a random generator which the step can see is, or becomes."""
+    def generator(self, generator: torch.Generator) -> fx.Node | None:
+        """The input that a random generator which the step can see is, or becomes; None for the default generator."""
         key = generator_id(generator)
+        if key == generator_id(torch.default_generator):
+            return None
         found = self.generators.get(key)
         if found is None:
             what = "a random operator with a generator that the step makes, or that is out of its sight"

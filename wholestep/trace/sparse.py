@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import adagrad
 
+from wholestep.patches import Replacement
 from wholestep.torch_compat import OPTIMIZERS_FUNCTIONS
 
 _SCHEMAS = {
@@ -96,7 +97,7 @@ def traced_adagrad(original: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def exchanges() -> list[tuple[Any, str, Any]]:
+def exchanges() -> list[Replacement]:
     """What stands in the place of torch.optim's functions: (owner, name, function)."""
     return [
         (OPTIMIZERS_FUNCTIONS, "sparse_adam", traced_sparse_adam),

@@ -23,7 +23,7 @@ from wholestep.trace.sizes import Sizes, is_made
 from wholestep.trace.traced import Differentiate, SharedMemory, Traced, World
 from wholestep.trace.where import Whereabouts, line_of
 from wholestep.trace.window import CallWindow
-from wholestep.trace.world import exchanged, same_python_randomness
+from wholestep.trace.world import exchanged
 
 
 def trace_step(
@@ -75,20 +75,19 @@ def trace_step(
     grad_mode = torch.is_grad_enabled()
     with recording():
         args, kwargs = world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
-        with same_python_randomness():
-            try:
-                result = fn(*args, **kwargs)
-            except Exception as error:
-                with no_modes():
-                    _refuse_shared_writes(recorder)  # had it been known, another error may have come first
-                if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
-                    error.put(line_of(error))
-                if isinstance(error, TypeError) and is_for_plain(error) and recorder.refusal is None:
-                    remedy = "give it float(…) or int(…) of the number, with guard_data=True if it comes from a tensor"
-                    raise DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy) from error
-                if recorder.refusal is not None and not isinstance(error, CaptureError):
-                    raise recorder.refusal from error  # which C code met with an error of its own
-                raise
+        try:
+            result = fn(*args, **kwargs)
+        except Exception as error:
+            with no_modes():
+                _refuse_shared_writes(recorder)  # had it been known, another error may have come first
+            if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
+                error.put(line_of(error))
+            if isinstance(error, TypeError) and is_for_plain(error) and recorder.refusal is None:
+                remedy = "give it float(…) or int(…) of the number, with guard_data=True if it comes from a tensor"
+                raise DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy) from error
+            if recorder.refusal is not None and not isinstance(error, CaptureError):
+                raise recorder.refusal from error  # which C code met with an error of its own
+            raise
     if recorder.refusal is not None:  # the step went on past it, on a way that eager would not have taken
         raise recorder.refusal
     torch.clear_autocast_cache()

@@ -7,13 +7,13 @@ shrinking after it. The sizes that were met on entry are guards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholestep.errors import UnsupportedError
+from wholestep.patches import Replacement
 from wholestep.torch_compat import FakeTensor, storage_id
 from wholestep.trace.alias import Geometry, Ref, elements
 from wholestep.trace.inputs import Lifted
@@ -94,7 +94,7 @@ class Storages(Numbers):
         item.ref.storage.value = new
         item.ref.storage.root.node, item.ref.storage.root.generation = None, -1
 
-    def resizing(self) -> list[tuple[type, str, Callable[..., Any]]]:
+    def resizing(self) -> list[Replacement]:
         """What stands in for the methods of storages while the step is traced."""
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

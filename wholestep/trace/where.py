@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from wholestep.ir import Phase
-from wholestep.torch_compat import current_autograd_node, dispatch_modes_active
+from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -47,18 +47,25 @@ def line_of(error: BaseException) -> str:
 
 def _is_user(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return not name.startswith(_OUTSIDE) and (not name.startswith(_STANDARD) or "-packages" in name)
+    if name.startswith(_OUTSIDE) or name.endswith(".pyx"):
+        return False
+    return not name.startswith(_STANDARD) or "-packages" in name
 
 
 class Thread:
-    """The thread that traces: what others do meanwhile is not part of the step."""
+    """The thread that traces: what others do meanwhile is not part of the step.
+
+    Attributes:
+        mode: the recorder, once there is one.
+    """
 
     def __init__(self) -> None:
         self.ident = threading.get_ident()
+        self.mode: TorchDispatchMode | None = None
 
     def is_here(self) -> bool:
         """True in the thread itself, and in those that the autograd engine lends it."""
-        return threading.get_ident() == self.ident or dispatch_modes_active()
+        return threading.get_ident() == self.ident or (self.mode is not None and is_inside(self.mode))
 
 
 class Whereabouts:

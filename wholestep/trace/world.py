@@ -1,4 +1,4 @@
-"""What is exchanged in Python while a step is traced, and put back afterwards.
+"""What is patched in Python, for the thread that traces a step (`patches.py`).
 
 Some things that a step does never reach the dispatcher: reading the random generator's state, `math.sqrt`
 of a host number, the end of a `backward()`. For these the functions themselves are replaced for the time
@@ -9,38 +9,34 @@ from __future__ import annotations
 
 import builtins
 import logging
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 from torch.utils import checkpoint as checkpoints
 
 from wholestep.capture.twins import refuse_outside
-from wholestep.errors import DataDependentError, UnsupportedError
+from wholestep.errors import UnsupportedError
 from wholestep.ir import Gradient
-from wholestep.pure import get_rng_state, set_rng_state
+from wholestep.patches import Replacement, patched, reading
 from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,
-    FOREACH_TYPES,
+    FOREACH_SUPPORT,
+    BatchNorm,
     FakeTensor,
     checkpoint_contexts,
-    no_modes,
+    has_foreach_support,
     unseen_fakes,
 )
-from wholestep.trace import sparse
+from wholestep.trace import generators, sparse
 from wholestep.trace.entrance import handled
 from wholestep.trace.formulas import behind, by_data
 from wholestep.trace.host import AWARE, aware_choice
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.replaced_gradients import ReplacedGradients
 from wholestep.trace.sizes import is_made, is_size
-from wholestep.trace.where import Thread, user_line
-
-Exchange = tuple[Any, str, Any]  # a holder, the name of an attribute, and what stands there
+from wholestep.trace.where import user_line
 
 
 def _recorded_backward(
@@ -82,21 +78,6 @@ def _place(recorder: Recorder, grad: Any) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(here.shape), tuple(here.stride), here.offset - ref.storage.root.geometry.offset
 
 
-def _traced_rng(recorder: Recorder) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """`torch.get_rng_state` and `torch.set_rng_state` as nodes of the graph."""
-
-    def get_state() -> torch.Tensor:
-        with no_modes(), recorder.fake_mode:
-            fake = torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8)
-            recorder.root(fake, recorder.emit(get_rng_state, (), value=recorder.value(fake)))
-        return fake
-
-    def set_state(state: torch.Tensor) -> None:
-        recorder.emit(set_rng_state, (recorder.ref(state).read(recorder.emit),), value=())
-
-    return get_state, set_state
-
-
 def _batch_size(recorder: Recorder) -> Callable[[Any], int]:
     """`int` for the size of a packed sequence's batch."""
     return lambda value: recorder.as_list(value) if isinstance(value, torch.Tensor) else int(value)
@@ -127,7 +108,7 @@ def _is_overridden(relevant_args: Any) -> bool:
 
 LBFGS_REMEDY = "use another optimizer: LBFGS evaluates its closure as often as the data ask for"
 
-def _size_aware(recorder: Recorder) -> list[tuple[Any, str, Callable[..., Any]]]:
+def _size_aware(recorder: Recorder) -> list[Replacement]:
     """Functions of Python on numbers, which record what they do with host numbers.
 
     Floats that follow from symbolic sizes are host numbers too: as expressions they would round in another order.
@@ -156,30 +137,12 @@ def _size_aware(recorder: Recorder) -> list[tuple[Any, str, Callable[..., Any]]]
 
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 
-_ABSENT = object()
-
 
 def _refused(what: str, remedy: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(f"{what} inside of a captured step", user_line(), remedy)
 
     return call
-
-
-@contextmanager
-def same_python_randomness() -> Iterator[None]:
-    """Refuses draws from Python's or NumPy's random generator, which a replay would not repeat; undoes them."""
-    ours, theirs = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-        if random.getstate() != ours or str(numpy.random.get_state()) != str(theirs):
-            raise DataDependentError(
-                "the step draws from Python's or NumPy's random generator, whose numbers a replay would repeat",
-                remedy="draw with torch, or draw outside of the step and pass the number as a tensor",
-            )
-    finally:
-        random.setstate(ours)
-        numpy.random.set_state(theirs)
 
 
 def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -204,19 +167,16 @@ def _inside(run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs:
     return by_data(run, roots, *args, **kwargs)
 
 
-def _only_in(thread: Thread, replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement in the thread that traces, the function itself in all others."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if thread.is_here() else original)(*args, **kwargs)
-
-    return call
+def _sequences(recorder: Recorder) -> Iterator[Replacement]:
+    """The methods of recurrent modules that ask for the size of a packed sequence's batch."""
+    for kind, name in ((torch.nn.RNNBase, "get_expected_hidden_size"), (torch.nn.LSTM, "get_expected_cell_size")):
+        yield kind, name, reading(vars(kind)[name], int=_batch_size(recorder))
 
 
 @contextmanager
 def exchanged(
     recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients, reentrant: bool = True,
-    more: Iterable[Exchange] = (),
+    more: Iterable[Replacement] = (),
 ) -> Iterator[None]:
     """Replaces what must be seen while tracing; everything is as before on exit, however it ends.
 
@@ -224,51 +184,29 @@ def exchanged(
         reentrant: see `trace_step`.
         more: what else is replaced.
     """
-    get_state, set_state = _traced_rng(recorder)
-    thread = Thread()
-    replacements: list[Exchange] = [
+    replacements: list[Replacement] = [
         *more,
         *_size_aware(recorder),
+        *_sequences(recorder),
         *recorder.resizing(),
         *sparse.exchanges(),
         *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
+        *generators.methods(recorder),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
-        (torch, "get_rng_state", get_state),
-        (torch.random, "get_rng_state", get_state),
-        (torch, "set_rng_state", set_state),
-        (torch.random, "set_rng_state", set_state),
-        (torch, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
-        (torch.random, "manual_seed", _refused("torch.manual_seed", "seed outside of the step")),
         (torch, "save", _refused("torch.save", "save outside of the step")),
         (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),
         (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
-        (torch.nn.modules.batchnorm, "float", _number_of),
-        (torch.nn.modules.rnn, "int", _batch_size(recorder)),
-        (torch.overrides, "has_torch_function", _only_in(thread, _is_overridden, torch.overrides.has_torch_function)),
+        (BatchNorm, "forward", reading(vars(BatchNorm)["forward"], float=_number_of)),
+        (*FOREACH_SUPPORT, has_foreach_support),
+        (torch.overrides, "has_torch_function", _is_overridden),
         (torch.distributions.Distribution, "_validate_args", False),
-        unseen_fakes(thread.is_here),
+        unseen_fakes(),
+        # fake tensors report each of eager's own errors as their own
+        (logging.getLogger(FakeTensor.__module__), "handle", lambda record: None),
     ]
     if not reentrant:
-        apply = _only_in(thread, _checkpointed, checkpoints.CheckpointFunction.apply)
-        replacements.append((checkpoints, "CheckpointFunction", SimpleNamespace(apply=apply)))
-    saved = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in replacements]
-    for (owner, name, replacement), (_, _, original) in zip(replacements, saved, strict=True):
-        is_function = isinstance(original, FunctionType)
-        setattr(owner, name, _only_in(thread, replacement, original) if is_function else replacement)
-    FOREACH_TYPES.append(FakeTensor)
-    log = logging.getLogger(FakeTensor.__module__)  # it reports each of eager's own errors as its own
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with handled(_inside):
-            yield
-    finally:
-        log.setLevel(level)
-        FOREACH_TYPES.remove(FakeTensor)
-        for owner, name, original in saved:
-            if original is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
+    with patched(replacements, recorder.whereabouts.thread.is_here), handled(_inside):
+        yield

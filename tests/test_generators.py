@@ -1,0 +1,182 @@
+"""Methods of random generators are part of a step: recorded, or refused with line and remedy; never baked in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from random import gauss
+from random import random as draw
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from numpy.random import rand
+from torch import Tensor, nn
+from torch.random import fork_rng, get_rng_state
+from torch.utils.checkpoint import checkpoint
+
+import wholestep as ws
+from wholestep.errors import DataDependentError, UnsupportedError
+
+OWN = torch.Generator()
+HELD = torch.default_generator.get_state, torch.default_generator.set_state
+STATE = torch.Generator().manual_seed(11).get_state()
+
+
+def saved(x: Tensor) -> Tensor:
+    state = torch.default_generator.get_state()
+    y = x + torch.rand(3)
+    torch.default_generator.set_state(state)
+    return y + torch.rand(3)
+
+
+def saved_of_its_own(x: Tensor) -> Tensor:
+    state = OWN.get_state()
+    y = x + torch.rand(3, generator=OWN)
+    assert OWN.set_state(state) is OWN
+    return y + torch.randn(3, generator=OWN)
+
+
+def held(x: Tensor) -> Tensor:
+    state = HELD[0]()
+    y = x + torch.rand(3)
+    HELD[1](state)
+    return y + torch.rand(3)
+
+
+def forked(x: Tensor) -> Tensor:
+    with fork_rng():
+        torch.manual_seed(1)
+        y = x + torch.rand(3)
+    return y + torch.rand(3)
+
+
+def seeded_twice(x: Tensor) -> Tensor:
+    first = torch.default_generator.manual_seed(3)
+    y = x + torch.rand(3, generator=first)
+    return y + torch.rand(3, generator=OWN.manual_seed(4)) * torch.initial_seed() + OWN.initial_seed()
+
+
+def from_one_to_the_other(x: Tensor) -> Tensor:
+    OWN.set_state(get_rng_state())
+    return x + torch.rand(3, generator=OWN) - torch.rand(3)
+
+
+def set_from_outside(x: Tensor) -> Tensor:
+    torch.set_rng_state(STATE)
+    return x + torch.rand(3)
+
+
+def returned(x: Tensor) -> Any:
+    return x + torch.rand(3), torch.get_rng_state(), OWN.get_state()
+
+
+def in_a_checkpoint(x: Tensor) -> Tensor:
+    y = x.clone().requires_grad_()
+    checkpoint(lambda y: nn.functional.dropout(y).square().sum(), y, use_reentrant=False).backward()
+    return y.grad + torch.rand(3)  # type: ignore[operator]
+
+
+def seed_of_the_default(x: Tensor) -> Tensor:
+    return x * torch.initial_seed() + torch.default_generator.initial_seed()
+
+
+STEPS = [saved, saved_of_its_own, held, forked, seeded_twice, from_one_to_the_other, set_from_outside, returned,
+         in_a_checkpoint, seed_of_the_default]  # fmt: skip
+
+
+def begin() -> None:
+    torch.manual_seed(5)
+    OWN.manual_seed(6)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
+def test_generators_are_moved_as_in_eager(step: Callable[[Tensor], Any]) -> None:
+    def run(step: Callable[[Tensor], Any]) -> list[Tensor]:
+        begin()
+        results = [step(torch.ones(3)) for _ in range(3)]
+        flat = [t for result in results for t in (result if isinstance(result, tuple) else (result,))]
+        return [*flat, torch.get_rng_state(), OWN.get_state()]
+
+    expected, compiled = run(step), ws.compile(step)
+    assert all(map(torch.equal, run(compiled), expected)) and compiled.captures == 1
+
+
+@pytest.mark.parametrize("state", [torch.zeros(3, dtype=torch.uint8), torch.zeros(3), [1], None])
+def test_states_of_no_generator_in_eagers_words(state: Any) -> None:
+    def step(x: Tensor) -> Tensor:
+        torch.set_rng_state(state)
+        return x
+
+    with pytest.raises((TypeError, RuntimeError)) as expected:
+        step(torch.ones(1))
+    with pytest.raises(type(expected.value)) as caught:
+        ws.compile(step)(torch.ones(1))
+    assert str(caught.value) == str(expected.value)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "Generator.seed": torch.seed,
+    "Generator.clone_state": OWN.clone_state,
+    "Generator.graphsafe_get_state": lambda: OWN.graphsafe_get_state(),
+    "makes, or that is out of its sight": lambda: torch.Generator().manual_seed(1),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_of_generators_is_refused(what: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        REFUSED[what]()
+        return x + torch.rand(3)
+
+    begin()
+    before = torch.get_rng_state()
+    with pytest.raises(UnsupportedError, match=what) as caught:
+        ws.compile(step)(torch.ones(3))
+    assert f"{__file__}:" in str(caught.value) and "to do: " in str(caught.value)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "random": lambda: random.random(),
+    "held": draw,
+    "held and kept": gauss,
+    "integers": lambda: random.randint(0, 9),
+    "seed": lambda: random.seed(0) or 1.0,
+    "swallowed": lambda: swallowed(),
+    "numpy": lambda: numpy.random.normal(),
+    "numpy's held": rand,
+    "numpy's sample": lambda: numpy.random.sample(),
+    "numpy's seed": lambda: numpy.random.seed(0) or 1.0,  # type: ignore[func-returns-value]
+}
+
+
+def swallowed() -> float:
+    try:
+        return random.random()
+    except RuntimeError:
+        return 1.0
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_draws_of_python_and_numpy_are_refused_where_they_are_made(kind: str) -> None:
+    take = DRAWS[kind]
+
+    def step(x: Tensor) -> Tensor:
+        return x * float(take())
+
+    random.gauss(0, 1)  # the next one is there already
+    before = random.getstate(), numpy.random.get_state()[2]
+    with pytest.raises(DataDependentError, match="draws from (random|numpy.random), .* a replay would repeat"):
+        ws.compile(step)(torch.ones(2))
+    assert (random.getstate(), numpy.random.get_state()[2]) == before
+
+
+def test_generators_that_a_step_makes_or_puts_back_are_its_own() -> None:
+    def step(x: Tensor) -> Tensor:
+        random.setstate(random.getstate())
+        numpy.random.set_state(numpy.random.get_state())
+        return x * random.Random(3).random() * numpy.random.default_rng(3).random()
+
+    assert torch.equal(ws.compile(step)(torch.ones(2)), step(torch.ones(2)))

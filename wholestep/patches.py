@@ -1,0 +1,177 @@
+"""Patches: attributes of modules, classes and objects that are others for one thread, whatever kind they are of.
+
+An attribute of a module is one object for all threads, so a callable that asks which thread calls stands in its place;
+an attribute of a class, be it a function, a flag or a method of C, becomes a descriptor that asks the same. A name that
+one function reads among its module's (`float`, a list) is none of these: the function is patched with a copy of itself
+that reads another (`reading`). The last context that ends puts back what it found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+Replacement = tuple[Any, str, Any]  # an owner, the name of its attribute, and what a thread finds there instead
+Here = Callable[[], bool]  # whether the calling thread is the one
+
+_ABSENT = object()
+_lock = threading.RLock()
+active: dict[tuple[int, str], Patch] = {}
+"""The attributes that are patched now, by the id of their owner and their name."""
+
+
+class Patch:
+    """One patched attribute.
+
+    Attributes:
+        original: what is there otherwise; of a class as in its dictionary, or in that of a base.
+        acting: for each open context, which thread it is for, and what that thread finds.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.acting: list[tuple[Here, Any]] = []
+        self._own = vars(owner).get(name, _ABSENT)
+        if isinstance(owner, type):
+            self.original = inspect.getattr_static(owner, name)
+            self.put: Any = _Descriptor(self)
+        else:
+            self.original = getattr(owner, name)
+            self.put = _callable(self)
+        _write(owner, name, self.put)
+
+    def chosen(self) -> Any:
+        """What the calling thread finds."""
+        return next((replacement for here, replacement in reversed(self.acting) if here()), self.original)
+
+    def remove(self) -> None:
+        """Puts back what was there, unless somebody has set the attribute since."""
+        if vars(self.owner).get(self.name) is self.put:
+            _write(self.owner, self.name, self._own)
+
+
+class _Descriptor:
+    """Stands in a class: no data descriptor, so that instances may have an attribute of their own."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch = patch
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        found = self.patch.chosen()
+        get = getattr(type(found), "__get__", None)
+        return found if get is None else get(found, instance, owner)
+
+
+class _Object:
+    """Stands in a module for what is no function of Python: not bound by a class; a class for questions about classes."""
+
+    def __init__(self, patch: Patch) -> None:
+        known: dict[str, Any] = {name: getattr(patch.original, name, None) for name in functools.WRAPPER_ASSIGNMENTS}
+        self.__dict__.update(known, patch=patch)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.patch.chosen()(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["patch"].original, name)
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, self.patch.chosen())
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return issubclass(kind, self.patch.chosen())
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (self.patch.original,)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or bool(self.patch.original == other)
+
+    def __hash__(self) -> int:
+        return hash(self.patch.original)
+
+    def __reduce__(self) -> str:
+        return self.patch.name
+
+
+def _callable(patch: Patch) -> Any:
+    if not isinstance(patch.original, FunctionType):
+        return _Object(patch)
+
+    @functools.wraps(patch.original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return patch.chosen()(*args, **kwargs)
+
+    return call
+
+
+def _write(owner: Any, name: str, value: Any) -> None:
+    try:
+        delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
+    except TypeError:  # a class of C, whose attributes Python does not set: in its dictionary, behind the proxy
+        (table,) = gc.get_referents(vars(owner))
+        if value is _ABSENT:
+            del table[name]
+        else:
+            table[name] = value
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
+
+
+class Patches:
+    """Patches that begin and end together."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Patch, tuple[Here, Any]]] = []
+
+    def put(self, replacements: Iterable[Replacement], here: Here) -> None:
+        """Begins: for threads of which ``here()`` is true, attributes are others from now on."""
+        with _lock:
+            for owner, name, replacement in replacements:
+                key = id(owner), name
+                if key not in active:
+                    active[key] = Patch(owner, name)
+                entry = here, replacement
+                active[key].acting.append(entry)
+                self._open.append((active[key], entry))
+
+    def restore(self) -> None:
+        """Ends them; what nobody else patches is as it was."""
+        with _lock:
+            while self._open:
+                patch, entry = self._open.pop()
+                patch.acting[:] = [one for one in patch.acting if one is not entry]
+                if not patch.acting:
+                    patch.remove()
+                    del active[id(patch.owner), patch.name]
+
+
+@contextmanager
+def patched(replacements: Iterable[Replacement], here: Here) -> Iterator[None]:
+    """`Patches` for a ``with`` statement."""
+    patches = Patches()
+    try:
+        patches.put(replacements, here)
+        yield
+    finally:
+        patches.restore()
+
+
+def original(owner: Any, name: str) -> Any:
+    """An attribute as threads find it that nothing is patched for."""
+    patch = active.get((id(owner), name))
+    return inspect.getattr_static(owner, name) if patch is None else patch.original
+
+
+def reading(function: FunctionType, **names: Any) -> FunctionType:
+    """A copy of a function that finds other objects under some names of its module."""
+    table = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, table, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
