@@ -70,7 +70,7 @@ class _Descriptor:
 
 
 class _Object:
-    """Stands in a module for what is no function of Python: not bound by a class; a class for questions about classes."""
+    """Stands in a module for what is no function of Python: not bound by a class, and asked about as a class."""
 
     def __init__(self, patch: Patch) -> None:
         known: dict[str, Any] = {name: getattr(patch.original, name, None) for name in functools.WRAPPER_ASSIGNMENTS}

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
+from wholestep.patches import Replacement
 from wholestep.pure import Count
 from wholestep.torch_compat import (
     GET_VERSION,
@@ -35,7 +36,7 @@ from wholestep.trace.sequences import RECURRENT, is_packed, padded, with_known_s
 from wholestep.trace.sizes import is_host, is_made, is_size
 from wholestep.trace.storages import OWNERS
 from wholestep.trace.tape import leaves, map_leaves
-from wholestep.trace.where import Thread, user_line
+from wholestep.trace.where import user_line
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -45,7 +46,7 @@ class CallWindow(TorchFunctionMode):
 
     def __init__(self, recorder: Recorder, gradients: ReplacedGradients) -> None:
         super().__init__()
-        self.recorder, self.gradients, self.thread = recorder, gradients, Thread()
+        self.recorder, self.gradients = recorder, gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self._noting():
@@ -60,7 +61,7 @@ class CallWindow(TorchFunctionMode):
             self.recorder.refusal = self.recorder.refusal or error
             raise
 
-    def exchanges(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    def exchanges(self) -> Iterator[Replacement]:
         """What stands in for methods that read memory, as which Python called by C++ sees them too."""
         for name in MEMORY_READS:
             if hasattr(torch.Tensor, name):
@@ -70,8 +71,7 @@ class CallWindow(TorchFunctionMode):
 
     def _exchanged(self, name: str, original: Callable[..., Any], of_tensor: bool) -> Callable[..., Any]:
         def call(holder: Any, *args: Any, **kwargs: Any) -> Any:
-            ours = self.thread.is_here() and not function_modes_off()
-            if not ours or (of_tensor and not is_made(holder) and self.recorder.find(holder) is None):
+            if function_modes_off() or (of_tensor and not is_made(holder) and self.recorder.find(holder) is None):
                 return original(holder, *args, **kwargs)
             with self._noting():
                 return self._escape(name, original, (holder, *args))
