@@ -163,7 +163,6 @@ def snapshots(name: str, how: str, steps: int, plan: Any = None) -> list[dict[st
     opt = case.optimizer(model)
     if how == "ddp":
         model, step = DistributedDataParallel(model), case.step
-        model.broadcast_buffers = False  # statistics of BatchNorm stay each rank's own
     else:
         step = ws.compile(case.step, mesh=mesh(), plan=plan or ws.DataParallel("dp"))
     torch.manual_seed(1 + comm.get_rank())

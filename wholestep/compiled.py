@@ -86,27 +86,39 @@ class Compiled:
             ready: called once it is clear which program serves, before it runs.
         """
         with self._lock:
-            missed = Missed("")
-            for entry in self._candidates(args, kwargs):
-                outcome = self._run(entry, args, kwargs, ready) if self._launch.joint else entry(args, kwargs, ready)
-                if type(outcome) is not Missed:
-                    if entry is not self._entries[0]:
-                        self._prefer(entry)
-                    return outcome
-                missed = missed if missed.reason else outcome
-            self._launch.miss()
+            if not self._launch.joint:
+                return self._serve(args, kwargs, ready, Entry.__call__)
+            self._launch.enter(getattr(self, "__qualname__", type(self._fn).__name__))
             try:
-                entry = self._capture(args, kwargs, missed)
-            except LazyError:  # the call that gives lazy modules their parameters
-                if self._launch.view:
-                    raise
-                return self._fn(*args, **kwargs)
-            return self._first(entry, args, kwargs, ready)
+                return self._serve(args, kwargs, ready, self._run)
+            except BaseException as error:
+                self._launch.withdraw(error)
+                raise
 
-    def _first(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Any) -> Any:
+    def _serve(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None, run: Callable[..., Any]
+    ) -> Any:
+        missed = Missed("")
+        for entry in self._candidates(args, kwargs):
+            outcome = run(entry, args, kwargs, ready)
+            if type(outcome) is not Missed:
+                if entry is not self._entries[0]:
+                    self._prefer(entry)
+                return outcome
+            missed = missed if missed.reason else outcome
+        self._launch.miss()
+        try:
+            entry = self._capture(args, kwargs, missed)
+        except LazyError:  # the call that gives lazy modules their parameters
+            if self._launch.view:
+                raise
+            return self._fn(*args, **kwargs)
+        return self._first(entry, args, kwargs, ready, run)
+
+    def _first(self, entry: Entry, args: Any, kwargs: Any, ready: Any, run: Callable[..., Any]) -> Any:
         """Serves the call that an entry was captured for; where that fails, optimizers have no state, as before."""
         try:
-            outcome = self._run(entry, args, kwargs, ready, True) if self._launch.joint else entry(args, kwargs, ready)
+            outcome = run(entry, args, kwargs, ready)
             if type(outcome) is Missed:
                 raise WholestepError(f"internal error: guards failed on the call they were made from: {outcome.reason}")
             if self._known.initial is not None:
@@ -143,20 +155,14 @@ class Compiled:
                 self._known.programs = {k: p for k, p in self._known.programs.items() if p is not gone.program}
 
     def _run(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None,
-        met: bool = False,
-    ) -> Any:  # fmt: skip
-        """Runs a program whose ranks wait for each other: all begin together, and learn when one fails on its way.
-
-        Args:
-            met: the ranks have met for this call.
-        """
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None
+    ) -> Any:
+        """Runs a program whose ranks wait for each other: all begin together, and learn when one fails on its way."""
         running = False
 
         def begin() -> None:
             nonlocal running
-            if self._launch.view and not met:
-                self._launch.begin(entry.terms)
+            self._launch.begin(entry.terms)
             if ready is not None:
                 ready()
             running = True
@@ -182,10 +188,8 @@ class Compiled:
         try:
             with no_collection():  # hundreds of thousands of small objects, few of them garbage
                 entry = self._build(args, kwargs, missed.varying - self._fixed)
-        except BaseException as error:
+        except BaseException:
             self._undo()
-            if isinstance(error, Exception):
-                self._launch.withdraw(error)
             raise
         give_back()
         reason = missed.reason
@@ -242,7 +246,7 @@ class Compiled:
         given, launch = args, self._launch
         fn, args, kwargs = hollow(self._fn, args, kwargs)
         look = self._view if args is given else _view(self._look, self._module_override)
-        how = self._varying, self._options.guard_data, launch.plain, look, launch.parts
+        how = self._varying, self._options.guard_data, launch.plain, look, launch.parts, launch.sync
         return capture(fn, args, kwargs, *how)[1], args is given
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:

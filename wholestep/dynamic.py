@@ -97,7 +97,7 @@ class Templates:
 
     def __call__(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], guard_data: bool,
-        differentiable: bool, look: Callable[..., Snapshot], part: Any = None,
+        differentiable: bool, look: Callable[..., Snapshot], *rest: Any,
     ) -> tuple[Snapshot, Traced]:  # fmt: skip
         reasons: list[str] = []
         for template in self.known:
@@ -109,7 +109,7 @@ class Templates:
             reasons.append(misfit)
         self.reason = reasons[0] if reasons else None
         self.captures += 1
-        return self._anew(fn, args, kwargs, varying, guard_data, differentiable, look, part)
+        return self._anew(fn, args, kwargs, varying, guard_data, differentiable, look, *rest)
 
     def _anew(self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], *rest: Any) -> Any:
         sizes: list[Sizes] = []

@@ -29,7 +29,7 @@ from wholestep.lower import Backend, lower
 from wholestep.override import Override
 from wholestep.passes import transformed
 from wholestep.runtime import Backward, Entry, Program, saved_places, spending
-from wholestep.spmd import Launch
+from wholestep.spmd import BufferSync, Launch
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
 from wholestep.trace.sizes import Sizes
 
@@ -108,7 +108,7 @@ def build(
     launch = options.launch
     take = known.templates or capture
     initial = known.initial = InitialState(look(fn, args, kwargs, varying=varying))
-    world, traced = take(fn, args, kwargs, varying, options.guard_data, launch.plain, look, launch.parts)
+    world, traced = take(fn, args, kwargs, varying, options.guard_data, launch.plain, look, launch.parts, launch.sync)
     read = {id(world.original(item.value)) for item in traced.lifted}
     dropped = initial.drop(unless=lambda tensor: id(tensor) in read)
     spent = spending(traced, len(args[0]), read_by(traced.effects, traced.result)) if options.spends else None
@@ -119,7 +119,7 @@ def build(
     written = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     mutated = [source for source in written if source is not None]
     refuse_shared_parts(world, mutated)
-    terms = launch.start(traced.step, program.packed.whole, inputs, values, world.parts)
+    terms = launch.start(traced.step, program.packed.whole, inputs, values, world.parts, initial)
     cut = launch.cut(program.placements, inputs, values, world.parts)
     if cut.moved:
         initial.fill()
@@ -225,6 +225,7 @@ def capture(
     differentiable: bool = True,
     look: Look = snapshot,
     parts: PartsOf | None = None,
+    sync: BufferSync | None = None,
     sizes: list[Sizes] | None = None,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
@@ -233,6 +234,7 @@ def capture(
         guard_data: numbers and shapes that depend on data become guards, not errors.
         differentiable: whether results that require grad shall be differentiable outside of the step.
         parts: in the global view, what tensors without a mark are of whole ones.
+        sync: in the local view, what broadcasts buffers.
         sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
     """
     with _capturing:
@@ -254,8 +256,10 @@ def capture(
                 if sizes is not None:
                     symbols = Sizes()
                     sizes.append(symbols)
-                how = shared, guard_data, backward, symbols, reentrant
-                return world, trace_step(step, args, kwargs, world, names, new_values, *how)
+                how = shared, guard_data, backward, symbols, reentrant, sync.begin if sync else None
+                traced = trace_step(step, args, kwargs, world, names, new_values, *how)
+                if sync is None or not sync.again():
+                    return world, traced
             except SharedMemory as request:
                 shared = request.memories
             except ReshapedInput as request:

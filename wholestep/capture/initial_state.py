@@ -103,6 +103,7 @@ class InitialState:
 
     def __init__(self, snap: Snapshot) -> None:
         self._made: list[_Made] = []
+        self._filled = False
         if not _LOOKING.isdisjoint(snap.walk.reach.names):
             return
         owners = {id(place.owner): place.owner for place in snap.places}
@@ -129,7 +130,10 @@ class InitialState:
         return bool(gone)
 
     def fill(self) -> None:
-        """Writes the values, to what may be parts by now."""
+        """Writes the values, to what may be parts by now; once."""
+        if self._filled:
+            return
+        self._filled = True
         with no_modes():
             for tensor, filled in (fill for made in self._made for fill in made.fills):
                 tensor.fill_(filled.value)

@@ -50,12 +50,14 @@ def _done(work: TracedWork, async_op: bool) -> Work | None:
 
 
 def in_place(name: str, tensor: torch.Tensor, group: ProcessGroup, async_op: bool, *args: Any) -> Work | None:
-    """``wholestep::name_`` on the tensor now, ``wholestep::wait_`` at the wait."""
-    ops = torch.ops.wholestep
-    getattr(ops, f"{name}_")(tensor, *args, group.group_name)
+    """``wholestep::name_`` on the tensor now, or on a contiguous copy, ``wholestep::wait_`` at the wait."""
+    ops, dense = torch.ops.wholestep, tensor if tensor.is_contiguous() else tensor.contiguous()
+    getattr(ops, f"{name}_")(dense, *args, group.group_name)
 
     def finish() -> None:
-        ops.wait_(tensor)
+        ops.wait_(dense)
+        if dense is not tensor:  # waiting for a copy of what the collective gives would be waiting for nothing
+            tensor.copy_(dense)
 
     return _done(TracedWork(finish, [tensor]), async_op)
 

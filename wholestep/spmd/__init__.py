@@ -6,6 +6,7 @@ May import: errors, ir, torch_compat, comm, capture, trace. Must not import pass
 """
 
 from wholestep.comm import row_ops as _row_ops  # noqa: F401 - makes its operators known
+from wholestep.spmd.buffers import BufferSync
 from wholestep.spmd.calls import Call
 from wholestep.spmd.fully_shard import FullyShard
 from wholestep.spmd.global_view import AtRest, GlobalPlan, View
@@ -22,6 +23,7 @@ from wholestep.spmd.whole_state import full_state_dict
 
 __all__ = [
     "AtRest",
+    "BufferSync",
     "Build",
     "Call",
     "DataParallel",

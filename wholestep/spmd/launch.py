@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from wholestep import comm
-from wholestep.capture import Found
+from wholestep.capture import Found, InitialState
 from wholestep.errors import PlanError
 from wholestep.ir import Input, Pass, StepGraph
 from wholestep.parts import Part, mark_part, narrow_to
+from wholestep.spmd.buffers import BufferSync
 from wholestep.spmd.coalesce import coalesce
 from wholestep.spmd.ends import Trio
 from wholestep.spmd.global_view import GlobalPlan, View
-from wholestep.spmd.meeting import SHARED_KINDS, Meeting, Terms, terms_of, values_of
+from wholestep.spmd.meeting import SHARED_KINDS, Meeting, Terms, is_setting, terms_of, values_of
 from wholestep.spmd.mesh import DeviceMesh
 from wholestep.spmd.overlap import start_early, wait_late
 from wholestep.spmd.placements import Replicate
@@ -85,7 +87,8 @@ class Launch:
         self._trio = Trio(tuple(self._passes), tuple(first), tuple(last))
         self._mesh, self._plans = mesh, plans
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
-        self._meeting = Meeting(list(dict.fromkeys(groups)), self._axes, self.view is not None)
+        several = [group for group in dict.fromkeys(groups) if group.size() > 1]
+        self._meeting = Meeting(several, self._axes, self.view is not None)
         self._agreed: set[Terms] = set()
         self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -119,6 +122,14 @@ class Launch:
         return of
 
     @property
+    def sync(self) -> BufferSync | None:
+        """For one capture: what broadcasts buffers along the axes of the local view; None where nothing is to."""
+        groups = [self._mesh.get_group(one.axis) for one in self._plans
+                  if self._mesh and getattr(one, "broadcast_buffers", False)]  # fmt: skip
+        groups = [group for group in groups if group.size() > 1]
+        return BufferSync(groups) if groups else None
+
+    @property
     def axes(self) -> dict[str, str]:
         """Name of each group of the mesh -> its axis."""
         return self._mesh.axes if self._mesh is not None else {}
@@ -138,20 +149,21 @@ class Launch:
 
     def start(
         self, whole: StepGraph, step: Callable[[], StepGraph], inputs: Sequence[Input], tensors: Sequence[Any],
-        parts: Mapping[int, Part],
+        parts: Mapping[int, Part], initial: InitialState,
     ) -> Terms:  # fmt: skip
         """Brings the ranks together before they run a program for the first time.
 
-        All must issue the same collectives and update the same parameters. Then rank 0's parameters and buffers
-        go to all others, once for each tensor. In the global view they run one program on batches of one shape with
-        one state of the random generator, rank 0's; numbers, and batches that no plan splits, are equal. A later
-        program that communicates alike needs no meeting in the local view: a rank may recapture alone, for a batch
-        of another size.
+        All must issue the same collectives and update the same parameters, by optimizers with the same settings. Then
+        rank 0's parameters, buffers and optimizer states go to all others, once for each tensor. In the global view
+        they run one program on batches of one shape with one state of the random generator, rank 0's; numbers, and
+        batches that no plan splits, are equal. In the local view a rank may recapture alone, for a batch of another
+        size.
 
         Args:
             whole: the graph before all passes.
             step: gives the program of this rank, after them.
-            inputs, tensors: what it was traced with: parameters and buffers among them are spread.
+            inputs, tensors: what it was traced with: parameters, buffers and states among them are spread.
+            initial: the states that were made for this capture.
             parts: id of a tensor -> what the rank holds of it.
 
         Returns:
@@ -160,35 +172,65 @@ class Launch:
         Raises:
             PlanError: on every rank, when the ranks' programs do not fit each other.
         """
-        groups = self._meeting.groups
-        if not groups:
+        if not self._meeting.groups:
             return Terms(())
         plans = ", ".join(map(_in_words, self._plans))
-        terms = terms_of(step(), inputs, tensors, self._axes, plans, whole if self.view else None)
-        if terms in self._agreed and not self.view:
+        terms = terms_of(step(), inputs, tensors, self._axes, plans, whole, self.view is not None)
+        new = self._new(inputs, tensors, parts)
+        if terms in self._agreed and not self.view and not new:
+            self.begin(terms)
             return terms
+        self.miss(compare=True)
         shared = self._agreed and terms.random  # one state of the random generator since the first meeting
-        self._compare(terms.now() if shared else terms, self._same_values(inputs, tensors))
-        new = [
-            t
-            for i, t in zip(inputs, tensors, strict=True)
-            if i.kind in SHARED_KINDS and isinstance(t, torch.Tensor) and id(t) not in parts and not self._is_spread(t)
-        ]
-        for group in groups:
-            for tensor in new:
-                comm.broadcast(tensor.detach(), group=group, group_src=0)
+        words = [f"{item.kind} {item.source} to be rank 0's" for item, _ in new]
+        self._compare(terms.now() if shared else terms, self._same_values(inputs, tensors, words))
+        if self._meeting.together:  # else this rank alone captures anew
+            self._spread_from_first(new, initial)
         if self.view and not self._agreed:
-            _share_randomness(groups)
-        self._spread |= {id(tensor): weakref.ref(tensor) for tensor in new}
+            _share_randomness(self._meeting.groups)
         self._agreed.add(terms)
         return terms
 
+    def _new(
+        self, inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
+    ) -> list[tuple[Input, torch.Tensor]]:
+        """What rank 0 gives to the others: parameters, buffers, states, and gradients that are there at the start."""
+        first = ("grad",) if self.view and not self._agreed else ()
+        return [
+            (item, tensor)
+            for item, tensor in zip(inputs, tensors, strict=True)
+            if item.kind in (*SHARED_KINDS, "state", *first) and isinstance(tensor, torch.Tensor)
+            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts and not self._is_spread(tensor)
+        ]
+
+    def _spread_from_first(self, new: Sequence[tuple[Input, torch.Tensor]], initial: InitialState) -> None:
+        self._spread |= {id(tensor): weakref.ref(tensor) for _, tensor in new}
+        there = torch.tensor([any(item.kind == "state" and not initial.owns(tensor) for item, tensor in new)])
+        for group in self._meeting.groups:
+            comm.all_reduce(there, comm.ReduceOp.MAX, group)
+        if there:
+            initial.fill()
+        else:  # no rank has any but such as begins with a number
+            new = [(item, tensor) for item, tensor in new if item.kind != "state"]
+        for plan in self._plans:
+            own = "" if getattr(plan, "broadcast_buffers", True) else "buffer"
+            for item, tensor in new:
+                if item.kind != own and self._mesh is not None:
+                    comm.broadcast(tensor.detach(), group=self._mesh.get_group(plan.axis), group_src=0)
+
+    def enter(self, name: str) -> None:
+        """A call of the step begins."""
+        self._meeting.met, self._meeting.expected, self._meeting.step = False, False, name
+
     def begin(self, terms: Terms) -> None:
-        """In the global view, before a program serves a call: all ranks are to run it, on batches of one shape.
+        """Before a program serves a call: all ranks are to run it, in the same call; in the global view, on batches of
+        one shape. A program without collectives, in the local view, is run alone.
 
         Raises:
-            PlanError: on every rank, when they are not.
+            PlanError: on every rank, when they are not, or when another rank's call has failed.
         """
+        if self._meeting.met or (terms.silent and not self.view):
+            return
         if not self._meeting.agree(terms):
             self._compare(terms.now() if terms.random else terms)
 
@@ -201,14 +243,18 @@ class Launch:
         """This rank's program has failed in the middle: the others, which wait for its collectives, are told."""
         if isinstance(error, comm.DistMismatchError) and len(self._meeting.groups) == 1:
             return  # all of them have seen it
-        reason = f"its step failed with {type(error).__name__}: {error}"
+        reason = f"its call {self._meeting.call} of {self._meeting.step} failed with {type(error).__name__}: {error}"
         for group in self._meeting.groups:
             group.abort(reason)
 
-    def miss(self) -> None:
+    def miss(self, compare: bool = False) -> None:
         """Before a capture, the first one or any in the global view: the others are told, and meet this rank when it is
-        done."""
-        if self.joint and (self.view or not self._agreed):
+        done.
+
+        Args:
+            compare: in any case.
+        """
+        if self.joint and not self._meeting.met and (compare or self.view or not self._agreed):
             self._meeting.agree(None)
 
     def cut(
@@ -251,20 +297,32 @@ class Launch:
                 narrow_to(tensor.grad, part, held)
         return Cut(bool(before), not all(before))
 
-    def withdraw(self, error: Exception) -> None:
-        """This rank could not capture a program: the others, which wait for it to start, are told why."""
-        if self._meeting.expected:
-            rank = comm.get_rank()
-            self._meeting.compare(Terms(()), f"rank {rank} could not capture the step: {type(error).__name__}: {error}")
+    def withdraw(self, error: BaseException) -> None:
+        """This rank's call has failed before its program ran: the others, which wait for it to start, are told why."""
+        meeting = self._meeting
+        if not isinstance(error, Exception):  # an interrupt: no time to meet; the next call sees that one is left out
+            meeting.call += not meeting.met
+            return
+        with suppress(comm.DistError):  # another rank has gone: this one's own error says more
+            self.miss(compare=any(not terms.silent for terms in self._agreed))
+            if meeting.expected:
+                what = f"rank {comm.get_rank()} could not capture the step: {type(error).__name__}: {error}"
+                meeting.compare(Terms(()), f"{what}\n  in: call {meeting.call} of {meeting.step}")
 
-    def _same_values(self, inputs: Sequence[Input], values: Sequence[Any]) -> dict[str, list[str]]:
-        """In the global view, by group: numbers, and what of the batch the plan of its axis does not split."""
-        found: dict[str, list[str]] = {}
+    def _same_values(
+        self, inputs: Sequence[Input], values: Sequence[Any], words: Sequence[str]
+    ) -> dict[str, list[str]]:
+        """By group, besides some words: what optimizers are set to; in the global view all numbers, and what of the
+        batch the plan of its axis does not split."""
+        pairs = [(i, v) for i, v in zip(inputs, values, strict=True) if not isinstance(v, FakeTensor)]
+        settings = [*words] + [values_of(item, value) for item, value in pairs if is_setting(item)]
+        found = {group.group_name: settings for group in self._meeting.groups}
         for plan, line in zip(self.view.plans, self.view.lines, strict=True) if self.view else ():
-            found[line.group] = [
+            found[line.group] = settings + [
                 values_of(item, value)
-                for item, value in zip(inputs, values, strict=True)
-                if item.kind == "number" or (item.kind == "batch" and plan.placement_of(item, value) == Replicate())
+                for item, value in pairs
+                if (item.kind == "number" and not is_setting(item))
+                or (item.kind == "batch" and plan.placement_of(item, value) == Replicate())
             ]
         return found
 

@@ -14,19 +14,35 @@ import torch
 from torch import fx
 
 from wholestep import comm
-from wholestep.ir import Input, StepGraph, info, is_effectful
+from wholestep.ir import Input, Phase, StepGraph, info, is_effectful
 from wholestep.parts import part_of
-from wholestep.torch_compat import OpOverload
+from wholestep.torch_compat import FakeTensor, OpOverload
 
 SHARED_KINDS = ("parameter", "buffer")
+OPTIMIZER: Phase = "optimizer"
 MISS = -1  # the number of a rank that has no program for a call yet
+_STRIDE = 0x9E3779B97F4A7C15  # between the numbers of one program's calls
 
 PROGRAMS = "the ranks' programs"
 PLANS = "the ranks' plans"
 _NAMED = re.compile(" has (parameter|buffer) ")
+_OPTIMIZERS = re.compile(r"\.(param_groups|state)\[")
 
 # How a word begins -> what differs between ranks, and what to do about it.
 _KINDS = {
+    "call": (
+        "the ranks' calls",
+        "every rank makes the same calls of compiled steps in the same order: one that leaves out a batch, or goes on "
+        "after an interrupt, is a call behind",
+    ),
+    "state": (
+        "the ranks' optimizer states",
+        "load the optimizer's state on every rank, before its first step",
+    ),
+    "setting": (
+        "the ranks' optimizers",
+        "give the optimizer the same settings on every rank",
+    ),
     "batch": (
         "the ranks' batches",
         "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
@@ -87,6 +103,11 @@ class Terms:
         return [word if isinstance(word, str) else word.for_axis(axis) for word in self.words]
 
     @cached_property
+    def silent(self) -> bool:
+        """Whether the program has no collectives."""
+        return all(isinstance(word, str) for word in self.words)
+
+    @cached_property
     def number(self) -> int:
         """One for the words, at least 0."""
         return int.from_bytes(hashlib.sha256("\n".join(self.for_axis(None)).encode()).digest()[:7], "big")
@@ -94,7 +115,7 @@ class Terms:
 
 def terms_of(
     step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any], axes: Mapping[str, str], plans: str,
-    whole: StepGraph | None,
+    whole: StepGraph, spread: bool,
 ) -> Terms:  # fmt: skip
     """The terms of a program.
 
@@ -103,18 +124,31 @@ def terms_of(
         inputs, tensors: what it was traced with.
         axes: group's name -> axis, for words that are the same on all ranks.
         plans: in words.
-        whole: in the global view, the graph of the whole step, which is one for all ranks.
+        whole: the graph of the step before all passes; in the global view it is one for all ranks, in the local view
+            the optimizer's calls are.
+        spread: whether the step is in the global view.
     """
     pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
     words: list[str | Call] = [f"plans {plans}"]
-    words += [_describe(i, t) for i, t in pairs if whole is not None and i.kind == "batch"]
-    words += [*(_describe(item, t) for item, t in pairs if item.kind in SHARED_KINDS), *communication(step, axes)]
-    if whole is None:
-        return Terms(tuple(words))
-    calls = [_words(node, whole) for node in whole.graph.nodes]
-    digest = hashlib.sha256("\n".join(line.split(" at ")[0] for line in calls).encode()).hexdigest()[:8]
-    words.append(f"a program of {len(calls)} calls, {digest}")
-    return Terms(tuple(words), zlib.compress("\n".join(calls).encode()), any(map(_draws, whole.graph.nodes)))
+    words += [_describe(i, t) for i, t in pairs if spread and i.kind == "batch"]
+    words += [_describe(item, t) for item, t in pairs if item.kind in (*SHARED_KINDS, "state")]
+    words += communication(step, axes)
+    if not spread:
+        calls = [node for node in whole.graph.nodes if node.op == "call_function"]
+        updates = sorted(_update(node) for node in calls if info(node).phase == OPTIMIZER)
+        return Terms((*words, *([f"setting of an update in {_digest(updates)}"] if updates else [])))
+    lines = [_words(node, whole) for node in whole.graph.nodes]
+    words.append(f"a program of {_digest([line.split(' at ')[0] for line in lines])}")
+    return Terms(tuple(words), zlib.compress("\n".join(lines).encode()), any(map(_draws, whole.graph.nodes)))
+
+
+def _digest(calls: Sequence[str]) -> str:
+    return f"{len(calls)} calls, {hashlib.sha256(chr(10).join(calls).encode()).hexdigest()[:8]}"
+
+
+def _update(node: fx.Node) -> str:
+    """A call of an optimizer in words that do not depend on a batch's size, which a closure may see."""
+    return f"{node.target} {[value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]}"
 
 
 class Meeting:
@@ -123,11 +157,18 @@ class Meeting:
     Attributes:
         axes: group's name -> axis.
         spread: whether the step is in the global view.
+        step: the step's name.
+        call: how many calls of the step the ranks have met for.
+        met: whether they have for the call that is under way.
         expected: whether other ranks may be waiting for this one to `compare`.
+        together: whether all of them said more words when they compared last.
     """
 
+    together = False
+    step, call, met, expected = "the step", 0, False, False
+
     def __init__(self, groups: Sequence[comm.ProcessGroup], axes: Mapping[str, str], spread: bool = False) -> None:
-        self.groups, self.axes, self.expected, self.spread = list(groups), axes, bool(groups), spread
+        self.groups, self.axes, self.spread = list(groups), axes, spread
 
     def compare(self, terms: Terms, trouble: str = "", along: Mapping[str, Sequence[str]] | None = None) -> str:
         """Compares the ranks' terms along every axis; gives what is wrong, the same on all ranks, or nothing.
@@ -140,11 +181,13 @@ class Meeting:
         for group in self.groups:
             everybody: list[Any] = [None] * group.size()
             name = group.group_name
-            words = terms.for_axis(self.axes[name])
-            comm.all_gather_object(everybody, (words, (along or {}).get(name), trouble), group)
-            said, more, troubles = zip(*everybody, strict=True)
+            words = [f"call {self.call} of {self.step}", *terms.for_axis(self.axes[name])]
+            comm.all_gather_object(everybody, (words, (along or {}).get(name), trouble, self.call), group)
+            said, more, troubles, calls = zip(*everybody, strict=True)
+            self.call = max(calls)  # one that is behind has heard so now
             trouble = next((text for text in troubles if text), "") or _difference(said)
-            trouble = trouble or (_difference(more) if None not in more else "")
+            self.together = None not in more
+            trouble = trouble or (_difference(more) if self.together else "")
         if trouble and self.spread and not trouble.startswith(PLANS):  # on all ranks or none
             trouble = self._first_call(zlib.decompress(terms.calls).decode() if terms.calls else "", trouble)
         return trouble
@@ -164,9 +207,11 @@ class Meeting:
         Args:
             terms: None for a rank that has no program for a call yet.
         """
+        self.call, self.met, self.expected = self.call + 1, True, False
         number = MISS
         if terms is not None:
             number = terms.number ^ _generator() if terms.random else terms.number
+            number = (number + self.call * _STRIDE) % (1 << 56)
         bounds = torch.tensor([number, -number])
         for group in self.groups:
             comm.all_reduce(bounds, comm.ReduceOp.MAX, group)
@@ -177,9 +222,15 @@ class Meeting:
 
 def values_of(item: Input, value: Any) -> str:
     """What an input holds, in a word that is the same wherever it holds the same."""
+    kind = "setting" if is_setting(item) else "values of"
     if isinstance(value, torch.Tensor):
-        return f"values of {item.source} with checksum {checksum(value):08x}"
-    return f"values of {item.source}: {value!r}"
+        return f"{kind} {item.source} with checksum {checksum(value):08x}"
+    return f"{kind} {item.source}: {value!r}"
+
+
+def is_setting(item: Input) -> bool:
+    """Whether an input is a number, or a learning rate in a tensor, that an optimizer holds."""
+    return bool(_OPTIMIZERS.search(item.source)) and item.kind in ("number", "tensor")
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -218,12 +269,13 @@ def _collective(node: fx.Node, axes: Mapping[str, str]) -> Call:
 
 
 def _form(tensor: torch.Tensor) -> str:
-    part, kind = part_of(tensor), str(tensor.dtype).removeprefix("torch.")
-    return f"{kind} {list(tensor.shape)}" if part is None else f"a part of {kind} {list(part.shape)}"
+    part = part_of(tensor)  # what is a part now may have been whole when another rank captured its program
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape if part is None else part.shape)}"
 
 
 def _describe(item: Input, tensor: torch.Tensor) -> str:
-    return f"{item.kind} {item.source}: {_form(tensor)}"
+    made = " that the step makes" if item.kind == "state" and isinstance(tensor, FakeTensor) else ""
+    return f"{item.kind} {item.source}: {_form(tensor)}{made}"
 
 
 def _words(node: fx.Node, step: StepGraph) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from wholestep.errors import PlanError
 from wholestep.ir import Pass
+from wholestep.spmd.buffers import pack_broadcasts
 from wholestep.spmd.data_parallel import reduce_gradients
 from wholestep.spmd.mesh import DeviceMesh
 from wholestep.spmd.shard_optimizer import shard_optimizer
@@ -21,20 +22,24 @@ class DataParallel:
 
     With ``reduce="mean"`` this is what DistributedDataParallel does, bit for bit where the transport adds in the
     same order. A parameter's gradient is reduced once a step: after the last `backward()` that adds to it before
-    something reads it. A gradient kept from an earlier call counts once. Buffers such as BatchNorm's statistics
-    stay each rank's own; rank 0's are taken at the start.
+    something reads it. A gradient kept from an earlier call counts once. Buffers such as BatchNorm's statistics are
+    rank 0's at the start and, as there, once more before each outermost forward of a module that has something to
+    train, except where gradients that nobody has read yet are added to (DDP's `no_sync()`), and after a forward without
+    gradients.
 
     Attributes:
         axis: name of the mesh axis.
         reduce: "mean" over the ranks, or "sum".
         bucket_bytes: gradients are reduced together up to so many bytes.
         first_bucket_bytes: the same for the bucket that is ready first, small so that communication starts early.
+        broadcast_buffers: False to leave buffers each rank's own, at the start, too.
     """
 
     axis: str
     reduce: Literal["mean", "sum"] = "mean"
     bucket_bytes: int = 25 * MIB
     first_bucket_bytes: int = MIB
+    broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
         _check(self)
@@ -47,7 +52,8 @@ class DataParallel:
         """
         group = mesh.get_group(self.axis)
         caps = (self.first_bucket_bytes, self.bucket_bytes)
-        return [partial(reduce_gradients, group=group.group_name, ranks=group.size(), reduce=self.reduce, caps=caps)]
+        reduce = partial(reduce_gradients, group=group.group_name, ranks=group.size(), reduce=self.reduce, caps=caps)
+        return [*_packing(self), reduce]
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class ShardedOptimizer:
         min_bytes: smaller parameters are updated on every rank.
         bucket_bytes: gradients that are reduced whole are so together up to so many bytes.
         first_bucket_bytes: the same for the bucket that is ready first.
+        broadcast_buffers: as of `DataParallel`.
     """
 
     axis: str
@@ -75,6 +82,7 @@ class ShardedOptimizer:
     min_bytes: int = 1 << 16
     bucket_bytes: int = 25 * MIB
     first_bucket_bytes: int = MIB
+    broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
         _check(self)
@@ -87,7 +95,12 @@ class ShardedOptimizer:
         """
         caps = (self.first_bucket_bytes, self.bucket_bytes)
         line = mesh.line(self.axis)
-        return [partial(shard_optimizer, line=line, reduce=self.reduce, caps=caps, min_bytes=self.min_bytes)]
+        shard = partial(shard_optimizer, line=line, reduce=self.reduce, caps=caps, min_bytes=self.min_bytes)
+        return [*_packing(self), shard]
+
+
+def _packing(plan: DataParallel | ShardedOptimizer) -> list[Pass]:
+    return [pack_broadcasts] if plan.broadcast_buffers else []
 
 
 def _check(plan: DataParallel | ShardedOptimizer) -> None:

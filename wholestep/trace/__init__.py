@@ -7,7 +7,18 @@ May import: errors, ir, torch_compat. Must not import capture, autograd, spmd, p
 """
 
 from wholestep.trace.inputs import ReshapedInput
+from wholestep.trace.recorder import Recorder
 from wholestep.trace.step import trace_step
 from wholestep.trace.traced import ReentrantCheckpoint, SharedMemory, Traced, World
+from wholestep.trace.world import gradient_memory
 
-__all__ = ["ReentrantCheckpoint", "ReshapedInput", "SharedMemory", "Traced", "World", "trace_step"]
+__all__ = [
+    "Recorder",
+    "ReentrantCheckpoint",
+    "ReshapedInput",
+    "SharedMemory",
+    "Traced",
+    "World",
+    "gradient_memory",
+    "trace_step",
+]

@@ -38,6 +38,7 @@ def trace_step(
     differentiate: Differentiate | None = None,
     sizes: Sizes | None = None,
     reentrant: bool = True,
+    begin: Callable[[Recorder], None] | None = None,
 ) -> Traced:
     """Runs a step once on fake tensors and records it.
 
@@ -51,6 +52,7 @@ def trace_step(
         differentiate: traces the backward of what the step leaves behind.
         sizes: takes the sizes of tensors among the arguments as symbols.
         reentrant: False to run checkpoints with ``use_reentrant=True`` as those without: gradients are the same.
+        begin: called with the recorder before the step runs.
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
@@ -61,6 +63,8 @@ def trace_step(
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
         world.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})
+    if begin is not None:
+        begin(recorder)
     gradients = ReplacedGradients(parameters)
     before = world.versions()
     torch.clear_autocast_cache()

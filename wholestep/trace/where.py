@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -74,6 +74,7 @@ class Whereabouts:
     def __init__(self, names: dict[int, str]) -> None:
         self.names = names
         self.modules: list[str] = []
+        self.outermost: Callable[[nn.Module, bool], None] | None = None  # told of forwards inside of no other
         self.optimizers = 0
         self.module_of_seq: dict[int, str] = {}
         self.thread = Thread()
@@ -82,6 +83,10 @@ class Whereabouts:
         if self.optimizers:
             return "optimizer"
         return "backward" if current_autograd_node() is not None else "forward"
+
+    def _tell(self, module: nn.Module, begins: bool) -> None:
+        if self.outermost is not None and len(self.modules) == 1 and current_autograd_node() is None:
+            self.outermost(module, begins)
 
     def module(self) -> str:
         return self.modules[-1] if self.modules else ""
@@ -97,9 +102,11 @@ class Whereabouts:
         def enter(module: nn.Module, args: Any) -> None:
             if self.thread.is_here():
                 self.modules.append(self.names.get(id(module), type(module).__name__))
+                self._tell(module, True)
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             if self.thread.is_here():
+                self._tell(module, False)
                 self.modules.pop()
 
         def start(*_: Any) -> None:

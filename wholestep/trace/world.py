@@ -47,14 +47,14 @@ def _recorded_backward(
 
     def backward(*args: Any, **kwargs: Any) -> None:
         held = [p.grad for p in parameters]
-        before = [_memory(recorder, grad) for grad in held]
+        before = [gradient_memory(recorder, grad) for grad in held]
         run(*args, **kwargs)
         changed = []
         for parameter, grad, old in zip(parameters, held, before, strict=True):
-            new = _memory(recorder, parameter.grad)
+            new = gradient_memory(recorder, parameter.grad)
             if new is None or new is old or id(parameter) not in recorder.by_id:
                 continue
-            if old is None and _memory(recorder, grad) is not None:  # a gradient from outside, met just now
+            if old is None and gradient_memory(recorder, grad) is not None:  # a gradient from outside, met just now
                 old = recorder.ref(grad).storage.first  # type: ignore[arg-type]
             changed.append(parameter)
             source = str(recorder.by_id[id(parameter)].source)
@@ -64,7 +64,7 @@ def _recorded_backward(
     return backward
 
 
-def _memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:
+def gradient_memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:
     """The node that gives the memory in which a gradient lies now; None for one that the step has not met."""
     if grad is None or (not is_made(grad) and id(grad) not in recorder.by_id):
         return None
