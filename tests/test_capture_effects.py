@@ -148,7 +148,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
 
     def hides() -> None:
         made = weight * 2
-        kept["later"] = lambda: made
+        kept["later"] = (made for _ in range(2))
 
     def cyclic() -> None:
         kept["self"] = [weight * 2]

@@ -72,7 +72,9 @@ class Template:
     def forget(self) -> None:
         """Lets go of the first call's tensors."""
         for item in self.traced.lifted:
-            if item.source is not None and not item.members:
+            if item.source is None:  # of state that the step makes, the graph's own
+                item.value, item.ref = item.node.meta["info"].value, None
+            elif not item.members:
                 item.value, item.ref, item.fake = 0.0, None, None
 
 

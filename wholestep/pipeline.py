@@ -15,6 +15,7 @@ from wholestep.capture import (
     InitialState,
     PartsOf,
     Snapshot,
+    births,
     compile_binder,
     forget,
     new_values,
@@ -31,6 +32,7 @@ from wholestep.passes import transformed
 from wholestep.runtime import Backward, Entry, Program, saved_places, spending
 from wholestep.spmd import BufferSync, Launch
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
+from wholestep.trace.leaks import Watch
 from wholestep.trace.sizes import Sizes
 
 Look = Callable[..., Snapshot]  # called as `snapshot` is
@@ -105,6 +107,22 @@ def build(
         look: takes the snapshot.
         overrides: transform the graph that the plans have made.
     """
+    entry, watch = _entry(fn, args, kwargs, options, known, varying, look, overrides)
+    watch.refuse()  # all that may hold what was made for the capture has let go
+    return entry
+
+
+def _entry(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    known: Known,
+    varying: frozenset[str],
+    look: Look,
+    overrides: Sequence[Override],
+) -> tuple[Entry, Watch]:
+    """What `build` gives, with what tells whether somebody holds what was only there for the capture."""
     launch = options.launch
     take = known.templates or capture
     initial = known.initial = InitialState(look(fn, args, kwargs, varying=varying))
@@ -123,7 +141,7 @@ def build(
     cut = launch.cut(program.placements, inputs, values, world.parts)
     if cut.moved:
         initial.fill()
-        return build(fn, args, kwargs, options, known, varying, look, overrides)
+        return _entry(fn, args, kwargs, options, known, varying, look, overrides)
     initial.fill()
     if cut.any or dropped:
         unread = world.replaced_gradients
@@ -133,7 +151,9 @@ def build(
     binder = compile_binder(world, bound, mutated=mutated)
     binder.prepare(traced.effects, traced.result, args, kwargs)
     forget(traced.effects, traced.result)
-    return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, spending=spent)
+    entry = Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, spending=spent)
+    del world, look
+    return entry, traced.watch
 
 
 def _program(traced: Traced, options: Options, known: Known, overrides: Sequence[Override]) -> Program:
@@ -237,7 +257,7 @@ def capture(
         sync: in the local view, what broadcasts buffers.
         sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
     """
-    with _capturing:
+    with _capturing, births() as young:
         world = look(fn, args, kwargs, varying=varying)
         asked, optional = varying, frozenset[str]()
         shared: frozenset[int] = frozenset()
@@ -249,6 +269,7 @@ def capture(
             try:
                 _tracing.active = True
                 names = world.module_names()
+                world.young = young
                 world.put_wholes(parts)
                 world.put_twins(reshaped)
                 step = world.twins.exchange(fn)

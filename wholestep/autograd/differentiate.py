@@ -32,6 +32,7 @@ from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.entrance import handled
 from wholestep.trace.formulas import by_data
 from wholestep.trace.inputs import Lifted
+from wholestep.trace.leaks import made_at
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Outlet
 from wholestep.trace.slots import Differentiated
@@ -122,7 +123,7 @@ def _refuse_retained(recorder: Recorder, outputs: list[Output]) -> None:
         if kept.retains_grad and kept.grad is None and any(reach(node, [kept.grad_fn]) for node in others):
             raise UnsupportedError(
                 "retain_grad() on a result that other results of a compiled function are made of",
-                recorder.made_at(kept),
+                made_at(kept),
                 "call backward() inside of the function too, or make them outside of it",
             )
 
@@ -134,7 +135,7 @@ def _refuse(recorder: Recorder, outlet: Outlet, refused: list[tuple[Output, str]
             outlet.refuse(output.slot, why)
         elif why.startswith("Trying to backward"):
             assert output.input is not None
-            raise LeakError(f"{output.input.source} {IN_PLACE}", recorder.made_at(output.tensor),
+            raise LeakError(f"{output.input.source} {IN_PLACE}", made_at(output.tensor),
                             "detach what you add, as in total += loss.detach()")
 
 

@@ -7,6 +7,7 @@ May import: errors, ir, parts, torch_compat. Must not import trace, autograd, sp
 """
 
 from wholestep.capture.binder import Binder, compile_binder, refuse_shared_parts, sharing
+from wholestep.capture.births import births
 from wholestep.capture.effects import (
     CallMethod,
     DelAttr,
@@ -54,6 +55,7 @@ __all__ = [
     "Source",
     "Tree",
     "Wholes",
+    "births",
     "compare",
     "compile_binder",
     "forget",

@@ -7,6 +7,7 @@ directly and anchored tensors through the binder's list of them, which it keeps 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import CellType
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ import torch
 from wholestep.capture.effects import Effect, SetGrad
 from wholestep.capture.facts import is_plain
 from wholestep.capture.fastpath import FastPath, compiled
+from wholestep.capture.recipes import fill
 from wholestep.capture.source import Call, Source
-from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, assemble, assemble_record, is_late
+from wholestep.capture.values import Const, Existing, Made, New, Tree, Value, assemble, is_late
 
 Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]
 
@@ -32,16 +34,16 @@ class Applier:
     def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath, call: Call) -> None:
         self.path, self.call = path, call
         self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn,
-                                      "replaced": call.replaced,
-                                      "assemble": assemble, "assemble_record": assemble_record}
+                                      "replaced": call.replaced, "assemble": assemble, "fill": fill}
         self.dynamic = False
-        self.built: dict[int, str] = {}  # id of a Tree or Record -> the variable that holds it
+        self.built: dict[int, str] = {}  # id of a Tree or what is Made -> the variable that holds it
+        self.cells: list[tuple[Made, list[str]]] = []
         self.reads: list[str] = []
         self.writes: list[str] = []
         self.late: list[str] = []
         self.replaced: dict[int, str] = {}  # id of a gradient that nobody reads -> the tensor that has it
         self.kept: set[int] = set()
-        outcome = self._value(result)
+        outcome = self._whole(result)
         for index, effect in enumerate(effects):
             self._effect(index, effect)
         head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
@@ -71,6 +73,15 @@ class Applier:
         self.dynamic = True
         return f"{self._constant(source)}.read(call)"
 
+    def _whole(self, value: Value) -> str:
+        """As `_value`, with all closure cells filled: last, as a function may be in a cell of its own."""
+        name = self._value(value)
+        while self.cells:
+            cell, lines = self.cells.pop()
+            parts = [self._value(part) for part in cell.parts]
+            lines.append(f"fill({', '.join([self.built[id(cell)], *parts])})")
+        return name
+
     def _value(self, value: Value) -> str:
         if isinstance(value, New):
             return f"made[{value.index}]"
@@ -83,26 +94,29 @@ class Applier:
             self.kept.add(id(value.source.read(self.call)))
             return self._read(value.source)
         if id(value) not in self.built:
-            made = self._record(value) if isinstance(value, Record) else self._tree(value)
+            lines = self.late if is_late(value) else self.reads
+            made = self._made(value) if isinstance(value, Made) else self._tree(value)
             name = self.built[id(value)] = f"n{len(self.built)}"
-            (self.late if is_late(value) else self.reads).append(f"{name} = {made}")
+            lines.append(f"{name} = {made}")
+            if isinstance(value, Made) and value.kind is CellType:
+                self.cells.append((value, lines))
+            elif isinstance(value, Made) and value.parts:
+                lines.append(f"fill({', '.join([name, *map(self._value, value.parts)])})")
         return self.built[id(value)]
 
     def _tree(self, tree: Tree) -> str:
         items = [self._value(item) for item in tree.values]
-        if type(tree.prototype) is list:
+        if tree.kind is list:
             return f"[{', '.join(items)}]"
-        if type(tree.prototype) is tuple:
+        if tree.kind is tuple:
             return f"({''.join(f'{item}, ' for item in items)})"
         keys = [self._value(key) for key in tree.keys]
-        if type(tree.prototype) is dict:
+        if tree.kind is dict:
             return f"{{{', '.join(f'{k}: {v}' for k, v in zip(keys, items, strict=True))}}}"
-        return f"assemble({self._constant(tree.prototype)}, [{', '.join(keys)}], [{', '.join(items)}])"
+        return f"assemble({self._constant(tree.kind)}, [{', '.join(keys)}], [{', '.join(items)}])"
 
-    def _record(self, record: Record) -> str:
-        lists = [f"[{', '.join(map(self._value, values))}]" for values in
-                 (record.items.keys, record.items.values, record.attributes.keys, record.attributes.values)]
-        return f"assemble_record({self._constant(record.items.prototype)}, {', '.join(lists)})"
+    def _made(self, made: Made) -> str:
+        return f"{self._value(made.make)}({', '.join(map(self._value, made.args))})"
 
     def _replace(self, source: Source) -> None:
         tensor = source.read(self.call)
@@ -118,7 +132,7 @@ class Applier:
         late = any(part is not None and is_late(part) for part in effect.parts)
         for name, part in zip((key, value), effect.parts, strict=True):
             if part is not None:
-                expression = self._value(part)
+                expression = self._whole(part)
                 (self.late if late else self.reads).append(f"{name} = {expression}")
         if isinstance(effect, SetGrad):
             self._replace(effect.source)

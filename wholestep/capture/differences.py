@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import types
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from wholestep.capture import boxes
+from wholestep.capture.births import kept_in_module
 from wholestep.capture.boxes import Contents
 from wholestep.capture.effects import (
     CallMethod,
@@ -25,11 +26,12 @@ from wholestep.capture.effects import (
 from wholestep.capture.exchange import Exchanged
 from wholestep.capture.facts import is_plain
 from wholestep.capture.places import Place
+from wholestep.capture.recipes import recipe
 from wholestep.capture.schedule import Deferred, Pending
 from wholestep.capture.sinks import REMEDY, Sink
 from wholestep.capture.source import Source, Version
 from wholestep.capture.stopped import Stopped
-from wholestep.capture.values import Const, Existing, New, Record, Tree, Value, new_in
+from wholestep.capture.values import Const, Existing, Made, New, Tree, Value, new_in
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.pure import Count
 from wholestep.torch_compat import HOOK_TABLES
@@ -51,6 +53,8 @@ class _Values:
         self.stand_ins = {id(s): n for s, n in zip(seen.stand_ins, seen.numbers, strict=False)}
         self.new: dict[int, New] = {}
         self.open: set[int] = set()
+        self.young: set[int] = set()
+        self.cells: list[tuple[Made, tuple[Any, ...], str]] = []  # closure cells, to be filled
         self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many new values, and the first of them
         self.longer: set[str] = set()  # lists that grew by what is the same in each call
         self.made: dict[int, tuple[Any, Value]] = {}  # a container that is held twice is made once
@@ -84,15 +88,16 @@ class _Values:
         if id(value) in self.open:
             raise LeakError(f"{where} was given a value that contains itself, made in the step",
                             remedy="build such objects before the step, or return their tensors")
-        if id(value) in self.made:
-            return self.made[id(value)][1]
-        self.open.add(id(value))
-        try:
-            described = self._container(value, where)
-        finally:
-            self.open.discard(id(value))
-        self.made[id(value)] = value, described
-        return described
+        if id(value) not in self.made:
+            self.open.add(id(value))
+            try:
+                self.made[id(value)] = value, self._made(value, where)
+            finally:
+                self.open.discard(id(value))
+        while self.cells and not self.open:  # last: a function may be found in a cell of its own
+            made, parts, where = self.cells.pop()
+            made.parts = tuple(self.value(part, where) for part in parts)
+        return self.made[id(value)][1]
 
     def _is_of_numbers(self, value: Any) -> bool:
         return type(value) is torch.Size and any(isinstance(size, self.numbers) for size in value)
@@ -102,42 +107,42 @@ class _Values:
             self.new[id(value)] = New(value, len(self.new))
         return self.new[id(value)]
 
-    def _container(self, value: Any, where: str) -> Value:
+    def _made(self, value: Any, where: str) -> Value:
+        """An object that the step made, or one from before that was out of its sight."""
         kind = type(value)
-        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
-            return self.tree(value, dict(value), where)
-        if kind in (list, set, frozenset, deque) or isinstance(value, tuple):  # also what torch.topk returns
-            return self.tree(value, dict(enumerate(value)), where)
-        if isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                self._refuse(cell.cell_contents, f"{where}, in a function made in the step,")
+        if kind in (dict, list, tuple, set, frozenset):
+            return self.tree(kind, value if kind is dict else dict(enumerate(value)), where)
+        if not isinstance(value, (dict, list, set, frozenset)) and not self._is_young(value):
+            source = None if isinstance(value, (types.FunctionType, type, types.ModuleType)) else kept_in_module(value)
+            return Const(value) if source is None else Existing(source, value)
+        try:
+            found = recipe(value)
+        except Exception as error:
+            what = f"{where} was given a {kind.__qualname__} made in the step, which cannot be made again at each call"
+            raise _leak(value, what, "return or store tensors, numbers, and containers and objects of them") from error
+        if found is None:
             return Const(value)
-        if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType, torch.Generator)):
-            return Const(value)
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(value, dict):
-            return Record(self.tree(value, dict(value.items()), where), self.tree(value, dict(attributes or {}), where))
-        if isinstance(attributes, dict) and not boxes.slot_names(kind) and not isinstance(value, (dict, list, set)):
-            return self.tree(value, dict(attributes), where)
-        self._refuse_inside(value, where)
-        return Const(value)
+        made = Made(kind, self.value(found.make, where), ())
+        self.made[id(value)] = value, made
+        made.args = tuple(v if isinstance(v, Const) else self.value(v, where) for v in found.args)
+        self.open.discard(id(value))  # from here on it may hold itself
+        if kind is types.CellType:
+            self.cells.append((made, found.parts, where))
+            return made
+        made.parts = tuple(self.value(part, where) for part in found.parts)
+        return made
 
-    def tree(self, prototype: Any, contents: Contents, where: str) -> Tree:
-        """A container described by its contents."""
+    def _is_young(self, value: Any) -> bool:
+        """Whether an object was made in the step, as far as the garbage collector, which follows it, can tell."""
+        if self.seen.young is None or not gc.is_tracked(value):
+            return True
+        self.young = self.young or self.seen.young()
+        return id(value) in self.young
+
+    def tree(self, kind: type, contents: Contents, where: str) -> Tree:
+        """A plain container described by its contents."""
         keys = tuple(self.value(key, where) for key in contents)
-        return Tree(prototype, keys, tuple(self.value(v, f"{where}[{k!r}]") for k, v in contents.items()))
-
-    def _refuse(self, value: Any, where: str) -> None:
-        if isinstance(value, torch.Tensor) and self.is_new(value):
-            raise _leak(value, f"{where} holds a tensor made in the step ({tuple(value.shape)}, {value.dtype})",
-                        "return the tensor from the step, or store it in an attribute, list or dict")
-
-    def _refuse_inside(self, value: Any, where: str) -> None:
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set)) else ()
-        held = list(inside)
-        held += [getattr(value, name, None) for name in boxes.slot_names(type(value))]
-        for item in (*held, *getattr(value, "__dict__", {}).values()):
-            self._refuse(item, f"{where} ({type(value).__name__})")
+        return Tree(kind, keys, tuple(self.value(v, f"{where}[{k!r}]") for k, v in contents.items()))
 
 
 def _leak(held: Any, what: str, remedy: str) -> LeakError:
@@ -170,7 +175,7 @@ def differences(seen: Exchanged, is_new: Callable[[torch.Tensor], bool], result:
         leak.grown, leak.optional = frozenset(values.longer - seen.looked_into), True
         raise leak
     for source, taken in seen.walk.sinks.taken():
-        found.append(Extend(source, values.tree([], dict(enumerate(taken)), source.text)))
+        found.append(Extend(source, values.tree(list, dict(enumerate(taken)), source.text)))
     return found, values.value(result, "the step's result")
 
 
@@ -187,7 +192,7 @@ def _place_effects(seen: Exchanged, place: Place, now: Contents, values: _Values
         yield from _tensor_effects(place, now, values)
         return
     if place.box in (boxes.LIST, boxes.SET, boxes.DEQUE) or _reordered(now, before):
-        tree = values.tree(place.holder, now, source.text)
+        tree = values.tree(dict if place.box is boxes.MAPPING else list, now, source.text)
         grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
         added = tree.values[len(before):] if grown and place.box is not boxes.MAPPING else ()
         new = [*new_in(added), *(v.value for v in added if isinstance(v, Existing) and v.late)]

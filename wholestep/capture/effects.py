@@ -16,7 +16,7 @@ from typing import Any
 from wholestep.capture import boxes
 from wholestep.capture.scope import Global
 from wholestep.capture.source import Source, Vars
-from wholestep.capture.values import NOTHING, Existing, New, Tree, Value, hollow_out, new_in, walk
+from wholestep.capture.values import NOTHING, Existing, Made, New, Tree, Value, hollow_out, new_in, walk
 from wholestep.ir import InputKind
 
 
@@ -227,6 +227,8 @@ def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
     def look(value: Value, where: str) -> None:
         if isinstance(value, New) and _STATE.search(where):
             found.setdefault(value.index, (where, "state"))
+        elif isinstance(value, Made) and value.parts:  # the items of a dict of another class
+            look(value.parts[0], where)
         elif isinstance(value, Tree):
             for key, inner in zip(value.keys, value.values, strict=True):
                 look(inner, f"{where}[{key}]")
@@ -241,14 +243,14 @@ def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
     return found
 
 
-def _fill(box: boxes.Box, holder: Any, built: Any) -> None:
-    """Makes the contents of a holder those of a container that `assemble` made."""
-    box.write(holder, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
-
-
 def _is_table(source: Source) -> bool:
     """Whether what is at a source is a table of names."""
     return isinstance(source, Vars) or (isinstance(source, Global) and not source.name)
+
+
+def _fill(box: boxes.Box, holder: Any, built: Any) -> None:
+    """Makes the contents of a holder those of a container that `assemble` made."""
+    box.write(holder, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
 
 
 _STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")

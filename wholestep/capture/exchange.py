@@ -18,6 +18,8 @@ from wholestep.capture.schedule import Deferred, Noted, Pending, all_of, is_of_n
 from wholestep.capture.scope import Local
 from wholestep.capture.seen import Replace, Seen
 from wholestep.capture.source import Call, Child, Item, Source, Vars, in_replacement
+from wholestep.capture.sinks import Sink
+from wholestep.capture.stopped import Cached, Stopped
 from wholestep.capture.twins import Twins
 from wholestep.capture.wholes import PartsOf, Wholes
 from wholestep.parts import Part
@@ -139,6 +141,11 @@ class Exchanged(Seen):
         self._patches.put(replacements, lambda: threading.get_ident() == thread)
         pairs = zip(before, replacements, strict=True)
         return {id(old): vars(owner)[name] for old, (owner, name, _) in pairs if isinstance(owner, ModuleType)}
+
+    def standing(self) -> list[Any]:
+        """What stands in the place of tensors, iterators, lists and cached functions."""
+        kinds = Stopped, Cached, Sink
+        return [v for v in self.twins.of.values() if type(v) in kinds or isinstance(v, torch.Tensor)]
 
     def sizable(self) -> list[Found]:
         """The tensors among the arguments that no other tensor shares memory with, and that have no history."""

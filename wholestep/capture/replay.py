@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import CellType
 from typing import Any
 
 from wholestep.capture.effects import Effect
+from wholestep.capture.recipes import fill
 from wholestep.capture.source import Call
-from wholestep.capture.values import NOTHING, Const, Existing, New, Record, Value, assemble, assemble_record, is_late
+from wholestep.capture.values import NOTHING, Const, Existing, Made, New, Value, assemble, is_late
 
 
 def build(value: Value, call: Call, made: Sequence[Any], memo: dict[int, Any]) -> Any:
+    """The Python object that a `Value` stands for in one call; see `_build`."""
+    cells: list[Made] = []
+    built = _build(value, call, made, memo, cells)
+    while cells:
+        cell = cells.pop()
+        fill(memo[id(cell)], *(_build(v, call, made, memo, cells) for v in cell.parts))
+    return built
+
+
+def _build(value: Value, call: Call, made: Sequence[Any], memo: dict[int, Any], cells: list[Made]) -> Any:
     """The Python object that a `Value` stands for in one call.
 
     Args:
         made: this call's new values.
         memo: what was built before in this call, so that a container held twice stays one.
+        cells: closure cells, which are filled last, as a function may be in a cell of its own.
     """
     if isinstance(value, New):
         return made[value.index]
@@ -24,13 +37,16 @@ def build(value: Value, call: Call, made: Sequence[Any], memo: dict[int, Any]) -
     if isinstance(value, Const):
         return value.value
     if id(value) not in memo:
-        if isinstance(value, Record):
-            parts = [[build(v, call, made, memo) for v in tree] for tree in
-                     (value.items.keys, value.items.values, value.attributes.keys, value.attributes.values)]
-            memo[id(value)] = assemble_record(value.items.prototype, *parts)
+        if isinstance(value, Made):
+            args = [_build(v, call, made, memo, cells) for v in value.args]
+            memo[id(value)] = _build(value.make, call, made, memo, cells)(*args)
+            if value.kind is CellType:
+                cells.append(value)
+            else:
+                fill(memo[id(value)], *(_build(v, call, made, memo, cells) for v in value.parts))
         else:
-            keys = [build(key, call, made, memo) for key in value.keys]
-            memo[id(value)] = assemble(value.prototype, keys, [build(item, call, made, memo) for item in value.values])
+            keys, items = ([_build(v, call, made, memo, cells) for v in some] for some in (value.keys, value.values))
+            memo[id(value)] = assemble(value.kind, keys, items)
     return memo[id(value)]
 
 

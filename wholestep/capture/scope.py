@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -115,3 +116,18 @@ class Variable(Source):
 
     def read(self, call: Call) -> Any:
         return os.environ.get(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class InModule(Source):
+    """What a module, of a library as a rule, holds under a name."""
+
+    module: str
+    name: str
+
+    @cached_property
+    def path(self) -> str:
+        return f"sys.modules[{self.module!r}].{self.name}"
+
+    def read(self, call: Call) -> Any:
+        return getattr(sys.modules[self.module], self.name)

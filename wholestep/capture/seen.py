@@ -33,7 +33,10 @@ class Seen:
         numbers: floats among optimizers' settings and numbers that vary, which are inputs of the step.
         replaced: modules, each with the one that takes its place while the step is traced.
         twins: what takes the place of tensors while the step is traced.
+        young: gives the ids of what was made since the step began to be traced; None for all that the walk has not met.
     """
+
+    young: Callable[[], set[int]] | None = None
 
     def __init__(self, call: Call, names: frozenset[str] = frozenset(),
                  varying: frozenset[str] = frozenset(), replace: Replace | None = None) -> None:

@@ -109,6 +109,7 @@ class Snapshot(Exchanged):
         self.walk.sinks.restore()
         self._patches.restore()
         self.lifted.clear()
+        self.stand_ins.clear()
         self.noted.clear()
         self.twins = Twins(())
         if failures:

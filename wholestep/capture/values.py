@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,29 +44,36 @@ class Const:
 
 @dataclass(eq=False)
 class Tree:
-    """A container or plain object that the step makes: its prototype, keys and values."""
+    """A plain dict, list, tuple, set or frozenset that the step makes."""
 
-    prototype: Any
+    kind: type
     keys: tuple[Value, ...]
     values: tuple[Value, ...]
 
     def __str__(self) -> str:
         inner = ", ".join(f"{k}: {v}" for k, v in zip(self.keys, self.values, strict=True))
-        return f"{type(self.prototype).__name__}({{{inner}}})"
+        return f"{self.kind.__name__}({{{inner}}})"
 
 
-@dataclass(frozen=True, eq=False)
-class Record:
-    """An instance of a dict's subclass that the step makes: its items and its attributes."""
+@dataclass(eq=False)
+class Made:
+    """Any other object that the step makes: a function makes it of arguments, and it is filled; see `recipes`.
 
-    items: Tree
-    attributes: Tree
+    Attributes:
+        kind: its class, for people.
+        parts: what `recipes.fill` is given; they may hold the object itself.
+    """
+
+    kind: type
+    make: Value
+    args: tuple[Value, ...]
+    parts: tuple[Value, ...] = ()
 
     def __str__(self) -> str:
-        return str(self.items)
+        return f"{self.kind.__name__}({', '.join(map(str, self.args))})"
 
 
-Value = New | Existing | Const | Tree | Record
+Value = New | Existing | Const | Tree | Made
 NOTHING = Const(None)
 
 
@@ -97,65 +103,27 @@ def hollow_out(values: Iterable[Value]) -> None:
     def drop(value: Any) -> None:
         if isinstance(value, (New, Existing)):
             value.value = None
-        elif isinstance(value, Tree):
-            value.prototype = _hollow(value.prototype)
 
     for value in values:
         walk(value, drop)
 
 
 def walk(value: Value, visit: Callable[[Any], None]) -> None:
-    """Calls a function for a value and all inside of it."""
-    visit(value)
-    inside: tuple[Any, ...] = ()
-    if isinstance(value, Tree):
-        inside = (*value.keys, *value.values)
-    elif isinstance(value, Record):
-        inside = (value.items, value.attributes)
-    for inner in inside:
-        walk(inner, visit)
+    """Calls a function for a value and all inside of it, once each."""
+    seen: set[int] = set()
+    todo: list[Value] = [value]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        visit(value)
+        if isinstance(value, Tree):
+            todo += reversed((*value.keys, *value.values))
+        elif isinstance(value, Made):
+            todo += reversed((value.make, *value.args, *value.parts))
 
 
-def _hollow(prototype: Any) -> Any:
-    """An empty object of the prototype's kind, as far as `assemble` can tell."""
-    kind: Any = type(prototype)
-    if isinstance(prototype, defaultdict):
-        return defaultdict(prototype.default_factory)
-    if isinstance(prototype, deque):
-        return deque((), prototype.maxlen)
-    if kind in (dict, OrderedDict, list, tuple, set, frozenset):
-        return kind()
-    if isinstance(prototype, tuple):
-        return tuple.__new__(kind, ()) if hasattr(kind, "_make") else prototype
-    return kind.__new__(kind) if isinstance(prototype, (dict, list, set, frozenset)) else object.__new__(kind)
-
-
-def assemble(prototype: Any, keys: Sequence[Any], items: Sequence[Any]) -> Any:
-    """A container or plain object of the prototype's kind."""
-    kind = type(prototype)
-    if isinstance(prototype, defaultdict):
-        return defaultdict(prototype.default_factory, zip(keys, items, strict=True))
-    if isinstance(prototype, dict):
-        return kind(zip(keys, items, strict=True))
-    if isinstance(prototype, tuple) and hasattr(kind, "_make"):
-        return kind._make(items)
-    if isinstance(prototype, deque):
-        return deque(items, prototype.maxlen)
-    if isinstance(prototype, (list, tuple, set, frozenset)):
-        return kind(items)
-    fresh = object.__new__(kind)
-    vars(fresh).update(zip(keys, items, strict=True))
-    return fresh
-
-
-def assemble_record(prototype: Any, keys: Sequence[Any], items: Sequence[Any], names: Sequence[str],
-                    attributes: Sequence[Any]) -> Any:
-    """An instance of a dict's subclass, made without calling its own methods, which may do more than store."""
-    kind: Any = type(prototype)
-    fresh = kind.__new__(kind)
-    setitem = OrderedDict.__setitem__ if isinstance(fresh, OrderedDict) else dict.__setitem__
-    for key, item in zip(keys, items, strict=True):
-        setitem(fresh, key, item)
-    if names:
-        vars(fresh).update(zip(names, attributes, strict=True))
-    return fresh
+def assemble(kind: type, keys: Sequence[Any], items: Sequence[Any]) -> Any:
+    """A plain container of a kind."""
+    return kind(zip(keys, items, strict=True)) if kind is dict else kind(items)

@@ -108,6 +108,7 @@ def finish(
         hoisted,
         {new_index[id(item)]: times for item, times in versions.items()},
         fingerprint(step, recorder.constants, derivative),
+        recorder.watch,
         derivative,
         [(new_index[id(m.item)], m.before, m.now) for m in recorder.memories.values()],
         refused=[(new_index[id(item)], output, why) for item, output, why in refused],

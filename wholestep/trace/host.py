@@ -25,11 +25,14 @@ import numpy
 import torch
 from torch import fx
 
+from wholestep.trace.leaks import Watch
 from wholestep.trace.where import user_line
 
 
 class HostRecorder(Protocol):
     """What host numbers need of the recorder."""
+
+    watch: Watch
 
     def record_host(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any: ...
     def decide(self, node: fx.Node, hint: Any, line: str) -> Any: ...
@@ -49,6 +52,7 @@ class HostNode:
     def __init__(self, recorder: HostRecorder, fx_node: Any, hint: Any, known: bool) -> None:
         self.recorder, self.fx_node, self.hint, self.known = recorder, fx_node, hint, known
         self.constant = None
+        recorder.watch.add([self])
 
     def is_int(self) -> bool:
         return isinstance(self.hint, int) and not isinstance(self.hint, bool)

@@ -12,7 +12,7 @@ from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, below_autograd
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.setting import Found, Setting
-from wholestep.trace.tape import Tape, fake_value, map_leaves
+from wholestep.trace.tape import Tape, fake_value, leaves, map_leaves
 from wholestep.trace.where import user_line
 
 aten = torch.ops.aten
@@ -182,15 +182,9 @@ class Inputs(Tape):
     def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
         fakes = map_leaves(self._fakes, args), map_leaves(self._fakes, kwargs)
         with self.fake_mode, torch.no_grad(), below_autograd():
-            return func(*fakes[0], **fakes[1])
-
-    def made_at(self, value: Any) -> str:
-        """The user's line that made a tensor or number of the step."""
-        if isinstance(value, (torch.SymFloat, torch.SymInt)):
-            return str(value.node.fx_node.meta["info"].where)
-        if isinstance(value, FakeTensor):
-            return str(self.ref(value).storage.value.meta["info"].where)
-        return ""
+            out = func(*fakes[0], **fakes[1])
+        self.watch.add(t for t in leaves(out) if isinstance(t, torch.Tensor) and not hasattr(t, "wholestep_ref"))
+        return out
 
     def _describe(self, tensor: torch.Tensor) -> str:
         lifted = self.by_id.get(id(tensor))

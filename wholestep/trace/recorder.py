@@ -278,7 +278,11 @@ TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 
 
 def _lift_fresh(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if isinstance(tensor, FakeTensor) else recorder.constant(tensor)
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    constant = recorder.constant(tensor)
+    recorder.watch.add([constant])
+    return constant
 
 
 def _split(recorder: Recorder, tensor: torch.Tensor, size: Any, dim: int = 0) -> Any:

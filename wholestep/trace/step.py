@@ -15,6 +15,7 @@ from wholestep.trace.finish import finish, is_written
 from wholestep.trace.hoist import hoist
 from wholestep.trace.host import is_for_plain
 from wholestep.trace.inputs import Lifted, memory_of
+from wholestep.trace.leaks import made_at
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.replaced_gradients import ReplacedGradients
 from wholestep.trace.results import Outlet
@@ -100,10 +101,11 @@ def trace_step(
     _refuse_memories(recorder, world)
     outlet = Outlet(recorder, world.spread)
     world.replaces_gradients(gradients.tensors)
+    recorder.watch.add(value for value in world.standing() if not isinstance(value, FakeTensor))
     try:
         effects, value = world.outcome(is_made, result)
     except LeakError as error:
-        leak = LeakError(error.what, error.where or recorder.made_at(error.held), error.remedy)
+        leak = LeakError(error.what, error.where or made_at(error.held) or made_at(fn), error.remedy)
         leak.grown, leak.optional = error.grown, error.optional
         raise leak from None
     made = new_values(effects, value)
@@ -117,6 +119,7 @@ def trace_step(
         _refuse_late_effects(world, effects)
         _refuse_shared_writes(recorder)  # of inputs that it met besides: bases of those that the step writes
     traced = finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated, homes)
+    recorder.tokens.clear()  # numbers of which each holds the recorder
     if torch.is_grad_enabled() != grad_mode:
         traced.grad_mode = not grad_mode
     return traced

@@ -14,6 +14,7 @@ from wholestep.fakes import strict_fake_mode
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, sequence_number
 from wholestep.trace.alias import Geometry, Ref, Storage
+from wholestep.trace.leaks import Watch
 from wholestep.trace.setting import Setting
 from wholestep.trace.sizes import held
 from wholestep.trace.where import user_line
@@ -32,6 +33,7 @@ class Tape:
         self.constants: dict[str, torch.Tensor] = {}
         self.gradients: list[Gradient] = []
         self.last_placeholder: fx.Node | None = None
+        self.watch = Watch()
 
     def emit(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, value: Any = None

@@ -13,6 +13,7 @@ from wholestep.ir import InputKind, StepGraph
 from wholestep.parts import Part
 from wholestep.trace.hoist import Hoisted
 from wholestep.trace.inputs import Lifted
+from wholestep.trace.leaks import Watch
 from wholestep.trace.predicates import Predicate
 from wholestep.trace.recorder import Recorder
 from wholestep.trace.results import Outlet
@@ -45,6 +46,7 @@ class World(Protocol):
     def generators(self) -> Mapping[int, tuple[torch.Generator, Any]]: ...
     def homes(self, effects: list[Any]) -> dict[int, tuple[str, InputKind]]: ...
     def sizable(self) -> list[Any]: ...
+    def standing(self) -> list[Any]: ...
     def exchange(self, tensors: dict[int, torch.Tensor]) -> None: ...
     def replaces_gradients(self, tensors: list[torch.Tensor]) -> None: ...
     def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
@@ -67,6 +69,7 @@ class Traced:
     """One traced run of a step.
 
     Attributes:
+        watch: tells what of the trace is alive when it shall not be.
         step: the graph; its placeholders are the first of `lifted`.
         lifted: the inputs; those after the placeholders serve results and predicates alone.
         slots: the tensors that outlive the step.
@@ -95,6 +98,7 @@ class Traced:
     hoisted: Hoisted
     versions: dict[int, int]
     fingerprint: str
+    watch: Watch
     derivative: Derivative | None = None
     memories: list[tuple[int, int, int]] = field(default_factory=list)
     grad_mode: bool | None = None

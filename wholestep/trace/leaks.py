@@ -1,0 +1,134 @@
+"""Leaks: what only exists while a step is traced and is alive afterwards, found by identity.
+
+Whoever holds a fake tensor, a host number or a stand-in once the capture has let go of all that it can account for
+would get values of no call. Weak references tell what is alive; who holds it is only asked to explain it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from wholestep.errors import LeakError
+from wholestep.torch_compat import no_modes
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+MAX_LEVELS = 12
+
+
+class Watch:
+    """Weak references to what one trace has made."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Any]] = []
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Watches objects."""
+        self._made += map(weakref.ref, values)
+
+    def _alive(self) -> int:
+        return sum(reference() is not None for reference in self._made)
+
+    def refuse(self) -> None:
+        """Refuses what is still alive, when all that may hold it has let go.
+
+        Raises:
+            LeakError: somebody else holds it.
+        """
+        before, now = -1, self._alive()
+        while now and before != now:  # what refers to itself; of tensors that C++ holds one layer at a time
+            gc.collect()
+            before, now = now, self._alive()
+        alive = [reference() for reference in self._made if reference() is not None]
+        self._made.clear()
+        for value in alive:
+            holder = _holder(value, alive)
+            if holder is not None:
+                raise LeakError(
+                    f"{_named(value)} is kept {holder}, where a replay cannot put what takes its place",
+                    made_at(value),
+                    "return it from the step, or keep it in an attribute, list or dict that the step can see",
+                )
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        with no_modes():
+            return f"a tensor made in the step ({tuple(value.shape)}, {value.dtype})"
+    return "a number computed in the step" if hasattr(value, "fx_node") else "what stands for an object of the step"
+
+
+def made_at(value: Any) -> str:
+    """The user's line that made a tensor, number, generator or function in the step; empty for other objects."""
+    ref, node = getattr(value, "wholestep_ref", None), getattr(getattr(value, "node", value), "fx_node", None)
+    node = ref.storage.value if ref is not None else node
+    if node is not None:
+        return str(node.meta["info"].where)
+    code = getattr(value, "gi_code", None) or getattr(value, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+
+
+def _holder(value: Any, known: list[Any]) -> str | None:
+    """Who holds an object, up to the first that has a name; None when nothing that Python sees leads to it."""
+    seen, level, way = {id(known)}, [value], dict[int, str]()
+    running = set()
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        running.add(id(frame))
+        frame = frame.f_back
+    above: list[Any] = []
+    for _ in range(MAX_LEVELS):
+        above.clear()
+        seen |= {id(level), id(above), *map(id, level)}
+        above += [h for h in gc.get_referrers(*level) if id(h) not in seen]
+        for holder in above:
+            seen.add(id(holder))
+            below = next((o for o in level if _holds(holder, o)), level[0])
+            way[id(holder)] = f"{_link(holder, below)}{way.get(id(below), '')}"
+            name = _name(holder, running)
+            if name is not None:
+                return f"{name}{way[id(holder)]}"
+        held = [h for h in above if not (isinstance(h, types.FrameType) and id(h) in running)]
+        if not held:  # by C++ alone: the history of a tensor, or what nobody reaches
+            tops = [o for o in level if not isinstance(o, (torch.Tensor, BackwardCFunction)) and id(o) in way]
+            return f"by {type(tops[0]).__name__}{way[id(tops[0])]}" if tops else None
+        level[:] = held
+        held.clear()
+    return "somewhere"
+
+
+def _holds(holder: Any, value: Any) -> bool:
+    return any(inner is value for inner in gc.get_referents(holder))
+
+
+def _link(holder: Any, value: Any) -> str:
+    """How an object is reached from its holder."""
+    if isinstance(holder, dict):
+        return next((f"[{key!r}]" for key, inner in holder.items() if inner is value), "")
+    if isinstance(holder, (list, tuple)):
+        return f"[{next((i for i, inner in enumerate(holder) if inner is value), '')}]"
+    table = getattr(holder, "__dict__", None)
+    found = next((name for name, inner in table.items() if inner is value), "") if isinstance(table, dict) else ""
+    return f".{found}" if found else f" ({type(holder).__name__})"
+
+
+def _name(holder: Any, running: set[int]) -> str | None:
+    """What a person calls an object that is held for good; None for others."""
+    if isinstance(holder, types.ModuleType):
+        return f"in module {holder.__name__}"
+    if isinstance(holder, type):
+        return f"in class {holder.__qualname__}"
+    if isinstance(holder, types.FrameType) and id(holder) in running:
+        ours = holder.f_code.co_filename.startswith(_OURS)
+        return None if ours else f"by a variable of {holder.f_code.co_qualname}"
+    if isinstance(holder, dict) and holder.get("__name__") in sys.modules:
+        return f"in module {holder['__name__']}"
+    return None
