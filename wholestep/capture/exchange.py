@@ -17,8 +17,8 @@ from wholestep.capture.places import Found, Place
 from wholestep.capture.schedule import Deferred, Noted, Pending, all_of, is_of_numbers
 from wholestep.capture.scope import Local
 from wholestep.capture.seen import Replace, Seen
-from wholestep.capture.source import Call, Child, Item, Source, Vars, in_replacement
 from wholestep.capture.sinks import Sink
+from wholestep.capture.source import Call, Child, Item, Source, Vars, in_replacement
 from wholestep.capture.stopped import Cached, Stopped
 from wholestep.capture.twins import Twins
 from wholestep.capture.wholes import PartsOf, Wholes
