@@ -151,6 +151,16 @@ def test_a_killed_rank_is_named_with_its_signal(run):
     assert "killed by SIGKILL" in out.stderr
 
 
+def test_nobody_who_reads_ends_the_job(tmp_path):
+    (tmp_path / "script.py").write_text("while True:\n    print('x' * 1000)")
+    command = [sys.executable, "-m", "wholestep", "run", "-n", "2", str(tmp_path / "script.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("[rank ")
+        process.stdout.close()
+        assert process.stderr.read().splitlines()[:1] == ["wholestep run: stopped by SIGPIPE"]
+        assert process.wait(30) == 128 + signal.SIGPIPE
+
+
 def test_what_a_rank_started_ends_with_it(run):
     sleeper = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     out = run(f"import subprocess, sys\nprint({sleeper}.pid)\nsys.exit(3)", "-n", "1")

@@ -59,6 +59,7 @@ def nothing_leaks():
         ("tcp://127.0.0.1:x", "Port could not be cast|is not an address"),
         ("tcp://no.such.host.invalid:1", "no.such.host.invalid"),
         ("file://", "is not an address"),
+        ("file://relative/path", "is not an address"),
         ("file:///no/such/folder/store", "/no/such/folder/store"),
     ],
 )

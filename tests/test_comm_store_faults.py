@@ -365,6 +365,16 @@ def test_no_shared_memory_is_told_to_every_rank(how, words):
     assert "rank 0 of the group cannot go on" in second
 
 
+def test_signals_do_not_keep_shared_memory_from_being_made():
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)  # as profilers do
+    try:
+        assert comm.empty(50 << 18, shared=True).fill_(1).sum() == 50 << 18
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def counted():
     comm.barrier()
     maps = sum(1 for _ in open("/proc/self/maps", encoding="utf8"))

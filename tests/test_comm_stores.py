@@ -225,6 +225,13 @@ def test_a_port_that_is_taken_and_one_where_nobody_is():
         comm.TCPStore("localhost", port, timeout=QUICK)
 
 
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+@pytest.mark.parametrize("master", [False, True])
+def test_a_port_that_is_none(port, master):
+    with pytest.raises(ValueError, match=f"{port} is not a port"):
+        comm.TCPStore("localhost", port, is_master=master, timeout=QUICK)
+
+
 def test_the_default_store_times_out_too(tmp_path):
     comm.init_process_group("null", f"file://{tmp_path}/s", QUICK, 1, 0)
     with pytest.raises(RuntimeError, match="Timeout"):

@@ -88,6 +88,10 @@ class _Rank:
     process: subprocess.Popen[bytes]
 
 
+# a rank and its exit code, or None and the signal that ends the job, negative
+_Events = queue.SimpleQueue[tuple[_Rank | None, int]]
+
+
 def launch(command: Sequence[str], world: World, grace: float = 5.0) -> int:
     """Runs a command once per rank and waits for all. To be called on the main thread.
 
@@ -101,12 +105,13 @@ def launch(command: Sequence[str], world: World, grace: float = 5.0) -> int:
     Returns:
         0 when every rank ended with 0, else the exit code of the first that did not (128 + n for signal n).
     """
-    events: queue.SimpleQueue[tuple[_Rank | None, int]] = queue.SimpleQueue()
+    events: _Events = queue.SimpleQueue()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
         signal.signal(number, lambda found, _frame: events.put((None, -found)))
     ranks = _start(command, world)
-    threads = [threading.Thread(target=_relay, args=(rank, name), daemon=True) for rank in ranks for name in STREAMS]
+    streams = [(rank, name, events) for rank in ranks for name in STREAMS]
+    threads = [threading.Thread(target=_relay, args=stream, daemon=True) for stream in streams]
     threads += [threading.Thread(target=lambda r=rank: events.put((r, r.process.wait()))) for rank in ranks]
     try:
         for thread in threads:
@@ -155,17 +160,20 @@ def _die_with_launcher(launcher: int) -> Callable[[], None]:
     return ask
 
 
-def _relay(rank: _Rank, name: str) -> None:
-    """Copies a stream of a rank to the launcher's own of that name, line by line."""
+def _relay(rank: _Rank, name: str, events: _Events) -> None:
+    """Copies a stream of a rank to the launcher's own of that name, line by line; if nobody reads it, the job ends."""
     source: IO[bytes] = getattr(rank.process, name)
     target: IO[bytes] = getattr(sys, name).buffer
     head = f"[rank {rank.number}] ".encode()
-    for line in source:
-        target.write(head + line.rstrip(b"\r\n") + b"\n")  # one write: lines of two ranks do not mix
-        target.flush()
+    try:
+        for line in source:
+            target.write(head + line.rstrip(b"\r\n") + b"\n")  # one write: lines of two ranks do not mix
+            target.flush()
+    except BrokenPipeError:
+        events.put((None, -signal.SIGPIPE))
 
 
-def _watch(ranks: list[_Rank], events: queue.SimpleQueue[tuple[_Rank | None, int]]) -> int:
+def _watch(ranks: list[_Rank], events: _Events) -> int:
     """Waits until all ranks ended well, or for the first thing that ends the job."""
     running = len(ranks)
     while running:

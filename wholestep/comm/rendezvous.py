@@ -53,7 +53,7 @@ def rendezvous(init_method: str | None, rank: int, size: int, timeout: timedelta
             return c10d.agent_store(host, port, timeout)
         return TCPStore(host, port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
     url = urlparse(str(init_method))
-    if url.scheme == "file" and url.path:
+    if url.scheme == "file" and url.path and not url.netloc:
         store = FileStore(url.path, size, timeout)
         while store.has_ended():  # its ranks close it while we begin again
             store = FileStore(url.path, size, timeout)

@@ -75,7 +75,7 @@ class TCPStore(Store):
 
     Raises:
         DistNetworkError: the port is taken, nobody answers, or the other side does not know the secret.
-        ValueError: the master would listen beyond loopback without a secret.
+        ValueError: not a port, or the master would listen beyond loopback without a secret.
     """
 
     def __init__(
@@ -90,6 +90,8 @@ class TCPStore(Store):
         secret: str | None = None,
     ) -> None:
         super().__init__(timeout)
+        if not 0 <= port <= 65535:
+            raise ValueError(f"TCPStore: {port} is not a port: 0 to 65535 is required")
         self.host, self.port = host_name, port
         self._secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE, "")
         self._server: Server | None = None
@@ -119,9 +121,9 @@ class TCPStore(Store):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(1024)
-        except (OSError, OverflowError) as failure:
+        except OSError as failure:
             remedy = "choose a free port (0 for any)"
-            if isinstance(failure, OSError) and failure.errno == errno.EADDRNOTAVAIL:
+            if failure.errno == errno.EADDRNOTAVAIL:
                 remedy = f"{self.host} is no address of this host: start rank 0 where it is"
             elif torch_store_at(self.host, self.port):
                 remedy = self._torch_has_it()
@@ -144,8 +146,6 @@ class TCPStore(Store):
         while True:
             try:
                 self._socket = socket.create_connection((self.host, self.port), _slice(end))
-            except OverflowError as failure:
-                raise DistNetworkError(f"TCPStore: {self.host}:{self.port}: {failure}") from failure
             except OSError as failure:
                 if time.monotonic() >= end:
                     raise DistNetworkError(

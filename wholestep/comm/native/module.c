@@ -38,7 +38,7 @@ static PyObject *py_attach(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (wrong(n, 3)) return NULL;
     int fd = (int)number(a[0]), rank = (int)number(a[1]), size = (int)number(a[2]);
     size_t length = group_bytes(size), rings = p2p_bytes(size);
-    int full = posix_fallocate(fd, 0, (off_t)(length - rings)); /* now, since later it would be a SIGBUS */
+    int full = segment_fill(fd, 0, length - rings);
     if (full) return os_error(full);
     char *base = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) return os_error(errno);
@@ -107,7 +107,7 @@ static PyObject *py_allocate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (wrong(n, 3)) return NULL;
     int fd = (int)number(a[0]);
     size_t length = (size_t)number(a[1]);
-    int full = posix_fallocate(fd, 0, (off_t)length);
+    int full = segment_fill(fd, 0, length);
     if (full) return os_error(full);
     void *base = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
     if (base == MAP_FAILED) return os_error(errno);

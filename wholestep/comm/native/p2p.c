@@ -6,7 +6,6 @@
 #define _GNU_SOURCE
 #include "p2p.h"
 
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,7 +23,7 @@ ring_t *ring_of(const group_t *g, int from, int to) {
 int ring_back(group_t *g, int peer) {
     ring_t *ring = ring_of(g, g->rank, peer);
     if (atomic_load(&ring->backed)) return OK;
-    if (posix_fallocate(g->fd, (off_t)((char *)ring - g->base), (off_t)ring_bytes(g->size))) return E_MEMORY;
+    if (segment_fill(g->fd, (size_t)((char *)ring - g->base), ring_bytes(g->size))) return E_MEMORY;
     atomic_store(&ring->backed, 1);
     return OK;
 }

@@ -1,6 +1,7 @@
 /* Memory that other ranks can map. Files have no name: a rank opens another's through /proc/PID/fd, which the
  * kernel allows the same user alone, and the last rank to end takes the memory with it, killed or not. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -8,6 +9,8 @@
 #include <unistd.h>
 
 #include "shm.h"
+
+#define FILL ((size_t)1 << 20)
 
 typedef struct {
     const char *base;
@@ -31,6 +34,18 @@ size_t ring_slot(int size) { return ring_chunk(size) + ring_chunk(size) / 2; }
 
 size_t group_bytes(int size) {
     return LINE + (size_t)size * sizeof(ctl_t) + ring_depth(size) * (size_t)size * ring_slot(size) + p2p_bytes(size);
+}
+
+/* Gives a part of a file its memory now, since later the want of it would be a SIGBUS. In pieces: a signal undoes what the
+ * kernel has been at, and a profiler sends many. 0, or what errno would be. */
+int segment_fill(int fd, size_t at, size_t length) {
+    int status = 0;
+    for (size_t done = 0; done < length && !status; done += FILL) {
+        size_t n = length - done < FILL ? length - done : FILL;
+        do status = posix_fallocate(fd, (off_t)(at + done), (off_t)n);
+        while (status == EINTR);
+    }
+    return status;
 }
 
 static int remember(mapping_t m) {

@@ -165,6 +165,7 @@ uint32_t ring_depth(int size);
 size_t ring_chunk(int size);
 size_t ring_slot(int size);
 size_t group_bytes(int size);
+int segment_fill(int fd, size_t at, size_t length);
 int segment_register(const char *base, size_t length, uint32_t id, int fd);
 void segment_forget(uint32_t id);
 void segment_describe(const void *at, size_t length, desc_t *d);
