@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.lower_programs import clone_inputs, program
+from wholestep.autograd import aot_function
 from wholestep.errors import LoweringError
 from wholestep.lower.inductor import lower_callable, lower_inductor
 from wholestep.lower.naive import interpret
@@ -46,3 +47,14 @@ def test_a_backend_that_returns_too_little_is_named() -> None:
         lower_callable(lambda gm, inputs: lambda *a: [0])(step, real)(*real)
     with pytest.raises(LoweringError, match="required a callable"):
         lower_callable(lambda gm, inputs: None)(step, real)
+
+
+def test_sparse_gradients_of_a_users_backend() -> None:
+    runs = []
+    for compile in (lambda fn: fn, lambda fn: aot_function(fn, lambda gm, inputs: gm.forward)):
+        weight = torch.ones(10, 4, requires_grad=True)
+        tokens = torch.tensor([1, 2, 2])
+        look_up = compile(lambda tokens, weight: torch.nn.functional.embedding(tokens, weight, sparse=True))
+        look_up(tokens, weight).sum().backward()
+        runs.append(weight.grad)
+    assert runs[0].layout == runs[1].layout and torch.equal(runs[0].to_dense(), runs[1].to_dense())

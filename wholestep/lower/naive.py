@@ -58,12 +58,16 @@ def write_back(values: list[Any], inputs: Sequence[Any], mutations: dict[int, in
         inputs: what the graph was called with.
         mutations: output index -> input index.
     """
-    taken = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    taken = {x.untyped_storage().data_ptr() for x in tensors if x.layout == torch.strided}
     results = list(values)
     for index, value in enumerate(values):
         if not isinstance(value, torch.Tensor):
             continue
         if index in mutations and value is inputs[mutations[index]]:
+            continue
+        if value.layout != torch.strided:  # its indices and values may be those of inputs
+            results[index] = value.clone()
             continue
         address = value.untyped_storage().data_ptr()
         if address in taken:
