@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import wholestep as ws
 from tests.lower_programs import Builder, clone_inputs
@@ -213,3 +214,78 @@ def test_gradients_are_accumulated_in_memory_that_is_lent() -> None:
         for mine, eager in zip(net.parameters(), twin.parameters(), strict=True):
             assert (mine.grad is None) is (eager.grad is None)
             assert mine.grad is None or torch.equal(mine.grad, eager.grad)
+
+
+def dies_with_arguments(c: Any, **options: Any) -> list[Any]:
+    """A model and its optimizer, given to a step and deleted: they, a weight, its memory and its state."""
+    model = nn.Linear(30, 30)
+    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(parts: dict[str, Any], opt: Any, x: Tensor) -> None:
+        parts["model"](x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    compiled = c(step, **options)
+    for size in (2, 2, 3):
+        compiled({"model": model}, opt, torch.ones(size, 30))
+    held = [model, model.weight, model.weight.untyped_storage(), opt, opt.state[model.weight]["momentum_buffer"]]
+    seen = [*map(weakref.ref, held)]
+    del model, opt, held
+    return [compiled, *seen]
+
+
+def dies_one_after_the_other(c: Any) -> list[Any]:
+    seen, compiled = [], c(lambda model, x: model(x).sum())
+    for _ in range(3):
+        model = nn.Linear(30, 30)
+        compiled(model, torch.ones(2, 30))
+        seen += [weakref.ref(model), weakref.ref(model.weight)]
+        del model
+    return [compiled, *seen]
+
+
+def dies_behind_an_optimizer(c: Any) -> list[Any]:
+    """Gradients that a compiled `opt.step()` read, after `zero_grad(set_to_none=True)`."""
+    model = nn.Linear(30, 30)
+    opt = torch.optim.Adam(model.parameters())
+    seen, compiled = [], c(opt.step)
+    for _ in range(3):
+        model(torch.ones(2, 30)).sum().backward()
+        assert model.weight.grad is not None
+        seen += [weakref.ref(model.weight.grad), weakref.ref(model.weight.grad.untyped_storage())]
+        compiled()
+        model.zero_grad()
+    return [compiled, model, opt, *seen]
+
+
+@pytest.mark.parametrize("program", [dies_with_arguments, dies_one_after_the_other, dies_behind_an_optimizer])
+def test_a_compiled_step_keeps_nothing_alive_that_it_was_given(program: Callable[..., list[Any]]) -> None:
+    for compile in (lambda fn: fn, ws.compile, functools.partial(ws.compile, dynamic=True)):
+        alive = [ref() for ref in program(compile) if type(ref) is weakref.ref]  # no collection in between
+        assert alive == [None] * len(alive)
+
+
+def test_a_step_serves_other_modules_after_one_has_died() -> None:
+    compiled, x = ws.compile(lambda model, x: model(x).sum()), torch.ones(2, 30)
+    for _ in range(3):
+        model = nn.Linear(30, 30)
+        for _ in range(2):
+            assert torch.equal(compiled(model, x), model(x).sum())
+        del model
+    assert compiled.captures == 1 and compiled.recompiles == []
+
+
+def test_gradients_that_stay_are_the_same_to_a_compiled_optimizer() -> None:
+    one, two = (nn.Linear(3, 3) for _ in range(2))
+    two.load_state_dict(one.state_dict())
+    steps = []
+    for model, c in ((one, lambda fn: fn), (two, ws.compile)):
+        steps.append(c(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).step))
+    for call in range(6):
+        for model, step in zip((one, two), steps, strict=True):
+            model.zero_grad(set_to_none=call == 3)
+            model(torch.ones(2, 3)).square().sum().backward()
+            step()
+        assert all(map(torch.equal, one.parameters(), two.parameters()))
+    assert steps[1].captures == 1

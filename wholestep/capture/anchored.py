@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
@@ -32,10 +34,15 @@ class Anchored:
     """The tensors held by anchored holders, at the last call that passed.
 
     Another tensor with equal metadata may take the place of one of them; `rebind` checks it and remembers it.
+
+    Args:
+        gradients: positions of those that are not kept alive between two calls.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool) -> None:
-        self.last = tensors
+    def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool,
+                 gradients: Sequence[int] = ()) -> None:
+        self.last: list[Any] = tensors
+        self._gradients, self._weak = gradients, list[weakref.ref[torch.Tensor]]()
         self.meta = [metadata(t) for t in tensors]
         self.watched = watched
         self.mutated = mutated
@@ -48,15 +55,26 @@ class Anchored:
 
     def _remember(self) -> None:
         self.ids = {id(t) for t in self.last}
-        addresses = [memory(t) for t in self.last]
+        addresses = [0 if t is None else memory(t) for t in self.last]
         self.memory = {a for i, a in enumerate(addresses) if a and (self.written or i in self.mutated)}
         first: dict[int, int] = {}
         self._sharing = [first.setdefault(a, i) if a in self.memory else i for i, a in enumerate(addresses)]
 
+    def let_go(self) -> None:
+        """Ends a call."""
+        self._weak = [weakref.ref(self.last[i]) for i in self._gradients]
+        for i in self._gradients:
+            self.last[i] = None
+
+    def recall(self) -> None:
+        """Begins a call: gradients that are still there are known again."""
+        for i, known in zip(self._gradients, self._weak, strict=False):
+            self.last[i] = known()
+
     def rebind(self, tensors: list[torch.Tensor]) -> bool:
         """Takes new tensors in place of the last ones, when a program cannot tell them apart."""
         for tensor, last, meta in zip(tensors, self.last, self.meta, strict=True):
-            if tensor is not last and last.requires_grad:
+            if tensor is not last and last is not None and last.requires_grad:
                 return False  # an optimizer may still hold, or know by key, the one that was there
             if tensor is not last and not (isinstance(tensor, torch.Tensor) and metadata(tensor) == meta):
                 return False

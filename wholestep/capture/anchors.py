@@ -31,6 +31,7 @@ class Anchors(Volatile):
     Attributes:
         tensors: those of anchored holders, which the code has in the list ``t``.
         watched: positions in it of those that want gradients.
+        gradients: positions of the gradients that the program reads.
     """
 
     def __init__(self, snap: Snapshot, inputs: Sequence[Source]) -> None:
@@ -38,6 +39,7 @@ class Anchors(Volatile):
         self.read = {source.path for source in inputs}
         self.tensors: list[torch.Tensor] = []
         self.watched: list[int] = []
+        self.gradients: range = range(0)
 
     # their tensors -------------------------------------------------------------------------------------
 
@@ -104,6 +106,8 @@ class Anchors(Volatile):
         self.watched = watched
         state = {id(f.tensor) for f in self.snap.tensors.values() if f.kind in ("state", "grad")}
         checked = [i for i, t in enumerate(tensors) if id(t) not in state]
+        if self.gradients:
+            self.lines.append("recall()")
         self.lines.append("if not identical(t, LAST) and not rebind(t): return None")
         if not checked:
             return
@@ -124,6 +128,7 @@ class Anchors(Volatile):
             self.space["kind"] = _KIND
         if read:
             self.lines.append(f"t += [{', '.join(f'g[{j}][0]' for j, _ in read)}]")
+        self.gradients = range(len(tensors), len(tensors) + len(read))
         for _, grad in read:
             self.anchored_tensors[id(grad)] = f"t[{len(tensors)}]"
             tensors.append(grad)

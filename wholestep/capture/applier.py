@@ -35,6 +35,7 @@ class Applier:
         self.path, self.call = path, call
         self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn,
                                       "replaced": call.replaced, "assemble": assemble, "fill": fill}
+        path.spaces.append(self.space)
         self.dynamic = False
         self.built: dict[int, str] = {}  # id of a Tree or what is Made -> the variable that holds it
         self.cells: list[tuple[Made, list[str]]] = []
@@ -47,7 +48,9 @@ class Applier:
         for index, effect in enumerate(effects):
             self._effect(index, effect)
         head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
-        lines = [*head, *self.reads, *self.writes, *self.late, f"return {outcome}"]
+        self.space["let_go"] = path.anchored.let_go
+        ended = ["let_go()"] if path.gradients else []
+        lines = [*head, *self.reads, *self.writes, *self.late, f"result = {outcome}", *ended, "return result"]
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
         exec(compiled(self.code), self.space)
         self.function: Apply = self.space["apply"]

@@ -21,6 +21,7 @@ class Draft:
     Attributes:
         names: id of an object -> the name that stands for it in the code.
         space: the code's global variables.
+        spaces: these, and those of the code that goes with it.
         places: id of an object -> the places that show what it holds.
         volatile: ids of the holders that are other objects at each call, or may be.
         volatile_tables: ids of their attribute tables.
@@ -35,6 +36,7 @@ class Draft:
             "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
             "call": call, "global_state": global_state, "STATE": snap.walk.state, "memory": memory,
         }
+        self.spaces = [self.space]
         self.places: dict[int, list[Place]] = {}
         for place in snap.places:
             self.places.setdefault(id(place.owner), []).append(place)

@@ -37,7 +37,7 @@ class FastPath(Anchors):
         self._inputs(inputs)
         body = "\n        ".join(self.lines)
         self.code = f"def bind(args, kwargs):\n    try:\n        {body}\n    except (KeyError, AttributeError, " \
-                    "IndexError, TypeError, ValueError, RuntimeError):\n        return None\n"
+                    "IndexError, TypeError, ValueError, RuntimeError, NameError):\n        return None\n"
         exec(compiled(self.code), self.space)
         self.function: Fast = self.space["bind"]
 
@@ -45,9 +45,10 @@ class FastPath(Anchors):
         """Volatile tensors are new objects, and share no memory that the step writes, unless they did so before."""
         written = {i for i, t in enumerate(self.tensors) if self.snap.tensors[id(t)].source.path in mutated}
         volatile_written = [self.snap.tensors[id(t)].source.path in mutated for _, t in self.volatile_tensors]
-        anchored = Anchored(self.tensors, self.watched, written, any(volatile_written))
+        anchored = Anchored(self.tensors, self.watched, written, any(volatile_written), self.gradients)
         self.anchored = anchored
-        self.space |= {"anchored": anchored, "rebind": anchored.rebind, "LAST": anchored.last}
+        self.space |= {"anchored": anchored, "rebind": anchored.rebind, "recall": anchored.recall}
+        self.space["LAST"] = anchored.last
         if not self.volatile_tensors:
             return
         names = ", ".join(name for name, _ in self.volatile_tensors)

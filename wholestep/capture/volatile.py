@@ -6,6 +6,7 @@ by one.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from types import FunctionType
 from typing import Any
@@ -111,7 +112,23 @@ class Volatile(Draft):
         elif id(value) in self.volatile:
             self._volatile_holder(expression, value)
         else:
-            self._require(f"{expression} is {self._name(value)}")
+            self._require(f"{expression} is {self._argument(value)}")
+
+    def _argument(self, value: Any) -> str:
+        """An expression for an object that a call is given, by which the code does not keep it alive.
+
+        With it goes all that the code holds of it, and so the code itself.
+        """
+        spaces = self.spaces
+
+        def drop(_: Any) -> None:
+            for space in spaces:
+                space.clear()
+
+        try:
+            return f"{self._fresh(weakref.ref(value, drop))}()"
+        except TypeError:
+            return self._name(value)
 
     def _volatile_function(self, expression: str, function: FunctionType) -> None:
         name = self.names[id(function)] = f"v{len(self.names)}"

@@ -29,7 +29,6 @@ from wholestep.packed import Packed
 from wholestep.passes.normal import copy_step, expand_foreach, plain_views, shared_host, spell_lists
 from wholestep.torch_compat import below_autograd, set_grad_mode
 
-_same = operator.is_
 _pointer = torch.Tensor.data_ptr
 _NONE = torch.empty(0)
 
@@ -99,7 +98,8 @@ class Program:
         self.arena_bytes = sum(plan.arena.values())
         self._loans: Loans = source.namespace.get("loans") or Loans()
         self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
-        self._tensors: tuple[Any, ...] = ()
+        self._tensors: list[weakref.ref[Any]] = []
+        self._ids: list[int] = []
         self._pointers: list[int] = []
         self._arena: dict[str, torch.Tensor] = {}
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
@@ -165,7 +165,7 @@ class Program:
         if self._viewed is None:
             return True
         lasting = self._viewed(inputs)[:-2]
-        return all(map(_same, lasting, self._tensors)) and [*map(_pointer, lasting)] == self._pointers
+        return [*map(id, lasting)] == self._ids and [*map(_pointer, lasting)] == self._pointers
 
     def _rebind(self, inputs: Sequence[Any]) -> None:
         """Makes all views of lasting memory anew: at the first call and when a parameter has moved."""
@@ -178,13 +178,25 @@ class Program:
             for index in range(count):
                 if self._scratch.get((dtype, index), _NONE).numel() != tile:
                     self._scratch[dtype, index] = torch.empty(tile, dtype=dtype)
-        self._tensors = self._viewed(inputs)[:-2] if self._viewed else ()
-        self._pointers = [*map(_pointer, self._tensors)]
+        lasting = self._viewed(inputs)[:-2] if self._viewed else ()
+        self._tensors, self._ids = self._watched(lasting), [*map(id, lasting)]
+        self._pointers = [*map(_pointer, lasting)]
         if _written_overlap(self._signature, inputs):
             step = self._whole()
             self._run = lambda values: interpret(step, values)
         else:
             self._run = self._bind(inputs, self._arena, self._scratch, tile)
+
+    def _watched(self, tensors: Sequence[Any]) -> list[weakref.ref[Any]]:
+        """References that keep nothing alive: with one of the tensors go the views of its memory."""
+        program = weakref.ref(self)
+
+        def unbind(_: Any) -> None:
+            bound = program()
+            if bound is not None:
+                bound._run, bound._tensors = None, []
+
+        return [weakref.ref(tensor, unbind) for tensor in tensors]
 
 
 def _written_overlap(signature: Signature, inputs: Sequence[Any]) -> bool:
