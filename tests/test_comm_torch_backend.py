@@ -1,14 +1,18 @@
 """Our transport under torch.distributed: its collectives, stock DDP and FSDP2, against Gloo."""
 
 import os
+import threading
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import wholestep as ws
 import wholestep.comm.torch_backend  # noqa: F401 - the import registers the backend
 from wholestep import comm
 from wholestep.testing import run_ranks
@@ -107,3 +111,139 @@ def test_a_failure_under_stock_ddp_is_an_error_and_the_doctor_names_both_lines(t
     assert "does not agree" in found
     assert f"rank 0 calls all_reduce of float32 [20] at {__file__}:{line}" in found
     assert f"rank 1 calls all_reduce of float32 [3] at {__file__}:{line}" in found
+
+
+def begin(folder, timeout=60):
+    rank = comm.get_rank()
+    dist.init_process_group("shm", f"file://{folder}/meet", timeout, world_size=2, rank=rank)
+    return rank
+
+
+def waited_for_by_several_threads(folder):
+    rank = begin(folder, timedelta(seconds=60))
+    for _ in range(100):
+        x, y = torch.ones(3000), torch.full((3000,), float(rank))
+        works = [dist.all_reduce(x, async_op=True), dist.isend(y, 1) if rank == 0 else dist.irecv(y, 0)]
+        # strided: divided, copied back once
+        works.append(dist.all_reduce(z := torch.ones(6, 50)[:, ::2], dist.ReduceOp.AVG, async_op=True))
+        threads = [threading.Thread(target=work.wait) for work in works for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (x == 2).all() and (y == 0).all() and (z == 1).all()
+    small = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(100)])
+    ddp = DistributedDataParallel(small, bucket_cap_mb=0.00001)
+    for _ in range(3):
+        ddp(torch.ones(1, 2)).sum().backward()
+    dist.destroy_process_group()
+    return True
+
+
+def test_works_are_waited_for_by_any_number_of_threads(tmp_path):
+    assert run_ranks(waited_for_by_several_threads, 2, "gloo", (str(tmp_path),)) == [True, True]
+
+
+def destroyed_while_threads_wait(folder):
+    rank = begin(folder, timedelta(seconds=60))
+    if rank == 1:
+        comm.barrier()
+        return ["", "", ""]
+    works = [dist.all_reduce(torch.ones(3000), async_op=True), dist.irecv(torch.ones(3), 1)]
+    found = []
+
+    def wait(work):
+        try:
+            work.wait()
+        except comm.DistError as failure:
+            found.append(type(failure).__name__)
+
+    threads = [threading.Thread(target=wait, args=(work,)) for work in (*works, works[0])]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    dist.destroy_process_group()
+    for thread in threads:
+        thread.join()
+    comm.barrier()
+    return found
+
+
+def test_a_group_is_destroyed_while_threads_wait(tmp_path):
+    found, _ = run_ranks(destroyed_while_threads_wait, 2, "gloo", (str(tmp_path),))
+    assert found == ["DistBackendError"] * 3
+
+
+def callbacks_that_communicate(folder):
+    rank = begin(folder, timedelta(seconds=5))
+
+    def again(future):
+        dist.all_reduce(y := future.value()[0] * 2)
+        return dist.all_reduce(y, async_op=True).get_future().wait()[0]
+
+    results = [dist.all_reduce(torch.ones(3000), async_op=True).get_future().then(again).wait() for _ in range(5)]
+    assert all((one == 16).all() for one in results)
+    works = [dist.all_reduce(torch.ones(3000), async_op=True) for _ in range(4)]
+    futures = [work.get_future() for work in works]
+    # each waits for a later one, and by then two threads are in callbacks
+    chained = [futures[i].then(lambda _, later=futures[i + 1]: later.wait()[0]) for i in range(3)]
+    assert all((one.wait() == 2).all() for one in chained)
+    dist.barrier()
+    if rank == 0:  # the other rank never comes to the second collective
+        alone = dist.all_reduce(torch.ones(3000), async_op=True).get_future().then(again)
+        with pytest.raises(RuntimeError, match="waited 5 s|has left the group"):
+            alone.wait()
+    else:
+        dist.all_reduce(torch.ones(3000))
+        comm.barrier()
+    if rank == 0:
+        comm.barrier()
+    return True
+
+
+def test_callbacks_of_futures_may_communicate_and_wait(tmp_path):
+    assert run_ranks(callbacks_that_communicate, 2, "gloo", (str(tmp_path),)) == [True, True]
+
+
+def under_dynamo(folder, backend):
+    rank = comm.get_rank()
+    dist.init_process_group(backend, f"file://{folder}/{backend}", rank=rank, world_size=2)
+    losses = []
+    for wrap in (DistributedDataParallel, lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))):
+        wrapped = wrap(model())
+        for step in (wrapped, torch.compile(wrapped, backend="eager"), wrapped):
+            torch.manual_seed(rank)
+            loss = step(torch.randn(8, 10)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+    dist.destroy_process_group()
+    return losses
+
+
+def test_ddp_and_fsdp1_under_dynamo_are_as_over_gloo(tmp_path):
+    ours, theirs = [run_ranks(under_dynamo, 2, "gloo", (str(tmp_path), backend)) for backend in ("shm", "gloo")]
+    assert ours == theirs
+
+
+def compiled_with_torchs_names(folder):
+    rank = begin(folder, timedelta(seconds=30))
+
+    def step(x):
+        y = x * 2
+        dist.all_reduce(y)
+        work = dist.broadcast(z := x + 1, 1, async_op=True)
+        parts = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(parts, x.t().contiguous().t())
+        work.wait()
+        return y + 1, z, *parts
+
+    compiled, results = ws.compile(step), []
+    for scale in (1.0, 3.0):
+        x = torch.arange(6.0).view(2, 3) * scale + rank
+        results.append(all(torch.equal(a, b) for a, b in zip(compiled(x), step(x), strict=True)))
+    dist.destroy_process_group()
+    return results, len(compiled.graphs)
+
+
+def test_collectives_of_torch_in_a_compiled_step_are_traced(tmp_path):
+    assert run_ranks(compiled_with_torchs_names, 2, "gloo", (str(tmp_path),)) == [([True, True], 1)] * 2

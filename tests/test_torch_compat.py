@@ -71,6 +71,7 @@ from wholestep.torch_compat import (
     set_grad_mode,
     set_versions,
     size_symbol,
+    skipped_by_dynamo,
     storage_id,
     storage_uses,
     transforms_active,
@@ -651,3 +652,25 @@ def test_function_modes_are_off_inside_of_no_modes_alone():
         assert function_modes_off()
     storage = torch.ones(2).untyped_storage()
     assert address_of(storage) == storage.data_ptr()
+
+
+def test_dynamo_skips_the_methods_of_a_class() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    class Twice:
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return inner(x) * 2
+
+    seen: list[Any] = []
+
+    def backend(gm: Any, _: Any) -> Any:
+        seen.append(gm)
+        return gm
+
+    torch.compile(Twice().run, backend=backend)(torch.ones(2))
+    assert len(seen) == 1
+    torch._dynamo.reset()
+    skipped = skipped_by_dynamo(Twice)
+    assert torch.equal(torch.compile(skipped().run, backend=backend)(torch.ones(2)), torch.full((2,), 4.0))
+    assert len(seen) == 1

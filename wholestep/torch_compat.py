@@ -19,6 +19,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._guards import Source
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -420,3 +421,16 @@ def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:
 BACKWARD_ENGINE = torch.autograd, "_engine_run_backward"
 """Where `torch.autograd.backward` and `torch.autograd.grad` find the call of the engine by which they end:
 ``run(roots, grads, keep_graph, create_graph, inputs, ...)``."""
+
+
+def skipped_by_dynamo(cls: type) -> type:
+    """Class decorator: Dynamo runs the methods, and all that they call, as they are.
+
+    It evaluates Python frames that C++ calls between two of its graphs, as collectives of DDP and FSDP are.
+    `torch.compiler.disable` does the same for the price of importing Dynamo. Seen in torch 2.13."""
+    as_they_are = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for member in vars(cls).values():
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(function, FunctionType):
+            set_code_exec_strategy(function.__code__, as_they_are)
+    return cls

@@ -36,6 +36,31 @@ def tensors(values: Any, name: str) -> list[torch.Tensor]:
     return [tensor(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
 
+def output(value: Any, name: str, expanded: bool = False) -> torch.Tensor:
+    """Args:
+        expanded: elements may share memory.
+
+    Raises:
+        TypeError: not a dense tensor.
+        ValueError: memory holds the conjugates or negatives of its elements, or some of them share it.
+    """
+    made = tensor(value, name)
+    shared = not expanded and any(one == 0 < size - 1 for one, size in zip(made.stride(), made.shape, strict=True))
+    if shared or made.is_conj() or made.is_neg():
+        raise ValueError(
+            f"parameter `{name}` of shape {list(made.shape)} is written, and an expanded, conjugate or negated view "
+            "cannot be: pass a clone() of it"
+        )
+    return made
+
+
+def outputs(values: Any, name: str) -> list[torch.Tensor]:
+    """Raises:
+    TypeError, ValueError: not a list of tensors that can be written.
+    """
+    return [output(value, f"{name}[{index}]") for index, value in enumerate(tensors(values, name))]
+
+
 def same_dtype(what: str, *groups: Sequence[torch.Tensor]) -> None:
     """Raises:
     ValueError: the tensors have different dtypes.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -47,61 +49,80 @@ RING = 1 << 20  # bytes that a rank's messages to another one need, about
 MANY = 256  # works under way, from which on those that have ended are let go
 
 
-class ShmWork(Work):
-    """A job of the engine. Keeps the tensors alive until it ends."""
+class EngineJob(Work):
+    """A collective or a message under way. Any number of threads may wait for it. Keeps its tensors until it ends."""
 
-    def __init__(self, group: JobGroup, ticket: int, result: list[torch.Tensor], keep: Any) -> None:
+    def __init__(self, group: JobGroup, ticket: Any, result: list[torch.Tensor], keep: Any = None) -> None:
         self._group, self._ticket, self._result, self._keep = group, ticket, result, keep
-        group._under_way[ticket] = self
+        self._closing = threading.Lock()
+        group._under_way[id(self)] = self
         if len(group._under_way) > MANY:
             group._reap()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if self._ticket:
-            handle = self._group._live("wait")
-            limit = seconds(timeout)
-            outcome = native.finish(handle, self._ticket, -1.0 if limit is None else float(limit))
-            if outcome is False:
-                raise DistTimeoutError(f"{self._group!r}: the collective did not end within {limit:g} s")
-            self._close(outcome)
+        ticket = self._ticket
+        if ticket is not None:
+            ended = self._finish(ticket, seconds(timeout))
+            with self._closing:
+                if self._ticket is not None:
+                    self._group._under_way.pop(id(self), None)
+                    failure = ended()
+                    if failure is not None:
+                        self._failed(failure)
+                    self._ticket = self._keep = None
         if self._failure is not None:
             raise self._failure
         return True
 
-    def is_completed(self) -> bool:
-        return not self._ticket or bool(native.test(self._group._live("is_completed"), self._ticket))
-
-    def _close(self, outcome: Any) -> None:
-        self._group._under_way.pop(self._ticket, None)
-        self._ticket, self._keep = 0, None
-        if outcome is not None:
-            self._failed(self._group._error(outcome))
-
-
-class MessageWork(Work):
-    """A send or a receive under way."""
-
-    def __init__(self, group: JobGroup, ticket: int, op: int, peer: int, tensor: torch.Tensor) -> None:
-        self._group, self._ticket, self._op, self._peer, self._result = group, ticket, op, peer, [tensor]
-        self.source = -1
-        group._under_way[ticket] = self
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if self._ticket:
-            group, tensor = self._group, (self._result or [])[0]
-            limit = seconds(timeout) or group.timeout.total_seconds()
-            ticket, self._ticket = self._ticket, 0
-            status, self.source, got = native.p2p_finish(group._live(OPS[self._op]), ticket, float(limit))
-            group._under_way.pop(ticket, None)
-            if status:
-                peer = self._peer if self.source < 0 else self.source
-                self._failed(group._message_error(self._op, peer, status, got, tensor, limit))
-        if self._failure is not None:
-            raise self._failure
-        return True
+    def _finish(self, ticket: Any, limit: float | None) -> Callable[[], DistError | None]:
+        """Waits in the engine; gives what then tells how it ended."""
+        raise NotImplementedError
 
     def is_completed(self) -> bool:
-        return not self._ticket or bool(native.p2p_test(self._group._live(OPS[self._op]), self._ticket))
+        ticket = self._ticket
+        return ticket is None or not self._group._handle or self._test(ticket)
+
+    def _test(self, ticket: Any) -> bool:
+        raise NotImplementedError
+
+
+class ShmWork(EngineJob):
+    """A collective of the engine."""
+
+    def _finish(self, ticket: Any, limit: float | None) -> Callable[[], DistError | None]:
+        group = self._group
+        outcome = native.finish(group._live("wait"), ticket, -1.0 if limit is None else float(limit))
+        if isinstance(outcome, bool):
+            raise DistTimeoutError(f"{group!r}: the collective did not end within {limit:g} s")
+        return lambda: None if outcome is None else group._error(outcome)
+
+    def _test(self, ticket: Any) -> bool:
+        return bool(native.test(self._group._handle, ticket))
+
+
+class MessageWork(EngineJob):
+    """A send or a receive."""
+
+    source = -1
+
+    def __init__(self, group: JobGroup, ticket: Any, op: int, peer: int, tensor: torch.Tensor) -> None:
+        self._op, self._peer = op, peer
+        super().__init__(group, ticket, [tensor])
+
+    def _finish(self, ticket: Any, limit: float | None) -> Callable[[], DistError | None]:
+        group, (tensor,) = self._group, self._result or []
+        limit = limit or group.timeout.total_seconds()
+        status, source, got = native.p2p_finish(group._live(OPS[self._op]), ticket, float(limit))
+
+        def ended() -> DistError | None:
+            self.source = source
+            peer = self._peer if source < 0 else source
+            return group._message_error(self._op, peer, status, got, tensor, limit) if status else None
+
+        return ended
+
+    def _test(self, ticket: Any) -> bool:
+        return bool(native.p2p_test(self._group._handle, ticket))
 
 
 class JobGroup(ProcessGroup):
@@ -131,6 +152,10 @@ class JobGroup(ProcessGroup):
         self.latest: tuple[int, ...] | None = None  # what the last call told the engine, for `quick.learn`
         self._handle = self._ended = 0
         self._handle = self._attach(store, timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout, self._seconds = timeout, timeout.total_seconds()
+        native.forget_plans()  # which have it too
 
     @property
     def sequence(self) -> int:  # type: ignore[override]
@@ -223,6 +248,8 @@ class JobGroup(ProcessGroup):
             return DistTimeoutError(
                 f"{group}: {me} waited {self._seconds:g} s in {here} for {other}, which last stood at {there}"
             )
+        if status == ABORTED and not self._handle:
+            return DistBackendError(f"{group}: {me} destroyed the group while it waited in {here}")
         reason = native.reason(self._handle, culprit).decode(errors="replace") if status == ABORTED else ""
         if reason:
             return DistRankError(f"{group}: {other} cannot go on: {reason}; {me} is in {here}")
@@ -244,6 +271,8 @@ class JobGroup(ProcessGroup):
             return DistRankError(f"{here}: rank {self.labels[peer]} has exited or was killed")
         if status == MISMATCH:
             return DistMismatchError(f"{here}: {tensor.nbytes} bytes are required, {got} were sent")
+        if status == ABORTED:
+            return DistBackendError(f"{here}: the group was destroyed")
         return no_room(RING, f"{here}: messages between two ranks", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def _place(self, mine: bytes) -> str:
@@ -288,9 +317,9 @@ class JobGroup(ProcessGroup):
         self.latest = (op, code, red, opts.root, nbytes, shape, in_stride, out_stride, elem) if usual else None
         if outcome is None:
             return Finished(result)
-        if isinstance(outcome, int):
-            return ShmWork(self, outcome, result, keep)
-        raise self._error(outcome)
+        if isinstance(outcome, tuple):
+            raise self._error(outcome)
+        return ShmWork(self, outcome, result, keep)
 
     def _reap(self) -> None:
         """Lets go of works that have ended and that nobody has waited for."""

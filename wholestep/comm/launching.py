@@ -44,49 +44,71 @@ def launch(
     return None
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its memory holds its elements in order, else a copy that does."""
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def staged(
-    outputs: list[torch.Tensor], start: Callable[[list[torch.Tensor]], Work], result: list[torch.Tensor] | None = None
+    outputs: list[torch.Tensor],
+    start: Callable[[list[torch.Tensor]], Work],
+    result: list[torch.Tensor] | None = None,
+    apart: bool = False,
+    written: bool = True,
 ) -> Work:
-    """Runs ``start`` on contiguous twins of ``outputs`` and copies results back when it ends."""
-    if all(out.is_contiguous() for out in outputs):
-        return start(outputs)
-    twins = [out.contiguous() for out in outputs]
-    work = start(twins)
+    """Runs ``start`` on contiguous copies of those ``outputs`` that need one, and copies results back when it ends.
 
-    def copy_back() -> None:
-        for out, twin in zip(outputs, twins, strict=True):
-            if twin is not out:
-                out.copy_(twin)
+    Args:
+        result: what the work gives as its result; None for the outputs.
+        written: False on a rank whose tensors stay as they are.
+        apart: the outputs may share memory, and need a copy each if they do.
+    """
+    overlapping = apart and len({out.untyped_storage().data_ptr() for out in outputs}) < len(outputs)
+    copies = [dense(out).clone() if overlapping else dense(out) for out in outputs]
+    work = start(copies)
+    work._result = outputs if result is None else result
+    back = [(out, copy) for out, copy in zip(outputs, copies, strict=True) if written and copy is not out]
+    return Then(work, lambda: _copy_back(back), work._result) if back else work
 
-    return Then(work, copy_back, outputs if result is None else result)
+
+@torch.inference_mode()  # as collectives write: whatever autograd says of the tensors
+def _copy_back(pairs_of: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for out, copy in pairs_of:
+        for dim, stride in enumerate(out.stride()):
+            if stride == 0 and out.shape[dim]:  # expanded: all its elements have become equal
+                out, copy = out.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
+        out.copy_(copy)
 
 
-def reducible(tensor: torch.Tensor, kind: RedOpType, what: str) -> tuple[torch.Tensor, RedOpType]:
-    """The tensor and kind as numbers that every backend reduces: bool as bytes, complex as pairs.
+def reduction_of(dtype: torch.dtype, kind: RedOpType, what: str) -> RedOpType:
+    """The reduction of `numbers` that means this one of tensors of this dtype.
 
     Raises:
         TypeError: the reduction means nothing for this dtype.
     """
-    if tensor.dtype in FLOAT8:
-        raise TypeError(f"{what}: {tensor.dtype} has too few bits to add up in: convert to bfloat16 or float32 first")
-    if tensor.dtype is torch.bool:
+    if dtype in FLOAT8:
+        raise TypeError(f"{what}: {dtype} has too few bits to add up in: convert to bfloat16 or float32 first")
+    if dtype is torch.bool:
         if kind in (RedOpType.AVG, RedOpType.PREMUL_SUM):
             raise TypeError(f"{what}: {kind.name} of bool tensors is not defined: convert to a number first")
-        return tensor.view(torch.uint8), _BOOL_OPS.get(kind, kind)
-    if tensor.is_complex():
-        if kind not in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):
-            raise TypeError(
-                f"{what}: {kind.name} of complex tensors is not defined: SUM, AVG or PREMUL_SUM is required"
-            )
-        return torch.view_as_real(tensor), kind
-    if tensor.is_floating_point() and kind in (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR):
-        raise TypeError(f"{what}: {kind.name} of {tensor.dtype} is not defined: an integer tensor is required")
-    return tensor, kind
+        return _BOOL_OPS.get(kind, kind)
+    if dtype.is_complex and kind not in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):
+        raise TypeError(f"{what}: {kind.name} of complex tensors is not defined: SUM, AVG or PREMUL_SUM is required")
+    if dtype.is_floating_point and kind in (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR):
+        raise TypeError(f"{what}: {kind.name} of {dtype} is not defined: an integer tensor is required")
+    return kind
 
 
 def pairs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Complex tensors as pairs of reals, so that they can be moved into real ones and back."""
-    return [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+    return [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in tensors]
+
+
+def numbers(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Contiguous tensors as numbers that every backend reduces: bool as bytes, complex as pairs."""
+    return [one.view(torch.uint8) if one.dtype is torch.bool else one for one in pairs(tensors)]
 
 
 def group_root(group: Group, rank: int | None, group_rank: int | None, name: str) -> int:

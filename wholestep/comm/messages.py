@@ -13,7 +13,7 @@ from wholestep.comm import checks, traced
 from wholestep.comm.backend import DeviceGroup
 from wholestep.comm.codes import OPS, RECV, SEND
 from wholestep.comm.errors import DistError, DistTimeoutError
-from wholestep.comm.launching import Group, group_root, launch, staged
+from wholestep.comm.launching import Group, dense, group_root, launch, staged
 from wholestep.comm.quick import learn, quick
 from wholestep.comm.work import Work
 from wholestep.comm.world import get_global_rank, get_group
@@ -33,6 +33,7 @@ def isend(
     pg = get_group(group)
     if checks.outside(pg, "isend"):
         return None
+    _check_tag(tag)
     peer = group_root(group, dst, group_dst, "dst")
     if peer == pg.rank():
         raise ValueError(
@@ -40,7 +41,7 @@ def isend(
         )
     if traced.is_traced(tensor):
         return traced.into("send", [], tensor, pg, True, peer, tag)
-    ready = checks.tensor(tensor, "tensor").contiguous()
+    ready = dense(checks.tensor(tensor, "tensor"))
     return launch(pg, "send", tensor, True, lambda pg: pg.send([ready], peer, tag))
 
 
@@ -55,15 +56,21 @@ def irecv(
     pg = get_group(group)
     if checks.outside(pg, "irecv"):
         return None
+    _check_tag(tag)
     peer = ANY if src is None and group_src is None else group_root(group, src, group_src, "src")
     if peer == pg.rank():
         raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
-    checks.tensor(tensor, "tensor")
+    checks.output(tensor, "tensor")
     if traced.is_traced(tensor):
         if peer == ANY:
             raise ValueError("irecv: a recorded program cannot tell who sent: name the source")
         return traced.into("recv", [tensor], tensor, pg, True, peer, tag)
     return launch(pg, "recv", tensor, True, lambda pg: staged([tensor], lambda outs: pg.recv(outs, peer, tag)))
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag < 1 << 31:
+        raise ValueError(f"Tag must be nonnegative and below 2**31, found {tag}")
 
 
 @quick(SEND, out="tensor", root="dst")

@@ -11,7 +11,7 @@ import torch
 
 from wholestep.comm import checks, traced
 from wholestep.comm.codes import ALL_GATHER, ALL_TO_ALL, BARRIER, BROADCAST, GATHER, SCATTER
-from wholestep.comm.launching import Group, group_root, launch, pairs, staged
+from wholestep.comm.launching import Group, dense, group_root, launch, pairs, staged
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.quick import learn, quick
 from wholestep.comm.work import All, Work
@@ -33,10 +33,12 @@ def broadcast(
     opts = Options(root=group_root(group, src, group_src, "src"), async_op=async_op)
     if traced.is_traced(tensor):
         return traced.in_place("broadcast", tensor, pg, async_op, opts.root)
-    plain = pairs([checks.tensor(tensor, "tensor")])
+    written = pg.rank() != opts.root
+    (checks.output if written else checks.tensor)(tensor, "tensor")
     work = launch(
-        pg, "broadcast", tensor, async_op, lambda pg: staged(plain, lambda ready: pg.broadcast(ready, opts), [tensor])
-    )
+        pg, "broadcast", tensor, async_op,
+        lambda pg: staged([tensor], lambda ready: pg.broadcast(pairs(ready), opts), written=written),
+    )  # fmt: skip
     if group_src is None:
         learn(BROADCAST, tensor, tensor, None, group, src, pg, "broadcast", tensor)
     return work
@@ -48,8 +50,7 @@ def all_gather(
 ) -> Work | None:
     """Every rank's ``tensor`` into ``tensor_list``, by rank."""
     pg = get_group(group)
-    outs, (inp,) = checks.tensors(tensor_list, "tensor_list"), pairs([checks.tensor(tensor, "tensor")])
-    outs = pairs(outs)
+    outs, (inp,) = pairs(checks.outputs(tensor_list, "tensor_list")), pairs([checks.tensor(tensor, "tensor")])
     checks.same_dtype("all_gather", outs, [inp])
     if checks.outside(pg, "all_gather"):
         return None
@@ -58,7 +59,7 @@ def all_gather(
         checks.elements("all_gather", f"tensor_list[{index}]", out.numel(), inp.numel(), "as many as `tensor` has")
     if traced.is_traced(tensor):
         return traced.into("all_gather", outs, inp.reshape(-1), pg, async_op)
-    opts, ready = Options(async_op=async_op), inp.contiguous()
+    opts, ready = Options(async_op=async_op), dense(inp)
     work = launch(
         pg, "all_gather", tensor, async_op,
         lambda pg: staged(outs, lambda ready_outs: pg.allgather([ready_outs], [ready], opts), tensor_list),
@@ -77,7 +78,7 @@ def all_gather_coalesced(
     inputs = checks.tensors(input_tensor_list, "input_tensor_list")
     checks.same_dtype("all_gather_coalesced", inputs)
     for outs in output_tensor_lists:
-        checks.same_dtype("all_gather_coalesced", checks.tensors(outs, "output_tensor_lists"), inputs)
+        checks.same_dtype("all_gather_coalesced", checks.outputs(outs, "output_tensor_lists"), inputs)
     pg = get_group(group)
     if checks.outside(pg, "all_gather_coalesced"):
         return None
@@ -102,7 +103,7 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """Every rank's input [n, …], one after the other, into ``output_tensor`` [size*n, …] (or [size, n, …])."""
     pg = get_group(group)
-    (out,), (inp,) = pairs([checks.tensor(output_tensor, "output_tensor")]), pairs([input_tensor])
+    (out,), (inp,) = pairs([checks.output(output_tensor, "output_tensor")]), pairs([input_tensor])
     checks.same_dtype("all_gather_into_tensor", [out, inp])
     if checks.outside(pg, "all_gather_into_tensor"):
         return None
@@ -110,7 +111,7 @@ def all_gather_into_tensor(
     checks.elements("all_gather_into_tensor", "output_tensor", out.numel(), inp.numel() * pg.size(), why)
     if traced.is_traced(input_tensor):
         return traced.into("all_gather", [out], inp.reshape(-1), pg, async_op)
-    opts, ready = Options(async_op=async_op), inp.contiguous()
+    opts, ready = Options(async_op=async_op), dense(inp)
     work = launch(
         pg, "all_gather_into_tensor", input_tensor, async_op,
         lambda pg: staged([out], lambda outs: pg._allgather_base(outs[0], ready, opts), [output_tensor]),
@@ -130,7 +131,7 @@ def gather(
 ) -> Work | None:
     """Every rank's ``tensor`` into ``gather_list`` of rank ``dst`` (default: the first), by rank."""
     pg = get_group(group)
-    outs = pairs(checks.tensors(gather_list, "gather_list")) if gather_list else []
+    outs = pairs(checks.outputs(gather_list, "gather_list")) if gather_list else []
     (inp,) = pairs([checks.tensor(tensor, "tensor")])
     checks.same_dtype("gather", outs, [inp])
     if checks.outside(pg, "gather"):
@@ -144,7 +145,7 @@ def gather(
         checks.elements("gather", f"gather_list[{index}]", out.numel(), inp.numel(), "as many as `tensor` has")
     if traced.is_traced(tensor):
         return traced.into("gather", outs, inp.reshape(-1), pg, async_op, root)
-    opts, ready = Options(root=root, async_op=async_op), inp.contiguous()
+    opts, ready = Options(root=root, async_op=async_op), dense(inp)
 
     def run(pg: ProcessGroup) -> Work:
         return staged(outs, lambda at: pg.gather([at] if outs else [], [ready], opts), gather_list)
@@ -167,7 +168,7 @@ def scatter(
     """``tensor`` of rank r becomes ``scatter_list[r]`` of rank ``src`` (default: the first)."""
     pg = get_group(group)
     parts = pairs(checks.tensors(scatter_list, "scatter_list")) if scatter_list else []
-    (out,) = pairs([checks.tensor(tensor, "tensor")])
+    (out,) = pairs([checks.output(tensor, "tensor")])
     checks.same_dtype("scatter", [out], parts)
     if checks.outside(pg, "scatter"):
         return None
@@ -180,7 +181,7 @@ def scatter(
         checks.elements("scatter", f"scatter_list[{index}]", part.numel(), out.numel(), "as many as `tensor` has")
     if traced.is_traced(tensor):
         return traced.into("scatter", [out], out, pg, async_op, parts, root)
-    opts, ready = Options(root=root, async_op=async_op), [part.contiguous() for part in parts]
+    opts, ready = Options(root=root, async_op=async_op), [dense(part) for part in parts]
     work = launch(
         pg, "scatter", tensor, async_op,
         lambda pg: staged([out], lambda outs: pg.scatter(outs, [ready] if ready else [], opts), [tensor]),
@@ -199,7 +200,7 @@ def all_to_all(
 ) -> Work | None:
     """``input_tensor_list[r]`` goes to rank r; what comes from rank r lands in ``output_tensor_list[r]``."""
     pg = get_group(group)
-    outs = pairs(checks.tensors(output_tensor_list, "output_tensor_list"))
+    outs = pairs(checks.outputs(output_tensor_list, "output_tensor_list"))
     ins = pairs(checks.tensors(input_tensor_list, "input_tensor_list"))
     checks.same_dtype("all_to_all", outs, ins)
     if checks.outside(pg, "all_to_all"):
@@ -209,7 +210,7 @@ def all_to_all(
     if traced.is_traced(outs[0]):
         sizes = [[one.numel() for one in side] for side in (outs, ins)]
         return traced.into("all_to_all", outs, traced.rows(ins), pg, async_op, *sizes)
-    opts, ready = Options(async_op=async_op), [one.contiguous() for one in ins]
+    opts, ready = Options(async_op=async_op), [dense(one) for one in ins]
     work = launch(
         pg, "all_to_all", ins[0], async_op,
         lambda pg: staged(outs, lambda ready_outs: pg.alltoall(ready_outs, ready, opts), output_tensor_list),
@@ -233,7 +234,7 @@ def all_to_all_single(
         output_split_sizes, input_split_sizes: rows from and to each rank; None or empty for equal parts.
     """
     pg = get_group(group)
-    checks.same_dtype("all_to_all_single", [checks.tensor(output, "output"), checks.tensor(input, "input")])
+    checks.same_dtype("all_to_all_single", [checks.output(output, "output"), checks.tensor(input, "input")])
     if checks.outside(pg, "all_to_all_single"):
         return None
     for name, one, splits in (("input", input, input_split_sizes), ("output", output, output_split_sizes)):
@@ -253,7 +254,7 @@ def all_to_all_single(
             "all_to_all", [output], input, pg, async_op, output_split_sizes or [], input_split_sizes or []
         )
     opts = Options(out_splits=output_split_sizes or [], in_splits=input_split_sizes or [], async_op=async_op)
-    (out,), (inp,) = pairs([output]), pairs([input.contiguous()])
+    (out,), (inp,) = pairs([output]), pairs([dense(input)])
     work = launch(
         pg, "all_to_all_single", input, async_op,
         lambda pg: staged([out], lambda outs: pg.alltoall_base(outs[0], inp, opts), [output]),

@@ -81,6 +81,10 @@ class ProcessGroup:
         """Collectives that this rank has started in this group."""
         return self.sequence
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the time-out of the collectives from here on."""
+        self.timeout = timeout
+
     def shutdown(self) -> None:
         """Frees what the group holds. Called once by `destroy_process_group`."""
 

@@ -79,7 +79,7 @@ def _conclude(
     Raises:
         DistError: it failed.
     """
-    if isinstance(outcome, int):
+    if not isinstance(outcome, tuple):
         result = [] if out is None else out if isinstance(out, list) else [out]
         return recorder.under_way(entry, ShmWork(group, outcome, result, (out, keep)), group)
     if len(outcome) == 3:

@@ -11,7 +11,7 @@ import torch
 
 from wholestep.comm import checks, traced
 from wholestep.comm.codes import ALL_REDUCE, REDUCE, REDUCE_SCATTER
-from wholestep.comm.launching import Group, Op, group_root, launch, reducible, staged, traced_op
+from wholestep.comm.launching import Group, Op, dense, group_root, launch, numbers, reduction_of, staged, traced_op
 from wholestep.comm.process_group import Options
 from wholestep.comm.quick import learn, quick
 from wholestep.comm.reduce_op import ReduceOp, as_op
@@ -36,15 +36,12 @@ def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None,
         if scaled is not tensor:
             tensor.copy_(scaled)
         return traced.in_place("all_reduce", tensor, pg, async_op, name)
-    plain, kind = reducible(checks.tensor(tensor, "tensor"), kind, "all_reduce")
+    kind = reduction_of(checks.output(tensor, "tensor", expanded=True).dtype, kind, "all_reduce")
     opts = Options(kind, factor, async_op=async_op)
     work = launch(
-        pg,
-        "all_reduce",
-        tensor,
-        async_op,
-        lambda pg: staged([plain], lambda ready: pg.allreduce(ready, opts), [tensor]),
-    )
+        pg, "all_reduce", tensor, async_op,
+        lambda pg: staged([tensor], lambda ready: pg.allreduce(numbers(ready), opts)),
+    )  # fmt: skip
     learn(ALL_REDUCE, tensor, tensor, op, group, None, pg, "all_reduce", tensor)
     return work
 
@@ -52,21 +49,20 @@ def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None,
 def all_reduce_coalesced(
     tensors: list[torch.Tensor], op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """`all_reduce` of each tensor of a list, as one call."""
+    """`all_reduce` of each tensor of a list, as one call; of tensors that share memory the last one's result stays."""
     pg = get_group(group)
     if checks.outside(pg, "all_reduce_coalesced"):
         return None
     kind, factor = as_op(op)
-    checks.same_dtype("all_reduce_coalesced", checks.tensors(tensors, "tensors"))
+    checks.same_dtype("all_reduce_coalesced", [checks.output(one, "tensors", expanded=True) for one in tensors])
     if tensors and traced.is_traced(tensors[0]):
         return traced.together([all_reduce(one, op, group, async_op=True) for one in tensors], async_op)
-    plain = [reducible(one, kind, "all_reduce_coalesced") for one in tensors]
-    if not plain:
+    if not tensors:
         return Finished([]) if async_op else None
-    opts = Options(plain[0][1], factor, async_op=async_op)
+    opts = Options(reduction_of(tensors[0].dtype, kind, "all_reduce_coalesced"), factor, async_op=async_op)
     return launch(
         pg, "all_reduce_coalesced", tensors[0], async_op,
-        lambda pg: staged([one for one, _ in plain], lambda ready: pg.allreduce(ready, opts), tensors),
+        lambda pg: staged(tensors, lambda ready: pg.allreduce(numbers(ready), opts), apart=True),
     )  # fmt: skip
 
 
@@ -89,11 +85,14 @@ def reduce(
         scaled, name = traced_op(tensor, kind, factor)
         outs = [tensor] if scaled is tensor or pg.rank() == root else []  # the others keep theirs, not scaled
         return traced.into("reduce", outs, scaled, pg, async_op, root, name)
-    plain, kind = reducible(checks.tensor(tensor, "tensor"), kind, "reduce")
+    kind = reduction_of(checks.tensor(tensor, "tensor").dtype, kind, "reduce")
     opts = Options(kind, factor, group_root(group, dst, group_dst, "dst"), async_op=async_op)
+    if written := pg.rank() == opts.root:
+        checks.output(tensor, "tensor")
     work = launch(
-        pg, "reduce", tensor, async_op, lambda pg: staged([plain], lambda ready: pg.reduce(ready, opts), [tensor])
-    )
+        pg, "reduce", tensor, async_op,
+        lambda pg: staged([tensor], lambda ready: pg.reduce(numbers(ready), opts), written=written),
+    )  # fmt: skip
     if group_dst is None:
         learn(REDUCE, tensor, tensor, op, group, dst, pg, "reduce", tensor)
     return work
@@ -109,7 +108,7 @@ def reduce_scatter(
 ) -> Work | None:
     """``output`` becomes the reduction over ranks of their ``input_list[rank]``."""
     pg = get_group(group)
-    checks.same_dtype("reduce_scatter", [checks.tensor(output, "output")], checks.tensors(input_list, "input_list"))
+    checks.same_dtype("reduce_scatter", [checks.output(output, "output")], checks.tensors(input_list, "input_list"))
     if checks.outside(pg, "reduce_scatter"):
         return None
     checks.length("reduce_scatter", "input_list", input_list, pg.size())
@@ -121,12 +120,11 @@ def reduce_scatter(
     if traced.is_traced(output):
         scaled, name = traced_op(traced.rows(input_list), kind, factor)
         return traced.into("reduce_scatter", [output], scaled, pg, async_op, name)
-    out, plain_kind = reducible(output, kind, "reduce_scatter")
-    parts = [reducible(part, kind, "reduce_scatter")[0].contiguous() for part in input_list]
-    opts = Options(plain_kind, factor, async_op=async_op)
+    opts = Options(reduction_of(output.dtype, kind, "reduce_scatter"), factor, async_op=async_op)
+    parts = numbers([dense(part) for part in input_list])
     work = launch(
         pg, "reduce_scatter", output, async_op,
-        lambda pg: staged([out], lambda outs: pg.reduce_scatter(outs, [parts], opts), [output]),
+        lambda pg: staged([output], lambda outs: pg.reduce_scatter(numbers(outs), [parts], opts)),
     )  # fmt: skip
     learn(REDUCE_SCATTER, output, input_list, op, group, None, pg, "reduce_scatter", output)
     return work
@@ -138,7 +136,7 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     """``output`` [n, …] becomes the reduction over ranks of rows rank*n to (rank+1)*n of ``input`` [size*n, …]."""
     pg = get_group(group)
-    checks.same_dtype("reduce_scatter_tensor", [checks.tensor(output, "output"), checks.tensor(input, "input")])
+    checks.same_dtype("reduce_scatter_tensor", [checks.output(output, "output"), checks.tensor(input, "input")])
     if checks.outside(pg, "reduce_scatter_tensor"):
         return None
     why = f"`output` on {pg.size()} ranks"
@@ -147,12 +145,11 @@ def reduce_scatter_tensor(
     if traced.is_traced(output):
         scaled, name = traced_op(input.reshape(-1), kind, factor)
         return traced.into("reduce_scatter", [output], scaled, pg, async_op, name)
-    out, plain_kind = reducible(output, kind, "reduce_scatter_tensor")
-    inp = reducible(input, kind, "reduce_scatter_tensor")[0].contiguous()
-    opts = Options(plain_kind, factor, async_op=async_op)
+    opts = Options(reduction_of(output.dtype, kind, "reduce_scatter_tensor"), factor, async_op=async_op)
+    (inp,) = numbers([dense(input)])
     work = launch(
         pg, "reduce_scatter_tensor", output, async_op,
-        lambda pg: staged([out], lambda outs: pg._reduce_scatter_base(outs[0], inp, opts), [output]),
+        lambda pg: staged([output], lambda outs: pg._reduce_scatter_base(numbers(outs)[0], inp, opts)),
     )  # fmt: skip
     learn(REDUCE_SCATTER, output, input, op, group, None, pg, "reduce_scatter_tensor", output)
     return work

@@ -1,29 +1,38 @@
 """``import wholestep.comm.torch_backend``: then ``torch.distributed.init_process_group("shm")`` uses our transport.
 
-Stock DistributedDataParallel and FSDP2 gain it unchanged. The other file, beside `c10d.py`, that imports
-`torch.distributed`.
+Stock DistributedDataParallel and FSDP gain it unchanged. The other file, beside `c10d.py`, that imports
+`torch.distributed`. Each method of the group is the public collective of `reductions.py`, `moves.py` or `messages.py`,
+which checks and stages tensors, and in a traced step becomes an operator; here is what torch wraps around it.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from wholestep.comm.launching import launch
-from wholestep.comm.process_group import Options, ProcessGroup
+from wholestep.comm import messages, moves, reductions, sparse
+from wholestep.comm.fold import fold
+from wholestep.comm.futures import Waiter
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.shared import create_shared
 from wholestep.comm.torch_store import TorchStore
-from wholestep.comm.work import All, Work
+from wholestep.comm.traced import TracedWork
+from wholestep.comm.work import All, Finished, Then, Work, seconds
 from wholestep.comm.world import world
+from wholestep.torch_compat import skipped_by_dynamo
 
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+
+class ArgumentError(ValueError, TypeError, RuntimeError):
+    """A mistake in calling a method of the group: a `RuntimeError`, as torch's own groups raise them by way of its
+    dispatcher, and what their methods raise beneath it."""
 
 
 # As Any: the signatures of torch's stubs differ between the releases that this file serves.
@@ -31,34 +40,51 @@ _TorchWork: Any = dist._Work
 _TorchGroup: Any = dist.ProcessGroup
 
 
+@skipped_by_dynamo
 class TorchWork(_TorchWork):
-    """Our work as torch's."""
+    """Our work as torch's.
 
-    def __init__(self, work: Work, waiter: Waiter, result: list[torch.Tensor]) -> None:
+    Args:
+        result: what `result` and the future give, as Gloo's works do.
+        limit: seconds until `wait` gives up; None for the group's.
+    """
+
+    def __init__(self, work: Work, waiter: Waiter, result: list[Any], limit: float | None) -> None:
         super().__init__()
-        self._work, self._waiter, self._tensors = work, waiter, result
+        self._work, self._waiter, self._tensors, self._limit = work, waiter, result, limit
         self._future: torch.futures.Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if self._future is not None:  # the waiter has the work now
-            try:
-                self._future.wait()
-            except RuntimeError as failure:
-                raise self._work.exception() or failure from None
-            return True
-        return self._work.wait(timeout or None)
+        return self._work.wait(seconds(timeout) or self._limit)
 
     def is_completed(self) -> bool:
-        return self._future.done() if self._future is not None else self._work.is_completed()
+        return self._work.is_completed()
 
-    def result(self) -> list[torch.Tensor]:
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[Any]:
+        self.wait()
         return self._tensors
+
+    def _source_rank(self) -> int:
+        source = getattr(getattr(self._work, "_first", self._work), "source", -1)
+        if source < 0:
+            raise RuntimeError("sourceRank() may only be called on works of a receive, after wait()")
+        return int(source)
 
     def get_future(self) -> torch.futures.Future:
         if self._future is None:
             ended: torch.futures.Future = torch.futures.Future()
             self._future = ended.then(_settled)
-            self._waiter.give(self._work, ended, self._tensors)
+            if isinstance(self._work, TracedWork):
+                self._work.wait()
+                ended.set_result(self._tensors)
+            else:
+                self._waiter.give(self._work, ended, self._tensors, self._limit)
         return self._future
 
 
@@ -70,58 +96,91 @@ def _settled(ended: torch.futures.Future) -> Any:
     return outcome
 
 
-class Waiter:
-    """A thread that completes futures, so that communication goes on behind the backward pass."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Work, torch.futures.Future, list[torch.Tensor]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread: threading.Thread | None = None
-
-    def give(self, work: Work, future: torch.futures.Future, result: list[torch.Tensor]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="wholestep-futures", daemon=True)
-            self._thread.start()
-        self._queue.put((work, future, result))
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(5)
-
-    def _serve(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            work, future, result = entry
-            try:
-                work.wait()
-            except Exception as failure:  # noqa: BLE001 - whatever it is belongs to who waits on the future
-                future.set_result(failure)
-            else:
-                future.set_result(result)
+def _limit(opts: Any, timeout: timedelta | None = None) -> float | None:
+    """The time-out of one call in seconds; None for the group's, as options say by a negative one."""
+    limit = seconds(timeout or getattr(opts, "timeout", None))
+    return limit if limit and limit > 0 else None
 
 
-def _options(opts: Any, root: int = 0) -> Options:
-    made = Options(root=root, async_op=True)
-    if opts is not None and getattr(opts, "timeout", None) and opts.timeout > timedelta(0):
-        made.timeout = opts.timeout
-    if hasattr(opts, "reduceOp"):
-        for theirs, kind in _KINDS:
-            if opts.reduceOp == theirs:
-                made.op = kind
-                return made
-        raise ValueError(f"shm: reduction {opts.reduceOp} is not available: multiply the tensor, then SUM")
-    return made
+def _reduction(opts: Any) -> RedOpType:
+    """The reduction that options name, or that was given in their place."""
+    asked = getattr(opts, "reduceOp", opts)
+    if asked is None:
+        return RedOpType.SUM
+    for theirs, kind in _KINDS:
+        if asked == theirs:
+            return kind
+    raise ValueError(f"shm: reduction {asked} is not available: multiply the tensor, then SUM")
 
 
+def _only(what: str, values: Any, name: str) -> Any:
+    """The one entry of a list: torch has lists for the devices of a process, of which this one has one.
+
+    Raises:
+        ValueError: there are more, or none.
+    """
+    if isinstance(values, torch.Tensor):
+        return values
+    if len(values) != 1:
+        raise ValueError(f"ProcessGroupShm::{what}: requires a single-element {name} list, found {len(values)} entries")
+    return values[0]
+
+
+def _same(what: str, values: Any) -> list[torch.Tensor]:
+    """Tensors of a list that stand for devices of a process: as in one call, of one dtype and shape.
+
+    Raises:
+        ValueError: they differ, or there are none.
+    """
+    tensors = [values] if isinstance(values, torch.Tensor) else list(values)
+    if not tensors:
+        raise ValueError(f"ProcessGroupShm::{what}: requires non-empty tensor list")
+    if any(one.dtype is not tensors[0].dtype or one.shape != tensors[0].shape for one in tensors):
+        raise ValueError(f"ProcessGroupShm::{what}: invalid tensor type or size: tensors must all have the same")
+    return tensors
+
+
+def _rows(what: str, values: Any, name: str) -> list[torch.Tensor]:
+    """A tensor for each rank, as such or as the only entry of a list."""
+    nested = len(values) > 0 and not isinstance(values[0], torch.Tensor)
+    return list(_only(what, values, name) if nested else values)
+
+
+def _spread(work: Work | None, total: torch.Tensor, tensors: list[torch.Tensor]) -> Work | None:
+    """Brings a result into all tensors of a call."""
+    others = [one for one in tensors if one is not total]
+    if work is None or not others:
+        return work
+    return Then(work, lambda: [one.copy_(total) for one in others], tensors)
+
+
+def _collective(method: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> TorchWork:
+        try:
+            return method(self, *args, **kwargs)
+        except (ValueError, TypeError) as mistake:
+            raise ArgumentError(*mistake.args) from mistake
+
+    return checked
+
+
+@skipped_by_dynamo
 class ShmProcessGroup(_TorchGroup):
-    """A group over shared memory in torch's clothes."""
+    """A group over shared memory in torch's clothes.
+
+    Arguments are those of all overloads of torch's methods: lists of one tensor or the tensor, options or the reduction
+    or root itself. Ranks are the group's.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, before anything is sent.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._group = create_shared(TorchStore(store, timeout), rank, size, timeout)
         self._waiter = Waiter()
-        self._name = ""
+        self._name, self._store = "", store
         self._ranks = _global_ranks(store, rank, size)
 
     def getBackendName(self) -> str:
@@ -130,102 +189,191 @@ class ShmProcessGroup(_TorchGroup):
     def _set_group_name(self, name: str) -> None:
         self._name = name
         self._group.name_parts(name, self._ranks)
-        world().members[name] = self._ranks
+        world().guests[name], world().members[name] = self._group, self._ranks
 
     @property
     def group_name(self) -> str:
         """torch keeps the name in a C++ backend, which this group has none of."""
         return self._name
 
-    def _work(self, what: str, result: list[torch.Tensor], start: Callable[[ProcessGroup], Work]) -> TorchWork:
-        work = launch(self._group, what, result[0] if result else None, True, start)
-        assert work is not None
-        return TorchWork(work, self._waiter, result)
+    def get_group_store(self) -> Any:
+        return self._store
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work("all_reduce", tensors, lambda group: group.allreduce(tensors, _options(opts)))
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._group.set_timeout(timeout)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self.allreduce(tensors, opts)
+    def _set_sequence_number_for_group(self) -> None:
+        """The numbers of all ranks begin at 0 without being told."""
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work("reduce", tensors, lambda group: group.reduce(tensors, _options(opts, opts.rootRank)))
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group._get_sequence_number_for_group()
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work("broadcast", tensors, lambda group: group.broadcast(tensors, _options(opts, opts.rootRank)))
+    def _root(self, what: str, given: Any, tensors: int = 1) -> int:
+        root, place = getattr(given, "rootRank", given), getattr(given, "rootTensor", 0)
+        if not 0 <= place < tensors:
+            raise ValueError(f"ProcessGroupShm::{what}: invalid root tensor: {place} is not in a list of {tensors}")
+        if not 0 <= root < self.size():
+            raise ValueError(f"ProcessGroupShm::{what}: invalid root rank: {root} is not in a group of {self.size()}")
+        return int(root)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work("all_gather", outputs[0], lambda group: group.allgather(outputs, inputs, _options(opts)))
+    def _work(self, work: Work | None, result: list[Any], limit: float | None = None) -> TorchWork:
+        return TorchWork(work or Finished(result), self._waiter, result, limit)
 
+    @_collective
+    def allreduce(
+        self, tensors: Tensors = (), opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> TorchWork:
+        opts = named.get("op", opts)
+        kind, all_of_them = _reduction(opts), _same("allreduce", named.get("tensor", tensors))
+        first = all_of_them[0]
+        total = first if len(all_of_them) == 1 else fold([one.clone() for one in all_of_them], kind)
+        reduce = sparse.all_reduce if first.is_sparse else reductions.all_reduce
+        work = _spread(reduce(total, kind, self._group, async_op=True), total, all_of_them)
+        return self._work(work, all_of_them, _limit(opts, timeout))
+
+    @_collective
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
+        if not tensors:
+            raise ValueError("ProcessGroupShm::allreduce_coalesced: requires non-empty tensor list")
+        all_of_them = list(tensors)
+        work = reductions.all_reduce_coalesced(all_of_them, _reduction(opts), self._group, async_op=True)
+        return self._work(work, all_of_them, _limit(opts))
+
+    @_collective
+    def reduce(
+        self, tensors: Tensors = (), opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> TorchWork:
+        root = self._root("reduce", named.get("root", opts))
+        tensor = _only("reduce", named.get("tensor", tensors), "tensor")
+        kind = _reduction(op if op is not None else getattr(opts, "reduceOp", None))
+        work = reductions.reduce(tensor, None, kind, self._group, async_op=True, group_dst=root)
+        return self._work(work, [tensor], _limit(opts, timeout))
+
+    @_collective
+    def broadcast(
+        self, tensors: Tensors = (), opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> TorchWork:
+        all_of_them = _same("broadcast", named.get("tensor", tensors))
+        root = self._root("broadcast", named.get("root", opts), len(all_of_them))
+        sent = all_of_them[getattr(opts, "rootTensor", 0)]
+        work = _spread(moves.broadcast(sent, None, self._group, async_op=True, group_src=root), sent, all_of_them)
+        return self._work(work, all_of_them, _limit(opts, timeout))
+
+    @_collective
+    def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
+        outs, tensor = _rows("allgather", outputs, "output"), _only("allgather", inputs, "input")
+        work = moves.all_gather(outs, tensor, self._group, async_op=True)
+        return self._work(work, outs, _limit(opts, timeout))
+
+    @_collective
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> TorchWork:
+        if not inputs:
+            raise ValueError("ProcessGroupShm::allgather_coalesced: requires non-empty input tensor list")
+        outs = [list(row) for row in outputs]
+        work = moves.all_gather_coalesced(outs, list(inputs), self._group, async_op=True)
+        return self._work(work, outs, _limit(opts))
+
+    @_collective
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        return self._work(
-            "all_gather_into_tensor",
-            [output],
-            lambda group: group._allgather_base(output, input.contiguous(), _options(opts)),
-        )
+        work = moves.all_gather_into_tensor(output, input, self._group, async_op=True)
+        return self._work(work, self._by_rank(output), _limit(opts))
 
+    def _by_rank(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """What came from each rank, as Gloo's futures have it."""
+        return list(output.tensor_split(self.size())) if output.dim() else [output]
+
+    def _each(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], start: Callable[..., Any], opts: Any,
+        result: list[Any],
+    ) -> TorchWork:  # fmt: skip
+        if len(outputs) != len(inputs):
+            raise ValueError(f"ProcessGroupShm: {len(outputs)} outputs were given for {len(inputs)} inputs")
+        works = [start(out, one, group=self._group, async_op=True) for out, one in zip(outputs, inputs, strict=True)]
+        return self._work(All(works, list(outputs)), result, _limit(opts))
+
+    @_collective
     def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        pairs = zip(outputs, inputs, strict=True)
+        result = [list(parts) for parts in zip(*map(self._by_rank, outputs), strict=True)]
+        return self._each(outputs, inputs, moves.all_gather_into_tensor, opts, result)
 
-        def start(group: ProcessGroup) -> list[Work]:
-            return [group._allgather_base(out, one.contiguous(), _options(opts)) for out, one in pairs]
-
-        return self._work("all_gather_coalesced", outputs, lambda group: All(start(group), outputs))
-
+    @_collective
     def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> TorchWork:
-        return self._work(
-            "reduce_scatter", outputs, lambda group: group.reduce_scatter(outputs, inputs, _options(opts))
-        )
+        opts = named.get("op", opts)
+        out, parts = _only("reduce_scatter", outputs, "output"), _rows("reduce_scatter", inputs, "input")
+        work = reductions.reduce_scatter(out, parts, _reduction(opts), self._group, async_op=True)
+        return self._work(work, [out], _limit(opts, timeout))
 
+    @_collective
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        return self._work(
-            "reduce_scatter_tensor",
-            [output],
-            lambda group: group._reduce_scatter_base(output, input.contiguous(), _options(opts)),
-        )
+        work = reductions.reduce_scatter_tensor(output, input, _reduction(opts), self._group, async_op=True)
+        return self._work(work, [output], _limit(opts))
 
+    @_collective
     def reduce_scatter_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        pairs = zip(outputs, inputs, strict=True)
+        def start(out: torch.Tensor, one: torch.Tensor, **rest: Any) -> Work | None:
+            return reductions.reduce_scatter_tensor(out, one, _reduction(opts), **rest)
 
-        def start(group: ProcessGroup) -> list[Work]:
-            return [group._reduce_scatter_base(out, one.contiguous(), _options(opts)) for out, one in pairs]
+        return self._each(outputs, inputs, start, opts, list(outputs))
 
-        return self._work("reduce_scatter_coalesced", outputs, lambda group: All(start(group), outputs))
+    @_collective
+    def gather(
+        self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> TorchWork:
+        root, tensor = self._root("gather", named.get("root", opts)), _only("gather", inputs, "input")
+        outs = _rows("gather", outputs, "output")
+        work = moves.gather(tensor, outs or None, None, self._group, async_op=True, group_dst=root)
+        return self._work(work, outs, _limit(opts, timeout))
 
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work("gather", inputs, lambda group: group.gather(outputs, inputs, _options(opts, opts.rootRank)))
+    @_collective
+    def scatter(
+        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> TorchWork:
+        root, out = self._root("scatter", named.get("root", opts)), _only("scatter", outputs, "output")
+        parts = _rows("scatter", inputs, "input")
+        work = moves.scatter(out, parts or None, None, self._group, async_op=True, group_src=root)
+        return self._work(work, [out], _limit(opts, timeout))
 
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> TorchWork:
-        return self._work(
-            "scatter", outputs, lambda group: group.scatter(outputs, inputs, _options(opts, opts.rootRank))
-        )
+    @_collective
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
+        outs = list(outputs)
+        return self._work(moves.all_to_all(outs, list(inputs), self._group, async_op=True), outs, _limit(opts))
 
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> TorchWork:
-        return self._work("all_to_all", outputs, lambda group: group.alltoall(outputs, inputs, _options(opts)))
-
+    @_collective
     def alltoall_base(
-        self, output: torch.Tensor, input: torch.Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
-    ) -> TorchWork:
-        made = _options(opts)
-        made.out_splits, made.in_splits = list(out_splits), list(in_splits)
-        return self._work(
-            "all_to_all_single", [output], lambda group: group.alltoall_base(output, input.contiguous(), made)
-        )
+        self, output: torch.Tensor, input: torch.Tensor, out_splits: list[int], in_splits: list[int],
+        opts: Any = None, timeout: timedelta | None = None,
+    ) -> TorchWork:  # fmt: skip
+        splits = list(out_splits), list(in_splits)
+        work = moves.all_to_all_single(output, input, *splits, group=self._group, async_op=True)
+        return self._work(work, [output], _limit(opts, timeout))
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> TorchWork:
-        return self._work("send", tensors, lambda group: group.send([one.contiguous() for one in tensors], dst, tag))
+    @_collective
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
+        tensor = _only("send", tensors, "tensor")
+        return self._work(messages.isend(tensor, group=self._group, tag=tag, group_dst=dst), [tensor])
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> TorchWork:
-        return self._work("recv", tensors, lambda group: group.recv(tensors, src, tag))
+    @_collective
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
+        tensor = _only("recv", tensors, "tensor")
+        return self._work(messages.irecv(tensor, group=self._group, tag=tag, group_src=src), [tensor])
 
-    def barrier(self, opts: Any = None) -> TorchWork:
-        return self._work("barrier", [], lambda group: group.barrier(_options(opts)))
+    @_collective
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
+        tensor = _only("recv", tensors, "tensor")
+        return self._work(messages.irecv(tensor, group=self._group, tag=tag), [tensor])
+
+    @_collective
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
+        limit = timeout or (opts if isinstance(opts, timedelta) else None)
+        return self._work(moves.barrier(self._group, async_op=True, timeout=limit), [], _limit(opts, limit))
 
     # Names of torch 2.13.
     all_gather_single = _allgather_base
@@ -234,10 +382,20 @@ class ShmProcessGroup(_TorchGroup):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        messages.monitored_barrier(self._group, timeout, wait_all_ranks)
+
     def shutdown(self) -> None:
-        self._waiter.close()
-        self._group.shutdown()
-        world().members.pop(self._name, None)
+        known = world()
+        known.guests.pop(self._name, None)
+        try:
+            self._waiter.close()
+            self._group.shutdown()
+        finally:
+            known.members.pop(self._name, None)
+
+    def abort(self) -> None:
+        self._group.abort("its process group was aborted")
 
 
 def _global_ranks(store: Any, rank: int, size: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -79,23 +81,29 @@ class Finished(Work):
 class Then(Work):
     """Another work, then a step on its result: copying back to a strided tensor, dividing for AVG."""
 
-    def __init__(self, first: Work, step: Callable[[], None], result: list[torch.Tensor]) -> None:
+    def __init__(self, first: Work, step: Callable[[], object], result: list[torch.Tensor]) -> None:
         self._first, self._step, self._result = first, step, result
-        self._done = False
+        self._done, self._stepping = False, threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if not self._done:
             try:
                 self._first.wait(timeout) if timeout is not None else self._first.wait()
+                with self._stepping:  # once, however many threads wait
+                    if not self._done:
+                        self._step()
+                        self._done = True
             except BaseException as failure:
                 self._failed(failure)
                 raise
-            self._done = True
-            self._step()
         return True
 
     def is_completed(self) -> bool:
-        return self._done or self._first.is_completed()
+        if not self._done and self._first.is_completed():
+            with contextlib.suppress(Exception):  # the work keeps it, for whoever waits
+                self.wait()
+            return True
+        return self._done
 
 
 class All(Work):

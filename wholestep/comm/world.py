@@ -20,6 +20,7 @@ class World:
     groups: name -> group, the default one under ``"world"``.
     members: name -> global ranks, in the order of their ranks in the group.
     store: the store that the default group met over.
+    guests: name -> group that torch.distributed made and will end.
     made: how many groups were made, by name prefix: gives equal names on all ranks.
     config, timeout: what `new_group` takes when it is not told.
     owns_store: the store was made by `init_process_group`, and ends with the default group.
@@ -28,6 +29,7 @@ class World:
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     members: dict[str, list[int]] = field(default_factory=dict)
     store: Any = None
+    guests: dict[str, ProcessGroup] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     config: Any = None
     timeout: timedelta = DEFAULT_TIMEOUT
@@ -76,7 +78,7 @@ def get_group(group: ProcessGroup | str | None = None) -> ProcessGroup:
     Raises:
         ValueError: there is no such group (any more).
     """
-    known = world().groups
+    known = world().groups | world().guests
     if group is None or group == "":
         if DEFAULT_GROUP not in known:
             raise ValueError("Default process group has not been initialized: call init_process_group first")

@@ -33,14 +33,19 @@ static PyObject *attribute(PyObject *of, const char *name, PyObject **interned) 
     return PyObject_GetAttr(of, *interned);
 }
 
-/* Whether a frame is the package's own, not the user's. */
+static int is_of(const char *module, Py_ssize_t length, const char *package) {
+    Py_ssize_t n = (Py_ssize_t)strlen(package);
+    return length >= n && !memcmp(module, package, (size_t)n) && (length == n || module[n] == '.');
+}
+
+/* Whether a frame is the package's own or torch's, not the user's. */
 static int inside(PyObject *frame) {
     static PyObject *f_globals, *name;
     if (!name) name = PyUnicode_InternFromString("__name__");
     PyObject *globals = attribute(frame, "f_globals", &f_globals), *module = globals ? PyDict_GetItem(globals, name) : NULL;
     Py_ssize_t length = 0;
     const char *text = module && PyUnicode_Check(module) ? PyUnicode_AsUTF8AndSize(module, &length) : NULL;
-    int found = text && length >= 9 && !memcmp(text, "wholestep", 9) && (length == 9 || text[9] == '.');
+    int found = text && (is_of(text, length, "wholestep") || is_of(text, length, "torch"));
     Py_XDECREF(globals);
     PyErr_Clear();
     return found;
@@ -57,7 +62,7 @@ static PyObject *one_more(PyObject *o) {
     return o;
 }
 
-/* The frame of the user's line, the first one that is not the package's, and its code. New references. */
+/* The frame of the user's line, the first one that is neither, and its code. New references. */
 static PyObject *users_frame(PyObject **code) {
     static PyObject *f_back, *users; /* users: the code found last, which need not be looked at again */
     PyObject *frame = one_more((PyObject *)PyEval_GetFrame());

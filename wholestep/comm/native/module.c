@@ -81,9 +81,9 @@ static PyObject *py_settle(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     group_t *g = address(a[0]);
     job_t j = {.timeout = PyFloat_AsDouble(a[1])};
     int status;
-    Py_BEGIN_ALLOW_THREADS
+    GROUP_BEGIN(g)
     status = group_settle(g, &j);
-    Py_END_ALLOW_THREADS
+    GROUP_END(g)
     return outcome(status, &j);
 }
 
@@ -92,12 +92,22 @@ static PyObject *py_stop(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (wrong(n, 1)) return NULL;
     group_t *g = address(a[0]);
     plans_forget();
+    int quiet;
     Py_BEGIN_ALLOW_THREADS
-    group_stop(g);
+    quiet = group_stop(g);
     Py_END_ALLOW_THREADS
+    if (!quiet) Py_RETURN_NONE; /* a thread is still in it: left in place */
     munmap(g->base, g->length);
     close(g->fd);
     free(g);
+    Py_RETURN_NONE;
+}
+
+/* forget_plans(): from here on no call is like an earlier one */
+static PyObject *py_forget_plans(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self, (void)a;
+    if (wrong(n, 0)) return NULL;
+    plans_forget();
     Py_RETURN_NONE;
 }
 
@@ -149,6 +159,12 @@ void job_free(job_t *j) {
     free(j);
 }
 
+/* A job or a message under way as Python holds it: freed with its last holder, since several threads may wait for it.
+ * Holders keep it until it has ended or the group has. */
+static void drop_job(PyObject *ticket) { job_free(PyCapsule_GetPointer(ticket, "job")); }
+static void drop_message(PyObject *ticket) { free(PyCapsule_GetPointer(ticket, "message")); }
+PyObject *ticket_of(job_t *j) { return PyCapsule_New(j, "job", drop_job); }
+
 /* run(handle, op, dtype, red, root, bytes, shape, in, out, in_stride, out_stride, elem, timeout_s, async,
  *     ins, outs, in_sizes, out_sizes) -> None, a failure, or a ticket for finish() */
 static PyObject *py_run(PyObject *self, PyObject *const *a, Py_ssize_t n) {
@@ -170,10 +186,10 @@ static PyObject *py_run(PyObject *self, PyObject *const *a, Py_ssize_t n) {
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     j->d.seq = ++g->seq;
-    Py_BEGIN_ALLOW_THREADS
+    GROUP_BEGIN(g)
     status = job_submit(g, j, async);
-    Py_END_ALLOW_THREADS
-    if (status < 0) return PyLong_FromVoidPtr(j);
+    GROUP_END(g)
+    if (status < 0) return ticket_of(j);
     PyObject *result = outcome(status, j);
     job_free(j);
     return result;
@@ -184,51 +200,58 @@ static PyObject *py_finish(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (wrong(n, 3)) return NULL;
     group_t *g = address(a[0]);
-    job_t *j = address(a[1]);
+    job_t *j = PyCapsule_GetPointer(a[1], "job");
+    if (!j) return NULL;
     double seconds = PyFloat_AsDouble(a[2]);
     int status;
-    Py_BEGIN_ALLOW_THREADS
+    GROUP_BEGIN(g)
     status = job_finish(g, j, seconds);
-    Py_END_ALLOW_THREADS
+    GROUP_END(g)
     if (status < 0) Py_RETURN_FALSE;
-    PyObject *result = outcome(status, j);
-    job_free(j);
-    return result;
+    return outcome(status, j);
 }
 
 static PyObject *py_test(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    return wrong(n, 2) ? NULL : PyBool_FromLong(job_test(address(a[0]), address(a[1])));
+    job_t *j = wrong(n, 2) ? NULL : PyCapsule_GetPointer(a[1], "job");
+    return j ? PyBool_FromLong(job_test(address(a[0]), j)) : NULL;
 }
 
 /* p2p_start(handle, send, peer, tag, address, bytes) -> ticket */
 static PyObject *py_p2p_start(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (wrong(n, 6)) return NULL;
+    group_t *g = address(a[0]);
+    int send = (int)number(a[1]), peer = (int)number(a[2]), tag = (int)number(a[3]);
+    char *data = address(a[4]);
+    size_t bytes = (size_t)number(a[5]);
     message_t *m;
-    Py_BEGIN_ALLOW_THREADS
-    m = p2p_start(address(a[0]), (int)number(a[1]), (int)number(a[2]), (int)number(a[3]), address(a[4]),
-                  (size_t)number(a[5]), 0);
-    Py_END_ALLOW_THREADS
-    return m ? PyLong_FromVoidPtr(m) : PyErr_NoMemory();
+    GROUP_BEGIN(g)
+    m = p2p_start(g, send, peer, tag, data, bytes, 0);
+    GROUP_END(g)
+    return m ? PyCapsule_New(m, "message", drop_message) : PyErr_NoMemory();
 }
 
 /* p2p_finish(handle, ticket, seconds) -> (status, peer, bytes that the message has) */
 static PyObject *py_p2p_finish(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (wrong(n, 3)) return NULL;
+    group_t *g = address(a[0]);
+    message_t *m = PyCapsule_GetPointer(a[1], "message");
+    if (!m) return NULL;
     double seconds = PyFloat_AsDouble(a[2]);
     int status, peer = -1;
     size_t got = 0;
-    Py_BEGIN_ALLOW_THREADS
-    status = p2p_finish(address(a[0]), address(a[1]), seconds, &peer, &got);
-    Py_END_ALLOW_THREADS
+    GROUP_BEGIN(g)
+    status = p2p_finish(g, m, seconds, &peer, &got);
+    GROUP_END(g)
     return Py_BuildValue("iiK", status, peer, (u64)got);
 }
 
 static PyObject *py_p2p_test(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    return wrong(n, 2) ? NULL : PyBool_FromLong(p2p_test(address(a[0]), address(a[1])));
+    message_t *m = wrong(n, 2) ? NULL : PyCapsule_GetPointer(a[1], "message");
+    return m ? PyBool_FromLong(p2p_test(address(a[0]), m)) : NULL;
 }
 
 /* alive(handle, rank) -> bool */
@@ -288,6 +311,7 @@ static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(s
                                 METHOD(repeat),      METHOD(sequence),   METHOD(quick_setup), METHOD(quick_pause),
                                 METHOD(learn),       METHOD(quicken),    METHOD(number),     METHOD(flights),
                                 METHOD(abort),       METHOD(reason),     METHOD(ready),      METHOD(settle),
+                                METHOD(forget_plans),
                                 {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
                                         NULL, NULL, NULL, NULL};

@@ -93,7 +93,7 @@ static void drop(group_t *g, message_t *m) {
     pthread_mutex_unlock(&g->p2p_lock);
 }
 
-/* Waits for a message and frees it. `peer` and `got`: where it came from and its length in bytes. */
+/* Waits for a message. `peer` and `got`: where it came from and its length in bytes. */
 int p2p_finish(group_t *g, message_t *m, double seconds, int *peer, size_t *got) {
     double until = now() + seconds;
     pthread_mutex_lock(&g->p2p_lock);
@@ -106,9 +106,9 @@ int p2p_finish(group_t *g, message_t *m, double seconds, int *peer, size_t *got)
         pthread_mutex_unlock(&g->p2p_lock);
         if (m->done) break;
         int other = m->peer, dead = slept && other >= 0 && !rank_alive(g, other); /* a system call: not at first */
-        if (dead || now() > until) {
+        if (dead || g->stop || now() > until) {
             drop(g, m);
-            if (!m->done) message_end(m, dead ? E_DIED : E_TIMEOUT);
+            if (!m->done) message_end(m, dead ? E_DIED : g->stop ? E_ABORTED : E_TIMEOUT);
             break;
         }
         slept = await_bell(g, seen);
@@ -118,7 +118,6 @@ int p2p_finish(group_t *g, message_t *m, double seconds, int *peer, size_t *got)
     pthread_mutex_unlock(&g->p2p_lock);
     int status = m->status;
     *peer = m->peer, *got = m->send ? m->bytes : m->total;
-    free(m);
     return status;
 }
 

@@ -173,12 +173,14 @@ int group_settle(group_t *g, job_t *j) {
     return status;
 }
 
-/* Ends the threads. A job that the thread is in the middle of fails at once, as if this rank had left. */
-void group_stop(group_t *g) {
+#define LINGER 10 /* seconds */
+
+/* Ends the threads. A job that one is in the middle of fails at once, as if this rank had left. 0: a thread of the caller's
+ * has not come out. */
+int group_stop(group_t *g) {
     p2p_stop(g);
     pthread_mutex_lock(&g->lock);
     g->stop = 1;
-    if (g->busy) g->deadline = 0;
     pthread_cond_broadcast(&g->wake);
     pthread_mutex_unlock(&g->lock);
     if (g->has_thread) pthread_join(g->thread, NULL);
@@ -187,4 +189,7 @@ void group_stop(group_t *g) {
     g->head = g->lazy = NULL;
     atomic_store(&g->ctl[g->rank].failed, 1);
     futex_wake_all(&g->ctl[g->rank].round);
+    for (double began = now(); atomic_load(&g->inside) && now() - began < LINGER; sched_yield())
+        ;
+    return !atomic_load(&g->inside);
 }

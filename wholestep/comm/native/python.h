@@ -44,7 +44,12 @@ typedef struct {
 } plan_t;
 
 PyObject *outcome(int status, const job_t *j);
+PyObject *ticket_of(job_t *j);
 void job_free(job_t *j);
+
+/* Around what a thread does in a group without the GIL: `group_stop` waits for it. */
+#define GROUP_BEGIN(g) atomic_fetch_add(&(g)->inside, 1); Py_BEGIN_ALLOW_THREADS
+#define GROUP_END(g) atomic_fetch_sub(&(g)->inside, 1); Py_END_ALLOW_THREADS
 
 /* flight.c */
 typedef struct flight flight_t;

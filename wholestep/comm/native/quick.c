@@ -80,9 +80,9 @@ static PyObject *run_now(const quick_t *q, PyObject *const *v, const plan_t *p, 
     PyObject *entry = flight_hand_over(noted);
     Py_INCREF(owner);
     int status;
-    Py_BEGIN_ALLOW_THREADS
+    GROUP_BEGIN(g)
     status = begun ? job_go_on(g, &j) : job_submit(g, &j, 0);
-    Py_END_ALLOW_THREADS
+    GROUP_END(g)
     if (!entry) made = NULL;
     else if (status == OK) flight_end(entry), made = Py_None, Py_INCREF(made);
     else made = concluded(q, v, owner, outcome(status, &j), entry);
@@ -102,10 +102,11 @@ static PyObject *run_message(const quick_t *q, PyObject *const *v, const plan_t 
     if (p2p_dash(g, send, peer, out->view.data, bytes)) return Py_INCREF(made), made;
     PyObject *entry = flight_hand_over(noted);
     Py_INCREF(owner);
-    Py_BEGIN_ALLOW_THREADS
+    GROUP_BEGIN(g)
     message_t *m = p2p_start(g, send, peer, 0, out->view.data, bytes, 1);
     status = m ? p2p_finish(g, m, timeout, &peer, &got) : E_MEMORY;
-    Py_END_ALLOW_THREADS
+    free(m);
+    GROUP_END(g)
     if (!entry) made = NULL;
     else if (status == OK) flight_end(entry), Py_INCREF(made);
     else made = concluded(q, v, owner, Py_BuildValue("iiK", status, peer, (unsigned long long)got), entry);
@@ -126,10 +127,10 @@ static PyObject *run_behind(const quick_t *q, PyObject *const *v, const plan_t *
     PyObject *entry = flight_hand_over(flight_note(p->what, g->seq = j->d.seq));
     Py_INCREF(owner);
     int status;
-    Py_BEGIN_ALLOW_THREADS
+    GROUP_BEGIN(g)
     status = job_submit(g, j, 1);
-    Py_END_ALLOW_THREADS
-    PyObject *found = status < 0 ? PyLong_FromVoidPtr(j) : outcome(status, j);
+    GROUP_END(g)
+    PyObject *found = status < 0 ? ticket_of(j) : outcome(status, j);
     if (status >= 0) job_free(j);
     PyObject *made = entry ? concluded(q, v, owner, found, entry) : NULL;
     Py_DECREF(owner);

@@ -190,7 +190,7 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
             if (gone && !round_reached(g, r, round)) status = blame(g, r);
         }
         if (g->deadline < 0) g->deadline = now() + g->job->timeout;
-        if (!status && now() > g->deadline) status = round_fail(g, rank, E_TIMEOUT);
+        if (!status && (g->stop || now() > g->deadline)) status = round_fail(g, rank, g->stop ? E_ABORTED : E_TIMEOUT);
         if (status) break;
     }
     atomic_fetch_sub(&other->sleepers, 1);

@@ -129,6 +129,7 @@ typedef struct {
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;
     _Atomic uint32_t waiters; /* threads asleep until some job is done */
+    _Atomic uint32_t inside;  /* threads that are in the group without the GIL */
     double deadline, moved; /* moved: when we last left a core that we shared with another rank */
     job_t *job; /* running */
     /* progress.c */
@@ -227,7 +228,7 @@ int job_dash_end(group_t *g, job_t *j);
 int job_go_on(group_t *g, job_t *j);
 int job_finish(group_t *g, job_t *job, double seconds);
 int job_test(group_t *g, job_t *job);
-void group_stop(group_t *g);
+int group_stop(group_t *g);
 
 /* reduce.c: dst[0..count) of each of `ndst` = fold over `nsrc` sources, in their order; AVG divides by nsrc */
 void reduce_into(int dtype, int red, char *const *dst, int ndst, const char *const *src, int nsrc, size_t count);
