@@ -6,6 +6,7 @@ layout, and the operator reads only the elements that it writes.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -40,6 +41,23 @@ ROW_BY_ROW = {
     aten._softmax.default, aten._log_softmax.default,
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
 }  # fmt: skip
+
+
+# A claim gives those that it depends on, and is sent whether each succeeded: chains of them are as long as the program.
+Claim = Generator["Claim", bool, bool]
+
+
+def _succeeds(claim: Claim) -> bool:
+    stack: list[Claim] = [claim]
+    found: Any = None  # what a generator that has just begun is sent
+    while stack:
+        try:
+            stack.append(stack[-1].send(found))
+            found = None
+        except StopIteration as end:
+            stack.pop()
+            found = end.value
+    return bool(found)
 
 
 class Claims(Lives):
@@ -80,7 +98,7 @@ class Claims(Lives):
         made = node
         while isinstance(made, fx.Node) and is_wait(made.target):
             made = made.args[0]
-        if isinstance(made, fx.Node) and made.op == "call_function" and self._claim(made, into):
+        if isinstance(made, fx.Node) and made.op == "call_function" and _succeeds(self._claim(made, into)):
             return
         item = self.item_of.get(node, -1)
         for reader in self.readers[placeholder]:
@@ -92,7 +110,7 @@ class Claims(Lives):
     def _owner(self, node: fx.Node) -> fx.Node:
         return origin_of(node)[0] if node.target is GETITEM else node
 
-    def _claim(self, node: fx.Node, into: int) -> bool:
+    def _claim(self, node: fx.Node, into: int) -> Claim:
         """Makes input ``into``'s memory the home of ``node`` and of the dying values it is made from."""
         placeholder = self.inputs[into]
         if self.root[node] is not node or node in self.plan.store or node in self.fixed:
@@ -101,19 +119,22 @@ class Claims(Lives):
         if layout(info(node).value) != layout(old) or not is_dense(old):
             return False
         if node.target is GETITEM:
-            return self._claim_written(node, into)
+            return (yield self._claim_written(node, into))
         how = self._ways(node)
         if how is None or not self._may_write_over(node, placeholder, how):
             return False
         operands = tensor_operands(node)
         if how in ("inplace", "scatter", "collective") and self.root[operands[0]] is not placeholder:
-            if not self._claim_dying(operands[0], node, into) and how != "collective":  # which copies what it is given
+            dying = yield self._claim_dying(operands[0], node, into)
+            if not dying and how != "collective":  # which copies what it is given
                 return False
         self.plan.store[node] = self.plan.store[placeholder]
         self.plan.name[node] = self.plan.name[placeholder]
         self.plan.how[node] = how
         if is_pointwise(node.target) and not any(self.root[o] is placeholder for o in operands):
-            any(self._claim_dying(o, node, into) for o in operands)
+            for operand in operands:
+                if (yield self._claim_dying(operand, node, into)):
+                    break
         if node.target is aten.slice_scatter.default and self._claim_slice(node, into):
             self.plan.how[node] = "skip"
         return True
@@ -138,14 +159,14 @@ class Claims(Lives):
         self.plan.name[new] = variable(old)
         return True
 
-    def _claim_dying(self, operand: fx.Node, node: fx.Node, into: int) -> bool:
+    def _claim_dying(self, operand: fx.Node, node: fx.Node, into: int) -> Claim:
         if operand.op != "call_function" or not isinstance(info(operand).value, torch.Tensor):
             return False
         same = layout(info(operand).value) == layout(info(node).value)
         alone = self._may_write_over(node, self.root[operand], self._ways(node) or "call")
-        return same and alone and self._claim(operand, into)
+        return same and alone and (yield self._claim(operand, into))
 
-    def _claim_written(self, leaf: fx.Node, into: int) -> bool:
+    def _claim_written(self, leaf: fx.Node, into: int) -> Claim:
         """The same for a result of an argument-writing call."""
         owner = self._owner(leaf)
         entry = next((w for w in self._written(owner) if w.leaf is leaf), None)
@@ -158,7 +179,7 @@ class Claims(Lives):
         if len(reads) > 1:
             return False
         if entry.old is not placeholder:
-            if not self._dead_before(placeholder, owner) or not self._claim(entry.old, into):
+            if not self._dead_before(placeholder, owner) or not (yield self._claim(entry.old, into)):
                 return False
         entry.in_place = True
         self.plan.store[leaf] = self.plan.store[placeholder]

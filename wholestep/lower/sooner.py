@@ -24,18 +24,28 @@ def move_forward(nodes: list[fx.Node], item_of: dict[fx.Node, int], rank: list[f
         rank: of each unit; units run in the order of their ranks where nothing else says so. Changed.
         alone: units of a single node.
     """
+    base_of: dict[fx.Node, fx.Node] = {}  # view -> the value whose memory it shows
+    for node in nodes:
+        if is_sure_view(node.target) and isinstance(info(node).value, torch.Tensor):
+            base_of[node] = base_of.get(node.all_input_nodes[0], node.all_input_nodes[0])
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in [*nodes, *(n for n in nodes[0].graph.nodes if n.op == "output")] if nodes else []:
-        for base in {_base(operand) for operand in node.all_input_nodes}:
+        for base in {base_of.get(operand, operand) for operand in node.all_input_nodes}:
             if node.op == "output" or not is_sure_view(node.target):
                 readers.setdefault(base, []).append(node)
     for node in nodes:
         if item_of[node] in alone and info(node).phase == "backward" and _may_move(node):
-            _move(node, readers, item_of, rank)
+            _move(node, base_of, readers, item_of, rank)
 
 
-def _move(node: fx.Node, readers: dict[fx.Node, list[fx.Node]], item_of: dict[fx.Node, int], rank: list[float]) -> None:
-    bases = {_base(operand) for operand in node.all_input_nodes}
+def _move(
+    node: fx.Node,
+    base_of: dict[fx.Node, fx.Node],
+    readers: dict[fx.Node, list[fx.Node]],
+    item_of: dict[fx.Node, int],
+    rank: list[float],
+) -> None:
+    bases = {base_of.get(operand, operand) for operand in node.all_input_nodes}
     there = max((rank[item_of[base]] for base in bases if base in item_of), default=-1.0)
     freed = 0
     for base in bases & item_of.keys():
@@ -46,7 +56,7 @@ def _move(node: fx.Node, readers: dict[fx.Node, list[fx.Node]], item_of: dict[fx
         return
     rank[item_of[node]] = there + 0.5
     for operand in node.all_input_nodes:
-        while operand is not _base(operand):
+        while operand in base_of:
             rank[item_of[operand]] = min(rank[item_of[operand]], there + 0.25)
             operand = operand.all_input_nodes[0]
 
@@ -56,10 +66,3 @@ def _may_move(node: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.layout != torch.strided:
         return False
     return not (is_effectful(node) or is_view(node.target) or is_wait(node.target))  # a wait is as late as may be
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shows."""
-    while node.op == "call_function" and is_sure_view(node.target) and isinstance(info(node).value, torch.Tensor):
-        node = node.all_input_nodes[0]
-    return node

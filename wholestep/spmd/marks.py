@@ -175,11 +175,10 @@ def _bring_late(mark: fx.Node, stretch: Mapping[fx.Node, int | None]) -> None:
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    found = []
-    for user in node.users:
-        if user.op == "call_function" and is_view(user):
-            found += [user, *_views(user)]
-    return found
+    found = [node]
+    for one in found:
+        found += [user for user in one.users if user.op == "call_function" and is_view(user)]
+    return found[1:]
 
 
 def _is_elementwise(reader: fx.Node, like: torch.Size) -> bool:

@@ -83,27 +83,31 @@ def is_view(node: fx.Node) -> bool:
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """Who reads a value: its users, and those of its views."""
-    for user in node.users:
+    queue = [*node.users]
+    while queue:
+        user = queue.pop()
         if is_view(user):
-            yield from readers(user)
+            queue += user.users
         else:
             yield user
 
 
 def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
     """Makes the chosen readers of one value read another one; views between them are made anew."""
-    for user in list(old.users):
-        if user is new:
-            continue
-        if not is_view(user):
-            if chosen(user):
-                user.replace_input_with(old, new)
-        elif any(chosen(reader) for reader in readers(user)):
-            with old.graph.inserting_after(new):
-                twin = old.graph.node_copy(user, lambda n: new if n is old else n)
-            seq = info(user).seq if info(user).phase == phase else None  # a twin elsewhere is nobody's backward
-            set_info(twin, replace(info(user), phase=phase, seq=seq))
-            reroute(user, twin, chosen, phase)
+    pairs = [(old, new)]
+    for old, new in pairs:
+        for user in list(old.users):
+            if user is new:
+                continue
+            if not is_view(user):
+                if chosen(user):
+                    user.replace_input_with(old, new)
+            elif any(chosen(reader) for reader in readers(user)):
+                with old.graph.inserting_after(new):
+                    twin = old.graph.node_copy(user, lambda n, old=old, new=new: new if n is old else n)  # type: ignore[misc]
+                seq = info(user).seq if info(user).phase == phase else None  # a twin elsewhere is nobody's backward
+                set_info(twin, replace(info(user), phase=phase, seq=seq))
+                pairs.append((user, twin))
 
 
 def part_of_whole(record: NodeInfo, placement: Shard, line: Line) -> NodeInfo:

@@ -147,36 +147,43 @@ class Ref:
         if any(other.generation != then for other, then in self.storage.given):
             what = "a read of memory that an assignment to .data gave to another tensor, which was written since"
             raise UnsupportedError(what, user_line(), "read the tensor that was given it")
-        if self.node is not None and self.generation == self.storage.generation:
-            return self.node
-        if self.parent is None:
-            node = self.storage.value
-        else:
-            outs = emit(self.view, (self.parent.read(emit), *self.args), self.kwargs)
-            node = outs if self.index is None else emit(operator.getitem, (outs, self.index))
-        self.node, self.generation = node, self.storage.generation
+        outdated: list[Ref] = []
+        ref: Ref | None = self
+        while ref is not None and (ref.node is None or ref.generation != ref.storage.generation):
+            outdated.append(ref)
+            ref = ref.parent
+        node = ref.node if ref is not None else None
+        for one in reversed(outdated):
+            if node is None:
+                node = one.storage.value
+            else:
+                outs = emit(one.view, (node, *one.args), one.kwargs)
+                node = outs if one.index is None else emit(operator.getitem, (outs, one.index))
+            one.node, one.generation = node, one.storage.generation
+        assert node is not None
         return node
 
     def write(self, new: fx.Node, emit: Emit) -> None:
         """Makes ``new`` (of this tensor's shape and dtype) the content, visible to every alias."""
-        if self.parent is not None and not elements(self.geometry.shape):
-            return
-        if self.parent is None:
-            if self.storage.moved:
-                what = "a write through a view of memory that was given away by an assignment to .data"
-                raise UnsupportedError(what, user_line(), "write to the tensor that was given it")
-            self.storage.value = new
-            self.storage.generation += 1
-            self.node, self.generation = new, self.storage.generation
-            return
-        whole = self.parent
-        if whole.geometry.repeats and not (self.geometry.repeats and self.view in INVERSES):
-            # one of several elements in one place: all of them
-            while whole.geometry.repeats and whole.parent is not None:
-                whole = whole.parent
-            whole.write(_fit(scatter_strided(self, new, emit, whole), whole, emit), emit)
-            return
-        whole.write(_fit(self._scatter(new, emit), whole, emit), emit)
+        ref = self
+        while ref.parent is not None:
+            if not elements(ref.geometry.shape):
+                return
+            whole = ref.parent
+            if whole.geometry.repeats and not (ref.geometry.repeats and ref.view in INVERSES):
+                # one of several elements in one place: all of them
+                while whole.geometry.repeats and whole.parent is not None:
+                    whole = whole.parent
+                new = scatter_strided(ref, new, emit, whole)
+            else:
+                new = ref._scatter(new, emit)
+            ref, new = whole, _fit(new, whole, emit)
+        if ref.storage.moved:
+            what = "a write through a view of memory that was given away by an assignment to .data"
+            raise UnsupportedError(what, user_line(), "write to the tensor that was given it")
+        ref.storage.value = new
+        ref.storage.generation += 1
+        ref.node, ref.generation = new, ref.storage.generation
 
     def _scatter(self, new: fx.Node, emit: Emit) -> fx.Node:
         assert self.parent is not None

@@ -106,18 +106,39 @@ class _Builder:
         self.recorder, self.graph = recorder, graph
         self.numbers: list[Lifted] = []
         self.copies: dict[fx.Node, fx.Node] = {}
+        self.from_inputs: set[fx.Node] = set()
 
     def from_nothing(self, node: fx.Node) -> bool:
         """True when a value follows from factories, constants and lifted numbers alone."""
-        if node.op == "placeholder":
-            return isinstance(node.meta["info"].value, (int, float))
-        if node.op == "get_attr":
-            return True
-        if is_effectful(node) or node.target in (aten.empty.memory_format, aten.empty_like.default):
-            return False
-        return node.target in LIKE or all(self.from_nothing(n) for n in node.all_input_nodes)
+        readers: dict[fx.Node, fx.Node | None] = {node: None}
+        queue = [node]
+        while queue:
+            one: fx.Node | None = queue.pop()
+            assert one is not None
+            if one in self.from_inputs or _is_given(one):
+                while one is not None:
+                    self.from_inputs.add(one)
+                    one = readers[one]
+                return False
+            for operand in () if one.target in LIKE else one.all_input_nodes:
+                if operand not in readers:
+                    readers[operand] = one
+                    queue.append(operand)
+        return True
 
     def copy(self, node: fx.Node) -> fx.Node:
+        """A value's copy, after those of all that it follows from."""
+        queue = [node]
+        while queue:
+            read = () if queue[-1].target in LIKE else queue[-1].all_input_nodes
+            missing = [operand for operand in read if operand not in self.copies]
+            if missing:
+                queue += missing
+            else:
+                self._copy(queue.pop())
+        return self.copies[node]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
         if node in self.copies:
             return self.copies[node]
         if node.op == "placeholder":
@@ -128,7 +149,7 @@ class _Builder:
         elif node.target in LIKE:
             made = self.graph.node_copy(node, self._shape_of)
         else:
-            made = self.graph.node_copy(node, self.copy)
+            made = self.graph.node_copy(node, self.copies.__getitem__)
             if node.op == "get_attr":  # each step begins with its own copy of the constant
                 made = self.graph.call_function(aten.clone.default, (made,))
         self.copies[node] = made
@@ -142,5 +163,13 @@ class _Builder:
         options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         args = map_leaves(held, (list(value.shape), list(value.stride())))
         return self.graph.call_function(aten.empty_strided.default, args, options)
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a value is a tensor from outside, the outcome of an effect, or whatever lies in memory."""
+    if node.op == "placeholder":
+        return not isinstance(node.meta["info"].value, (int, float))
+    unset = (aten.empty.memory_format, aten.empty_like.default)
+    return node.op != "get_attr" and (is_effectful(node) or node.target in unset)
 
 

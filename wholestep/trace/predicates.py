@@ -25,6 +25,7 @@ aten = torch.ops.aten
 
 MAX_NODES = 200
 MAX_ELEMENTS = 1 << 16  # of all tensors together: tens of microseconds at each call
+MAX_TEXT = 160  # characters
 MAX_CONSTANT_ELEMENTS = 1 << 22  # computed once, while tracing
 
 # Operators in a decision on tensors, besides pointwise ones: about what users and torch.nn ask of a mask.
@@ -131,9 +132,11 @@ def decide(
     module = lazy_graph_module(constants, graph)
     with no_modes():
         expected = module(*(lifted[i].value for i in inputs))
-    names = {item.node: str(item.source) for item in lifted}
-    text = _text(node, names)
-    return Predicate(module, tuple(inputs), expected, text if len(text) <= 160 else f"{text[:157]}…", line)
+    texts = {item.node: str(item.source) for item in lifted}
+    for each in needed:
+        texts.setdefault(each, _text(each, texts)[: MAX_TEXT + 1])
+    text = texts[node]
+    return Predicate(module, tuple(inputs), expected, text if len(text) <= MAX_TEXT else f"{text[:157]}…", line)
 
 
 def _refuse_parts(nodes: Sequence[fx.Node], lifted: Sequence[LiftedLike], line: str) -> None:
@@ -225,13 +228,9 @@ SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "lt"
            "ge": ">=", "eq": "==", "ne": "!="}  # fmt: skip
 
 
-def _text(node: Any, names: dict[fx.Node, str]) -> str:
-    if not isinstance(node, fx.Node):
-        return repr(node)
-    if node in names:
-        return names[node]
+def _text(node: fx.Node, texts: dict[fx.Node, str]) -> str:
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    args = [_text(a, names) for a in node.args]
+    args = [texts[a] if isinstance(a, fx.Node) else repr(a) for a in node.args]
     if name in SYMBOLS and len(args) == 2:
         return f"{args[0]} {SYMBOLS[name]} {args[1]}" if name in ("lt", "le", "gt", "ge", "eq", "ne") else (
             f"({args[0]} {SYMBOLS[name]} {args[1]})"
