@@ -203,3 +203,18 @@ def test_a_kernel_is_asked_once_for_each_signature() -> None:
     assert fakes.layouts(aten.nonzero.default, (x,), {}) is None  # its shape is the data's
     assert fakes.layouts(aten.mul_.Tensor, (x, x), {}) is None and fakes.layouts(aten.t.default, (x,), {}) is None
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_symbols_are_given_up_where_kernels_lay_results_out_otherwise() -> None:
+    def fn(x: Tensor) -> Any:
+        out = F.softplus(x.t())
+        (grad,) = torch.autograd.grad(out, x, torch.linspace(0, 1, x.numel()).view(out.shape))
+        return grad, grad.stride()
+
+    compiled = ws.compile(fn, dynamic=True)
+    for size in (37, 41):
+        x = torch.randn(size, 53, requires_grad=True)
+        (one, seen), (two, traced) = fn(x), compiled(x)
+        assert torch.equal(one, two) and one.stride() == two.stride() and seen == traced
+    (reason,) = compiled.specialized
+    assert "softplus_backward" in reason and __file__ in reason

@@ -17,7 +17,7 @@ import torch
 from wholestep.capture import Guard, Snapshot, compare, sharing
 from wholestep.errors import CaptureError, LazyError
 from wholestep.trace import Traced
-from wholestep.trace.concrete import at_sizes
+from wholestep.trace.concrete import UnlikeKernels, at_sizes
 from wholestep.trace.sizes import Sizes
 
 # Called as `pipeline.capture` is, with the sizes to take as symbols, or None.
@@ -106,8 +106,13 @@ class Templates:
             world = look(fn, args, kwargs, names=template.names, varying=varying | template.grown)
             misfit = template.misfit(world) if template.varying == varying else "another number varies"
             if misfit is None:
-                self.reason = ""
-                return world, template.at(world)
+                try:
+                    found = template.at(world)
+                except UnlikeKernels as error:
+                    misfit = str(error)
+                else:
+                    self.reason = ""
+                    return world, found
             reasons.append(misfit)
         self.reason = reasons[0] if reasons else None
         self.captures += 1
@@ -132,8 +137,12 @@ class Templates:
         paths = frozenset(source.path for source, _, _ in last.layouts)
         template = Template(traced, last, _sizeless(world, paths), world.names, varying, frozenset(), frozenset())
         template.shares, template.grown = sharing(world, template.written), world.varying - varying
+        try:
+            found = template.at(world)
+        except UnlikeKernels as error:
+            self.specialized += [] if str(error) in self.specialized else [str(error)]
+            return self._capture(fn, args, kwargs, varying, *rest)
         self.known.insert(0, template)
-        found = template.at(world)
         template.forget()
         return world, found
 

@@ -52,14 +52,9 @@ class KernelMode(FakeTensorMode):
                 raise
             fakes = tuple([self._fake(*place) for place in kept if place])
             return fakes if len(func._schema.returns) > 1 else fakes[0]
-        if not isinstance(func, OpOverload) or not (tensors := [*tensors_of(found)]):
+        if not differ(func, args, kwargs, found):
             return found
-        kept = layouts(func, args, kwargs)
-        if kept is None or len(kept) != len(tensors):
-            return found
-        pairs = [*zip(tensors, kept, strict=True)]
-        if all(place is None or (t.shape, t.stride()) == place[:2] for t, place in pairs):
-            return found
+        pairs = zip(tensors_of(found), layouts(func, args, kwargs) or (), strict=True)
         return _filled(found, iter([t if place is None else self._fake(*place) for t, place in pairs]))
 
     def _fake(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
@@ -94,6 +89,15 @@ def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
         return _known[key]
     except (NoStandIn, TypeError):  # TypeError: an argument without a hash
         return None
+
+
+def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
+    """Whether a call's results, as a graph has them, lie otherwise than its kernel lays them."""
+    kept = layouts(func, args, kwargs) if isinstance(func, OpOverload) else None
+    tensors = [*tensors_of(found)]
+    if kept is None or len(kept) != len(tensors):
+        return False
+    return any(place is not None and (t.shape, t.stride()) != place[:2] for t, place in zip(tensors, kept, strict=True))
 
 
 # Results of these depend on more than layouts, or a call would draw random numbers.

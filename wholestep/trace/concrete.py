@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.fakes import differ
 from wholestep.ir import StepGraph, check, info, set_info
 from wholestep.torch_compat import FakeTensorMode, evaluated, lazy_graph_module
 from wholestep.trace import Traced
 from wholestep.trace.canonical import fingerprint
 from wholestep.trace.inputs import Lifted
 from wholestep.trace.sizes import Held, Sizes, is_size
-from wholestep.trace.tape import map_leaves
+from wholestep.trace.tape import fake_value, map_leaves
 
 aten = torch.ops.aten
 
@@ -65,7 +66,17 @@ class AtSizes:
             if "info" in node.meta:
                 record = info(node)
                 set_info(copies[node], replace(record, value=map_leaves(self.value, record.value)))
+                self._check(copies[node])
         return lazy_graph_module(module, graph)
+
+    def _check(self, node: fx.Node) -> None:
+        args, kwargs = map_leaves(fake_value, node.args), map_leaves(fake_value, node.kwargs)
+        if node.op == "call_function" and differ(node.target, args, kwargs, info(node).value):
+            raise UnlikeKernels(f"{node.target} lays its result out otherwise than for symbols ({info(node).where})")
+
+
+class UnlikeKernels(Exception):  # noqa: N818 - an answer, not an error
+    """At these sizes a trace with symbols does not lie as kernels lay their results."""
 
 
 def at_sizes(traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Mapping[str, Any]) -> Traced:
@@ -74,6 +85,9 @@ def at_sizes(traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Ma
     Args:
         values: what each symbol is.
         inputs: by the path of their source, tensors and numbers of the call that it is made for.
+
+    Raises:
+        UnlikeKernels: kernels lay results out otherwise at these sizes.
     """
     at = AtSizes(sizes.mode, values)
     gm = at.module(traced.step.gm)
