@@ -375,6 +375,26 @@ def test_signals_do_not_keep_shared_memory_from_being_made():
         signal.signal(signal.SIGALRM, before)
 
 
+FULL = """
+from datetime import timedelta
+from wholestep import comm
+from wholestep.comm import memory
+memory.SHARED_FOLDER = "/no/such/folder"
+try:
+    comm.init_process_group("shm", timeout=timedelta(seconds=60))
+except comm.DistBackendError as full:
+    print("no file can be made in /no/such/folder" in str(full))
+"""
+
+
+def test_no_shared_memory_is_told_to_every_rank_though_the_first_ends_at_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FULL)
+    command = [sys.executable, "-m", "wholestep", "run", "-n", "3", str(script)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert sorted(out.stdout.splitlines()) == [f"[rank {rank}] True" for rank in range(3)]
+
+
 def counted():
     comm.barrier()
     maps = sum(1 for _ in open("/proc/self/maps", encoding="utf8"))

@@ -42,7 +42,7 @@ from wholestep.comm.hosts import host_identity
 from wholestep.comm.memory import native, need_native, no_room, unnamed_file
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
 from wholestep.comm.store import Store
-from wholestep.comm.store_barrier import barrier_keys, forget, give_up, store_based_barrier
+from wholestep.comm.store_barrier import barrier_keys, forget, give_up, leave_together, store_based_barrier
 from wholestep.comm.work import Finished, Work, seconds
 
 RING = 1 << 20  # bytes that a rank's messages to another one need, about
@@ -162,22 +162,27 @@ class JobGroup(ProcessGroup):
         return native.sequence(self._handle) if self._handle else self._ended
 
     def _attach(self, store: Store, timeout: timedelta) -> int:
+        handle = 0
         try:
             handle = self._map(store)
-        except DistError as failure:
-            why = DistBackendError(f"rank {self._rank} of the group cannot go on: {failure}")
-            give_up(store, "shm", why)
-            if self._rank == 0:
-                store.set("segment", f"- - {why}")
-            raise
-        try:
             store_based_barrier(self._rank, store, "shm", self._size, timeout)
-        except (DistError, ValueError):
-            native.stop(handle)
+        except (DistError, ValueError) as failure:
+            if handle:
+                native.stop(handle)
+            elif isinstance(failure, DistError):
+                self._give_up(store, failure)
+            if isinstance(failure, DistBackendError):
+                leave_together(store, "shm", self._size)
             raise
         forget(store, "shm", self._size, ["segment", *barrier_keys("shm", self._size)])
         native.ready(handle, get_debug_level() is DebugLevel.DETAIL)
         return int(handle)
+
+    def _give_up(self, store: Store, failure: DistError) -> None:
+        why = DistBackendError(f"rank {self._rank} of the group cannot go on: {failure}")
+        give_up(store, "shm", why)
+        if self._rank == 0:
+            store.set("segment", f"- - {why}")
 
     def _map(self, store: Store) -> int:
         """The group's memory, which rank 0 makes and shows to the others.

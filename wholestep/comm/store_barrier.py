@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -13,6 +14,7 @@ from wholestep.comm.errors import DistStoreError
 from wholestep.comm.store import Store
 
 ALL_CAME = "1"
+LINGER = timedelta(seconds=5)
 
 
 def _key(name: str) -> str:
@@ -64,8 +66,13 @@ def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta,
             f"of {count} ranks these have not come: {missing}"
         )
         give_up(store, name, DistStoreError(why))
+        leave_together(store, name, count - len(missing))
         raise DistStoreError(why) from late
     kind, _, why = outcome.decode().partition("\n")
+    if kind == DistStoreError.__name__:
+        with contextlib.suppress(errors.DistError):
+            came = sum(store.check([f"{key}:{other}"]) for other in range(count))
+            leave_together(store, name, came)
     if kind != ALL_CAME:
         raise getattr(errors, kind)(f"rank {rank}: {why}")
     return [one.decode().split("\n", 2)[2] for one in store.multi_get(barrier_keys(name, count)[2:])]
@@ -74,6 +81,14 @@ def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta,
 def give_up(store: Store, name: str, why: errors.DistError) -> None:
     """Ends a barrier on all ranks, because this one cannot go on: the others raise the same error."""
     store.compare_set(f"{_key(name)}:last", "", f"{type(why).__name__}\n{why}")
+
+
+def leave_together(store: Store, name: str, count: int) -> None:
+    """Waits, for seconds, until ``count`` ranks have given up: one that ends may be the one that serves the store."""
+    with contextlib.suppress(errors.DistError):
+        if store.add(f"{name} left", 1) >= count:
+            store.set(f"{name} all left", "1")
+        store.wait_for(f"{name} all left", LINGER)
 
 
 def forget(store: Store, name: str, count: int, keys: Sequence[str]) -> None:
