@@ -70,6 +70,7 @@ from wholestep.torch_compat import (
     sequence_number,
     set_grad_mode,
     set_versions,
+    setting_functions,
     size_symbol,
     skipped_by_dynamo,
     storage_id,
@@ -409,6 +410,17 @@ def test_batch_norm_reads_its_count_as_a_float():
     assert all(issubclass(kind, BatchNorm) for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.LazyBatchNorm1d))
     assert "float" in vars(BatchNorm)["forward"].__code__.co_names
     assert nn.BatchNorm2d.forward is BatchNorm.forward
+
+
+def test_functions_that_read_and_set_settings():
+    getters, setters = setting_functions()
+    assert len([getter() for getter in getters if "fp32" not in getter.__name__]) > 20
+    for name in ("set_num_threads", "_set_mkldnn_enabled", "_set_float32_matmul_precision"):
+        getter, setter = setters[name]
+        setter(getter())
+    getter, _ = setters["_set_fp32_precision_setter"]
+    assert getter("generic", "all") in ("none", "ieee")
+    assert setters["set_flush_denormal"][0] is None
 
 
 def test_a_mode_is_inside_where_it_is_active():

@@ -68,6 +68,9 @@ class _Descriptor:
         get = getattr(type(found), "__get__", None)
         return found if get is None else get(found, instance, owner)
 
+    def __call__(self, *args: Any) -> Any:
+        return self.patch.chosen()(*args)  # as C calls a special method that it looked up itself: `__get__`
+
 
 class _Object:
     """Stands in a module for what is no function of Python: not bound by a class, and asked about as a class."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import sympy
@@ -290,6 +291,34 @@ def has_foreach_support(tensors: Sequence[torch.Tensor | None], device: torch.de
 
 # The class whose `forward` all BatchNorm modules have.
 BatchNorm = _BatchNorm
+
+# Names of functions that read settings, and among these of those that say how torch itself is at work just now.
+_GETTER = re.compile(r"(^|_)(get|is|are)_|[eE]nabled|Always")
+_OF_WORK = re.compile(r"function|grad|inference|autocast|default_d|thread(ing|_name)|priv|types|exec|mps|stats|view")
+_WITHOUT_ARGUMENTS = 4  # METH_NOARGS
+
+
+def setting_functions() -> tuple[list[Callable[..., Any]], dict[str, Any]]:
+    """Functions by which Python reads and sets torch's settings, without those that tracing follows.
+
+    Returns:
+        the functions that read one; by name, those that set one: the function that reads it or None, and itself.
+    """
+    flags = ctypes.pythonapi.PyCFunction_GetFlags
+    flags.argtypes, flags.restype = [ctypes.py_object], ctypes.c_int
+    functions: dict[str, Any] = {n: f for n, f in vars(torch._C).items() if isinstance(f, BuiltinFunctionType)}
+    read = {n: f for n, f in functions.items() if _GETTER.search(n) and flags(f) & _WITHOUT_ARGUMENTS}
+    precision = "_get_fp32_precision_getter", "_set_fp32_precision_setter"
+    read |= {n: functions[n] for n in precision[:1] if n in functions}
+    read["_profiler_enabled"] = torch._C._autograd._profiler_enabled
+    read = {n: f for n, f in read.items() if not _OF_WORK.search(n)}
+    pairs = {n.replace(word, "set_"): n for n in read for word in ("get_", "is_")}
+    pairs |= {precision[1]: precision[0]}
+    set_by = {n: (read.get(pairs.get(n, "")), f) for n, f in functions.items() if n in pairs and pairs[n] != n}
+    set_by["set_flush_denormal"] = None, functions["set_flush_denormal"]
+    chosen = re.compile("cu(dnn|blas)|miopen|sdp|onednn")  # of kernels that are chosen while tracing, or not a CPU's
+    return list(read.values()), {n: s for n, s in set_by.items() if not chosen.search(n)}
+
 
 # The function behind `torch.nn.utils.rnn.pad_packed_sequence`.
 PAD_PACKED = torch._pad_packed_sequence

@@ -21,6 +21,7 @@ from typing import Any
 
 from wholestep import patches
 from wholestep.capture.code import is_library
+from wholestep.capture.settings import READERS, Settings
 from wholestep.errors import DataDependentError
 from wholestep.patches import Replacement, original
 
@@ -53,9 +54,9 @@ ENVIRONMENT = "os.environ "  # before the name of a variable, among the names th
 _BETWEEN = (patches.__file__, random.__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>")
 
 
-def variables(names: Iterable[str]) -> list[str | None]:
-    """The values of variables of the environment."""
-    return [os.environ.get(name) for name in names]
+def variables(names: Iterable[str]) -> list[Any]:
+    """The values of variables of the environment, and of settings."""
+    return [READERS[name]() if name in READERS else os.environ.get(name) for name in names]
 
 
 def _asked_by(frame: FrameType | None) -> bool:
@@ -95,12 +96,14 @@ class Outside:
         names: those that are known to be used; with `ENVIRONMENT` before them, variables that are known to be read.
 
     Attributes:
-        environment: name of a variable that the step reads -> its value, None where there is none.
+        environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         read = [name.removeprefix(ENVIRONMENT) for name in names if name.startswith(ENVIRONMENT)]
-        self.environment: dict[str, str | None] = dict(zip(read, variables(read), strict=True))
+        self.settings = Settings()
+        self.environment: dict[str, Any] = self.settings.read
+        self.environment.update(zip(read, variables(read), strict=True))
 
     @property
     def names(self) -> frozenset[str]:
@@ -119,7 +122,7 @@ class Outside:
         if not names.isdisjoint(("environ", "environb", "getenv", "getenvb")):
             kind: Any = type(os.environ)
             found.append((kind, "__getitem__", self._watching(original(kind, "__getitem__"))))
-        return found
+        return [*found, *self.settings.replacements()]
 
     def _watching(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def watched(environment: Any, key: Any) -> Any:

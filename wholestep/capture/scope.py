@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from wholestep.capture.settings import READERS
 from wholestep.capture.source import Call, Child, Source
 
 
@@ -106,16 +107,16 @@ class Global(Child):
 
 @dataclass(frozen=True, eq=False)
 class Variable(Source):
-    """A variable of the environment; None where there is none."""
+    """A variable of the environment, None where there is none, or a setting."""
 
     name: str
 
     @cached_property
     def path(self) -> str:
-        return f"os.environ[{self.name!r}]"
+        return self.name if self.name in READERS else f"os.environ[{self.name!r}]"
 
     def read(self, call: Call) -> Any:
-        return os.environ.get(self.name)
+        return READERS[self.name]() if self.name in READERS else os.environ.get(self.name)
 
 
 @dataclass(frozen=True, eq=False)

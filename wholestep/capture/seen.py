@@ -121,6 +121,10 @@ class Seen:
         """The random generators that the step can see."""
         return self.walk.generators
 
+    def ask(self, setting: str) -> Any:
+        """The value of a setting when the step begins, which becomes a guard."""
+        return self.walk.outside.settings.ask(setting)
+
     def source_of(self, value: Any) -> Source | None:
         """The first source of an object, container or tensor that was there before the step; None for others."""
         return None if is_plain(value) else self.walk.first.get(id(value))

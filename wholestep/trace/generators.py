@@ -21,7 +21,6 @@ from wholestep.trace.where import user_line
 Generator = torch.Generator
 
 _get_state, _set_state, _manual_seed = Generator.get_state, Generator.set_state, Generator.manual_seed
-_initial_seed = Generator.initial_seed
 
 REFUSED = {
     "seed": "seed it outside of the step, or with a number: generator.manual_seed(n)",
@@ -73,11 +72,11 @@ def methods(recorder: Recorder) -> list[Replacement]:
 
     def initial_seed(generator: Generator) -> int:
         key = generator_id(generator)
-        known = seeds[key] if key in seeds else _initial_seed(generator)
-        if known is None:
-            raise UnsupportedError("the step asks for the seed of a generator whose state it has set", user_line(),
-                                   "ask for it outside of the step")  # fmt: skip
-        return known
+        known = seeds.get(key)
+        if known is None and (key in seeds or key != generator_id(torch.default_generator)):
+            what = "the step asks for the seed of a generator of its own, or of one whose state it has set"
+            raise UnsupportedError(what, user_line(), "ask for it outside of the step")
+        return recorder.ask("torch.initial_seed()") if known is None else known
 
     recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed, initial_seed]
     refused = [(Generator, name, _refusing(name, remedy)) for name, remedy in REFUSED.items()]

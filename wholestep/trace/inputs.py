@@ -49,7 +49,7 @@ class Inputs(Tape):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.find, self.shared, self.parts = setting.find, setting.shared, setting.parts
-        self.twins, self.generators = setting.twins, setting.generators
+        self.twins, self.generators, self.ask = setting.twins, setting.generators, setting.ask
         self.flat: dict[int, Lifted] = {}
         self.lifted: list[Lifted] = []
         self.by_id: dict[int, Lifted] = {}

@@ -44,6 +44,7 @@ class Setting:
         sizes: holds the symbols of tensors whose sizes are some.
         twins: ids of the tensors that stand for inputs while the step is traced.
         generators: the random generators that the step can see, with their sources, by `generator_id`.
+        ask: gives the value of a setting by its name, which becomes a guard.
     """
 
     find: Callable[[torch.Tensor], Found | None]
@@ -54,3 +55,4 @@ class Setting:
     sizes: Sizes | None = None
     twins: Container[int] = ()
     generators: Mapping[int, tuple[torch.Generator, Any]] = field(default_factory=dict)
+    ask: Callable[[str], Any] = str

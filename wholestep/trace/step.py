@@ -59,7 +59,7 @@ def trace_step(
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
     """
-    how = shared, guard_data, world.parts, sizes, world.twin_ids, world.generators
+    how = shared, guard_data, world.parts, sizes, world.twin_ids, world.generators, world.ask
     recorder = Recorder(Setting(world.find, Whereabouts(names), *how))
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
