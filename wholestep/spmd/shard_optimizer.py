@@ -54,8 +54,9 @@ class _Sharder(Reducer):
     def __init__(self, step: StepGraph, line: Line, reduce: str, min_bytes: int) -> None:
         super().__init__(step, line.group, line.size, reduce)
         self.line = line
-        found = (u for u in find_updates(step) if self._is_worth_it(u, min_bytes))
-        self.updates = {step.signature.inputs[step.placeholders.index(u.parameter)].source: u for u in found}
+        found = [(step.signature.inputs[step.placeholders.index(u.parameter)].source, u) for u in find_updates(step)]
+        trained = {gradient.parameter for gradient in self.gradients}  # an average of weights is no such
+        self.updates = {source: u for source, u in found if source in trained and self._is_worth_it(u, min_bytes)}
         self.place = {node: place for place, node in enumerate(step.graph.nodes)}
         self.rows: dict[fx.Node, fx.Node] = {}  # memory of a gradient -> its reduced rows
 
@@ -74,10 +75,9 @@ class _Sharder(Reducer):
             else:
                 self._reduce_rows(one, update)
         reduced = super()._reduce_all(whole, caps) | {g.name: rows.name for g, rows in self.rows.items()}
-        for update in self.updates.values():
+        for update in sorted(self.updates.values(), key=lambda update: self.place[update.new]):
             self._narrow(update)
-        for update in self.updates.values():
-            self._share(update)
+            self._share(update)  # before another update, which may read the parameter, takes its rows of it
         return reduced
 
     # The gradient
