@@ -37,7 +37,7 @@ from wholestep.capture.places import Found, Places
 from wholestep.capture.scope import Cell, Global, Local
 from wholestep.capture.source import Attr, Inside, Item, Member, Method, Source, Vars, inside
 from wholestep.capture.stopped import MOVING, RANDOM
-from wholestep.errors import LazyError
+from wholestep.errors import LazyError, UnsupportedError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES, generator_id
 
@@ -50,7 +50,11 @@ def _tensor(walk: Places, tensor: torch.Tensor, source: Source) -> None:
     if is_lazy(tensor):
         raise LazyError(f"{source} has no shape yet", remedy="call the module once, which gives it one")
     walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(walk, tensor, source))
-    walk.metadata[id(tensor)] = metadata(tensor)
+    try:
+        walk.metadata[id(tensor)] = metadata(tensor)
+    except RuntimeError as error:  # of a view whose base was written since, as FullyShardedDataParallel writes it
+        what = f"{source} is a view of memory that was written since, of which autograd will not speak"
+        raise UnsupportedError(what, remedy="copy it; of FSDP, compile the plain module with ws.FullyShard") from error
     # hooks of a tensor that an earlier computation made belong to that computation, not to the step
     walk.add(tensor, source, boxes.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
     attributes = vars(tensor)

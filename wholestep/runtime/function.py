@@ -221,6 +221,10 @@ def _refusing(gradients: Sequence[Any], behind: Sequence[Any]) -> list[Any]:
 
 
 SECOND_TIME = "Trying to backward"
+NOT_OUTSIDE = (
+    "this is the result of a step that is compiled under a plan: its backward outside of the step would leave "
+    "gradients that no plan has reduced. Compile a function that calls the model and backward()."
+)
 
 
 class Spent(torch.autograd.Function):
@@ -238,4 +242,4 @@ class Spent(torch.autograd.Function):
                 "Trying to backward through the graph a second time: this tensor is the result of a compiled step, "
                 "whose graph is not kept. Call backward() inside of the step."
             )
-        raise RuntimeError(ctx.why)
+        raise RuntimeError(ctx.why or NOT_OUTSIDE)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import PlanError
-from wholestep.ir import Gradient, info
+from wholestep.ir import Gradient, StepGraph, info
 
 
 @dataclass
@@ -75,9 +75,24 @@ def buckets_of(pending: list[Pending], caps: tuple[int, int]) -> list[Bucket]:
     return buckets
 
 
+def refuse_sparse(step: StepGraph, plans: str) -> StepGraph:
+    """Refuses gradients that no plan can reduce: the number of their values is in the data, and differs among ranks.
+
+    Raises:
+        PlanError: naming the parameter and the line.
+    """
+    nodes = {node.name: node for node in step.graph.nodes}
+    for gradient in step.signature.gradients:
+        node = nodes.get(gradient.after)
+        if node is not None and info(node).value.layout != torch.strided:
+            raise PlanError(
+                f"{plans}: the gradient of {gradient.parameter} is sparse\n  at: {info(node).where}\n"
+                "  to do: make it dense, by nn.Embedding(…, sparse=False)"
+            )
+    return step
+
+
 def _blocks(gradients: list[Gradient], value: torch.Tensor) -> list[tuple[int, int]]:
-    if value.layout != torch.strided:
-        raise PlanError(f"DataParallel: the gradient of {gradients[0].parameter} is sparse: use sparse=False")
     sizes = {(g.place[2], math.prod(g.place[0])): g for g in gradients}
     for (_, size), gradient in sizes.items():
         if not _is_dense(value.shape, value.stride()) or not _is_dense(*gradient.place[:2]):

@@ -15,6 +15,7 @@ from wholestep.capture import Found, InitialState
 from wholestep.errors import PlanError
 from wholestep.ir import Input, Pass, StepGraph
 from wholestep.parts import Part, mark_part, narrow_to
+from wholestep.spmd.buckets import refuse_sparse
 from wholestep.spmd.buffers import BufferSync
 from wholestep.spmd.coalesce import coalesce
 from wholestep.spmd.ends import Trio
@@ -97,6 +98,8 @@ class Launch:
 
     def passes_of(self, step: StepGraph) -> list[Pass]:
         """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
+        if self._meeting.groups:
+            refuse_sparse(step, ", ".join(type(one).__name__ for one in self._plans))
         if self.view is None:
             return self._passes
         passes, largest = self._trio.applied_to(step)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from wholestep.errors import UnsupportedError
 from wholestep.ir import Phase
 from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside
 
@@ -101,6 +102,7 @@ class Whereabouts:
     def following(self) -> Iterator[None]:
         def enter(module: nn.Module, args: Any) -> None:
             if self.thread.is_here():
+                _refuse_wrappers(module)
                 self.modules.append(self.names.get(id(module), type(module).__name__))
                 self._tell(module, True)
 
@@ -126,6 +128,25 @@ class Whereabouts:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+# Modules that reduce or gather in C++ and in hooks, past the dispatcher, known by the names of their classes.
+_WRAPPERS = {
+    ("torch.nn.parallel", "DistributedDataParallel"): "DataParallel",
+    ("torch.distributed", "FullyShardedDataParallel"): "FullyShard",
+    ("torch.distributed", "FSDPModule"): "FullyShard",
+}
+
+
+def _refuse_wrappers(module: nn.Module) -> None:
+    for base in type(module).__mro__:
+        for (package, name), plan in _WRAPPERS.items():
+            if base.__name__ == name and base.__module__.startswith(package):
+                raise UnsupportedError(
+                    f"{name} inside of a compiled step, which communicates where no graph can show it",
+                    user_line(),
+                    f"give the step the module as it was before, and its ranks a plan: plan=ws.{plan}(axis), mesh=…",
+                )
 
 
 def module_names(roots: dict[str, Any]) -> dict[int, str]:
