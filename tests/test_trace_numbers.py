@@ -75,6 +75,7 @@ FREE: dict[str, Use] = {
     "a_size": lambda x, p: (x, torch.Size([p, 2]) if isinstance(p, int) else p),
     "fill": lambda x, p: x.masked_fill(x > 0, p).clamp(-p, p),
     "tensor": lambda x, p: x * torch.tensor(p),
+    "row": lambda x, p: (x * torch.tensor([p, 2, p, 1, 0, 3]), torch.as_tensor((1.5, p), dtype=torch.float64)),
 }
 
 # Decisions on a small tensor that the step is given, which are guards without being asked for.

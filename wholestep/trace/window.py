@@ -97,9 +97,8 @@ class CallWindow(TorchFunctionMode):
             self.gradients.accessed(func, args[0], sys._getframe(2))
         if func == GET_VERSION and not is_made(args[0]) and self.recorder.find(args[0]) is not None:
             return Count(func(*args)).of(args[0])
-        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (torch.SymFloat, torch.SymInt)):
-            number: Any = self.recorder.size(args[0]) if is_size(args[0]) else args[0]
-            return torch.scalar_tensor(number, **_tensor_options(number, kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and args and _is_of_numbers(args[0]):
+            return self._tensor(*args, **(kwargs or {}))
         if func is torch.nn.functional.one_hot and not isinstance(args[0], FakeTensor) and not self.recorder.guard_data:
             return _one_hot(*args, **(kwargs or {}))
         if func in BY_VALUE:
@@ -179,6 +178,14 @@ class CallWindow(TorchFunctionMode):
         if name == "tolist":
             return self.recorder.as_list(args[0])
         return READABLE[name](self._window(torch.Tensor.item, args, {}))
+
+    def _tensor(self, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> torch.Tensor:
+        """A tensor of a number, or of a row of them, that the step computes."""
+        is_row = isinstance(data, (list, tuple))
+        row = [self.recorder.size(n) if is_size(n) else n for n in (data if is_row else [data])]
+        default = torch.get_default_dtype() if any(isinstance(n, float) for n in row) else torch.int64
+        scalars = [torch.scalar_tensor(n, dtype=dtype or default, device=device) for n in row]
+        return (torch.stack(scalars) if is_row else scalars[0]).requires_grad_(requires_grad)
 
     def _by_value(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The arguments of a function that reads the memory of some, past the dispatcher, as numbers."""
@@ -317,6 +324,8 @@ def _is_scalar_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.dim() == 0
 
 
-def _tensor_options(number: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    default = torch.get_default_dtype() if isinstance(number, torch.SymFloat) else torch.int64
-    return {"dtype": kwargs.get("dtype") or default, "device": kwargs.get("device")}
+def _is_of_numbers(data: Any) -> bool:
+    """Whether something is a number that is not known, or a row of numbers with such a one."""
+    row = data if isinstance(data, (list, tuple)) else [data]
+    unknown = any(isinstance(n, (torch.SymFloat, torch.SymInt)) for n in row)
+    return unknown and all(isinstance(n, (int, float, torch.SymFloat, torch.SymInt)) for n in row)
