@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, backends, get_num_threads, nn
 
 import wholestep as ws
 from wholestep.capture.settings import GETTERS, SETTERS
-from wholestep.errors import UnsupportedError
+from wholestep.errors import DataDependentError, UnsupportedError
 
 THREADS = torch.get_num_threads()
 
@@ -159,3 +161,14 @@ def test_settings_are_told_by_their_names() -> None:
     assert not names & {"is_grad_enabled", "is_autocast_enabled", "get_default_dtype", "_is_torch_function_enabled"}
     assert {"set_num_threads", "_set_mkldnn_enabled", "_set_fp32_precision_setter"} <= SETTERS.keys()
     assert not SETTERS.keys() & {"_set_grad_enabled", "set_autocast_enabled", "_set_default_dtype"}
+
+
+@pytest.mark.parametrize("ask", [lambda: torch.set_num_threads(THREADS + 1), time.time, torch.seed], ids=str)
+def test_a_refusal_that_the_step_lets_pass_ends_the_capture(ask: Callable[[], Any]) -> None:
+    def step(x: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            (time.time if ask is time.time else ask)()
+        return x + 1
+
+    with pytest.raises((UnsupportedError, DataDependentError), match="replay|Generator.seed"):
+        ws.compile(step)(torch.ones(2))

@@ -22,7 +22,7 @@ from typing import Any
 from wholestep import patches
 from wholestep.capture.code import is_library
 from wholestep.capture.settings import READERS, Settings
-from wholestep.errors import DataDependentError
+from wholestep.errors import CaptureError, DataDependentError
 from wholestep.patches import Replacement, original
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
@@ -66,17 +66,23 @@ def _asked_by(frame: FrameType | None) -> bool:
     return frame is not None and not is_library(frame.f_code.co_filename)
 
 
-def _refusing(owner: Any, name: str) -> Any:
-    """Stands for a function or method."""
+def _refusing(owner: Any, name: str, refused: list[CaptureError]) -> Any:
+    """Stands for a function or method.
+
+    Args:
+        refused: is added to.
+    """
     asks, says = ASKS.get(name, lambda *_, **__: True), f"{SHORT.get(owner, owner.__name__)}.{name}"
     found = original(owner, name)
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         if _asked_by(sys._getframe(2)) and asks(*args, **kwargs):
-            raise DataDependentError(
+            error = DataDependentError(
                 f"the step calls {says}(), whose answer may be another at each call; a replay would repeat the first",
                 remedy="call it outside of the step, and pass what depends on it as an argument",
             )
+            refused.append(error)
+            raise error
 
     def call(*args: Any, **kwargs: Any) -> Any:
         refuse(*args, **kwargs)
@@ -118,7 +124,8 @@ class Outside:
         """
         asking = [(owner, name) for owner, functions in ASKING.items() for name in functions
                   if name in names or owner is random.SystemRandom and "SystemRandom" in names]
-        found = [(owner, name, _refusing(owner, name)) for owner, name in asking if name in vars(owner)]
+        refused = self.settings.refused
+        found = [(owner, name, _refusing(owner, name, refused)) for owner, name in asking if name in vars(owner)]
         if not names.isdisjoint(("environ", "environb", "getenv", "getenvb")):
             kind: Any = type(os.environ)
             found.append((kind, "__getitem__", self._watching(original(kind, "__getitem__"))))

@@ -16,7 +16,7 @@ import torch
 from torch.backends import ContextProp
 
 from wholestep.capture.facts import is_plain
-from wholestep.errors import UnsupportedError
+from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.patches import Replacement, original
 from wholestep.torch_compat import setting_functions
 
@@ -26,10 +26,15 @@ READERS: dict[str, Callable[[], Any]] = {"torch.initial_seed()": torch.initial_s
 
 
 class Settings:
-    """The settings that one step reads."""
+    """The settings that one step reads.
+
+    Attributes:
+        refused: what the step was met with, whether it let it pass or not.
+    """
 
     def __init__(self) -> None:
         self.read: dict[str, Any] = {}
+        self.refused: list[CaptureError] = []
         self._before = {name: read() for name, read in READERS.items()}
 
     def ask(self, name: str, now: Any = None) -> Any:
@@ -44,11 +49,11 @@ class Settings:
         """What stands in for functions that read and set."""
         found: list[Replacement] = [
             (ContextProp, "__get__", lambda *given: self._property(*given)),  # functions, which a class binds
-            (ContextProp, "__set__", lambda *given: _set_property(*given)),
+            (ContextProp, "__set__", lambda *given: self._set_property(*given)),
         ]
         for module, name, function in _holders(len(sys.modules)):
             setter = SETTERS.get(function.__name__)
-            of_both = self._reading(function) if setter is None else _refusing(function, setter[0])
+            of_both = self._reading(function) if setter is None else self._refusing(function, setter[0])
             found.append((module, name, of_both))
         return found
 
@@ -72,12 +77,26 @@ class Settings:
             self.ask(name, value)
         return value
 
+    def _set_property(self, prop: ContextProp, holder: Any, value: Any) -> None:
+        followed = isinstance(prop.setter, BuiltinFunctionType) and prop.setter.__name__ not in SETTERS
+        if not _calls_c(prop.setter) and not followed and prop.getter() != value:
+            raise self._refusal(f"sets a property of {holder.__name__} to {value!r}")
+        original(ContextProp, "__set__")(prop, holder, value)
 
-def _set_property(prop: ContextProp, holder: Any, value: Any) -> None:
-    followed = isinstance(prop.setter, BuiltinFunctionType) and prop.setter.__name__ not in SETTERS
-    if not _calls_c(prop.setter) and not followed and prop.getter() != value:
-        raise _refusal(f"sets a property of {holder.__name__} to {value!r}")
-    original(ContextProp, "__set__")(prop, holder, value)
+    def _refusing(self, setter: Callable[..., Any], getter: Callable[..., Any] | None) -> Callable[..., Any]:
+        of_one = "fp32" in setter.__name__  # the setting of one backend and operation
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getter is None or (getter(*args[:-1]) != args[-1] if of_one else getter() != args[0]):
+                raise self._refusal(f"calls {_shown(setter, args)}")
+            return setter(*args, **kwargs)
+
+        return call
+
+    def _refusal(self, what: str) -> CaptureError:
+        what = f"the step {what}, which a replay would not"
+        self.refused.append(UnsupportedError(what, remedy="set it outside of the step"))
+        return self.refused[-1]
 
 
 def _calls_c(function: Callable[..., Any]) -> bool:
@@ -102,18 +121,3 @@ def _holders(modules: int) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
 def _shown(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     name = function.__name__
     return f"torch.{'_C.' if name.startswith('_') else ''}{name}({', '.join(map(repr, args))})"
-
-
-def _refusing(setter: Callable[..., Any], getter: Callable[..., Any] | None) -> Callable[..., Any]:
-    of_one = "fp32" in setter.__name__  # the setting of one backend and operation
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if getter is None or (getter(*args[:-1]) != args[-1] if of_one else getter() != args[0]):
-            raise _refusal(f"calls {_shown(setter, args)}")
-        return setter(*args, **kwargs)
-
-    return call
-
-
-def _refusal(what: str) -> UnsupportedError:
-    return UnsupportedError(f"the step {what}, which a replay would not", remedy="set it outside of the step")

@@ -68,6 +68,8 @@ class Snapshot(Exchanged):
         for array in self.walk.arrays.values():
             array.refuse_changed()
         self.walk.stoppers.refuse_moved()
+        for error in self.walk.outside.settings.refused:  # the step went on past it
+            raise error
         self.names |= self.walk.outside.names
         if self.replaced:
             self._hand_back_training()

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from wholestep import pure
-from wholestep.errors import UnsupportedError
+from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.patches import Replacement
 from wholestep.torch_compat import generator_id, no_modes
 from wholestep.trace.recorder import Recorder
@@ -36,8 +36,21 @@ def methods(recorder: Recorder) -> list[Replacement]:
     """What stands in for the methods of generators while the step is traced."""
     seeds: dict[int, int | None] = {}  # the initial seeds of generators that the step moved; None where it is unknown
 
+    def refused(error: CaptureError) -> CaptureError:
+        recorder.refusal = recorder.refusal or error  # the step may let it pass
+        return error
+
+    def refuse(name: str, remedy: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            raise refused(UnsupportedError(f"torch.Generator.{name} inside of a captured step", user_line(), remedy))
+
+        return call
+
     def operand(generator: Generator) -> tuple[fx.Node, ...]:
-        node = recorder.generator(generator)
+        try:
+            node = recorder.generator(generator)
+        except CaptureError as error:
+            raise refused(error) from None
         return () if node is None else (node,)
 
     def get_state(generator: Generator) -> torch.Tensor:
@@ -75,16 +88,9 @@ def methods(recorder: Recorder) -> list[Replacement]:
         known = seeds.get(key)
         if known is None and (key in seeds or key != generator_id(torch.default_generator)):
             what = "the step asks for the seed of a generator of its own, or of one whose state it has set"
-            raise UnsupportedError(what, user_line(), "ask for it outside of the step")
+            raise refused(UnsupportedError(what, user_line(), "ask for it outside of the step"))
         return recorder.ask("torch.initial_seed()") if known is None else known
 
     recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed, initial_seed]
-    refused = [(Generator, name, _refusing(name, remedy)) for name, remedy in REFUSED.items()]
-    return [*((Generator, method.__name__, method) for method in recorded), *refused]
-
-
-def _refusing(name: str, remedy: str) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        raise UnsupportedError(f"torch.Generator.{name} inside of a captured step", user_line(), remedy)
-
-    return call
+    refusing = [(Generator, name, refuse(name, remedy)) for name, remedy in REFUSED.items()]
+    return [*((Generator, method.__name__, method) for method in recorded), *refusing]
