@@ -192,3 +192,40 @@ def _or_error(act: Callable[[], Any]) -> str:
         return str(act())
     except RuntimeError as error:
         return str(error)
+
+
+class TiedTable(nn.Module):
+    """Its table is read by rows and as a whole: one gradient is sparse, the sum is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x) @ self.table.weight.t()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: nn.Embedding(10, 4, sparse=True),
+    lambda: nn.EmbeddingBag(10, 4, sparse=True, mode="sum"),
+    lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(12, 1)),
+    TiedTable,
+])  # fmt: skip
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_sparse_gradients_of_a_compiled_module(make: Callable[[], nn.Module], accumulate: bool) -> None:
+    found = []
+    for c in (lambda module: module, ws.compile):
+        torch.manual_seed(0)
+        model, seen = make(), list[Any]()
+        opt, call = torch.optim.SGD(model.parameters(), 0.1), c(model)
+        for _ in range(3):
+            call(torch.tensor([[1, 2, 1], [3, 1, 9]])).square().sum().backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                rows = (p.grad._nnz(), p.grad.is_coalesced()) if p.grad.is_sparse else None
+                seen += [p.grad.layout, rows, p.grad.to_dense().tolist()]
+            if not accumulate:
+                opt.step()
+                opt.zero_grad()
+        found.append(seen)
+    assert found[0] == found[1]

@@ -79,7 +79,9 @@ def without_last_views(halves: Partitioned, found: Arriving) -> tuple[StepGraph,
     seen: dict[fx.Node, int] = {}
     for place, node in zip(found.gives, found.graph.outputs, strict=True):
         base, views = _way(node)
-        if base not in arrived and (base.op != "call_function" or Geometry.of(info(node).value).is_dense):
+        value = info(node).value
+        plain = value.layout != torch.strided or Geometry.of(value).is_dense
+        if base not in arrived and (base.op != "call_function" or plain):
             base, views = node, ()
         if base in arrived:
             results.append(Result(place, None, arrived[base], views))

@@ -61,6 +61,10 @@ def plan_of(traced: Traced, program: Program) -> Plan | None:
     if traced.derivative is None or program.backward is None:
         return None
     late = {("input", i) for i in traced.derivative.late}
+    written = {("output", o): i for o, i in traced.step.signature.mutations.items() if i in traced.derivative.late}
+    read = {written.get(place, place[1]) for place in program.backward.saved if place in written or place in late}
+    if read == set(traced.derivative.late):  # the backward writes what follows from what is there when it runs
+        late |= written.keys()
     nodes = program.backward.halves.backward.placeholders[: len(program.backward.saved)]
     apart = frozenset(
         i

@@ -156,8 +156,18 @@ def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args:
 
 
 def _dynamos_checkpoint(operator: Any, body: Any, *args: Any, **kwargs: Any) -> Any:
-    """A checkpoint as the user wrote it: the operator's own call leaves random states to later passes of torch's."""
-    return checkpoints.checkpoint(body, *args, **kwargs | checkpoint_contexts(body) | {"use_reentrant": False})
+    """A checkpoint as the user wrote it: the operator's own call leaves random states to later passes of torch's.
+
+    Dynamo makes arguments of a module's buffers too; only what has gradients is one, since others may be written.
+    """
+    wanted = [isinstance(a, torch.Tensor) and a.requires_grad for a in args]
+
+    def run(*differentiable: Any) -> Any:
+        given = iter(differentiable)
+        return body(*(next(given) if graded else a for a, graded in zip(args, wanted, strict=True)))
+
+    options = kwargs | checkpoint_contexts(body) | {"use_reentrant": False}
+    return checkpoints.checkpoint(run, *(a for a, graded in zip(args, wanted, strict=True) if graded), **options)
 
 
 def _inside(run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
