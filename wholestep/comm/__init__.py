@@ -5,6 +5,7 @@ traced program contains. The names are those of `torch.distributed`.
 May import `errors` and `torch_compat` alone; `torch.distributed` only in `c10d.py` and `torch_backend.py`.
 """
 
+import wholestep.comm.forked  # noqa: F401 - the import registers what forks do
 from wholestep.comm.backend import (
     Backend,
     BackendConfig,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from wholestep.comm.errors import DistBackendError, DistRankError, DistTimeoutError
-from wholestep.comm.work import Work
+from wholestep.comm.work import Work, require_process
 
 
 class EngineWork(Work):
@@ -22,8 +23,10 @@ class EngineWork(Work):
 
     def __init__(self, work: Any, what: str, told: Callable[[], str], result: list[torch.Tensor]) -> None:
         self._work, self._what, self._told, self._result = work, what, told, result
+        self._pid = os.getpid()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
+        require_process(self._pid, self._what)
         try:
             if timeout is None:
                 self._work.wait()

@@ -36,8 +36,10 @@ class Waiter:
                 self._start()
 
     def close(self) -> None:
-        self._queue.put(None)
-        for thread in list(self._threads):
+        running = [one for one in self._threads if one.is_alive()]  # none in a forked process
+        if running:
+            self._queue.put(None)
+        for thread in running:
             if thread is not threading.current_thread():
                 thread.join(5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from wholestep.comm.errors import DistTimeoutError
-from wholestep.comm.work import Finished, Work, seconds
+from wholestep.comm.work import Finished, Work, require_process, seconds
 
 Step = Callable[[], None]
 
@@ -20,7 +21,7 @@ class LaneWork(Work):
 
     def __init__(self, what: str, result: list[torch.Tensor]) -> None:
         self._what, self._result = what, result
-        self._ended = threading.Event()
+        self._ended, self._pid = threading.Event(), os.getpid()
 
     def run(self, step: Step) -> None:
         try:
@@ -31,6 +32,7 @@ class LaneWork(Work):
             self._ended.set()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
+        require_process(self._pid, self._what)
         limit = seconds(timeout)
         if not self._ended.wait(limit):
             raise DistTimeoutError(f"{self._what} did not end within {limit:g} s")

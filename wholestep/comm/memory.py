@@ -97,6 +97,13 @@ class _Pool:
 _pool = _Pool()
 
 
+def renew_pool() -> None:
+    """In a forked process: the blocks of the pool so far are its parent's, those of tensors that die here, too."""
+    global _pool
+    old, _pool = _pool, _Pool()
+    old._lock, _pool._next = threading.Lock(), old._next
+
+
 def empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, shared: bool = False, requires_grad: bool = False
 ) -> torch.Tensor:

@@ -6,6 +6,7 @@ tensors and an `Options`, starts the collective and returns a `Work`. Tensors th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +19,9 @@ from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.work import Work
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # of this process, and in a fork of its parent
 
 
 @dataclass
@@ -56,9 +60,11 @@ class ProcessGroup:
     backend_name: str = ""
     timeout: timedelta = DEFAULT_TIMEOUT
     sequence: int = 0
+    ends_with_fork = True  # a forked process cannot use it
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
+        alive.add(self)
         self.labels: Sequence[int] = range(size)
 
     def name_parts(self, name: str, labels: Sequence[int]) -> None:

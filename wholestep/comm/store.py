@@ -237,7 +237,7 @@ class FileStore(Store):
 
     def _locked(self, step: Callable[[], Result]) -> Result:
         if self._pid != os.getpid():  # a fork: the file's lock would be the parent's too
-            self._lock, self._pid = threading.Lock(), os.getpid()
+            self._lock, self._pid, self._size = threading.Lock(), os.getpid(), -1
             self._fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         with self._lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
@@ -317,7 +317,7 @@ class FileStore(Store):
 
         if self._fd >= 0:
             try:
-                if self._size > 0:
+                if self._size > 0 and self._pid == os.getpid():  # a fork is none of the users
                     self._locked(step)
             finally:
                 os.close(self._fd)

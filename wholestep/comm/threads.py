@@ -238,6 +238,7 @@ class NullGroup(MeetingGroup):
     """One process that plays rank r of N: every other rank shows what this one shows. For tracing and simulation."""
 
     backend_name = "null"
+    ends_with_fork = False
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(rank, size)

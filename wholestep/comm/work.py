@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,10 +11,20 @@ from datetime import timedelta
 
 import torch
 
+from wholestep.comm.errors import DistBackendError
+
 
 def seconds(timeout: timedelta | float | None) -> float | None:
     """A time-out in seconds, or None."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+
+def require_process(pid: int, what: str) -> None:
+    """Raises:
+    DistBackendError: this is a fork of the process of that number, and has none of the threads that would end it.
+    """
+    if os.getpid() != pid:
+        raise DistBackendError(f"{what}: this process was forked from the rank that started it: start it by spawn")
 
 
 class Work:

@@ -49,6 +49,8 @@ class World:
 class NonMember(ProcessGroup):
     """What `new_group` gives a rank that is not in the group: it translates ranks, and takes part in nothing."""
 
+    ends_with_fork = False
+
     def __init__(self) -> None:
         super().__init__(-1, -1)
 

@@ -111,6 +111,15 @@ static PyObject *py_forget_plans(PyObject *self, PyObject *const *a, Py_ssize_t 
     Py_RETURN_NONE;
 }
 
+/* after_fork(): in the child, where other threads' locks stay locked for ever */
+static PyObject *py_after_fork(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self, (void)a;
+    if (wrong(n, 0)) return NULL;
+    segments_unlock();
+    plans_forget();
+    Py_RETURN_NONE;
+}
+
 /* allocate(fd, length, id) -> address of the file's memory, known to collectives under `id` */
 static PyObject *py_allocate(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
@@ -311,7 +320,7 @@ static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(s
                                 METHOD(repeat),      METHOD(sequence),   METHOD(quick_setup), METHOD(quick_pause),
                                 METHOD(learn),       METHOD(quicken),    METHOD(number),     METHOD(flights),
                                 METHOD(abort),       METHOD(reason),     METHOD(ready),      METHOD(settle),
-                                METHOD(forget_plans),
+                                METHOD(forget_plans), METHOD(after_fork),
                                 {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "The shared-memory engine.", -1, methods,
                                         NULL, NULL, NULL, NULL};

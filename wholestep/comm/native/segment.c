@@ -48,6 +48,8 @@ int segment_fill(int fd, size_t at, size_t length) {
     return status;
 }
 
+void segments_unlock(void) { pthread_mutex_init(&guard, NULL); }
+
 static int remember(mapping_t m) {
     if (used == room) {
         size_t more = room ? 2 * room : 16;

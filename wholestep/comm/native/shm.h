@@ -169,6 +169,7 @@ size_t group_bytes(int size);
 int segment_fill(int fd, size_t at, size_t length);
 int segment_register(const char *base, size_t length, uint32_t id, int fd);
 void segment_forget(uint32_t id);
+void segments_unlock(void);
 void segment_describe(const void *at, size_t length, desc_t *d);
 const char *segment_map(uint32_t pid, const desc_t *d);
 
