@@ -16,7 +16,7 @@ from wholestep.capture import boxes
 from wholestep.capture.facts import is_plain
 from wholestep.capture.places import Place
 from wholestep.capture.snapshot import Snapshot
-from wholestep.capture.source import Grad, Source
+from wholestep.capture.source import Grad, Source, contents, is_exact
 from wholestep.capture.volatile import Volatile
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -145,7 +145,12 @@ class Anchors(Volatile):
         lists: list[Any] = []
         for place in filter(self._is_anchored, self.snap.places):
             special = [k for k, v in place.before.items() if k not in place.ignored and self._special(v, place)]
-            if not place.before and place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SET, boxes.LIST):
+            if not is_exact(place.holder) and place.box in (boxes.MAPPING, boxes.LIST):
+                copied = f"{self._name(contents)}({self._name(place.holder)})"
+                keys = self._fresh([*place.before]) if place.box is boxes.MAPPING else copied
+                self._require(f"len({copied}) == {len(place.before)} and identical({copied}, {keys})")
+                self._one_by_one(place, [key for key in place.before if key not in place.ignored])
+            elif not place.before and place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SET, boxes.LIST):
                 empty.append(place.holder)
             elif place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.MODULE):
                 if place.box is boxes.ATTRIBUTES:

@@ -6,7 +6,7 @@ restoring it are the same few lines for a dictionary, a list, a closure cell or 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.scope import Closure, Global
-from wholestep.capture.source import Attr, Element, Got, Grad, Item, Member, Source
+from wholestep.capture.source import Attr, Element, Got, Grad, Item, Member, Source, base_of
 from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]
@@ -48,7 +48,7 @@ class Box:
 
 
 def _write_dict(holder: Any, contents: Contents) -> None:
-    kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+    kind = base_of(holder)
     kind.clear(holder)
     for key, value in contents.items():
         kind.__setitem__(holder, key, value)
@@ -69,7 +69,11 @@ def _nothing(holder: Any, contents: Contents) -> None:
 
 
 def _numbered(holder: Iterable[Any]) -> Contents:
-    return dict(enumerate(holder))
+    return dict(enumerate(base_of(holder).__iter__(holder)))
+
+
+def _read_dict(holder: dict[Any, Any]) -> Contents:
+    return dict(base_of(holder).items(holder))
 
 
 def slot_names(kind: type) -> list[str]:
@@ -200,7 +204,7 @@ def _write_context(variable: ContextVar[Any], contents: Contents) -> None:
         variable.set(contents["value"])
 
 
-MAPPING = Box("dict", dict, _write_dict, Item)
+MAPPING = Box("dict", _read_dict, _write_dict, Item)
 ATTRIBUTES = Box("attributes", dict, _write_dict, Item)
 MODULE = Box("module", dict, _write_module, Item)
 LIST = Box("list", _numbered, lambda holder, contents: list.__setitem__(holder, slice(None), contents.values()), Item)

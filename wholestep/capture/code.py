@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import dis
 import functools
-import os
 import sys
-import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 
 import torch
 
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
-_INSTALLED = (*{sysconfig.get_paths()[name] for name in ("purelib", "platlib")},
-              os.path.dirname(os.path.abspath(torch.__file__)))
+from wholestep.capture.libraries import is_library, is_standard
+
 _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
 # Code that names one of these can read any attribute.
 READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "replace", "attrgetter", "eval",
@@ -28,15 +24,10 @@ IMPLIED = {"get_last_lr": ("_last_lr",)}
 _MODULE_KEYS = frozenset(vars(torch.nn.Module()))
 
 
-def is_library(filename: str) -> bool:
-    """True for code of the standard library, of installed packages, of torch and of this package."""
-    return filename.startswith(("<frozen", *_STANDARD, *_INSTALLED, _PACKAGE)) or "dist-packages" in filename
-
-
 def is_installed(kind: type) -> bool:
     """True for classes of installed packages and of torch, whose instances hold what a step uses."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return bool(file) and str(file).startswith(_INSTALLED)
+    return bool(file) and not is_standard(str(file)) and is_library(str(file))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from wholestep.capture.anchored import identical, memory, same_plain
 from wholestep.capture.facts import global_state
 from wholestep.capture.places import Place
 from wholestep.capture.snapshot import Snapshot
+from wholestep.capture.source import is_exact, item
 
 
 class Draft:
@@ -77,4 +78,5 @@ class Draft:
             return f"{holder}.{key}"
         if place.box is boxes.CLASS:
             return f"{holder}.__dict__[{key!r}]"
-        return f"{holder}[{key if type(key) is int else repr(key) if type(key) is str else self._name(key)}]"
+        key = str(key) if type(key) is int else repr(key) if type(key) is str else self._name(key)
+        return f"{holder}[{key}]" if is_exact(place.holder) else f"{self._name(item)}({holder}, {key})"

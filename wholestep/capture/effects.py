@@ -15,7 +15,7 @@ from typing import Any
 
 from wholestep.capture import boxes
 from wholestep.capture.scope import Global
-from wholestep.capture.source import Source, Vars
+from wholestep.capture.source import Source, Vars, base_of
 from wholestep.capture.values import NOTHING, Existing, Made, New, Tree, Value, hollow_out, new_in, walk
 from wholestep.ir import InputKind
 
@@ -58,10 +58,10 @@ class SetItem(Effect):
     value: Value
 
     def assign(self, holder: Any, key: Any, value: Any) -> None:
-        holder[key] = value
+        base_of(holder).__setitem__(holder, key, value)
 
     def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{holder}[{key}] = {value}"
+        return f"{constant(base_of)}({holder}).__setitem__({holder}, {key}, {value})"
 
     def __str__(self) -> str:
         return f"{self.source}[{self.key}] = {self.value}"
@@ -74,10 +74,10 @@ class DelItem(Effect):
     key: Value
 
     def assign(self, holder: Any, key: Any, value: Any) -> None:
-        del holder[key]
+        base_of(holder).__delitem__(holder, key)
 
     def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"del {holder}[{key}]"
+        return f"{constant(base_of)}({holder}).__delitem__({holder}, {key})"
 
     def __str__(self) -> str:
         return f"del {self.source}[{self.key}]"
@@ -164,10 +164,10 @@ class Extend(Effect):
     value: Tree
 
     def assign(self, holder: Any, key: Any, value: Any) -> None:
-        holder.extend(value)
+        base_of(holder).extend(holder, value)
 
     def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{holder}.extend({value})"
+        return f"{constant(base_of)}({holder}).extend({holder}, {value})"
 
     def __str__(self) -> str:
         return f"{self.source} += {self.value}"

@@ -30,12 +30,13 @@ from torch.utils.hooks import BackwardHook
 from wholestep.capture import boxes, outside
 from wholestep.capture.arrays import BUFFERS, Array, stamp
 from wholestep.capture.boxes import Box, Names
-from wholestep.capture.code import global_names, is_installed, is_library, is_user_class, is_user_module
+from wholestep.capture.code import global_names, is_installed, is_user_class, is_user_module
 from wholestep.capture.facts import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
+from wholestep.capture.libraries import is_library
 from wholestep.capture.optimizers import optimizer
 from wholestep.capture.places import Found, Places
 from wholestep.capture.scope import Cell, Global, Local
-from wholestep.capture.source import Attr, Inside, Item, Member, Method, Source, Vars, inside
+from wholestep.capture.source import Attr, Inside, Item, Member, Method, Source, Vars, base_of, inside
 from wholestep.capture.stopped import MOVING, RANDOM
 from wholestep.errors import LazyError, UnsupportedError
 from wholestep.ir import InputKind
@@ -141,7 +142,7 @@ def _is_batch(walk: Places, source: Source) -> bool:
 
 
 def _mapping(walk: Places, holder: dict[Any, Any], source: Source) -> None:
-    for index, key in enumerate(holder):
+    for index, key in enumerate(base_of(holder).__iter__(holder)):
         if type(key) not in EXACT_PLAIN:
             walk.queue(key, Member(source, index))
     walk.add(holder, source, boxes.MAPPING)

@@ -20,7 +20,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from wholestep import patches
-from wholestep.capture.code import is_library
+from wholestep.capture.libraries import is_library
 from wholestep.capture.settings import READERS, Settings
 from wholestep.errors import CaptureError, DataDependentError
 from wholestep.patches import Replacement, original

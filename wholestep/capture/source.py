@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,6 +109,32 @@ def _shape(tensor: torch.Tensor) -> list[int]:
     return list(tensor.shape)
 
 
+def base_of(holder: Any) -> Any:
+    """The class of C whose methods read and write a container, past those of a class of the user's."""
+    return next((base for base in _CONTAINERS if isinstance(holder, base)), type(holder))
+
+
+def item(holder: Any, key: Any) -> Any:
+    """``holder[key]``."""
+    return base_of(holder).__getitem__(holder, key)
+
+
+def contents(holder: Any) -> Any:
+    """A plain copy of a container."""
+    base = base_of(holder)
+    return dict(base.items(holder)) if issubclass(base, dict) else list(base.__iter__(holder))
+
+
+def is_exact(holder: Any) -> bool:
+    """Whether a container is read as those of its class of C are."""
+    base, kind = base_of(holder), type(holder)
+    return kind is base or all(getattr(kind, name, None) is getattr(base, name, None) for name in _READING)
+
+
+_READING = ("__getitem__", "__iter__", "__len__", "__contains__", "__eq__", "keys", "values", "items")
+_CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+
+
 @dataclass(frozen=True, eq=False)
 class Item(Child):
     """``base[key]``; a key that is itself a captured object is given as its source."""
@@ -129,7 +156,7 @@ class Item(Child):
 
     def read(self, call: Call) -> Any:
         key = self.key.read(call) if isinstance(self.key, Source) else self.key
-        return self.base.read(call)[key]
+        return item(self.base.read(call), key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +283,7 @@ class Element(Child):
         return f"{self.base.text}[{self.index}]"
 
     def step(self, holder: Any) -> Any:
-        return holder[self.index]
+        return item(holder, self.index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +301,7 @@ class Nth(Child):
         return f"{self.base.text}[{self.index}]"
 
     def step(self, holder: Any) -> Any:
-        return list(holder.values())[self.index]
+        return list(base_of(holder).values(holder))[self.index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,4 +319,4 @@ class Member(Child):
         return f"list({self.base.text})[{self.index}]"
 
     def step(self, holder: Any) -> Any:
-        return list(holder)[self.index]
+        return list(base_of(holder).__iter__(holder))[self.index]

@@ -19,7 +19,7 @@ from wholestep.capture.draft import Draft
 from wholestep.capture.facts import is_plain
 from wholestep.capture.outside import variables
 from wholestep.capture.snapshot import Snapshot
-from wholestep.capture.source import REGISTRIES
+from wholestep.capture.source import REGISTRIES, contents, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
 _ANCHORS = (torch.nn.Module, torch.optim.Optimizer)
@@ -152,6 +152,9 @@ class Volatile(Draft):
         self._require(f"type({name}) is {self._name(type(value))}")
         for place in self.places[id(value)]:
             holder = name
+            if not is_exact(place.holder):
+                holder = f"{name}_c"
+                self.lines.append(f"{holder} = {self._name(contents)}({name})")
             if place.holder is not value:  # its attributes
                 holder = f"{name}_d"
                 self.lines.append(f"{holder} = {name}.__dict__")

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from wholestep.capture import boxes
-from wholestep.capture.code import is_library
 from wholestep.capture.facts import EXACT_PLAIN
 from wholestep.capture.handlers import WAITING, handler
+from wholestep.capture.libraries import is_library, own
 from wholestep.capture.places import Number, Places
 from wholestep.capture.scope import Function, Local
 from wholestep.capture.source import Call, Source
@@ -56,6 +56,8 @@ class Walk(Places):
         super().__init__(call, names, varying)
         self._waiting: tuple[deque[tuple[Any, Source]], ...] = (deque(), deque())
         self.roots = [*arguments(call), (Function(), call.fn)]
+        if isinstance(call.fn, types.FunctionType):
+            own(call.fn.__code__.co_filename)
         for name in ("__call__", "forward"):
             entry = getattr(type(call.fn), name, None)
             if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):

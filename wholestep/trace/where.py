@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from wholestep.capture.libraries import is_library, is_system
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Phase
 from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
-_OUTSIDE = (_TORCH, _OURS, "<frozen", "<string>", "<__array", "<eval_with_key")
-
 
 def user_line() -> str:
-    """``file:line`` of the innermost frame that belongs neither to torch nor to this package."""
+    """``file:line`` of the innermost frame of the user's code, and of the library's that it called, if it is in one."""
     frame: FrameType | None = sys._getframe(1)
+    library = ""
     while frame is not None:
-        if _is_user(frame):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        name = frame.f_code.co_filename
+        if not is_system(name) and name != "<string>":
+            if not is_library(name):
+                return _joined(f"{name}:{frame.f_lineno}", library)
+            library = library or f"{name}:{frame.f_lineno}"
         frame = frame.f_back
-    return ""
+    return library
 
 
 def line_of(error: BaseException) -> str:
-    """``file:line`` of the innermost such frame that an error came through."""
-    step, found = error.__traceback__, ""
+    """The same for the frames that an error came through, and if none is the user's for those that call now."""
+    step, user, library = error.__traceback__, "", ""
     while step is not None:
-        if _is_user(step.tb_frame):
-            found = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+        name = step.tb_frame.f_code.co_filename
+        if not is_system(name) and name != "<string>":
+            line = f"{name}:{step.tb_lineno}"
+            user, library = (user, line) if is_library(name) else (line, "")
         step = step.tb_next
-    return found
+    return _joined(user or user_line(), library)
 
 
-def _is_user(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    if name.startswith(_OUTSIDE) or name.endswith(".pyx"):
-        return False
-    return not name.startswith(_STANDARD) or "-packages" in name
+def _joined(user: str, library: str) -> str:
+    return f"{user} (in {library})" if user and library else user or library
 
 
 class Thread:
