@@ -22,6 +22,7 @@ from wholestep.runtime import Entry, Missed, Program, give_back
 from wholestep.spmd import Launch
 from wholestep.torch_compat import transforms_active
 from wholestep.trace import Traced
+from wholestep.trace.where import line_of
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
 MAX_ENTRIES = 32
@@ -188,8 +189,10 @@ class Compiled:
         try:
             with no_collection():  # hundreds of thousands of small objects, few of them garbage
                 entry = self._build(args, kwargs, missed.varying - self._fixed)
-        except BaseException:
+        except BaseException as error:
             self._undo()
+            if isinstance(error, CaptureError) and not error.where:  # of what the step can see, or found at its end
+                error.put(line_of(error))
             raise
         give_back()
         reason = missed.reason

@@ -94,6 +94,12 @@ class _Object:
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (self.patch.original,)
 
+    def __or__(self, other: Any) -> Any:  # in annotations of modules that are imported meanwhile
+        return self.patch.original | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.patch.original
+
     def __eq__(self, other: object) -> bool:
         return other is self or bool(self.patch.original == other)
 

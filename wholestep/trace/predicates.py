@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch.amp import GradScaler
 
 from wholestep.errors import DataDependentError
 from wholestep.ir import is_effectful
 from wholestep.torch_compat import lazy_graph_module, no_modes
 from wholestep.trace.sizes import decided
+from wholestep.trace.where import called_from
 
 aten = torch.ops.aten
 
@@ -177,11 +179,15 @@ def _slice(node: fx.Node, data: Callable[[fx.Node], bool], line: str, guard_data
             needed.add(current)
             queue.extend(current.all_input_nodes)
     if not _can_be_known(needed, data, guard_data):
-        raise DataDependentError(
-            "Python decides on a value that is only known when the step runs",
-            line,
-            "use torch.where, take the decision outside of the step, or pass guard_data=True to ws.compile",
-        )
+        what = "Python decides on a value that is only known when the step runs"
+        remedy = "use torch.where, take the decision outside of the step, or pass guard_data=True to ws.compile"
+        if guard_data:
+            what = "Python decides on a value that follows from random numbers, or from other ranks, of the step itself"
+            remedy = "use torch.where, or take the decision outside of the step"
+        if called_from(GradScaler.step, GradScaler.unscale_, GradScaler.update):
+            what = "GradScaler decides whether to skip the optimizer's step, by gradients only known when the step runs"
+            remedy = "give the optimizer fused=True, which decides on the device, or pass guard_data=True to ws.compile"
+        raise DataDependentError(what, line, remedy)
     return [n for n in node.graph.nodes if n in needed]
 
 

@@ -72,7 +72,7 @@ class Recorder(Writes, TorchDispatchMode):
                 raise
             if kind == "data" and not func._schema.is_mutable and (self.guard_data or self._is_fixed(func, args)):
                 return self._observed(func, args, kwargs)
-            raise _translated(func, error, kind) from error
+            raise _translated(func, error, kind, self.guard_data) from error
 
     def _with_plain_numbers(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments, with those numbers known now that the place or the shape of a result depends on."""
@@ -239,14 +239,15 @@ def _tried(wanted: int | None, leaf: Any) -> Any:
     return leaf if not is_host(leaf) else leaf.node.hint if wanted is None else wanted
 
 
-def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
+def _translated(func: Any, error: Exception, kind: str, guard_data: bool) -> CaptureError:
     if kind == "device":
         return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
     if kind == "data":
         return DataDependentError(
             f"the shape or value of the result of {func} depends on data",
             user_line(),
-            "use a form with a fixed shape, such as torch.where or a mask, or pass guard_data=True to ws.compile",
+            "use a form with a fixed shape, such as torch.where or a mask"
+            + ("" if guard_data else ", or pass guard_data=True to ws.compile"),
         )
     return UnsupportedError(
         f"{func} has no rule for fake tensors: {error}",

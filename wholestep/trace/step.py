@@ -90,6 +90,11 @@ def trace_step(
             if isinstance(error, TypeError) and is_for_plain(error) and recorder.refusal is None:
                 remedy = "give it float(…) or int(…) of the number, with guard_data=True if it comes from a tensor"
                 raise DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy) from error
+            if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+                name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0]
+                what = f"the step calls the higher-order operator {name}, which tracing cannot follow"
+                remedy = "write it as a Python loop or branch, or with torch.where"
+                raise UnsupportedError(what, line_of(error), remedy) from None
             if recorder.refusal is not None and not isinstance(error, CaptureError):
                 raise recorder.refusal from error  # which C code met with an error of its own
             raise
@@ -105,7 +110,7 @@ def trace_step(
     try:
         effects, value = world.outcome(is_made, result)
     except LeakError as error:
-        leak = LeakError(error.what, error.where or made_at(error.held) or made_at(fn), error.remedy)
+        leak = LeakError(error.what, error.where or made_at(error.held) or made_at(fn) or line_of(error), error.remedy)
         leak.grown, leak.optional = error.grown, error.optional
         raise leak from None
     made = new_values(effects, value)

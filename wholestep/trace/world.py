@@ -138,6 +138,11 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 
 
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """`torch.cond`: the branch of the call, a decision like any other."""
+    return (true_fn if pred else false_fn)(*operands)
+
+
 def _refused(what: str, remedy: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(f"{what} inside of a captured step", user_line(), remedy)
@@ -204,6 +209,7 @@ def exchanged(
         *generators.methods(recorder),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
+        (torch, "cond", _cond),
         (torch, "save", _refused("torch.save", "save outside of the step")),
         (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),
