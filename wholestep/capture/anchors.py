@@ -147,8 +147,8 @@ class Anchors(Volatile):
             special = [k for k, v in place.before.items() if k not in place.ignored and self._special(v, place)]
             if not is_exact(place.holder) and place.box in (boxes.MAPPING, boxes.LIST):
                 copied = f"{self._name(contents)}({self._name(place.holder)})"
-                keys = self._fresh([*place.before]) if place.box is boxes.MAPPING else copied
-                self._require(f"len({copied}) == {len(place.before)} and identical({copied}, {keys})")
+                expected = self._fresh([*place.before]) if place.box is boxes.MAPPING else copied
+                self._require(f"len({copied}) == {len(place.before)} and identical({copied}, {expected})")
                 self._one_by_one(place, [key for key in place.before if key not in place.ignored])
             elif not place.before and place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SET, boxes.LIST):
                 empty.append(place.holder)

@@ -114,7 +114,7 @@ class Inputs(Tape):
                 f"the step reads a tensor of shape {list(tensor.shape)} that none of its arguments, closures, "
                 "globals, modules or optimizers holds, so a replay could not find its value",
                 user_line(),
-                "pass the tensor to the step as an argument",
+                "pass the tensor to the step as an argument; if a library keeps it, compile the parts beside it",
             )
         if tensor.layout != torch.strided:
             what = f"{found.source} holds a sparse tensor between calls"
