@@ -132,7 +132,8 @@ def _new_deque(kind: type, length: int | None) -> Any:
 
 def _tuple(value: tuple[Any, ...]) -> Recipe:
     items = list(tuple.__iter__(value))
-    if hasattr(type(value), "n_sequence_fields"):  # what operators with several results return
+    # what operators with several results return, and sizes
+    if hasattr(type(value), "n_sequence_fields") or type(value) is torch.Size:
         return Recipe(type(value), (items,), attributes={})
     return Recipe(tuple.__new__, (type(value), items))
 
