@@ -79,6 +79,10 @@ def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
         return None
     if all(result.alias_info for result in func._schema.returns):  # it gives its arguments back
         return None
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        if all(argument.name != "generator" for argument in func._schema.arguments):
+            return None  # it would draw from the user's generator
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     try:
         key = (func, *_signature((args, kwargs)), kernel_settings())
         if key not in _known:
@@ -100,8 +104,8 @@ def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
     return any(place is not None and (t.shape, t.stride()) != place[:2] for t, place in zip(tensors, kept, strict=True))
 
 
-# Results of these depend on more than layouts, or a call would draw random numbers.
-_UNASKED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+# Results of these depend on more than layouts.
+_UNASKED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def _signature(tree: Any) -> Iterator[Any]:
@@ -144,6 +148,8 @@ def _asked(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
     with no_modes():
         given = stand_ins(args), stand_ins(kwargs)
         try:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                given[1]["generator"] = torch.Generator()
             found = [*tensors_of(func(*given[0], **given[1]))]
         except Exception:  # whatever it is: the call itself will say it
             return None
