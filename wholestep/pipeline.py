@@ -129,6 +129,8 @@ def _entry(
     world, traced = take(fn, args, kwargs, varying, options.guard_data, launch.plain, look, launch.parts, launch.sync)
     read = {id(world.original(item.value)) for item in traced.lifted}
     dropped = initial.drop(unless=lambda tensor: id(tensor) in read)
+    if overrides:  # which may look at it
+        initial.fill()
     spent = spending(traced, len(args[0]), read_by(traced.effects, traced.result)) if options.spends else None
     traced.step.signature.dying = spent.dying if spent else frozenset()
     program = _program(traced, options, known, overrides)

@@ -107,7 +107,7 @@ class Numbers(Inputs):
 
         That of one operator: what C++ does besides with the number, such as a size, would be done with the token.
         """
-        if not self.in_call or not is_one_operator(self.callee):
+        if not self.in_call or not (self.callee in PASSING_ON or is_one_operator(self.callee)):
             return self.escaped(number, "C++ computes with its value")
         token = 0.5 + (len(self.tokens) + 1) * 2.0**-45
         self.tokens[token] = number
@@ -130,6 +130,9 @@ class Numbers(Inputs):
         self.refusal = self.refusal or error
         raise error
 
+
+# Functions of several operators that hand their numbers on to one as they are.
+PASSING_ON = (torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm)
 
 _read_list = torch.Tensor.tolist  # not what a trace puts there
 

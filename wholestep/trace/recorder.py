@@ -19,7 +19,7 @@ from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.pure import UnderGrad
-from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id
+from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, generator_id, has_native_kernel
 from wholestep.trace.alias import Geometry, Ref
 from wholestep.trace.checks import CHECKS, check_strided, check_view, kernels_error
 from wholestep.trace.inputs import Lifted
@@ -49,6 +49,9 @@ class Recorder(Writes, TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in UNRECORDED:
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and has_native_kernel(func, "CompositeImplicitAutograd"):
+            with self:  # below autograd, as without gradients: what it calls may write, unsaid (batch_norm)
+                return func.decompose(*args, **kwargs)
         func = MATERIAL.get(func, func)
         try:
             args, kwargs = self._with_plain_numbers(func, args, kwargs)
