@@ -74,7 +74,7 @@ def unscales(kind: type[optim.Optimizer]) -> bool:
     return getattr(opt, "_step_supports_amp_scaling", False)
 
 
-@pytest.mark.parametrize("kind", filter(unscales, FUSED))
+@pytest.mark.parametrize("kind", [*filter(unscales, FUSED)])
 def test_a_gradient_scaler_with_fused_kernels(kind: type[optim.Optimizer]) -> None:
     """The kernel unscales the gradients, and leaves everything alone where one overflowed."""
 

@@ -163,7 +163,10 @@ def test_settings_are_told_by_their_names() -> None:
     assert not SETTERS.keys() & {"_set_grad_enabled", "set_autocast_enabled", "_set_default_dtype"}
 
 
-@pytest.mark.parametrize("ask", [lambda: torch.set_num_threads(THREADS + 1), time.time, torch.seed], ids=str)
+ASKING = {"threads": lambda: torch.set_num_threads(THREADS + 1), "time": time.time, "seed": torch.seed}
+
+
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 def test_a_refusal_that_the_step_lets_pass_ends_the_capture(ask: Callable[[], Any]) -> None:
     def step(x: Tensor) -> Tensor:
         with suppress(RuntimeError):
