@@ -278,7 +278,7 @@ def fails_in_the_middle(folder):
     with pytest.raises((IndexError, comm.DistRankError)) as caught:
         for _ in range(3):
             step(x + 100 if comm.get_rank() == 1 else x, y)
-    with pytest.raises(comm.DistRankError, match="its step failed with IndexError"):
+    with pytest.raises(comm.DistRankError, match="of look_up_and_learn failed with IndexError"):
         comm.all_reduce(torch.ones(1))
     comm.destroy_process_group()
     comm.init_process_group("null", rank=0, world_size=1, store=comm.HashStore())
@@ -290,7 +290,8 @@ def test_a_rank_whose_program_fails_is_named_by_the_others(transport, tmp_path):
     for rank, (kind, message, notes) in enumerate(run_ranks(fails_in_the_middle, 3, transport, (str(tmp_path),))):
         assert kind == ("IndexError" if rank == 1 else "DistRankError")
         if rank != 1:
-            assert "rank 1 cannot go on: its step failed with IndexError: index out of range" in message
+            what = "its call 2 of look_up_and_learn failed with IndexError: index out of range"
+            assert f"rank 1 cannot go on: {what}" in message
             assert any("test_comm_faults.py:" in note and f"rank{rank}." in note for note in notes)
 
 

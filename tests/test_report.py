@@ -60,10 +60,12 @@ def test_data_parallel_sends_each_gradient_as_all_reduces_do(world):
     mesh, model = world(8), net()
     step = ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp", first_bucket_bytes=9000, bucket_bytes=9000))
     found = step.explain(model, adamw(model), torch.randn(16, 32))
-    assert found.bytes_sent == 2 * 7 / 8 * nbytes(model.parameters())
-    assert all((s.kind, s.axis, s.ranks, s.phase) == ("all_reduce", "dp", 8, "backward") for s in found.collectives)
-    assert sum(s.tensors for s in found.collectives) == len(list(model.parameters()))
-    assert {s.module for s in found.collectives} == {"model.0", "model.3"}
+    assert found.bytes_sent == 2 * 7 / 8 * nbytes(model.parameters()) + nbytes(model.buffers())
+    assert [s.tensors for s in found.collectives if s.kind == "broadcast"] == [len(list(model.buffers()))]
+    gradients = [s for s in found.collectives if s.kind != "broadcast"]
+    assert all((s.kind, s.axis, s.ranks, s.phase) == ("all_reduce", "dp", 8, "backward") for s in gradients)
+    assert sum(s.tensors for s in gradients) == len(list(model.parameters()))
+    assert {s.module for s in gradients} == {"model.0", "model.3"}
     assert all(s.where.startswith(__file__) for s in found.collectives)
 
 

@@ -108,7 +108,8 @@ def build(
         overrides: transform the graph that the plans have made.
     """
     entry, watch = _entry(fn, args, kwargs, options, known, varying, look, overrides)
-    watch.refuse()  # all that may hold what was made for the capture has let go
+    with _capturing:  # no other thread's capture has set garbage aside
+        watch.refuse()  # all that may hold what was made for the capture has let go
     return entry
 
 

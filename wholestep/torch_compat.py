@@ -23,6 +23,7 @@ from torch import fx
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._guards import Source
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -53,7 +54,8 @@ def is_one_operator(function: Any) -> bool:
     elif isinstance(function, FunctionType):
         return False
     else:
-        packet = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+        named = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+        packet = function if isinstance(function, OpOverloadPacket) else named
         overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
     key = "CompositeImplicitAutograd"
     made = (torch._C._dispatch_has_kernel(op.name()) and not has_native_kernel(op, key) for op in overloads)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from wholestep.capture.libraries import is_library, is_standard
+from wholestep.capture.libraries import is_library, is_ours, is_standard
 
 _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
 # Code that names one of these can read any attribute.
@@ -27,7 +27,7 @@ _MODULE_KEYS = frozenset(vars(torch.nn.Module()))
 def is_installed(kind: type) -> bool:
     """True for classes of installed packages and of torch, whose instances hold what a step uses."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return bool(file) and not is_standard(str(file)) and is_library(str(file))
+    return bool(file) and not (is_standard(str(file)) or is_ours(str(file))) and is_library(str(file))
 
 
 @functools.cache

@@ -44,6 +44,11 @@ def is_system(filename: str) -> bool:
     return filename.startswith((_TORCH, _OURS, *_GENERATED)) or is_standard(filename)
 
 
+def is_ours(filename: str) -> bool:
+    """True for code of this package, whose objects hold nothing that a step may look into."""
+    return filename.startswith(_OURS)
+
+
 @functools.cache
 def is_library(filename: str) -> bool:
     """True for code that the user did not write, as far as its place tells."""

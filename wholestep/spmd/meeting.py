@@ -138,6 +138,8 @@ def terms_of(
         updates = sorted(_update(node) for node in calls if info(node).phase == OPTIMIZER)
         return Terms((*words, *([f"setting of an update in {_digest(updates)}"] if updates else [])))
     lines = [_words(node, whole) for node in whole.graph.nodes]
+    for name, axis in axes.items():  # of buffers' broadcasts
+        lines = [line.replace(repr(name), repr(axis)) for line in lines]
     words.append(f"a program of {_digest([line.split(' at ')[0] for line in lines])}")
     return Terms(tuple(words), zlib.compress("\n".join(lines).encode()), any(map(_draws, whole.graph.nodes)))
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
 from wholestep.errors import LeakError
 from wholestep.torch_compat import no_modes
@@ -77,7 +76,7 @@ def made_at(value: Any) -> str:
 
 
 def _holder(value: Any, known: list[Any]) -> str | None:
-    """Who holds an object, up to the first that has a name; None when nothing that Python sees leads to it."""
+    """Who holds an object, up to the first that has a name; None when nothing that has one leads to it."""
     seen, level, way = {id(known)}, [value], dict[int, str]()
     running = set()
     frame: types.FrameType | None = sys._getframe()
@@ -97,12 +96,11 @@ def _holder(value: Any, known: list[Any]) -> str | None:
             if name is not None:
                 return f"{name}{way[id(holder)]}"
         held = [h for h in above if not (isinstance(h, types.FrameType) and id(h) in running)]
-        if not held:  # by C++ alone: the history of a tensor, or what nobody reaches
-            tops = [o for o in level if not isinstance(o, (torch.Tensor, BackwardCFunction)) and id(o) in way]
-            return f"by {type(tops[0]).__name__}{way[id(tops[0])]}" if tops else None
+        if not held:  # by C++ alone, as the hooks in the history of a tensor are, or by what nobody reaches
+            return None
         level[:] = held
         held.clear()
-    return "somewhere"
+    return None
 
 
 def _holds(holder: Any, value: Any) -> bool:

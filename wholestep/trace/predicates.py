@@ -19,7 +19,8 @@ from torch.amp import GradScaler
 
 from wholestep.errors import DataDependentError
 from wholestep.ir import is_effectful
-from wholestep.torch_compat import lazy_graph_module, no_modes
+from wholestep.torch_compat import OpOverload, lazy_graph_module, no_modes
+from wholestep.trace.ops import is_view
 from wholestep.trace.sizes import decided
 from wholestep.trace.where import called_from
 
@@ -36,9 +37,7 @@ CHEAP = {
       for op in (getattr(packet, name) for name in packet.overloads())),
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.ones.default,
     aten.zeros.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten._to_copy.default,
-    aten.fill.Scalar, aten.scalar_tensor.default, aten._local_scalar_dense.default, aten.slice.Tensor,
-    aten.select.int, aten.view.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.transpose.int, aten.t.default, aten.sort.default, operator.getitem,
+    aten.fill.Scalar, aten.scalar_tensor.default, aten._local_scalar_dense.default, aten.sort.default, operator.getitem,
 }  # fmt: skip
 
 # Where an offset stands that an operator counts from the start of the memory, and a graph from the operand's first
@@ -215,6 +214,8 @@ def _is_known(node: fx.Node, data: Callable[[fx.Node], bool]) -> bool:
         return node.target not in UNDEFINED
     if node.op == "placeholder":
         return data(node)
+    if isinstance(node.target, OpOverload) and is_view(node.target):
+        return True
     return node.target in CHEAP or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include "shm.h"
@@ -40,6 +41,8 @@ size_t group_bytes(int size) {
  * kernel has been at, and a profiler sends many. 0, or what errno would be. */
 int segment_fill(int fd, size_t at, size_t length) {
     int status = 0;
+    struct statvfs room;
+    if (!fstatvfs(fd, &room) && room.f_blocks && length / room.f_frsize > room.f_bavail) return ENOSPC;
     for (size_t done = 0; done < length && !status; done += FILL) {
         size_t n = length - done < FILL ? length - done : FILL;
         do status = posix_fallocate(fd, (off_t)(at + done), (off_t)n);
