@@ -23,7 +23,7 @@ THREADS = torch.get_num_threads()
 @pytest.fixture(autouse=True)
 def flags_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they may be until somebody imports torch's own test utilities, which other tests do."""
-    monkeypatch.setattr(backends, "__allow_nonbracketed_mutation_flag", True)
+    monkeypatch.setitem(backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
 
 
 def attribute(holder: Any, name: str, new: Any) -> tuple[Callable[[], Any], ...]:
