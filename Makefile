@@ -9,8 +9,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # files whose tests draw programs with hypothesis
-PROPERTIES := $(shell grep -l '^@given' tests/test_*.py)
-NATIVE := $(wildcard setup.py wholestep/*/native/*.c wholestep/*/native/*.h)
+PROPERTIES := $(shell grep -rl '^@given' tests --include='test_*.py')
+NATIVE := $(wildcard setup.py wholestep/*/*/native/*.c wholestep/*/*/native/*.h)
 # torch goes first and by its range alone, so that pip prefers a CPU build where one is at hand
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 # one thread a worker: the workers and the ranks they start are what fills the cores
@@ -46,19 +46,19 @@ soak: $(STAMP)
 # the long form of the communication tests: 10,000 random collectives, 1,000 on each layout of hosts, 200 killed ranks,
 # 600 programs of ranks that go on, 400 of messages
 test-long: $(STAMP)
-	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/test_comm_collectives.py tests/test_comm_faults.py \
-		tests/test_comm_hosts.py tests/test_comm_ahead.py tests/test_comm_messages.py $(ARGS)
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/comm/test_collectives.py tests/comm/test_faults.py \
+		tests/comm/test_hosts.py tests/comm/test_ranks_ahead.py tests/comm/test_p2p.py $(ARGS)
 
 # every operator and module of torch's own tables, all samples, float32 and float64: half an hour on two cores
 test-ops: $(STAMP)
-	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/test_autograd_operators.py tests/test_layouts.py \
-		tests/test_compiled_backward_operators.py $(ARGS)
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/autograd/test_operators.py tests/trace/test_kernel_layouts.py \
+		tests/autograd/test_compiled_backward_operators.py $(ARGS)
 
 # every model's step along one axis and two, against one device: ten minutes; then twenty steps of six models on 2, 4 and 8
 # ranks under every plan: an hour
 test-spmd: $(STAMP)
-	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/test_spmd_models.py $(ARGS)
-	$(LIMIT) $(BIN)/python tests/spmd_equal.py
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/spmd/test_models.py $(ARGS)
+	$(LIMIT) $(BIN)/python -m tests.support.spmd_equal
 
 image: $(STAMP)
 	$(BIN)/python docs/draw_pipeline.py

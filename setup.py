@@ -27,9 +27,9 @@ SOURCES = [
 setup(
     ext_modules=[
         Extension(
-            "wholestep.comm._native",
-            [f"wholestep/comm/native/{name}.c" for name in SOURCES],
-            depends=[f"wholestep/comm/native/{name}.h" for name in ("shm", "p2p", "python")],
+            "wholestep.comm.engines._native",
+            [f"wholestep/comm/engines/native/{name}.c" for name in SOURCES],
+            depends=[f"wholestep/comm/engines/native/{name}.h" for name in ("shm", "p2p", "python")],
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off", "-pthread",
                                 "-Wall", "-Wextra"],
             extra_link_args=["-pthread"],  # fmt: skip
@@ -37,8 +37,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "wholestep.lower._chain",
-            ["wholestep/lower/native/chain.c"],
+            "wholestep.lower.fusion._chain",
+            ["wholestep/lower/fusion/native/chain.c"],
             # no product is fused with a sum unless the code says so: the bits are torch's
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off",
                                 "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],

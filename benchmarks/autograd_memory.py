@@ -30,8 +30,7 @@ from torch import nn
 
 from benchmarks.harness import _memory, markdown
 from examples.gpt import GPT, GPTConfig
-from wholestep.aot import aot_function
-from wholestep.autograd import default_partition, min_cut_partition
+from wholestep.autograd import aot_function, default_partition, min_cut_partition
 
 HEADINGS = ("variant", "step MiB", "of eager's", "process MiB", "step ms", "of eager's", "loss")
 WARM = 3

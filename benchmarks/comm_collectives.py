@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
-from wholestep.comm.memory import native
+from wholestep.comm.shared_tensors import native
 from wholestep.testing import run_ranks
 
 SIZES = [4, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 28]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from wholestep import comm
-from wholestep.comm.memory import native
+from wholestep.comm.shared_tensors import native
 from wholestep.testing import run_ranks
 
 BYTES = 64 << 20

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from wholestep import comm
-from wholestep.comm.tcp_store import SECRET_VARIABLE
+from wholestep.comm.stores.tcp_store import SECRET_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 COUNT = 2_000_000  # floats of the largest buffer
@@ -85,7 +85,7 @@ def main() -> None:
     job += ["--master-addr", "10.77.0.1", "--master-port", "29400"]
     env = {SECRET_VARIABLE: "of this run", "OMP_NUM_THREADS": "1", "RATE": options.rate, "WITH": __file__}
     path = os.pathsep.join([str(ROOT), *sys.path])
-    command = [*own, str(ROOT / "tests" / "two_hosts.sh"), *job]
+    command = [*own, str(ROOT / "tests" / "support" / "two_hosts.sh"), *job]
     sys.exit(subprocess.run(command, env=os.environ | env | {"PYTHONPATH": path}, check=False).returncode)
 
 

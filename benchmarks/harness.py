@@ -22,7 +22,7 @@ from statistics import median
 
 import torch
 
-from wholestep.launch import World, free_port
+from wholestep.launcher import World, free_port
 
 PATIENCE = 1800.0  # seconds for one answer: a first step of torch.compile on a large model may take minutes
 TURN = 0.3  # seconds that one turn of a variant should take

@@ -1,6 +1,6 @@
 """Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""
 
-from wholestep import checkpoint
+from wholestep import autograd, checkpoint
 from wholestep.api import compile, trace
 from wholestep.checkpoint import load, save
 from wholestep.compiled import Compiled
@@ -35,6 +35,7 @@ __all__ = [
     "ShardedOptimizer",
     "TensorParallel",
     "__version__",
+    "autograd",
     "checkpoint",
     "compile",
     "full_state_dict",

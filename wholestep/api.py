@@ -1,4 +1,7 @@
-"""The public functions: `compile` and `trace`."""
+"""The public functions: `compile` and `trace`.
+
+May import: compiled, ir, lower, override, passes, pipeline, runtime, spmd.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line of Wholestep."""
+"""The command line of Wholestep.
+
+May import: comm, dry_run, launcher.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import sys
 import click
 
 from wholestep.comm import diagnose
-from wholestep.launch import World, launch
-from wholestep.rehearsal import Unexplained, rehearse
+from wholestep.dry_run import Unexplained, rehearse
+from wholestep.launcher import World, launch
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,4 +1,7 @@
-"""A compiled step: which of its programs serves a call, and when a new one is captured."""
+"""A compiled step: which of its programs serves a call, and when a new one is captured.
+
+May import: capture, errors, override, pipeline, report, runtime, torch_compat, trace.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,16 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.autograd.compiled_backward import CompiledBackward
 from wholestep.capture import hollow, no_collection, snapshot
-from wholestep.dynamic import Templates, shapes
 from wholestep.errors import CaptureError, LazyError, WholestepError
-from wholestep.lower import Backend
 from wholestep.override import Override, Overrides
 from wholestep.pipeline import Known, Look, Options, build, capture, is_tracing, of_one_rank, stages_of_one_rank
 from wholestep.report import Explanation, Stage, explain
 from wholestep.runtime import Entry, Missed, Program, give_back
-from wholestep.spmd import Launch
 from wholestep.torch_compat import transforms_active
 from wholestep.trace import Traced
-from wholestep.trace.where import line_of
+from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
+from wholestep.trace.record.provenance import line_of
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
 MAX_ENTRIES = 32
@@ -340,11 +340,3 @@ def _view(look: Look, overrides: Sequence[Override], known: Overrides | None = N
         known: the overrides with what they have replaced so far.
     """
     return functools.partial(look, replace=(known or Overrides(overrides)).replace) if overrides else look
-
-
-def _compile_backward(fn: Callable[..., Any], backend: Backend, look: Look) -> Compiled:
-    """The pipeline for a backward: as for a step of one process, from a snapshot of its own."""
-    return Compiled(fn, Options(Launch(None, None), backend=backend, spends=True), look)
-
-
-CompiledBackward.pipeline = staticmethod(_compile_backward)

@@ -13,6 +13,7 @@ WholestepError
 └── DistError (also RuntimeError)         communication failed; its children live in `comm/`
 
 A mistake in calling our functions is a plain `ValueError` or `TypeError`.
+May import: nothing of the package.
 """
 
 from __future__ import annotations

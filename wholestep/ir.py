@@ -11,7 +11,7 @@ Inside the graph
   an offset of `as_strided` and its kin counts from the operand's first element, not from the start of its memory;
 - the *output* is one flat tuple: results, new values of mutated inputs, tensors the step created.
 
-Only this file, `pure.py` and `torch_compat.py` stand below every room.
+May import: errors, functional, torch_compat.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphError
-from wholestep.pure import Functionalized, get_rng_state, manual_seed, set_rng_state
+from wholestep.functional import Functionalized, get_rng_state, manual_seed, set_rng_state
 from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]

@@ -1,4 +1,7 @@
-"""Overrides: other modules to trace in the place of the user's, and a last word on the expanded graph."""
+"""Overrides: other modules to trace in the place of the user's, and a last word on the expanded graph.
+
+May import: nothing of the package.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ An attribute of a module is one object for all threads, so a callable that asks 
 an attribute of a class, be it a function, a flag or a method of C, becomes a descriptor that asks the same. A name that
 one function reads among its module's (`float`, a list) is none of these: the function is patched with a copy of itself
 that reads another (`reading`). The last context that ends puts back what it found.
+May import: nothing of the package.
 """
 
 from __future__ import annotations

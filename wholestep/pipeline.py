@@ -1,4 +1,7 @@
-"""The pipeline: a call of a Python step -> a captured, lowered program that serves such calls."""
+"""The pipeline: a call of a Python step -> a captured, lowered program that serves such calls.
+
+May import: aot_autograd, capture, errors, ir, lower, override, passes, runtime, spmd, trace.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from wholestep.autograd import Joint, Partition, default_partition
-from wholestep.autograd.differentiate import differentiate
+from wholestep.aot_autograd import Joint, Partition, default_partition
+from wholestep.aot_autograd.differentiate import differentiate
 from wholestep.capture import (
     InitialState,
     PartsOf,
@@ -23,7 +26,6 @@ from wholestep.capture import (
     refuse_shared_parts,
     snapshot,
 )
-from wholestep.dynamic import Templates
 from wholestep.errors import LeakError
 from wholestep.ir import Pass, StepGraph, check, info
 from wholestep.lower import Backend, lower
@@ -32,8 +34,9 @@ from wholestep.passes import transformed
 from wholestep.runtime import Backward, Entry, Program, saved_places, spending
 from wholestep.spmd import BufferSync, Launch
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
-from wholestep.trace.leaks import Watch
-from wholestep.trace.sizes import Sizes
+from wholestep.trace.numbers.dynamic_shapes import Templates
+from wholestep.trace.numbers.symbolic_sizes import Sizes
+from wholestep.trace.outputs.leaks import Watch
 
 Look = Callable[..., Snapshot]  # called as `snapshot` is
 

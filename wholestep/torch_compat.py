@@ -1,6 +1,7 @@
 """The only file that touches private names of torch. Seen in torch 2.11 to 2.13.
 
-Each name says what it is for; `tests/test_torch_compat.py` fails when one of them moves.
+Each name says what it is for; `tests/project/test_torch_compat.py` fails when one of them moves.
+May import: nothing of the package.
 """
 
 from __future__ import annotations
@@ -437,7 +438,7 @@ is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batch
 def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:
     """The autograd engine describes each backward to an object that ``make`` gives, instead of running it.
 
-    The engine calls the object's methods for a structure that it has not met (see `autograd/structure.py`), then
+    The engine calls the object's methods for a structure that it has not met (`aot_autograd/autograd_graph.py`), then
     what its `end_capture` returned, with the structure's tensors, sizes, scalars, hooks and packed values.
     """
     engine = torch._C._dynamo.compiled_autograd

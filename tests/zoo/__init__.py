@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from equal import Make
+from tests.support.equal import Make
 
 
 def register(family: dict[str, Make]) -> Callable[[Make], Make]:

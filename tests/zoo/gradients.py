@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from equal import Make, World
 from torch import Tensor, nn
-from zoo import register
-from zoo.models import labelled
-from zoo.nets import MLP
-from zoo.steps import trained
+
+from tests.support.equal import Make, World
+from tests.zoo import register
+from tests.zoo.models import labelled
+from tests.zoo.nets import MLP
+from tests.zoo.steps import trained
 
 GRADIENTS: dict[str, Make] = {}
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from equal import Make, World
 from torch import Tensor, nn
+
+from tests.support.equal import Make, World
 
 # Names that most configurations share.
 SMALL = {

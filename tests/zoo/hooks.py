@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from equal import Make, World
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import register
-from zoo.models import labelled, train
-from zoo.nets import MLP
+
+from tests.support.equal import Make, World
+from tests.zoo import register
+from tests.zoo.models import labelled, train
+from tests.zoo.nets import MLP
 
 HOOKS: dict[str, Make] = {}
 

@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable
 
 import torch
-from equal import Make, World
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import register
-from zoo.nets import GPT, MLP, ConvNet, Recurrent
+
+from tests.support.equal import Make, World
+from tests.zoo import register
+from tests.zoo.nets import GPT, MLP, ConvNet, Recurrent
 
 MODELS: dict[str, Make] = {}
 

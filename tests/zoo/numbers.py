@@ -6,12 +6,13 @@ import math
 from typing import Any
 
 import torch
-from equal import Make, World
 from torch import Tensor
 from torch.nn import functional as F
-from zoo import register
-from zoo.models import labelled
-from zoo.nets import MLP
+
+from tests.support.equal import Make, World
+from tests.zoo import register
+from tests.zoo.models import labelled
+from tests.zoo.nets import MLP
 
 NUMBERS: dict[str, Make] = {}
 

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from equal import Make, World
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
-from zoo.models import labelled
-from zoo.nets import MLP
+
+from tests.support.equal import Make, World
+from tests.zoo.models import labelled
+from tests.zoo.nets import MLP
 
 Factory = Callable[[Any], optim.Optimizer]
 

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from equal import World
 from hypothesis import strategies as st
 from torch import Tensor
+
+from tests.support.equal import World
 
 SHAPES: list[tuple[int, ...]] = [(), (3,), (4,), (2, 3), (3, 3), (2, 2, 3), (1, 3), (0, 3)]
 

@@ -6,13 +6,14 @@ import copy
 from typing import Any
 
 import torch
-from equal import Make, World
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from zoo import register
-from zoo.models import labelled
-from zoo.nets import GPT, MLP
+
+from tests.support.equal import Make, World
+from tests.zoo import register
+from tests.zoo.models import labelled
+from tests.zoo.nets import GPT, MLP
 
 STEPS: dict[str, Make] = {}
 

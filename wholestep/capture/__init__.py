@@ -3,12 +3,10 @@
 Takes a function and one call's arguments. Gives a `Snapshot` (tensors and numbers with their sources, everything
 in reach put back by `restore`, changes described by `effects`), the guards that must hold later, and a `Binder`:
 the fast check that a call passes before a captured program serves it.
-May import: errors, ir, parts, torch_compat. Must not import trace, autograd, spmd, passes, lower, runtime, api.
+May import: errors, functional, ir, patches, tensor_parts, torch_compat.
 """
 
-from wholestep.capture.binder import Binder, compile_binder, refuse_shared_parts, sharing
-from wholestep.capture.births import births
-from wholestep.capture.effects import (
+from wholestep.capture.effects.effects import (
     CallMethod,
     DelAttr,
     DelItem,
@@ -21,15 +19,17 @@ from wholestep.capture.effects import (
     new_values,
     read_by,
 )
-from wholestep.capture.guards import Guard, GuardFailure, compare
-from wholestep.capture.hollow import hollow
-from wholestep.capture.initial_state import InitialState
-from wholestep.capture.places import Found, Number
-from wholestep.capture.replay import replay
-from wholestep.capture.snapshot import Snapshot, no_collection, snapshot
-from wholestep.capture.source import Call, Source
-from wholestep.capture.values import Const, Existing, New, Tree
-from wholestep.capture.wholes import PartsOf, Wholes
+from wholestep.capture.effects.replay import replay
+from wholestep.capture.effects.values import Const, Existing, New, Tree
+from wholestep.capture.exchange.optimizer_state import InitialState
+from wholestep.capture.exchange.unbacked import hollow
+from wholestep.capture.exchange.unsharded_views import PartsOf, Wholes
+from wholestep.capture.guards.binder import Binder, compile_binder, refuse_shared_parts, sharing
+from wholestep.capture.guards.guards import Guard, GuardFailure, compare
+from wholestep.capture.snapshot.new_objects import births
+from wholestep.capture.snapshot.places import Found, Number
+from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
+from wholestep.capture.sources.source import Call, Source
 
 __all__ = [
     "Binder",

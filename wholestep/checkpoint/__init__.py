@@ -2,7 +2,7 @@
 
 Takes live objects, of which each rank may hold parts. Gives a directory of shards with one index that is replaced
 at once, so that the last complete checkpoint is there at any instant; `docs/checkpoints.md` describes it.
-May import: errors, parts, comm. Must not import any stage of the pipeline.
+May import: comm, errors, tensor_parts.
 """
 
 from wholestep.checkpoint.load import load

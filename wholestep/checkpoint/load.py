@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.checkpoint.held import Contents, model_contents, optimizer_contents, parameter_names, rebuild, tensors_of
-from wholestep.checkpoint.progress import Progress
-from wholestep.checkpoint.ranks import Ranks
+from wholestep.checkpoint.progress_bar import Progress
 from wholestep.checkpoint.read import Reader
+from wholestep.checkpoint.saving_ranks import Ranks
+from wholestep.checkpoint.state_names import (
+    Contents,
+    model_contents,
+    optimizer_contents,
+    parameter_names,
+    rebuild,
+    tensors_of,
+)
 from wholestep.errors import CheckpointError
-from wholestep.parts import mark_part, part_of
+from wholestep.tensor_parts import mark_part, part_of
 
 SHOWN = 8  # names of each kind of mistake
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from wholestep.checkpoint.files import read_index
-from wholestep.checkpoint.held import rebuild, tensors_of
+from wholestep.checkpoint.directory import read_index
+from wholestep.checkpoint.state_names import rebuild, tensors_of
 from wholestep.errors import CheckpointError
-from wholestep.parts import Part, Span
+from wholestep.tensor_parts import Part, Span
 
 
 class Reader:

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wholestep.checkpoint import files
-from wholestep.checkpoint.held import Contents, extra_contents, model_contents, optimizer_contents
-from wholestep.checkpoint.progress import Progress
-from wholestep.checkpoint.ranks import Ranks
+from wholestep.checkpoint import directory
+from wholestep.checkpoint.progress_bar import Progress
+from wholestep.checkpoint.saving_ranks import Ranks
+from wholestep.checkpoint.state_names import Contents, extra_contents, model_contents, optimizer_contents
 from wholestep.errors import CheckpointError
-from wholestep.parts import Part
+from wholestep.tensor_parts import Part
 
 MAX_FILE = 1 << 30  # bytes of a file, about: progress shows after each
 
@@ -53,7 +53,7 @@ def save(
         if optimizer is not None:
             contents["optimizer"] = optimizer_contents(model, optimizer)
         contents["extra"] = extra_contents(extra if ranks.rank == 0 else None)
-        name = files.begin(path) if ranks.rank == 0 else ""
+        name = directory.begin(path) if ranks.rank == 0 else ""
     except Exception as error:  # noqa: BLE001 - no rank may be left waiting
         trouble = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     ranks.agree(trouble)
@@ -62,7 +62,7 @@ def save(
         _write_all(path, name, contents, ranks)
     except BaseException:
         if ranks.rank == 0:
-            files.withdraw(path, name)
+            directory.withdraw(path, name)
         raise
 
 
@@ -88,7 +88,7 @@ def _write_all(path: Path, name: str, contents: dict[str, Contents], ranks: Rank
     sizes = {file: size for one in ranks.gather(written) for file, size in one.items()}
     if ranks.rank == 0:
         try:
-            files.commit(path, name, _index(blocks, contents, sizes))
+            directory.commit(path, name, _index(blocks, contents, sizes))
         except OSError as error:
             trouble = f"could not finish {path}: {error}"
     ranks.agree(trouble)
@@ -196,7 +196,7 @@ def _write(folder: Path, mine: list[Block], contents: dict[str, Contents], ranks
             here = [block for block in mine if block.file == name]
             tensors = {block.name: contents[block.kind].tensors[block.name].tensor for block in here}
             save_file({key: _plain(t) for key, t in tensors.items()}, folder / name, {"format": "pt"})
-            files.sync(folder / name)
+            directory.sync(folder / name)
             sizes[name] = (folder / name).stat().st_size
             progress.advance(sum(block.nbytes for block in here))
     return sizes

@@ -2,11 +2,12 @@
 
 Takes: tensors of many ranks. Gives: reduced, gathered, moved tensors, and the `wholestep::` operators that a
 traced program contains. The names are those of `torch.distributed`.
-May import `errors` and `torch_compat` alone; `torch.distributed` only in `c10d.py` and `torch_backend.py`.
+torch.distributed itself is imported by `engines/c10d.py` and `torch_backend.py` alone.
+May import: errors, torch_compat.
 """
 
-import wholestep.comm.forked  # noqa: F401 - the import registers what forks do
-from wholestep.comm.backend import (
+import wholestep.comm.engines.forks  # noqa: F401 - the import registers what forks do
+from wholestep.comm.api.backends_registry import (
     Backend,
     BackendConfig,
     is_backend_available,
@@ -16,33 +17,7 @@ from wholestep.comm.backend import (
     is_shm_available,
     is_ucc_available,
 )
-from wholestep.comm.debug import (
-    DebugLevel,
-    get_debug_level,
-    set_debug_level,
-    set_debug_level_from_env,
-)
-from wholestep.comm.doctor import diagnose
-from wholestep.comm.errors import (
-    DistBackendError,
-    DistError,
-    DistMismatchError,
-    DistNetworkError,
-    DistRankError,
-    DistStoreError,
-    DistTimeoutError,
-)
-from wholestep.comm.memory import empty
-from wholestep.comm.messages import (
-    P2POp,
-    batch_isend_irecv,
-    irecv,
-    isend,
-    monitored_barrier,
-    recv,
-    send,
-)
-from wholestep.comm.moves import (
+from wholestep.comm.api.collectives import (
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
@@ -53,48 +28,7 @@ from wholestep.comm.moves import (
     gather,
     scatter,
 )
-from wholestep.comm.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from wholestep.comm.ops import SCHEMAS as OPERATORS
-from wholestep.comm.process_group import (
-    Options,
-    ProcessGroup,
-)
-from wholestep.comm.recorder import dump
-from wholestep.comm.reduce_op import (
-    RedOpType,
-    ReduceOp,
-    premul_sum,
-)
-from wholestep.comm.reductions import (
-    all_reduce,
-    all_reduce_coalesced,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-)
-from wholestep.comm.rendezvous import (
-    default_store,
-    destroy_process_group,
-    init_process_group,
-    new_group,
-)
-from wholestep.comm.store import (
-    FileStore,
-    HashStore,
-    PrefixStore,
-    Store,
-)
-from wholestep.comm.store_barrier import store_based_barrier
-from wholestep.comm.tcp_store import TCPStore
-from wholestep.comm.work import Work
-from wholestep.comm.world import (
+from wholestep.comm.api.groups import (
     get_backend,
     get_global_rank,
     get_group,
@@ -106,6 +40,48 @@ from wholestep.comm.world import (
     is_initialized,
     rank_not_in_group,
 )
+from wholestep.comm.api.object_collectives import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from wholestep.comm.api.p2p import P2POp, batch_isend_irecv, irecv, isend, monitored_barrier, recv, send
+from wholestep.comm.api.reduce_collectives import (
+    all_reduce,
+    all_reduce_coalesced,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+)
+from wholestep.comm.api.rendezvous import default_store, destroy_process_group, init_process_group, new_group
+from wholestep.comm.diagnostics.debug_level import (
+    DebugLevel,
+    get_debug_level,
+    set_debug_level,
+    set_debug_level_from_env,
+)
+from wholestep.comm.diagnostics.doctor import diagnose
+from wholestep.comm.diagnostics.flight_recorder import dump
+from wholestep.comm.dist_errors import (
+    DistBackendError,
+    DistError,
+    DistMismatchError,
+    DistNetworkError,
+    DistRankError,
+    DistStoreError,
+    DistTimeoutError,
+)
+from wholestep.comm.ops.functional_collectives import SCHEMAS as OPERATORS
+from wholestep.comm.process_group import Options, ProcessGroup
+from wholestep.comm.reduce_op import RedOpType, ReduceOp, premul_sum
+from wholestep.comm.shared_tensors import empty
+from wholestep.comm.stores.store import FileStore, HashStore, PrefixStore, Store
+from wholestep.comm.stores.store_barrier import store_based_barrier
+from wholestep.comm.stores.tcp_store import TCPStore
+from wholestep.comm.work import Work
 
 __all__ = [  # the names of torch.distributed, and our own
     "OPERATORS", "Backend", "BackendConfig", "DebugLevel", "DistBackendError", "DistError", "DistMismatchError",

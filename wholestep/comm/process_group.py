@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from wholestep.comm.errors import DistBackendError
+from wholestep.comm.dist_errors import DistBackendError
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.work import Work
 

@@ -1,7 +1,7 @@
 """``import wholestep.comm.torch_backend``: then ``torch.distributed.init_process_group("shm")`` uses our transport.
 
 Stock DistributedDataParallel and FSDP gain it unchanged. The other file, beside `c10d.py`, that imports
-`torch.distributed`. Each method of the group is the public collective of `reductions.py`, `moves.py` or `messages.py`,
+`torch.distributed`. Each method of the group is the public collective of `comm/api/`,
 which checks and stages tensors, and in a traced step becomes an operator; here is what torch wraps around it.
 """
 
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wholestep.comm import messages, moves, reductions, sparse
-from wholestep.comm.fold import fold
+from wholestep.comm.api import collectives, p2p, reduce_collectives, sparse_all_reduce
+from wholestep.comm.api.groups import world
+from wholestep.comm.engines.reference_reduce import fold
+from wholestep.comm.engines.shared_memory import create_shared
 from wholestep.comm.futures import Waiter
+from wholestep.comm.ops.tracing import TracedWork
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.shared import create_shared
-from wholestep.comm.torch_store import TorchStore
-from wholestep.comm.traced import TracedWork
+from wholestep.comm.stores.torch_store import TorchStore
 from wholestep.comm.work import All, Finished, Then, Work, seconds
-from wholestep.comm.world import world
 from wholestep.torch_compat import skipped_by_dynamo
 
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
@@ -227,7 +227,7 @@ class ShmProcessGroup(_TorchGroup):
         kind, all_of_them = _reduction(opts), _same("allreduce", named.get("tensor", tensors))
         first = all_of_them[0]
         total = first if len(all_of_them) == 1 else fold([one.clone() for one in all_of_them], kind)
-        reduce = sparse.all_reduce if first.is_sparse else reductions.all_reduce
+        reduce = sparse_all_reduce.all_reduce if first.is_sparse else reduce_collectives.all_reduce
         work = _spread(reduce(total, kind, self._group, async_op=True), total, all_of_them)
         return self._work(work, all_of_them, _limit(opts, timeout))
 
@@ -236,7 +236,7 @@ class ShmProcessGroup(_TorchGroup):
         if not tensors:
             raise ValueError("ProcessGroupShm::allreduce_coalesced: requires non-empty tensor list")
         all_of_them = list(tensors)
-        work = reductions.all_reduce_coalesced(all_of_them, _reduction(opts), self._group, async_op=True)
+        work = reduce_collectives.all_reduce_coalesced(all_of_them, _reduction(opts), self._group, async_op=True)
         return self._work(work, all_of_them, _limit(opts))
 
     @_collective
@@ -246,7 +246,7 @@ class ShmProcessGroup(_TorchGroup):
         root = self._root("reduce", named.get("root", opts))
         tensor = _only("reduce", named.get("tensor", tensors), "tensor")
         kind = _reduction(op if op is not None else getattr(opts, "reduceOp", None))
-        work = reductions.reduce(tensor, None, kind, self._group, async_op=True, group_dst=root)
+        work = reduce_collectives.reduce(tensor, None, kind, self._group, async_op=True, group_dst=root)
         return self._work(work, [tensor], _limit(opts, timeout))
 
     @_collective
@@ -256,13 +256,13 @@ class ShmProcessGroup(_TorchGroup):
         all_of_them = _same("broadcast", named.get("tensor", tensors))
         root = self._root("broadcast", named.get("root", opts), len(all_of_them))
         sent = all_of_them[getattr(opts, "rootTensor", 0)]
-        work = _spread(moves.broadcast(sent, None, self._group, async_op=True, group_src=root), sent, all_of_them)
+        work = _spread(collectives.broadcast(sent, None, self._group, async_op=True, group_src=root), sent, all_of_them)
         return self._work(work, all_of_them, _limit(opts, timeout))
 
     @_collective
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         outs, tensor = _rows("allgather", outputs, "output"), _only("allgather", inputs, "input")
-        work = moves.all_gather(outs, tensor, self._group, async_op=True)
+        work = collectives.all_gather(outs, tensor, self._group, async_op=True)
         return self._work(work, outs, _limit(opts, timeout))
 
     @_collective
@@ -272,12 +272,12 @@ class ShmProcessGroup(_TorchGroup):
         if not inputs:
             raise ValueError("ProcessGroupShm::allgather_coalesced: requires non-empty input tensor list")
         outs = [list(row) for row in outputs]
-        work = moves.all_gather_coalesced(outs, list(inputs), self._group, async_op=True)
+        work = collectives.all_gather_coalesced(outs, list(inputs), self._group, async_op=True)
         return self._work(work, outs, _limit(opts))
 
     @_collective
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        work = moves.all_gather_into_tensor(output, input, self._group, async_op=True)
+        work = collectives.all_gather_into_tensor(output, input, self._group, async_op=True)
         return self._work(work, self._by_rank(output), _limit(opts))
 
     def _by_rank(self, output: torch.Tensor) -> list[torch.Tensor]:
@@ -298,7 +298,7 @@ class ShmProcessGroup(_TorchGroup):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         result = [list(parts) for parts in zip(*map(self._by_rank, outputs), strict=True)]
-        return self._each(outputs, inputs, moves.all_gather_into_tensor, opts, result)
+        return self._each(outputs, inputs, collectives.all_gather_into_tensor, opts, result)
 
     @_collective
     def reduce_scatter(
@@ -306,12 +306,12 @@ class ShmProcessGroup(_TorchGroup):
     ) -> TorchWork:
         opts = named.get("op", opts)
         out, parts = _only("reduce_scatter", outputs, "output"), _rows("reduce_scatter", inputs, "input")
-        work = reductions.reduce_scatter(out, parts, _reduction(opts), self._group, async_op=True)
+        work = reduce_collectives.reduce_scatter(out, parts, _reduction(opts), self._group, async_op=True)
         return self._work(work, [out], _limit(opts, timeout))
 
     @_collective
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        work = reductions.reduce_scatter_tensor(output, input, _reduction(opts), self._group, async_op=True)
+        work = reduce_collectives.reduce_scatter_tensor(output, input, _reduction(opts), self._group, async_op=True)
         return self._work(work, [output], _limit(opts))
 
     @_collective
@@ -319,7 +319,7 @@ class ShmProcessGroup(_TorchGroup):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         def start(out: torch.Tensor, one: torch.Tensor, **rest: Any) -> Work | None:
-            return reductions.reduce_scatter_tensor(out, one, _reduction(opts), **rest)
+            return reduce_collectives.reduce_scatter_tensor(out, one, _reduction(opts), **rest)
 
         return self._each(outputs, inputs, start, opts, list(outputs))
 
@@ -329,7 +329,7 @@ class ShmProcessGroup(_TorchGroup):
     ) -> TorchWork:
         root, tensor = self._root("gather", named.get("root", opts)), _only("gather", inputs, "input")
         outs = _rows("gather", outputs, "output")
-        work = moves.gather(tensor, outs or None, None, self._group, async_op=True, group_dst=root)
+        work = collectives.gather(tensor, outs or None, None, self._group, async_op=True, group_dst=root)
         return self._work(work, outs, _limit(opts, timeout))
 
     @_collective
@@ -338,13 +338,13 @@ class ShmProcessGroup(_TorchGroup):
     ) -> TorchWork:
         root, out = self._root("scatter", named.get("root", opts)), _only("scatter", outputs, "output")
         parts = _rows("scatter", inputs, "input")
-        work = moves.scatter(out, parts or None, None, self._group, async_op=True, group_src=root)
+        work = collectives.scatter(out, parts or None, None, self._group, async_op=True, group_src=root)
         return self._work(work, [out], _limit(opts, timeout))
 
     @_collective
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
         outs = list(outputs)
-        return self._work(moves.all_to_all(outs, list(inputs), self._group, async_op=True), outs, _limit(opts))
+        return self._work(collectives.all_to_all(outs, list(inputs), self._group, async_op=True), outs, _limit(opts))
 
     @_collective
     def alltoall_base(
@@ -352,28 +352,28 @@ class ShmProcessGroup(_TorchGroup):
         opts: Any = None, timeout: timedelta | None = None,
     ) -> TorchWork:  # fmt: skip
         splits = list(out_splits), list(in_splits)
-        work = moves.all_to_all_single(output, input, *splits, group=self._group, async_op=True)
+        work = collectives.all_to_all_single(output, input, *splits, group=self._group, async_op=True)
         return self._work(work, [output], _limit(opts, timeout))
 
     @_collective
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
         tensor = _only("send", tensors, "tensor")
-        return self._work(messages.isend(tensor, group=self._group, tag=tag, group_dst=dst), [tensor])
+        return self._work(p2p.isend(tensor, group=self._group, tag=tag, group_dst=dst), [tensor])
 
     @_collective
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
         tensor = _only("recv", tensors, "tensor")
-        return self._work(messages.irecv(tensor, group=self._group, tag=tag, group_src=src), [tensor])
+        return self._work(p2p.irecv(tensor, group=self._group, tag=tag, group_src=src), [tensor])
 
     @_collective
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
         tensor = _only("recv", tensors, "tensor")
-        return self._work(messages.irecv(tensor, group=self._group, tag=tag), [tensor])
+        return self._work(p2p.irecv(tensor, group=self._group, tag=tag), [tensor])
 
     @_collective
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         limit = timeout or (opts if isinstance(opts, timedelta) else None)
-        return self._work(moves.barrier(self._group, async_op=True, timeout=limit), [], _limit(opts, limit))
+        return self._work(collectives.barrier(self._group, async_op=True, timeout=limit), [], _limit(opts, limit))
 
     # Names of torch 2.13.
     all_gather_single = _allgather_base
@@ -383,7 +383,7 @@ class ShmProcessGroup(_TorchGroup):
     all_to_all_single = alltoall_base
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        messages.monitored_barrier(self._group, timeout, wait_all_ranks)
+        p2p.monitored_barrier(self._group, timeout, wait_all_ranks)
 
     def shutdown(self) -> None:
         known = world()

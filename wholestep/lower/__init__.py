@@ -2,7 +2,7 @@
 
 Takes a pure graph and example inputs. Gives ``fn(*inputs) -> outputs`` that writes mutated inputs in place and
 gives every other output memory of its own. This is the only room that may reuse memory or write in place.
-May import: errors, ir, torch_compat, passes, comm. Must not import capture, trace, runtime, api.
+May import: comm, errors, functional, ir, packed_graph, passes, torch_compat.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from wholestep.ir import StepGraph
-from wholestep.lower.aten import Program, lower_aten
-from wholestep.lower.inductor import UserBackend, lower_callable, lower_inductor
-from wholestep.lower.naive import lower_naive
+from wholestep.lower.backends.aten import Program, lower_aten
+from wholestep.lower.backends.inductor import UserBackend, lower_callable, lower_inductor
+from wholestep.lower.backends.interpreter import lower_naive
 
 Backend = Literal["aten", "inductor", "naive"] | UserBackend
 

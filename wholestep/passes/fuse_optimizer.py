@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, dead_code, info, set_info
-from wholestep.passes.match import Bindings, Call, OneMinus, match
-from wholestep.passes.normal import copy_step, expand_foreach, shared_host, spell_lists
+from wholestep.passes.canonicalize import copy_step, expand_foreach, shared_host, spell_lists
+from wholestep.passes.pattern_match import Bindings, Call, OneMinus, match
 
 aten = torch.ops.aten
 

@@ -1,13 +1,13 @@
 """report/: the graph of one rank -> what it will send and hold, as data and as text.
 
 Takes graphs, a mesh and the words that capture left. Gives an `Explanation`. Nothing runs and nothing communicates.
-May import: errors, ir, torch_compat, parts, comm and every stage. Must not import api.
+May import: comm, errors, ir, lower, spmd, torch_compat.
 """
 
 from wholestep.report.explanation import Explanation, explain
-from wholestep.report.holding import Memory
-from wholestep.report.sending import Sending
-from wholestep.report.stages import Stage, code
-from wholestep.report.unruled import Unruled
+from wholestep.report.memory import Memory
+from wholestep.report.missing_rules import Unruled
+from wholestep.report.stage_text import Stage, code
+from wholestep.report.traffic import Sending
 
 __all__ = ["Explanation", "Memory", "Sending", "Stage", "Unruled", "code", "explain"]

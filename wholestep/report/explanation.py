@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wholestep.ir import StepGraph, info
-from wholestep.report.holding import KINDS, Memory, holding
-from wholestep.report.sending import Sending, per_axis, sendings
-from wholestep.report.unruled import Unruled, unruled
+from wholestep.report.memory import KINDS, Memory, holding
+from wholestep.report.missing_rules import Unruled, unruled
+from wholestep.report.traffic import Sending, per_axis, sendings
 
 PLACES = 12  # places shown for each axis; the data has all
 

@@ -3,16 +3,15 @@
 Takes a `Traced` step, the binder that capture made for it and a callable on flat inputs. Gives an `Entry`:
 called, it checks guards, fetches inputs, runs, and leaves results, gradients, state and version counters
 as eager execution would.
-May import: errors, ir, torch_compat, trace's and autograd's records, lower's interpreter. Must not import spmd,
-passes, api.
+May import: aot_autograd, ir, lower, packed_graph, tensor_parts, torch_compat, trace.
 """
 
-from wholestep.runtime.backward import Backward
+from wholestep.runtime.backward_programs import Backward
+from wholestep.runtime.compiled_module import compiled_module
+from wholestep.runtime.donated_inputs import Spending, spending
 from wholestep.runtime.entry import Entry, Missed
-from wholestep.runtime.memory import give_back
-from wholestep.runtime.module import compiled_module
 from wholestep.runtime.program import Program, saved_places
-from wholestep.runtime.spent import Spending, spending
+from wholestep.runtime.trim_memory import give_back
 
 __all__ = [
     "Backward",

@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import increment_version
 
-from wholestep.parts import Part, mark_part
-from wholestep.runtime.beginnings import Beginnings
-from wholestep.runtime.function import CompiledFunction, Plan, Ran, plan_of
+from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, plan_of
+from wholestep.runtime.donated_inputs import Spending
+from wholestep.runtime.initial_state import Beginnings
+from wholestep.runtime.output_aliases import as_inference, refuse, remade
 from wholestep.runtime.program import Program
-from wholestep.runtime.slots import as_inference, refuse, remade
-from wholestep.runtime.spent import Spending
+from wholestep.tensor_parts import Part, mark_part
 from wholestep.torch_compat import below_autograd, make_one_of_several, set_versions
 from wholestep.trace import Traced
-from wholestep.trace.inputs import flat_memory, memory_of
+from wholestep.trace.record.inputs import flat_memory, memory_of
 
 
 class Binder(Protocol):

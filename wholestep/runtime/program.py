@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.autograd import Joint, Partitioned
+from wholestep.aot_autograd import Joint, Partitioned
 from wholestep.ir import StepGraph, info
-from wholestep.packed import Packed
-from wholestep.runtime.backward import Backward, Run, consumed
+from wholestep.packed_graph import Packed
+from wholestep.runtime.backward_programs import Backward, Run, consumed
 
 
 @dataclass

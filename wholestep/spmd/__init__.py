@@ -2,24 +2,24 @@
 
 Takes the graph of one step and what a plan says about each mesh axis. Gives the graph that each rank runs, and
 `Launch`, which brings the ranks to one start before they run it.
-May import: errors, ir, torch_compat, comm, capture, trace. Must not import passes, lower, runtime, api.
+May import: capture, comm, errors, functional, ir, tensor_parts, torch_compat, trace.
 """
 
-from wholestep.comm import row_ops as _row_ops  # noqa: F401 - makes its operators known
-from wholestep.spmd.buffers import BufferSync
-from wholestep.spmd.calls import Call
-from wholestep.spmd.fully_shard import FullyShard
-from wholestep.spmd.global_view import AtRest, GlobalPlan, View
-from wholestep.spmd.launch import Launch, Plan
+from wholestep.comm.ops import row_collectives as _row_ops  # noqa: F401 - makes its operators known
+from wholestep.spmd.expand.calls import Call
+from wholestep.spmd.expand.redistribute import bytes_sent, redistribute
+from wholestep.spmd.expand.strategy import Build, Dims, Row
+from wholestep.spmd.full_state import full_state_dict
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
-from wholestep.spmd.plan_file import load_plan, save_plan
-from wholestep.spmd.plans import DataParallel, ShardedOptimizer
-from wholestep.spmd.redistribute import bytes_sent, redistribute
+from wholestep.spmd.plans.buffer_broadcast import BufferSync
+from wholestep.spmd.plans.fully_shard import FullyShard
+from wholestep.spmd.plans.global_view import AtRest, GlobalPlan, View
+from wholestep.spmd.plans.plan import DataParallel, ShardedOptimizer
+from wholestep.spmd.plans.plan_file import load_plan, save_plan
+from wholestep.spmd.plans.tensor_parallel import TensorParallel
+from wholestep.spmd.preflight.plan_executor import Launch, Plan
 from wholestep.spmd.rules import register_sharding
-from wholestep.spmd.sharding import Build, Dims, Row
-from wholestep.spmd.tensor_parallel import TensorParallel
-from wholestep.spmd.whole_state import full_state_dict
 
 __all__ = [
     "AtRest",

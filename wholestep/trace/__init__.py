@@ -3,14 +3,14 @@
 Takes a callable, its arguments and what capture knows of the world (where tensors live, which numbers are
 inputs). Gives one flat graph of pure ATen calls, results as a template, effects on Python objects,
 predicates that must hold and version-counter increments.
-May import: errors, ir, torch_compat. Must not import capture, autograd, spmd, passes, lower, runtime.
+May import: capture, errors, fake_layouts, functional, ir, patches, tensor_parts, torch_compat.
 """
 
-from wholestep.trace.inputs import ReshapedInput
-from wholestep.trace.recorder import Recorder
-from wholestep.trace.step import trace_step
+from wholestep.trace.patches.python_patches import gradient_memory
+from wholestep.trace.record.inputs import ReshapedInput
+from wholestep.trace.record.recorder import Recorder
+from wholestep.trace.record.trace_step import trace_step
 from wholestep.trace.traced import ReentrantCheckpoint, SharedMemory, Traced, World
-from wholestep.trace.world import gradient_memory
 
 __all__ = [
     "Recorder",

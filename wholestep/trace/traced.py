@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 
 from wholestep.ir import InputKind, StepGraph
-from wholestep.parts import Part
-from wholestep.trace.hoist import Hoisted
-from wholestep.trace.inputs import Lifted
-from wholestep.trace.leaks import Watch
-from wholestep.trace.predicates import Predicate
-from wholestep.trace.recorder import Recorder
-from wholestep.trace.results import Outlet
-from wholestep.trace.setting import Found
-from wholestep.trace.slots import Derivative, Differentiated, Made, Slot
+from wholestep.tensor_parts import Part
+from wholestep.trace.numbers.predicates import Predicate
+from wholestep.trace.outputs.hoisted_state import Hoisted
+from wholestep.trace.outputs.leaks import Watch
+from wholestep.trace.outputs.results import Outlet
+from wholestep.trace.outputs.state_outputs import Derivative, Differentiated, Made, Slot
+from wholestep.trace.record.inputs import Lifted
+from wholestep.trace.record.options import Found
+from wholestep.trace.record.recorder import Recorder
 
 # Traces the backward of a step, given what its forward left behind; see `autograd.differentiate`.
 Differentiate = Callable[

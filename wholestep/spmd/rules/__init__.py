@@ -11,51 +11,51 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.functional import Functionalized, UnderGrad
 from wholestep.ir import GETITEM, fake_tensors, info, is_host
-from wholestep.pure import Functionalized, UnderGrad
-from wholestep.spmd.calls import Call
-from wholestep.spmd.place import place
+from wholestep.spmd.expand.calls import Call
+from wholestep.spmd.expand.strategy import Row, Rule
+from wholestep.spmd.plans.constraint_ops import place
 from wholestep.spmd.rules import (
-    along,
     attention,
-    collectives,
     contractions,
     convolutions,
+    dimwise,
     indexing,
     losses,
-    moments,
-    normalisations,
-    norms,
-    pieces,
+    mean_variance,
+    mesh_collectives,
+    norm_layers,
     pointwise,
-    random,
+    random_ops,
     recurrent,
     reductions,
+    slicing,
     softmax,
-    views,
+    vector_norms,
+    view_ops,
 )
-from wholestep.spmd.rules.lists import is_on_lists
-from wholestep.spmd.sharding import Row, Rule
+from wholestep.spmd.rules.foreach import is_on_lists
 from wholestep.torch_compat import OpOverload
 
 TABLE: dict[str, Rule] = {
     **contractions.RULES,
     **reductions.RULES,
-    **norms.RULES,
-    **moments.RULES,
+    **vector_norms.RULES,
+    **mean_variance.RULES,
     **softmax.RULES,
-    **along.RULES,
-    **normalisations.RULES,
+    **dimwise.RULES,
+    **norm_layers.RULES,
     **convolutions.RULES,
     **attention.RULES,
     **losses.RULES,
     **indexing.RULES,
-    **views.RULES,
-    **pieces.RULES,
+    **view_ops.RULES,
+    **slicing.RULES,
     **pointwise.RULES,
-    **random.RULES,
+    **random_ops.RULES,
     **recurrent.RULES,
-    **collectives.RULES,
+    **mesh_collectives.RULES,
 }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.spmd.calls import Call, holds_on_all
-from wholestep.spmd.sharding import Dims, Names, Row, Rule, linear_rows, trailing
+from wholestep.spmd.expand.calls import Call, holds_on_all
+from wholestep.spmd.expand.strategy import Dims, Names, Row, Rule, linear_rows, trailing
 
 
 def _names(call: Call) -> dict[str, Names]:

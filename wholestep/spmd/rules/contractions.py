@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.spmd.calls import Call
-from wholestep.spmd.sharding import Dims, Row, Rule, linear_rows, trailing
+from wholestep.spmd.expand.calls import Call
+from wholestep.spmd.expand.strategy import Dims, Row, Rule, linear_rows, trailing
 
 
 def contraction(spec: str) -> Rule:

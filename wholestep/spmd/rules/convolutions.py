@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.calls import Call, R, holds_on_all
+from wholestep.spmd.expand.calls import Call, R, holds_on_all
+from wholestep.spmd.expand.strategy import Build, Dims, Row, Rule, alphabet, linear_rows
 from wholestep.spmd.placements import Partial, Shard
-from wholestep.spmd.rules.normalisations import chosen, present
-from wholestep.spmd.sharding import Build, Dims, Row, Rule, alphabet, linear_rows
+from wholestep.spmd.rules.norm_layers import chosen, present
 
 
 def _sides(call: Call) -> tuple[Shard, Shard, int]:

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.calls import Call, R, some_hold_none
+from wholestep.spmd.expand.calls import Call, R, some_hold_none
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Row, Rule, alphabet, linear_rows, trailing
 from wholestep.spmd.placements import Op, Partial, Shard
-from wholestep.spmd.sharding import Build, Dims, Names, Row, Rule, alphabet, linear_rows, trailing
 
 aten = torch.ops.aten
 

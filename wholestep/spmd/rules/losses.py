@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from wholestep.spmd.calls import Call, R
+from wholestep.spmd.expand.calls import Call, R
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Row, Rule, alphabet, linear_rows, trailing
 from wholestep.spmd.placements import Op, Partial, Placement, Shard
-from wholestep.spmd.sharding import Build, Dims, Names, Row, Rule, alphabet, linear_rows, trailing
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # values of `reduction`

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.spmd.calls import Call, R
+from wholestep.spmd.expand.calls import Call, R
+from wholestep.spmd.expand.strategy import Dims, Row, Rule, alphabet, linear_rows, trailing
 from wholestep.spmd.placements import Partial, Shard
-from wholestep.spmd.sharding import Dims, Row, Rule, alphabet, linear_rows, trailing
 
 
 def pointwise(call: Call) -> Iterator[Row]:

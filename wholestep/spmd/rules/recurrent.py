@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.spmd.calls import Call, holds_on_all
+from wholestep.spmd.expand.calls import Call, holds_on_all
+from wholestep.spmd.expand.strategy import Row, Rule
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
-from wholestep.spmd.sharding import Row, Rule
 
 _SEQUENCES = ["input", "output", "grad_output"]  # [time, batch, features], whatever `batch_first` says
 _STATES = ["hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy"]  # [batch, features]

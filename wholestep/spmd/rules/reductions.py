@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from wholestep.spmd.calls import Call, R, holds_on_all
+from wholestep.spmd.expand.calls import Call, R, holds_on_all
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Row, Rule, alphabet, linear_rows
 from wholestep.spmd.placements import Op, Shard
-from wholestep.spmd.sharding import Build, Dims, Names, Row, Rule, alphabet, linear_rows
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.calls import Call, R, some_hold_none
+from wholestep.spmd.expand.calls import Call, R, some_hold_none
+from wholestep.spmd.expand.strategy import Build, Dims, Emit, Row, Rule, beside, linear_rows
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of, reduced_dims
-from wholestep.spmd.sharding import Build, Dims, Emit, Row, Rule, beside, linear_rows
 
 aten = torch.ops.aten
 

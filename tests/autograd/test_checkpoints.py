@@ -1,0 +1,175 @@
+"""`torch.utils.checkpoint` with random numbers inside: gradients are eager's, under Dynamo's front end and ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import wholestep as ws
+from tests.support.spmd_programs import stock_group
+from wholestep.autograd import aot_function, dynamo_backend, min_cut_partition
+from wholestep.testing import run_ranks
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "in place": lambda x: x * torch.empty_like(x).uniform_(),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None].sin(), x[None], dropout_p=0.4)[0],
+}
+
+
+class Block(nn.Module):
+    def __init__(self, draw: str) -> None:
+        super().__init__()
+        self.linear, self.draw = nn.Linear(8, 8), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DRAWS[self.draw](self.linear(x))
+
+
+class Model(nn.Module):
+    """Blocks in checkpoints, one after the other or inside of one another, with other random numbers around them."""
+
+    def __init__(self, draw: str, nested: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(draw) for _ in range(2))
+        self.nested, self.options = nested, {"use_reentrant": False, **options}
+
+    def inner(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options)  # type: ignore[assignment]
+        return x.sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.inner, x, **self.options) if self.nested else self.inner(x)  # type: ignore[assignment]
+        return x * F.dropout(x, 0.3)
+
+
+class Selective(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)  # type: ignore[return-value]
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.dropout(self.two(F.dropout(self.one(x), 0.5)).sin(), 0.5)
+
+
+class Normalised(nn.Module):
+    """The recomputation writes the buffers once more, after another call has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.dropout(self.norm(self.linear(x)), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[return-value]
+
+
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def wrapped(impl: CheckpointImpl) -> nn.Module:
+    return nn.Sequential(*(checkpoint_wrapper(Block("dropout"), checkpoint_impl=impl) for _ in range(2)))
+
+
+def train(model: nn.Module, call: Any, x: Tensor, steps: int = 2) -> list[Tensor]:
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+    seen = []
+    for _ in range(steps):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = call(leaf) + call(leaf * 2)
+        out.square().sum().backward()
+        seen += [out.detach().clone(), leaf.grad, torch.rand(3)]
+        seen += map(torch.clone, model.buffers())
+        seen += [p.grad for p in model.parameters() if p.grad is not None]
+    return seen
+
+
+def through_aot_function(gm: Any, inputs: Any) -> Any:
+    return aot_function(gm, lambda graph, inputs: graph, partition_fn=min_cut_partition)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{draw: functools.partial(Model, draw) for draw in DRAWS},
+    "nested": lambda: Model("dropout", nested=True),
+    "reentrant": lambda: Model("dropout", use_reentrant=True),
+    "reentrant, nested": lambda: Model("rand_like", nested=True, use_reentrant=True),
+    "other numbers again": lambda: Model("dropout", nested=True, preserve_rng_state=False),
+    "no check": lambda: Model("rand_like", determinism_check="none", early_stop=False),
+    "selective": Selective,
+    "buffers": Normalised,
+    "wrapper": lambda: wrapped(CheckpointImpl.NO_REENTRANT),
+    "reentrant wrapper": lambda: wrapped(CheckpointImpl.REENTRANT),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_with_random_numbers(name: str) -> None:
+    torch.manual_seed(1)
+    model, x = MODELS[name](), torch.randn(4, 8)
+    expected = train(model, model, x)
+    # a partition that recomputes may save what buffers were, so that autograd refuses the second call's backward
+    ways: list[Any] = [dynamo_backend] if name == "buffers" else [dynamo_backend, through_aot_function]
+    for backend in ways:
+        torch._dynamo.reset()
+        found = train(model, torch.compile(model, backend=backend), x)
+        assert all(map(torch.equal, found, expected)), backend
+    assert all(map(torch.equal, train(model, ws.compile(model), x), expected))
+
+
+def differing(file: str) -> list[str]:
+    """The stock wrappers under which gradients differ from eager's."""
+    with stock_group(file):
+        return list(_differing())
+
+
+def _differing() -> Iterator[str]:
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 200  # type: ignore[attr-defined]
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "ddp": lambda m: DistributedDataParallel(m, bucket_cap_mb=0.0003),  # type: ignore[arg-type]
+        "fsdp": lambda m: FullyShardedDataParallel(m, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True,
+                                                   device_id=torch.device("cpu")),
+    }  # fmt: skip
+    x = torch.randn(4, 8)
+    for wrapper, wrap in wrappers.items():
+        for reentrant in (False, True):
+            found = []
+            for compiled in (False, True):
+                torch._dynamo.reset()
+                torch.manual_seed(3)
+                model = wrap(Model("dropout", use_reentrant=reentrant))
+                found.append(train(model, torch.compile(model, backend=dynamo_backend) if compiled else model, x))
+            if not all(map(torch.equal, *found)):
+                yield f"{wrapper}, reentrant={reentrant}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_with_random_numbers_under_stock_wrappers(tmp_path: Path) -> None:
+    assert run_ranks(differing, 2, args=(str(tmp_path / "meet"),)) == [[], []]

@@ -1,0 +1,631 @@
+"""`wholestep.autograd`'s functions: the user's compilers, joint graphs, decompositions, module wrappers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tomllib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import functorch.compile
+import pytest
+import torch
+import torch._inductor.decomposition
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import wholestep as ws
+from wholestep.autograd import (
+    aot_function,
+    aot_module,
+    compiled_backward,
+    default_partition,
+    dynamo_backend,
+    export_joint,
+    min_cut_partition,
+)
+from wholestep.errors import UnsupportedError
+from wholestep.ir import check, info
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.norm, self.fc2 = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.scale = 2.0
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        hidden = torch.dropout(self.norm(self.fc1(x)).relu(), 0.5, self.training)
+        out = self.fc2(hidden) * self.scale
+        return out if bias is None else out + bias
+
+    def double(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self(x) * 2
+
+
+def nop(gm: Any, inputs: Any) -> Any:
+    return gm
+
+
+def train(model: Any, steps: int = 3) -> list[Any]:
+    """Losses, gradients and buffers of a few steps."""
+    torch.manual_seed(0)
+    seen: list[Any] = []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        x = torch.randn(5, 6, requires_grad=True)
+        loss = model(x).square().mean()
+        loss.backward()
+        seen += [loss.detach(), x.grad, *(p.grad for p in model.parameters()), *map(torch.clone, model.buffers())]
+        opt.step()
+        opt.zero_grad()
+    return seen
+
+
+def same(one: list[Any], two: list[Any]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("partition", [default_partition, min_cut_partition])
+@pytest.mark.parametrize("compiler", ["aten", "naive", nop])
+def test_a_module_trains_as_in_eager_to_the_bit(compiler: Any, partition: Any) -> None:
+    torch.manual_seed(1)
+    model = Net()
+    other = aot_module(copy.deepcopy(model), compiler, partition_fn=partition)
+    assert same(train(model), train(other))
+
+
+def test_both_compilers_see_their_graphs_once() -> None:
+    seen: list[str] = []
+
+    def compiler(name: str) -> Any:
+        def compile(gm: Any, inputs: Any) -> Any:
+            assert [n.op for n in gm.graph.nodes].count("placeholder") == len(inputs)
+            seen.append(name)
+            return gm
+
+        return compile
+
+    fn = aot_function(lambda x, w: (x @ w).sin().sum(), compiler("forward"), compiler("backward"))
+    for _ in range(2):
+        x, w = torch.randn(3, 3), torch.randn(3, 3, requires_grad=True)
+        fn(x, w).backward()
+        again = w.grad
+        w.grad = None
+        (x @ w).sin().sum().backward()
+        assert torch.equal(w.grad, again)
+    assert seen == ["forward", "backward"]
+    with torch.no_grad():
+        assert fn(x, w).requires_grad is False
+    assert seen == ["forward", "backward", "forward"]
+
+
+def test_a_decomposition_table_reaches_forward_and_backward() -> None:
+    def silu(x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+    def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+        s = torch.sigmoid(x)
+        return grad * s * (1 + x * (1 - s))
+
+    aten = torch.ops.aten
+    targets: list[Any] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        targets.extend(n.target for n in gm.graph.nodes)
+        return gm
+
+    table = {aten.silu.default: silu, aten.silu_backward.default: silu_backward}
+    fn = aot_function(nn.functional.silu, compiler, decompositions=table)
+    x = torch.randn(7, requires_grad=True)
+    fn(x).sum().backward()
+    expected = torch.autograd.grad(nn.functional.silu(x).sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+    assert not {aten.silu.default, aten.silu_backward.default} & set(targets) and aten.sigmoid.default in targets
+
+
+def test_torchs_own_decomposition_table_serves() -> None:
+    """Named tuples, factories, functions that decline (NotImplemented), and lists that they change."""
+    table = torch._inductor.decomposition.select_decomp_table()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = nn.functional.layer_norm(x, [4], w)[:, [0, 2, 1]] + torch.arange(3)
+        return torch.ops.aten._unsafe_masked_index(y.relu(), torch.ones(3, 3) > 0, [torch.tensor([0, 1, 0]), None], 0.0)
+
+    names: list[str] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        names.extend(str(n.target) for n in gm.graph.nodes)
+        return gm
+
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    found = aot_function(fn, compiler, decompositions=table)(x, w)
+    torch.testing.assert_close(found, fn(x, w))
+    for one, two in zip(*(torch.autograd.grad(y.sum(), [x, w]) for y in (found, fn(x, w))), strict=True):
+        torch.testing.assert_close(one, two)
+    assert "aten.native_layer_norm.default" not in names and "aten.add.Tensor" in names
+
+
+def test_a_compiler_may_give_a_callable_that_takes_one_list() -> None:
+    """Marked as torch's own compilers mark theirs."""
+    taken: list[list[Any]] = []
+
+    def compiler(gm: Any, inputs: Any) -> Any:
+        def boxed(values: list[Any]) -> Any:
+            taken.append(list(values))
+            result = gm(*values)
+            values.clear()
+            return result
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    x = torch.randn(4, requires_grad=True)
+    aot_function(lambda x: x.sin().exp(), compiler)(x).sum().backward()
+    assert torch.equal(x.grad, x.sin().exp().detach() * x.cos().detach()) and len(taken) == 2
+
+
+def test_export_joint_names_its_inputs_and_runs_nothing() -> None:
+    model = Net()
+    x = torch.randn(5, 6)
+    before = [t.clone() for t in model.state_dict().values()]
+    joint = export_joint(model, x)
+    assert same(before, list(model.state_dict().values())) and all(p.grad is None for p in model.parameters())
+    sources = [i.source for i in joint.step.signature.inputs]
+    assert "L['self'].fc1.weight" in sources and "L['x']" in sources
+    assert {sources[i] for i in joint.gradient_of} == {f"L['self'].{name}" for name, _ in model.named_parameters()}
+    assert len(joint.tangents) == 1 and len(joint.gradients) == len(joint.gradient_of)
+    phases = [info(n).phase for n in joint.step.graph.nodes if n.op == "call_function"]
+    assert phases == sorted(phases, reverse=True) and set(phases) == {"forward", "backward"}
+    halves = default_partition(joint)
+    check(halves.forward, "forward")
+    check(halves.backward, "backward")
+    with pytest.raises(ValueError, match="no result of the function requires grad"):
+        export_joint(lambda x: x + 1, x)
+
+
+def test_views_of_inputs_are_made_again_and_not_copied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    halves = default_partition(export_joint(model, torch.ones(2, 4)))
+    own = halves.forward.signature.n_outputs - 1
+    assert own == 1, "of the forward's own values, only the hidden layer is saved"
+
+
+def test_a_compiled_module_is_the_module_in_all_but_calls() -> None:
+    model = Net()
+    compiled = ws.compile(model)
+    assert isinstance(compiled, Net) and list(compiled.state_dict()) == list(model.state_dict())
+    assert [id(p) for p in compiled.parameters()] == [id(p) for p in model.parameters()]
+    x = torch.randn(5, 6)
+    compiled.eval()
+    assert not model.training and not model.fc1.training
+    assert torch.equal(compiled(x), model(x)) and torch.equal(compiled.double(x), model.double(x))
+    compiled.train()
+    assert model.training
+    compiled(x)
+    assert compiled.recompiles == ["L['self'].training: expected False, found True"]
+    compiled.extra = 3
+    assert model.extra == 3
+    model.scale = 5.0
+    compiled.eval()
+    assert torch.equal(compiled(x), model(x))
+    assert "addmm" in compiled.code
+    twin = copy.deepcopy(compiled)
+    assert twin.fc1.weight is not model.fc1.weight and isinstance(twin, Net)
+    assert torch.equal(twin(x), model(x))
+    with torch.no_grad():
+        twin.fc1.weight.zero_()
+    assert not torch.equal(twin(x), model(x))
+    assert torch.equal(pickle.loads(pickle.dumps(compiled))(x), model(x))
+
+
+@ws.compile
+def decorated(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+class Holding(Net):
+    """Has its own compiled method as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = ws.compile(self.double)
+
+
+def saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy,
+          "pickle": lambda v: pickle.loads(pickle.dumps(v)), "save": saved}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_of_what_is_compiled_are_compiled_anew(how: str) -> None:
+    again, x = COPIES[how], torch.randn(5, 6)
+    assert again(decorated) is decorated
+    function = ws.compile(tripled)
+    function(x)
+    other = again(function)
+    assert other is not function and other.captures == 0
+    assert torch.equal(other(x), x * 3) and other.captures == 1
+    for make in (Net, lambda: ws.compile(Net()), lambda: nn.Sequential(ws.compile(Net())), Holding):
+        model = make().eval()  # type: ignore[operator]
+        expected = model(x)
+        found = again(model)
+        assert torch.equal(found(x), expected)
+        assert (found is model) is False
+        shared = [p is q for p, q in zip(found.parameters(), model.parameters(), strict=True)]
+        assert shared == [how == "copy"] * len(shared)
+    holding = Holding().eval()
+    bound = again(holding.compiled)  # a copy of a method comes with a copy of its module
+    assert torch.equal(bound(x), holding.double(x))
+
+
+def test_compiling_twice_is_compiling_once() -> None:
+    model, x = Net().eval(), torch.randn(5, 6)
+    twice, plain = ws.compile(ws.compile(model)), ws.compile(ws.compile(tripled))
+    assert torch.equal(twice(x), model(x)) and isinstance(twice, Net) and twice.captures == 1
+    assert torch.equal(plain(x), x * 3) and plain.captures == 1
+    twice(x).sum().backward()
+    assert model.fc1.weight.grad is not None and twice.fc1 is model.fc1
+    assert torch.equal(aot_module(twice, nop)(x), model(x))
+
+
+def test_a_compiled_module_is_part_of_another_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), ws.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    plain = copy.deepcopy(model)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    x = torch.randn(2, 4)
+    whole = ws.compile(step)
+    assert torch.equal(whole(model, x), step(plain, x))
+    assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("options", [None, {"memory_budget": 0.5}, {"partition_fn": min_cut_partition}])
+def test_dynamos_front_end_gives_its_graphs_to_our_backend(options: Any) -> None:
+    torch.manual_seed(1)
+    torch._dynamo.reset()
+    model = Net()
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=dynamo_backend, options=options)
+    assert same(train(plain), train(compiled))
+
+
+@pytest.mark.parametrize("asked, said", [
+    ({"options": {"memroy_budget": 0.5}}, "has no option 'memroy_budget'; it has backend,"),
+    ({"options": {"memory_budget": 0.5, "partition_fn": min_cut_partition}}, "a setting of min_cut_partition"),
+    ({"mode": "max-autotune"}, "is a setting of Inductor"),
+])  # fmt: skip
+def test_options_that_the_backend_does_not_have_are_refused_by_name(asked: Any, said: str) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said):
+        torch.compile(Net(), backend=dynamo_backend, **asked)(torch.randn(5, 6))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiler_may_script_its_graph() -> None:
+    torch.manual_seed(1)
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(3, 4)
+    scripted = aot_module(model, functorch.compile.ts_compile)
+    assert torch.equal(scripted(x), model(x))
+    scripted(x).square().sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert same(found, [p.grad for p in model.parameters()])
+
+
+BY_NAME = """
+import torch
+import torch._inductor.decomposition
+import torch.utils.checkpoint
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+x, found = torch.randn(5, 4), []
+for run in (model, torch.compile(model, backend="wholestep")):
+    run(x).square().sum().backward()
+    found.append([p.grad for p in model.parameters()])
+    model.zero_grad()
+assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+from wholestep.compiled import Compiled
+import gc
+assert any(type(o) is Compiled and o.captures for o in gc.get_objects()), "another backend ran"
+"""
+
+
+def test_dynamo_knows_the_backend_by_name_where_the_package_is_installed(tmp_path: Path) -> None:
+    """As installers write it: the entry points of pyproject.toml beside the package on the path."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf8"))["project"]
+    lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in names.items())
+             for group, names in project["entry-points"].items()]
+    installed = tmp_path / "wholestep_test-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: wholestep-test\nVersion: 0\n", encoding="utf8")
+    (installed / "entry_points.txt").write_text("\n".join(lines), encoding="utf8")
+    paths = os.pathsep.join([str(tmp_path), str(Path(ws.__file__).parent.parent)])
+    done = subprocess.run([sys.executable, "-c", BY_NAME], env=os.environ | {"PYTHONPATH": paths}, text=True,
+                          capture_output=True, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def leaf_result_and_views() -> list[Tensor]:
+    leaf = torch.arange(6.0).view(2, 3).requires_grad_()
+    base = leaf * 1
+    view = base.view(-1)
+    return [leaf, base, view, view.view(6)]
+
+
+def write_to_a_view(base: Tensor, view: Tensor, again: Tensor) -> Tensor:
+    """The base is given, but only the view is used."""
+    view.mul_(2)
+    return again.square()
+
+
+def gradient_between_inputs(base: Tensor, view: Tensor, again: Tensor) -> Tensor:
+    """One input is a view of another, which is a view of a third."""
+    grad = torch.autograd.grad(again.square().sum(), view, retain_graph=True)[0]
+    again += 1
+    return grad
+
+
+@pytest.mark.parametrize("fn", [write_to_a_view, gradient_between_inputs])
+def test_inputs_that_are_views_of_views(fn) -> None:
+    seen = []
+    for run in (fn, ws.compile(fn)):
+        leaf, *inputs = leaf_result_and_views()
+        result = run(*inputs)
+        loss = sum(t.sum() for t in (*inputs, result))
+        seen.append([*inputs, result, *torch.autograd.grad(loss, leaf)])  # type: ignore[arg-type]
+    assert same(*seen)
+
+
+def test_a_capture_leaves_the_histories_of_views_alone() -> None:
+    leaf, *inputs = leaf_result_and_views()
+    nodes = [t.grad_fn for t in inputs]
+    ws.trace(gradient_between_inputs, *inputs)
+    assert all(t.grad_fn is node for t, node in zip(inputs, nodes, strict=True))
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_one_of_several_views_is_guarded_as_in_eager(written: bool) -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        part = y.unbind(0)[1]
+        if written:
+            y.add_(1)
+        return part
+
+    errors = []
+    for run in (fn, ws.compile(fn)):
+        part = run(torch.ones(2, 3, requires_grad=True))
+        with pytest.raises(RuntimeError) as error:
+            part.sum() if written else part.add_(1)
+        errors.append(str(error.value).split(" is a view and ")[1])
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_results_that_share_memory_share_counters_as_in_eager(requires_grad: bool) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        y = x * 2
+        return y.detach(), y[0], y, y.data, y[0].detach()
+
+    seen = []
+    for run in (fn, ws.compile(fn)):
+        results = run(torch.ones(3, 2, requires_grad=requires_grad))
+        with torch.no_grad():
+            results[0].mul_(2)
+            results[3].mul_(2)
+        seen.append([(t._version, t._is_view()) for t in results])
+    assert seen[0] == seen[1]
+
+
+def _gradients_kept(fn: Any, after: Any) -> list[list[Any]]:
+    seen: list[list[Any]] = []
+    for call in (fn, compiled := ws.compile(fn), compiled):
+        x = torch.arange(4.0, requires_grad=True)
+        y = call(x)
+        after(y)
+        seen.append([y.retains_grad, y.requires_grad, y.is_leaf, y.grad, x.grad])
+    return seen
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (2, 0), (0, 2)])
+def test_of_results_that_are_one_memory_the_one_with_a_history_is_it(order: tuple[int, ...]) -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        both = torch.stack([x, x]).relu_()
+        found = [both.data, both, both[1:].detach()]
+        return [found[i] for i in order]
+
+    x, seen = torch.tensor([1.0, -2.0], requires_grad=True), []
+    for call in (fn, ws.compile(fn)):
+        results = call(x)
+        seen.append([[r._version for r in results]])
+        seen[-1] += [torch.autograd.grad(r.sum(), x)[0].tolist() for r in results if r.requires_grad]
+        seen[-1] += [[*(r._version for r in results), r.detach().mul_(2)._version, r.tolist()] for r in results]
+    assert seen[0] == seen[1]
+
+
+def test_an_expanded_tensor_is_copied_to_itself() -> None:
+    def fn(x: Tensor) -> Tensor:
+        wide, same = x.expand(2, 3), x.expand(2, 3)
+        return wide.copy_(same)
+
+    x, other = torch.ones(3), torch.ones(3)
+    found, expected = ws.compile(fn)(x), fn(other)
+    assert torch.equal(found, expected) and found._base is x and x._version == other._version == 1
+
+
+def test_gradients_that_results_keep() -> None:
+    """`retain_grad()` inside, and the gradient of a leaf made inside, with the backward outside and inside."""
+
+    def kept(x: Tensor) -> Tensor:
+        y = x.sin()
+        y.retain_grad()
+        return y
+
+    def differentiated(x: Tensor) -> Tensor:
+        y = kept(x)
+        (y * y).sum().backward()
+        return y
+
+    def leaf(x: Tensor) -> Tensor:
+        y = nn.Parameter(x.detach() + 1)
+        (y * y).sum().backward()
+        return y
+
+    cases: list[tuple[Any, Any]] = [(kept, lambda y: (y * y).sum().backward()), (differentiated, lambda y: None)]
+    for fn, after in [*cases, (leaf, lambda y: None), (leaf, lambda y: (y * 3).sum().backward())]:
+        eager, *ours = _gradients_kept(fn, after)
+        for found in ours:
+            assert found[:3] == eager[:3] and same([g for g in eager[3:] if g is not None],
+                                                   [g for g in found[3:] if g is not None])
+            assert [g is None for g in eager] == [g is None for g in found]
+
+
+def test_a_gradient_that_only_the_inside_would_see_is_refused() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        y.retain_grad()
+        return y, (y * y).sum()
+
+    with pytest.raises(UnsupportedError, match=r"retain_grad\(\) on a result that other results"):
+        ws.compile(fn)(torch.ones(3, requires_grad=True))
+
+
+def test_a_view_that_is_written_before_its_base_is_met() -> None:
+    def fn(view: Tensor, base: Tensor, x: Tensor) -> Tensor:
+        view.mul_(2).copy_(x)
+        return base * 3
+
+    seen = []
+    for call in (fn, ws.compile(fn)):
+        base, x = torch.arange(3.0), torch.ones(2, requires_grad=True)
+        out = call(base[:2], base, x)
+        seen.append([out.detach(), base.detach(), *torch.autograd.grad(out.sum() + base.sum(), x)])
+    assert same(*seen)
+
+
+@pytest.mark.parametrize("preserve", [False, True])
+def test_reentrant_checkpoints_inside_of_a_module_whose_backward_runs_outside(preserve: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True, preserve_rng_state=preserve).exp()
+
+    compiled, seen = ws.compile(fn), []
+    for call in (fn, compiled, compiled):
+        inner.zero_grad()
+        torch.manual_seed(0)
+        x = torch.ones(3, 4, requires_grad=True)
+        out = call(x)
+        torch.manual_seed(0)
+        out.sum().backward()
+        seen.append([out.detach(), x.grad, *(p.grad for p in inner.parameters())])
+    assert same(seen[0], seen[1]) and same(seen[0], seen[2])
+
+
+def packing(x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
+        return (x * 2).t().prod() + x.view(2, 14).prod(1).sum()
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda x: x.sin().prod(1), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.parametrize("fn", [lambda x: x.prod(), lambda x: x.prod(1), lambda x: (x * 2).prod(0, keepdim=True),
+                                lambda x: x.cumprod(-1), lambda x: x.t().cumprod(0), packing,
+                                checkpointed])  # fmt: skip
+def test_a_product_is_differentiated_by_the_formula_that_eager_chooses(fn: Any, zeros: int) -> None:
+    x = torch.randn(4, 7)
+    compiled, backwards = aot_function(fn, "aten"), compiled_backward()
+
+    def gradient(run: Any, given: Tensor, context: Any = None) -> Tensor:
+        given = given.clone().requires_grad_()
+        with context or nullcontext():
+            run(given).sum().mul(1.7).backward()
+        assert given.grad is not None
+        return given.grad
+
+    for places in (0, zeros):  # the program is made for data of the first kind
+        x.view(-1)[:places] = 0
+        eager = gradient(fn, x)
+        assert torch.equal(gradient(compiled, x), eager)
+        assert torch.equal(gradient(fn, x, backwards), eager)
+    assert backwards.captures and not backwards.eager
+
+
+def filled(x: Tensor) -> Tensor:
+    return torch.masked_fill(x, x > 0, x[0, 0] * 2) * torch.linspace(0, 1, x.numel()).view(x.shape)
+
+
+def smoothed(x: Tensor) -> Tensor:
+    target = torch.where(torch.arange(len(x)) % 3 == 0, -100, torch.arange(len(x)) % x.shape[1])
+    weight = torch.linspace(0.3, 1.7, x.shape[1])
+    return torch.nn.functional.cross_entropy(x, target, weight, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("fn", [
+    filled, smoothed, lambda x: torch.utils.checkpoint.checkpoint(filled, x, use_reentrant=False),
+    *(lambda x, f=f: f(x.t()) * torch.inf for f in (torch.max, torch.min, torch.median, torch.nanmedian)),
+])  # fmt: skip
+def test_sums_and_shares_are_of_what_counts_alone_as_in_eager(fn: Any) -> None:
+    compiled = ws.compile(fn)
+    for seed in range(8):
+        x = torch.randn(50, 11, generator=torch.Generator().manual_seed(seed))
+        if seed > 5:
+            x[3, 3] = torch.nan
+        found = []
+        for run in (fn, compiled):
+            given = x.clone().requires_grad_()
+            out = run(given)
+            out.sum().backward()
+            found.append([out.detach(), given.grad])
+        torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0, equal_nan=True, check_stride=True)
+
+
+def test_views_of_nothing_begin_where_eagers_do() -> None:
+    def views(x: Tensor) -> list[Tensor]:
+        end = x[3:]
+        return [end.view(0), end.view(-1), end.view(0, 2), end.reshape(-1, 2)]
+
+    x = torch.randn(3, requires_grad=True)
+    expected, found = views(x), ws.compile(views)(x)
+    assert [v.storage_offset() for v in found] == [v.storage_offset() for v in expected] == [3] * 4
+    assert all(v._base is x for v in found)
+
+
+@pytest.mark.parametrize("fn, written", [
+    (lambda x: x.exp(), 0), (lambda x: (x.sigmoid(), x.exp()), 1), (lambda x: (x.exp().tanh(), x.tanh()), 0),
+])  # fmt: skip
+def test_a_result_written_before_its_backward_is_named_as_in_eager(fn: Any, written: int) -> None:
+    said = []
+    for run in (fn, ws.compile(fn)):
+        out = run(torch.ones(3, requires_grad=True) * 1)
+        outputs = out if isinstance(out, tuple) else (out,)
+        outputs[written].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+            outputs[written].sum().backward()
+        said.append(str(error.value))
+    assert said[0] == said[1]

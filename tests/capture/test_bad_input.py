@@ -1,0 +1,479 @@
+"""What bad input gets: a clear error that names the user's line, and a world left as it was.
+
+Each refused step marks its offending line with a comment; the error must name exactly that line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import random
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from tests.support.equal import World, assert_refused, assert_same_run
+from tests.zoo.models import labelled, training
+from tests.zoo.nets import MLP
+from wholestep.errors import DataDependentError, LeakError, UnsupportedError
+
+KEPT: list[Any] = []
+
+
+@torch.library.custom_op("zoo::no_fake", mutates_args=())
+def no_fake(x: Tensor) -> Tensor:
+    """An operator without a fake rule."""
+    return x * 2
+
+
+def marked_line(function: Callable[..., Any]) -> str:
+    """``file.py:line`` of the line marked HERE in a function's source."""
+    lines, first = inspect.getsourcelines(function)
+    (offset,) = [i for i, line in enumerate(lines) if "# HERE" in line]
+    return f"test_bad_input.py:{first + offset}"
+
+
+def item_in_a_condition(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    if loss.item() > 0:  # HERE
+        loss = loss * 2
+    return loss
+
+
+def tensor_in_a_condition(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    if loss > 0:  # HERE
+        loss = loss * 2
+    return loss
+
+
+def nan_check(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    assert not torch.isnan(loss)  # HERE
+    return loss
+
+
+def allclose(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    return loss * 2 if torch.allclose(model.fc1(x), torch.zeros(())) else loss  # HERE
+
+
+def equal(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    return loss * 2 if torch.equal(model.fc1(x), x) else loss  # HERE
+
+
+def printed(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    print(loss)  # HERE
+    return loss
+
+
+def formatted(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    model.fc1.name = f"{loss:.3f}"  # HERE
+    return loss
+
+
+def formatted_number(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    model.fc1.name = f"{loss.item():.3f}"  # HERE
+    return loss
+
+
+def as_list(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x)
+    return logits.sum() * (2.0 if max(logits[0].tolist()) > 0 else 1.0)  # HERE
+
+
+def as_numpy(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x)
+    return logits.sum() * float(logits.detach().numpy().sum())  # HERE
+
+
+def as_range(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    for _ in range(int(y.max() + 1)):  # HERE
+        loss = loss + 1
+    return loss
+
+
+def as_shape(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y) + torch.zeros(int(y.max()) + 1).sum()  # HERE
+
+
+def as_index(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y) + [1.0, 2.0, 3.0, 4.0][y[0]]  # HERE
+
+
+def boolean_mask(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x)
+    return logits[logits > 0].sum()  # HERE
+
+
+def nonzero(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    logits = model.logits(x)
+    return logits.sum() + (y > 1).nonzero().shape[0]  # HERE
+
+
+def unique(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y) + torch.unique(y).float().mean()  # HERE
+
+
+def caught(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    try:
+        factor = 0.5 if loss.item() > 1e9 else 1.0  # HERE
+    except RuntimeError:
+        factor = 2.0  # a way that eager never takes
+    return loss * factor
+
+
+def shown_if_it_can_be(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    """As `logging` does, which prints what its handlers raise, and goes on."""
+    loss = model(x, y)
+    with contextlib.suppress(Exception):
+        str(loss)  # HERE
+    return loss
+
+
+DATA_DEPENDENT = (
+    item_in_a_condition,
+    tensor_in_a_condition,
+    nan_check,
+    allclose,
+    equal,
+    printed,
+    formatted,
+    formatted_number,
+    as_list,
+    as_numpy,
+    as_range,
+    as_shape,
+    as_index,
+    boolean_mask,
+    nonzero,
+    unique,
+    caught,
+    shown_if_it_can_be,
+)
+
+
+@pytest.mark.parametrize("forward", DATA_DEPENDENT, ids=lambda f: f.__name__)
+def test_data_dependent(forward: Callable[..., Tensor], capsys: pytest.CaptureFixture[str]) -> None:
+    error = assert_refused(training(forward), DataDependentError)
+    assert marked_line(forward) in str(error)
+    assert "to do" in str(error)
+    assert capsys.readouterr().out == ""
+
+
+def operator_without_fake_rule(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    return model(no_fake(x), y)  # HERE
+
+
+def test_operator_without_fake_rule() -> None:
+    error = assert_refused(training(operator_without_fake_rule), UnsupportedError)
+    assert marked_line(operator_without_fake_rule) in str(error)
+    assert "no_fake" in str(error)
+
+
+def kept_in_a_global_list(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    KEPT.append(loss.detach())  # HERE
+    return loss / len(KEPT)
+
+
+def test_result_kept_elsewhere() -> None:
+    KEPT[:] = [0.0]  # a step may append to a list, or clear and fill it; one that it also reads is refused
+    try:
+        error = assert_refused(training(kept_in_a_global_list), LeakError)
+    finally:
+        KEPT.clear()
+    assert "nets.py" in str(error)  # where the kept tensor was made
+
+
+def kept_number(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+    loss = model(x, y)
+    KEPT.append(loss.item())  # HERE
+    return loss * KEPT[-1]
+
+
+def test_number_kept_elsewhere() -> None:
+    KEPT[:] = [0.0]  # a step may append to a list, or clear and fill it; one that it also reads is refused
+    try:
+        error = assert_refused(training(kept_number), LeakError)
+    finally:
+        KEPT.clear()
+    assert "test_bad_input.py" in str(error)
+
+
+def test_nothing_is_saved_while_a_step_is_traced() -> None:
+    with pytest.raises(UnsupportedError, match="torch.save inside"):
+        ws.compile(lambda x: torch.save(x, "never"))(torch.ones(2))
+
+
+def lbfgs(seed: int) -> World:
+    model = MLP()
+    opt = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            opt.zero_grad()
+            loss = model(x, y)
+            loss.backward()
+            return loss
+
+        return opt.step(closure)  # HERE
+
+    return World(step, labelled(1), {"model": model, "opt": opt})
+
+
+def test_lbfgs() -> None:
+    error = assert_refused(lbfgs, UnsupportedError)
+    assert "LBFGS" in str(error)
+    assert marked_line(lbfgs) in str(error)
+
+
+def test_optimizer_over_foreign_parameters() -> None:
+    """Parameters that no model of the step uses: they are updated or left exactly as eager does."""
+
+    def make(seed: int) -> World:
+        model, other = MLP(), MLP()
+        free = nn.Parameter(torch.ones(3))
+        opt = torch.optim.Adam([*model.parameters(), *other.parameters(), free])
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = model(x, y) + free.pow(2).sum()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss
+
+        return World(step, labelled(), {"model": model, "other": other, "free": free, "opt": opt})
+
+    assert_same_run(make)
+
+
+def test_model_on_two_devices() -> None:
+    def make(seed: int) -> World:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2, device="meta"))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).sum()
+            loss.backward()
+            opt.step()
+            return loss
+
+        return World(step, [(torch.randn(2, 3),)], {"model": model, "opt": opt})
+
+    error = assert_refused(make, UnsupportedError)
+    assert "meta" in str(error)
+    assert "cpu" in str(error)
+    assert "test_bad_input.py" in str(error)
+
+
+def test_mistakes_in_calling_compile() -> None:
+    with pytest.raises(TypeError, match="int"):
+        ws.compile(3)
+    with pytest.raises(ValueError, match="backend"):
+        ws.compile(lambda x: x, backend="nonsense")(torch.ones(1))
+    with pytest.raises(TypeError, match="argument"):
+        ws.compile(lambda x: x)(torch.ones(1), torch.ones(1))
+
+
+def test_data_assigned_to_a_parameter() -> None:
+    """The content arrives; a value that shares memory with others, or has another form, is refused."""
+
+    @ws.compile
+    def decay(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
+        for p in model.parameters():
+            p.data = new(p.data)
+
+    model = nn.Linear(3, 2)
+    weight, expected, version = model.weight, model.weight.detach() * 0.5, model.weight._version
+    decay(model, lambda p: p * 0.5)
+    assert model.weight is weight and weight._version == version
+    torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=0)
+    before = weight.detach().clone()
+    for new, text in ((lambda p: p * torch.ones(2, *p.shape), "shape"), (lambda p: p[:], "shares")):
+        with pytest.raises(UnsupportedError, match=text):
+            decay(model, new)
+    assert torch.equal(weight, before)
+    decay(model, lambda p: torch.stack([p, p])[0] * 1)
+    decay(model, lambda p: torch.stack([p, p])[1])  # one of the parts of what the step made
+    assert torch.equal(weight, before) and model.weight is weight
+
+
+def test_write_to_memory_given_away_through_data() -> None:
+    @ws.compile
+    def step(weight: Tensor) -> None:
+        new = weight * 0.5
+        row = new[0]
+        weight.data = new
+        row.add_(1)
+
+    weight = torch.ones(2, 3)
+    with pytest.raises(UnsupportedError, match="given away"):
+        step(weight)
+    assert torch.equal(weight, torch.ones(2, 3))
+
+
+def test_one_hot() -> None:
+    """Classes out of range end in an error at the call; a count of classes that is left to the data is refused."""
+    step = ws.compile(lambda y: nn.functional.one_hot(y, 3) * 2)
+    assert torch.equal(step(torch.tensor([2, 0])), nn.functional.one_hot(torch.tensor([2, 0]), 3) * 2)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        step(torch.tensor([3, 0]))
+    with pytest.raises(DataDependentError, match="num_classes"):
+        ws.compile(lambda y: nn.functional.one_hot(y) * 2)(torch.tensor([2, 0]))
+
+
+MOVING: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "count": (lambda: itertools.count(3), next),
+    "cycle": (lambda: itertools.cycle([3, 4]), next),
+    "list iterator": (lambda: iter([3, 4]), next),
+    "generator": (lambda: (i for i in (3, 4)), next),
+    "zip": (lambda: zip([3, 4], [5, 6], strict=True), lambda pairs: next(pairs)[0]),
+    "random": (lambda: random.Random(3), lambda r: r.random()),
+    "numpy": (lambda: numpy.random.default_rng(3), lambda r: r.random()),
+    "numpy of old": (lambda: numpy.random.RandomState(3), lambda r: r.rand()),
+}
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_what_moves_on_unseen_is_refused(kind: str) -> None:
+    """A replay would repeat the value of the first call; the iterator or generator stays where it is."""
+    make, take = MOVING[kind]
+    moving, other = make(), make()
+
+    def step(x: Tensor) -> Tensor:
+        return x * take(moving)
+
+    with pytest.raises((UnsupportedError, DataDependentError), match="a replay would repeat|numbers a replay"):
+        ws.compile(step)(torch.ones(2))
+    assert take(moving) == take(other)
+    passed = ws.compile(lambda x, it: (x + 1, it))
+    assert all(passed(torch.ones(2), moving)[1] is moving for _ in range(2)), "itself when it is only passed on"
+
+
+def test_refusals_of_iterators_name_the_line() -> None:
+    numbers = itertools.count()
+
+    def step(x: Tensor) -> Tensor:
+        return x * next(numbers)  # HERE
+
+    with pytest.raises(UnsupportedError) as caught:
+        ws.compile(step)(torch.ones(2))
+    assert marked_line(step) in str(caught.value) and "count" in str(caught.value)
+
+
+def test_values_of_the_standard_library_are_guards() -> None:
+    compiled = ws.compile(lambda x, d: x * float(d))
+    for value in (Decimal("0.5"), Decimal("0.25"), Fraction(1, 8), Fraction(1, 16), Decimal("0.5")):
+        assert compiled(torch.ones(1), value) == float(value)
+
+
+def test_integers_that_decide_on_shapes() -> None:
+    """A number that is only known when the step runs is no size; one that follows from a small argument is a guard."""
+
+    def ones(x: Tensor, n: Tensor) -> Tensor:
+        return x.new_ones(2, n.item())  # HERE
+
+    compiled = ws.compile(ones)
+    for n in (3, 4, 3):
+        assert compiled(torch.ones(1), torch.tensor(n)).shape == (2, n)
+    weight = nn.Parameter(torch.ones(9))
+    with pytest.raises(DataDependentError, match="only known when the step runs"):
+        ws.compile(lambda x: x.new_ones(2, (x @ weight).long().item()))(torch.ones(9))
+
+
+@pytest.mark.parametrize(
+    ("step", "x"),
+    [
+        (lambda x: x[:, 2], torch.ones(2, 2)),
+        (lambda x: x.select(1, -3), torch.ones(2, 2)),
+        (lambda x: x[0], torch.ones(0, 3)),
+        (lambda x: x[0], torch.tensor(1.0)),
+        (lambda x: x.clone().div_(2), torch.arange(3)),
+        (lambda x: torch.dropout(x, 0.5, True), torch.arange(3, dtype=torch.uint8)),
+        (lambda x: x.clone().div_(2, rounding_mode="floor"), torch.arange(3)),
+        (lambda x: x.clone().index_fill_(0, torch.tensor([0]), 1), torch.ones(0, 3)),
+        (lambda x: x[:0].index_fill_(0, torch.tensor([0]), 1), torch.ones(2, 3)),
+        (lambda x: x[:, 3:].index_fill(1, torch.tensor([0]), 1), torch.ones(2, 3)),
+        (lambda x: x[2:].index_fill(1, torch.tensor([7]), 1), torch.ones(2, 3)),
+    ],
+)
+def test_kernels_errors_in_eagers_words(step: Any, x: Tensor) -> None:
+    try:
+        expected: Any = step(x)
+    except (IndexError, RuntimeError) as error:
+        with pytest.raises(type(error)) as caught:
+            ws.compile(step)(x)
+        assert str(caught.value).splitlines()[0] == str(error).splitlines()[0]
+    else:
+        assert torch.equal(ws.compile(step)(x), expected)
+
+
+def test_nested_tensors() -> None:
+    """`nn.TransformerEncoder` makes them of padded batches by itself."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+
+    def step(x: Tensor, mask: Tensor) -> Tensor:
+        with torch.no_grad():
+            return encoder(x, src_key_padding_mask=mask)  # HERE
+
+    with pytest.raises(UnsupportedError, match="_nested_tensor_from_mask") as caught:
+        ws.compile(step)(torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False] * 3]))
+    assert marked_line(step) in str(caught.value)
+
+
+def test_decisions_on_data_when_asked_for() -> None:
+    """CTC's table has a shape that depends on the lengths: a guard with ``guard_data=True``."""
+    lengths, targets = torch.full((2,), 6), torch.randint(1, 5, (2, 3))
+
+    def step(x: Tensor, n: Tensor) -> Tensor:
+        return nn.functional.ctc_loss(x.log_softmax(-1), targets, lengths, n).detach()
+
+    compiled = ws.compile(step, guard_data=True)
+    x = torch.randn(6, 2, 5)
+    for n in (torch.tensor([3, 2]), torch.tensor([2, 3]), torch.tensor([2, 2]), torch.tensor([3, 2])):
+        assert torch.equal(compiled(x, n), step(x, n))
+    assert 1 < compiled.captures <= 3, "no more than there were different lengths"
+
+
+WORDS = {
+    "matmul": (lambda a: a @ a, (3, 4)),
+    "linear": (nn.Linear(3, 4), (2, 5)),
+    "broadcast": (lambda a: a + a.new_ones(5, 6), (3, 4)),
+    "view": (lambda a: a.t().view(12), (3, 4)),
+    "overlapping view": (lambda a: a.unfold(1, 2, 2).view(-1), (2, 3)),
+    "reshape": (lambda a: a.reshape(5), (3, 4)),
+    "cat": (lambda a: torch.cat([a, a[:, :2], a.t()]), (3, 4)),
+    "convolution": (nn.Conv2d(3, 4, 3), (1, 2, 8, 8)),
+    "layer norm": (nn.LayerNorm(4), (3, 5)),
+    "target": (lambda a: nn.functional.cross_entropy(a, torch.zeros(4, dtype=torch.long)), (3, 5)),
+    "inverse": (torch.linalg.inv, (3, 4)),
+    "index": (lambda a: a[:, 7], (3, 4)),
+    "dimension": (lambda a: a.softmax(4), (3, 4)),
+    "written": (lambda a: a.detach().copy_(torch.ones(5)), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_what_a_kernel_refuses_is_said_in_its_words(what: str) -> None:
+    fn, shape = WORDS[what]
+    words = []
+    for call in (fn, ws.compile(fn), *([ws.compile(fn, dynamic=True)] if what == "matmul" else [])):
+        with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
+            call(torch.randn(shape, requires_grad=True))
+        words.append((caught.type, str(caught.value)))
+    assert len(set(words)) == 1

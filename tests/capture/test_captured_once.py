@@ -1,0 +1,216 @@
+"""One capture serves from the first call on, and every later one says why it was made."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import wholestep as ws
+from tests.support.equal import World, assert_same_run
+from tests.zoo.optimizers import SETTINGS, optimizers
+from wholestep.errors import CaptureError
+
+OPTIMIZERS = optimizers()
+# Their first step copies the gradient, and a later one takes a part of it: two programs.
+TWO = {name for name in OPTIMIZERS if "dampening" in name}
+
+
+def parts(make: Callable[[Any], optim.Optimizer] = optim.AdamW) -> tuple[nn.Module, optim.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    return net, make(net.parameters()), torch.randn(3, 4)
+
+
+def zero_last(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+    loss = net(x).square().sum()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def zero_first(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+    opt.zero_grad()
+    loss = net(x).square().sum()
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+def none_first(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+    for parameter in net.parameters():
+        parameter.grad = None
+    loss = net(x).square().sum()
+    loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+STEPS = [zero_last, zero_first, none_first]
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if not n.startswith("RAdam")])
+def test_state_is_there_before_the_first_capture(name: str) -> None:
+    """Bit for bit is `test_optimizer`'s to say."""
+    world = OPTIMIZERS[name](0)
+    step = ws.compile(world.step)
+    for index in range(3):
+        step(*world.args[index % len(world.args)])
+    expected = 2 if name in TWO else 1
+    assert (step.captures, len(step.recompiles)) == (expected, expected - 1), step.recompiles
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
+@pytest.mark.parametrize("step", STEPS)
+def test_gradients_before_the_step_that_it_replaces_are_no_matter(step: Any, kind: Any) -> None:
+    def make(seed: int) -> World:
+        net, opt, x = parts(lambda p: kind(p, lr=0.1))
+        return World(lambda x: step(net, opt, x), [(x,), (x + 1,)], {"net": net, "opt": opt})
+
+    assert_same_run(make)
+    net, opt, x = parts(lambda p: kind(p, lr=0.1))
+    compiled = ws.compile(step)
+    for times in range(4):
+        compiled(net, opt, x)
+        if times == 1:
+            opt.zero_grad(set_to_none=True)
+        if times == 2:
+            list(net.parameters())[0].grad = torch.ones(8, 4)
+    if step is not zero_last:
+        assert (compiled.captures, compiled.recompiles) == (1, [])
+
+
+def test_a_gradient_that_is_none_in_the_end_is_so_whatever_was_there() -> None:
+    net, opt, x = parts()
+    net.unused = nn.Linear(2, 2)  # type: ignore[assignment]
+    opt.add_param_group({"params": net.unused.parameters()})
+
+    def step(x: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = net[2](net[1](net[0](x))).square().sum()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+
+    compiled = ws.compile(step)
+    compiled(x)
+    net.unused.weight.grad = torch.ones(2, 2)
+    compiled(x)
+    assert net.unused.weight.grad is None
+    assert (compiled.captures, compiled.recompiles) == (1, [])
+    assert not any(p in opt.state for p in net.unused.parameters())
+
+
+def test_gradients_that_add_up_are_another_step_than_the_first() -> None:
+    def step(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+        loss = net(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    runs = []
+    for run in (step, ws.compile(step)):
+        net, opt, x = parts()
+        for _ in range(3):
+            run(net, opt, x)
+        runs.append([p.grad for p in net.parameters()])
+        assert not opt.state
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert run.recompiles == ["L['net'].0.weight.grad: expected None, found a Tensor"]
+
+
+@pytest.mark.parametrize("look", [
+    lambda opt: len(opt.state), lambda opt: len(opt.state_dict()["state"]), lambda opt: len(vars(opt)["state"]),
+    lambda opt: len(getattr(opt, "state")),  # noqa: B009
+])  # fmt: skip
+def test_a_step_that_looks_at_the_state_finds_none_at_first(look: Any) -> None:
+    def step(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> tuple[Tensor, int]:
+        return zero_last(net, opt, x * (1 + look(opt))), look(opt)
+
+    runs = []
+    for run in (step, ws.compile(step)):
+        net, opt, x = parts()
+        runs.append([run(net, opt, x) for _ in range(3)])
+    assert runs[0] == runs[1]
+
+
+def test_a_first_run_that_fails_leaves_no_state() -> None:
+    def step(net: nn.Module, opt: optim.Optimizer, tokens: Tensor) -> Tensor:
+        loss = net(tokens).square().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    net = nn.Embedding(3, 2)
+    opt = optim.AdamW(net.parameters())
+    compiled = ws.compile(step)
+    with pytest.raises(IndexError):
+        compiled(net, opt, torch.tensor([7]))
+    assert not opt.state
+    compiled(net, opt, torch.tensor([1]))
+    assert opt.state[net.weight]["step"] == 1
+
+
+def test_a_capture_that_fails_leaves_no_state() -> None:
+    def step(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+        if net(x).sum() > 0:
+            opt.step()
+        return x
+
+    net, opt, x = parts()
+    with pytest.raises(CaptureError):
+        ws.compile(step)(net, opt, x)
+    assert not opt.state
+    explained = ws.compile(zero_last)
+    explained.explain(net, opt, x)
+    assert not opt.state and all(p.grad is None for p in net.parameters())
+
+
+def test_a_step_that_never_updates_gives_no_state() -> None:
+    @ws.compile
+    def judge(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+        return net(x).sum() * opt.param_groups[0]["lr"]
+
+    net, opt, x = parts()
+    judge(net, opt, x)
+    assert not opt.state
+
+
+def test_loaded_state_is_as_what_was_there() -> None:
+    net, opt, x = parts()
+    step = ws.compile(zero_first)
+    for _ in range(2):
+        step(net, opt, x)
+        saved = io.BytesIO()
+        torch.save(opt.state_dict(), saved)
+        saved.seek(0)
+        opt.load_state_dict(torch.load(saved))
+        step(net, opt, x)
+    assert (step.captures, step.recompiles) == (1, [])
+
+
+class Counter:
+    count = 0
+
+
+def test_every_later_capture_says_why() -> None:
+    def step(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+        Counter.count += 1
+        return zero_last(net, opt, x)
+
+    net, opt, x = parts()
+    compiled = ws.compile(step)
+    for _ in range(4):
+        compiled(net, opt, x)
+    assert Counter.count == 4
+    assert len(compiled.recompiles) == compiled.captures - 1 > 0
+    assert all("Counter" in reason for reason in compiled.recompiles)
+
+
+def test_the_table_has_every_optimizer_and_those_of_two_programs() -> None:
+    assert TWO and {name.partition("(")[0] for name in OPTIMIZERS} >= {kind.__name__ for kind in SETTINGS}

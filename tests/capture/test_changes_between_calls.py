@@ -1,0 +1,255 @@
+"""What a user changes between two calls, and effects outside of tensors: never silently wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.equal import Make, World, assert_same_or_refused, assert_same_run
+from tests.zoo.models import labelled, training
+from tests.zoo.nets import MLP
+
+CHANGES: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str, str]] = {
+    "shape": (lambda x, y: (x[:3].clone(), y[:3].clone()), "x", "shape"),
+    "dtype": (lambda x, y: (x, y.int()), "y", "dtype"),
+    "requires_grad": (lambda x, y: (x.clone().requires_grad_(), y), "x", "requires_grad"),
+    "stride": (lambda x, y: (x.t().contiguous().t(), y), "x", "stride"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_arguments_recompile_and_say_why(change: str) -> None:
+    alter, source, word = CHANGES[change]
+
+    def make(seed: int) -> World:
+        weight = nn.Parameter(torch.ones(6))
+
+        def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            loss = (x * weight).sum()
+            loss.backward()
+            weight.grad = None
+            return x * 2, y + 1
+
+        x, y = torch.randn(5, 6), torch.arange(5)
+        return World(step, [(x, y), (x, y), alter(x, y), (x, y), alter(x, y)], {"weight": weight})
+
+    run = assert_same_run(make)
+    assert [len(reasons) for reasons in run.recompiles] == [0, 0, 1, 1, 1]
+    reason = str(run.recompiles[-1][0])
+    assert f"L['{source}']" in reason
+    assert word in reason
+    assert "expected" in reason
+    assert "found" in reason
+
+
+def test_changed_duplicates_recompile_and_say_why() -> None:
+    def make(seed: int) -> World:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            x.add_(1)
+            return x * y
+
+        a, b = torch.randn(3), torch.randn(3)
+        return World(step, [(a, b), (a, b), (a, a), (a, b)])
+
+    run = assert_same_run(make)
+    assert len(run.recompiles[-1]) == 1
+    assert "L['x'] is L['y']" in str(run.recompiles[-1][0])
+
+
+def edit(what: str) -> Callable[[int, Any], None]:
+    """A thing that a user changes between two calls, on the model that the world trains."""
+
+    def act(model: Any) -> None:
+        if what == "training flag":
+            model.drop.eval()
+        elif what == "plain attribute":
+            model.drop.p = 0.7
+        elif what == "hook added":
+            model.fc1.register_forward_hook(lambda module, args, output: output * 2)
+        elif what == "tensor hook added":
+            model.fc2.bias.register_hook(lambda grad: grad * 2)
+        elif what == "layer replaced":
+            model.fc1 = nn.Linear(6, 10).requires_grad_(False)
+        elif what == "parameter replaced":
+            model.fc1.bias = nn.Parameter(torch.ones(10))
+        elif what == "forward replaced":
+            model.drop.forward = lambda x: x * 3
+        elif what == "grad mode of a parameter":
+            model.fc2.weight.requires_grad_(False)
+        elif what == "data swapped":
+            model.fc1.weight.data = torch.ones(10, 6)
+
+    return act
+
+
+EDITS = (
+    "training flag",
+    "plain attribute",
+    "hook added",
+    "tensor hook added",
+    "layer replaced",
+    "parameter replaced",
+    "forward replaced",
+    "grad mode of a parameter",
+    "data swapped",
+)
+
+
+@pytest.mark.parametrize("what", EDITS)
+def test_edited_models_are_never_silently_wrong(what: str) -> None:
+    def make(seed: int) -> World:
+        world = training(lambda model, x, y: model(x, y))(seed)
+        act = edit(what)
+        world.after = lambda i, result: act(world.watch["model"]) if i == 1 else None
+        world.changing = what == "parameter replaced"  # its gradient is nobody's to clear
+        return world
+
+    run = assert_same_run(make)
+    assert len(run.recompiles[-1]) <= 1 or what in ("layer replaced", "parameter replaced")
+
+
+def counts_calls(seed: int) -> World:
+    """A Python counter: replaying a graph would not move it."""
+    world = training(lambda model, x, y: model(x, y))(seed)
+    counter = {"calls": 0}
+    inner = world.step
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        counter["calls"] += 1
+        return inner(x, y)
+
+    return World(step, world.args, world.watch | {"counter": counter}, changing=True)
+
+
+def counts_on_the_module(seed: int) -> World:
+    def forward(model: MLP, x: Tensor, y: Tensor) -> Tensor:
+        model.calls += 1
+        return model(x, y)
+
+    world = training(forward)(seed)
+    world.watch["model"].calls = 0
+    world.changing = True
+    return world
+
+
+def python_random(seed: int) -> World:
+    return training(lambda model, x, y: model(x, y) * random.random())(seed)
+
+
+def numpy_random(seed: int) -> World:
+    return training(lambda model, x, y: model(x, y) * float(numpy.random.rand()))(seed)
+
+
+def generator_seeded_inside(seed: int) -> World:
+    generator = torch.Generator().manual_seed(3)
+
+    def step(x: Tensor) -> Tensor:
+        return x + torch.randn(3, generator=generator.manual_seed(1))
+
+    return World(step, [(torch.ones(3),)])
+
+
+def generator_made_inside(seed: int) -> World:
+    return World(lambda x: x + torch.randn(3, generator=torch.Generator().manual_seed(3)), [(torch.ones(3),)])
+
+
+def array_written(seed: int) -> World:
+    counts = numpy.zeros(3)
+
+    def step(x: Tensor) -> Tensor:
+        counts[1] += 1
+        return x * 2
+
+    return World(step, [(torch.ones(3),)], {"counts": lambda: counts.tolist()})
+
+
+def seed_set_inside(seed: int) -> World:
+    def step(x: Tensor) -> Tensor:
+        torch.manual_seed(7)
+        return F.dropout(x)
+
+    return World(step, [(torch.ones(9),)])
+
+
+def grad_scaler(seed: int) -> World:
+    model = MLP()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        opt.zero_grad()
+        loss = model(x, y)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        return loss
+
+    return World(step, labelled(), {"model": model, "opt": opt})
+
+
+def global_number_read(seed: int) -> World:
+    """A closure number that changes between calls."""
+    settings = {"scale": 1.0}
+
+    def after(i: int, result: Tensor) -> None:
+        settings["scale"] += 1.0
+
+    return World(lambda x: x * settings["scale"], [(torch.ones(3),)], after=after, changing=True)
+
+
+def closure_tensor_replaced(seed: int) -> World:
+    """A closure tensor that is another object at each call."""
+    held = {"target": torch.ones(3)}
+
+    def after(i: int, result: Tensor) -> None:
+        held["target"] = torch.full((3,), float(i))
+
+    return World(lambda x: x * held["target"], [(torch.ones(3),)], after=after, changing=True)
+
+
+def iterator_consumed(seed: int) -> World:
+    batches = iter([torch.full((2,), float(i)) for i in range(9)])
+    return World(lambda x: x + next(batches), [(torch.ones(2),)])
+
+
+def attribute_of_an_object(seed: int) -> World:
+    class Meter:
+        total = torch.zeros(())
+
+    meter = Meter()
+
+    def step(x: Tensor) -> Tensor:
+        meter.total = meter.total + x.sum()
+        return meter.total
+
+    return World(step, [(torch.ones(2),)], {"meter": meter}, changing=True)
+
+
+PYTHON_EFFECTS = (
+    counts_calls,
+    counts_on_the_module,
+    python_random,
+    numpy_random,
+    generator_seeded_inside,
+    generator_made_inside,
+    array_written,
+    seed_set_inside,
+    grad_scaler,
+    global_number_read,
+    closure_tensor_replaced,
+    iterator_consumed,
+    attribute_of_an_object,
+)
+
+
+@pytest.mark.parametrize("make", PYTHON_EFFECTS, ids=lambda f: f.__name__)
+def test_python_effects_are_right_or_refused(make: Make) -> None:
+    """Never silently wrong: what a replay cannot repeat is repeated by other means, or refused."""
+    assert_same_or_refused(make)

@@ -1,0 +1,185 @@
+"""Refusals name a line of the user's own, and a remedy that can be followed; and which code is the user's."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch._higher_order_ops import map as control_map
+
+import wholestep as ws
+from wholestep.capture.snapshot.library_code import is_library
+from wholestep.errors import CaptureError
+
+MODEL = nn.Linear(4, 2)
+NUMBERS = iter(range(100))
+
+
+def scaler_step(x: torch.Tensor) -> None:
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(MODEL.parameters(), fused=False)
+    scaler.scale(MODEL(x).sum()).backward()
+    scaler.step(optimizer)
+
+
+def random_decision(x: torch.Tensor) -> Any:
+    return x if torch.rand(()) > 0.5 else x * 2
+
+
+def kept_generator(x: torch.Tensor) -> Iterator[Any]:
+    return (x * 2 for _ in range(2))
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], dict[str, Any], str]] = {
+    "decision": (lambda x: x if (MODEL(x) * x.sum()).norm() > 0 else x * 2, {}, "guard_data=True"),
+    "decision on a draw": (random_decision, {"guard_data": True}, "torch.where"),
+    "scaler": (scaler_step, {}, "fused=True"),
+    "shape from data": (lambda x: MODEL(x).nonzero(), {}, "fixed shape"),
+    "numpy's draw": (lambda x: x * numpy.random.rand(), {}, "draw with torch"),
+    "python's draw": (lambda x: x * random.random(), {}, "draw with torch"),
+    "iterator": (lambda x: x * next(NUMBERS), {}, "pass the value"),
+    "map": (lambda x: control_map(lambda row: row * 2, x), {}, "Python loop"),
+    "generator": (kept_generator, {}, "containers"),
+    "numpy": (lambda x: numpy.asarray(MODEL(x).detach()), {}, ""),
+    "data pointer": (lambda x: MODEL(x).data_ptr(), {}, ""),
+    "save": (lambda x: torch.save(MODEL(x), "file"), {}, "outside"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_a_line_and_a_remedy(name: str) -> None:
+    step, options, remedy = REFUSED[name]
+    with pytest.raises(CaptureError) as caught:
+        ws.compile(step, **options)(torch.ones(3, 4))
+    assert caught.value.where.startswith(f"{__file__}:") and not is_library(__file__)
+    assert caught.value.remedy and remedy in caught.value.remedy
+    assert not (options.get("guard_data") and "guard_data" in caught.value.remedy)
+
+
+def test_a_module_of_a_library_is_refused_by_the_line_of_the_call() -> None:
+    class Module(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return (x for _ in range(2))
+
+    with pytest.raises(CaptureError) as caught:
+        ws.compile(Module())(torch.ones(1))
+    assert caught.value.where.startswith(f"{__file__}:")
+
+
+def test_cond_takes_the_branch_of_the_call() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, (x,))  # type: ignore[no-any-return]
+
+    compiled = ws.compile(step)
+    for value in (1.0, -1.0, 2.0):
+        x = torch.full((2,), value)
+        assert torch.equal(compiled(x), x * (2 if value > 0 else 3))
+
+
+class Scaled(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return dict.__getitem__(self, key) * 10
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        dict.__setitem__(self, key, value + 1)
+
+
+class Closed(dict[str, Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("read by the step alone")
+
+    keys = values = items = __len__ = __iter__
+
+
+class Doubled(list[Any]):
+    def __getitem__(self, index: Any) -> Any:
+        return list.__getitem__(self, index) * 2
+
+
+def test_containers_with_methods_of_their_own_are_read_past_them() -> None:
+    found = []
+    for wrap in (lambda f: f, ws.compile):
+        kept, closed, doubled = Scaled(), Closed(), Doubled([torch.ones(2)])
+        dict.__setitem__(kept, "a", torch.ones(2))
+        dict.__setitem__(closed, "a", 3.0)
+
+        def make(kept: Any, closed: Any, doubled: Any) -> Callable[[Any, torch.Tensor], Any]:
+            def step(batch: Any, x: torch.Tensor) -> Any:
+                kept["b"] = x
+                return batch["a"] * kept["a"] + doubled[0] * closed["a"]
+
+            return step
+
+        run, results = wrap(make(kept, closed, doubled)), []
+        for value in (1.0, 2.0, 3.0):
+            results.append(run(Scaled(a=torch.full((2,), value)), torch.full((2,), value)).tolist())
+            results.append(dict.__getitem__(kept, "b").tolist())
+        found.append(results)
+    assert found[0] == found[1]
+
+
+LIBRARY = """
+    import random, time
+    import torch
+    CALLS = 0
+    STARTED = time.time()
+    STATE = {"seen": []}
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            global CALLS
+            CALLS += 1  # what a library counts is its own
+            self.last = time.time()
+            return x * self.weight
+"""
+
+SCRIPT = """
+    import torch, wholestep as ws
+    import some_library, helpers
+    layer = some_library.Layer()
+    step = ws.compile(lambda x: layer(x) * helpers.scale())
+    for scale in (2.0, 2.0, 3.0):
+        helpers.SCALE = scale
+        assert step(torch.ones(2)).tolist() == [scale, scale]
+    from wholestep.capture.libraries import is_library
+    assert is_library(some_library.__file__) and not is_library(helpers.__file__)
+"""
+
+
+@pytest.mark.parametrize("way", ["path", "pth", "packages", "vendored"])
+def test_a_library_is_one_wherever_it_lies(tmp_path: Path, way: str) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    if way == "packages":
+        elsewhere = project / "env" / "site-packages"
+    if way == "vendored":
+        elsewhere = project / "third_party"
+    for folder, name, text in (
+        (elsewhere / "some_library", "__init__.py", LIBRARY),
+        (project, "train.py", SCRIPT),
+        (project / "helpers", "__init__.py", "SCALE = 1.0\ndef scale():\n    return SCALE\n"),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(textwrap.dedent(text))
+    if way == "pth":
+        (project / "extra.pth").write_text(str(elsewhere))
+        run = f"import site, runpy, sys; site.addsitedir({str(project)!r}); sys.path.insert(0, {str(project)!r})"
+    else:
+        run = f"import runpy, sys; sys.path[:0] = [{str(project)!r}, {str(elsewhere)!r}]"
+    run += f"; runpy.run_path({str(project / 'train.py')!r}, run_name='__main__')"
+    env = {**os.environ, "PYTHONPATH": str(Path(ws.__file__).parents[1])}
+    command = [sys.executable, "-c", run]
+    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,183 @@
+"""Settings of torch that a step's Python reads are guards; those that it would set are refused, and stay so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, backends, get_num_threads, nn
+
+import wholestep as ws
+from wholestep.capture.outside.torch_settings import GETTERS, SETTERS
+from wholestep.errors import DataDependentError, UnsupportedError
+
+THREADS = torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def flags_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they may be until somebody imports torch's own test utilities, which other tests do."""
+    monkeypatch.setitem(backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
+
+
+def attribute(holder: Any, name: str, new: Any) -> tuple[Callable[[], Any], ...]:
+    old = getattr(holder, name)
+    return lambda: getattr(holder, name), lambda: setattr(holder, name, new), lambda: setattr(holder, name, old)
+
+
+PROFILER = torch.autograd.profiler.profile()
+# How to read a setting, to change it, and to change it back.
+READ: dict[str, tuple[Callable[[], Any], ...]] = {
+    "torch.get_num_threads()": (
+        torch.get_num_threads, lambda: torch.set_num_threads(THREADS + 1), lambda: torch.set_num_threads(THREADS)),
+    "get_num_threads()": (
+        lambda: get_num_threads(), lambda: torch.set_num_threads(THREADS + 1), lambda: torch.set_num_threads(THREADS)),
+    "float32_matmul_precision()": (
+        torch.get_float32_matmul_precision, lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: torch.set_float32_matmul_precision("highest")),
+    "mkldnn.enabled": attribute(backends.mkldnn, "enabled", False),
+    "cudnn.benchmark": attribute(backends.cudnn, "benchmark", True),
+    "cudnn.deterministic": attribute(backends.cudnn, "deterministic", True),
+    "fill_uninitialized_memory()": attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "is_anomaly_enabled()": (
+        torch.is_anomaly_enabled, lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.set_detect_anomaly(False)),
+    "warnAlways()": (
+        torch.is_warn_always_enabled, lambda: torch.set_warn_always(True), lambda: torch.set_warn_always(False)),
+    "initial_seed()": (torch.initial_seed, lambda: torch.manual_seed(7), lambda: torch.manual_seed(5)),
+    "deterministic algorithms": (
+        torch.get_deterministic_debug_mode, lambda: torch.set_deterministic_debug_mode("warn"),
+        lambda: torch.set_deterministic_debug_mode("default")),
+    "flash_sdp_enabled()": (
+        backends.cuda.flash_sdp_enabled, lambda: backends.cuda.enable_flash_sdp(False),
+        lambda: backends.cuda.enable_flash_sdp(True)),
+    "profiler_enabled()": (
+        lambda: torch.autograd._profiler_enabled(), lambda: PROFILER.__enter__(),
+        lambda: PROFILER.__exit__(None, None, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_read_of_settings_is_a_guard(name: str) -> None:
+    read, change, back = READ[name]
+    torch.manual_seed(5)
+
+    def step(x: Tensor) -> Any:
+        value = read()
+        return x * (len(value) if isinstance(value, str) else value), value
+
+    def same() -> bool:
+        x = torch.ones(2, dtype=torch.double)
+        (got, value), (want, wanted) = compiled(x), step(x)
+        return value == wanted and torch.equal(got, want)
+
+    compiled = ws.compile(step)
+    assert same() and same() and compiled.captures == 1
+    before = read()
+    change()
+    try:
+        assert read() != before and same() and compiled.captures == 2
+    finally:
+        back()
+    assert same() and compiled.captures == 2 and len(compiled.recompiles) == 1 and name in compiled.recompiles[0]
+
+
+def flags() -> None:
+    with backends.mkldnn.flags(enabled=False):
+        pass
+
+
+def anomaly() -> None:
+    with torch.autograd.detect_anomaly(check_nan=False):
+        pass
+
+
+SET: dict[str, Callable[[], Any]] = {
+    "set_num_threads": lambda: torch.set_num_threads(THREADS + 1),
+    "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "set_mkldnn_enabled": flags,
+    "a property of torch.backends.mkldnn": lambda: setattr(backends.mkldnn, "enabled", False),
+    "set_anomaly_enabled": anomaly,
+    "set_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "set_warnAlways": lambda: torch.set_warn_always(True),
+    "set_flush_denormal": lambda: torch.set_flush_denormal(True),
+}
+
+
+@pytest.mark.parametrize("name", SET)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_a_step_would_set_is_refused(name: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        SET[name]()
+        return x + 1
+
+    before = [read() for read, *_ in READ.values()]
+    with pytest.raises(UnsupportedError, match=f"the step .*{name}.*, which a replay would not") as caught:
+        ws.compile(step)(torch.ones(2))
+    assert f"{__file__}:" in str(caught.value) and "set it outside of the step" in str(caught.value)
+    assert [read() for read, *_ in READ.values()] == before
+
+
+def test_what_is_set_to_what_it_is() -> None:
+    def step(x: Tensor) -> Tensor:
+        torch.set_num_threads(torch.get_num_threads())
+        with backends.mkldnn.flags(enabled=backends.mkldnn.enabled):
+            return x + 1
+
+    assert torch.equal(ws.compile(step)(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_steps_that_read_no_setting_are_not_guarded_by_any() -> None:
+    compiled = ws.compile(lambda x: nn.functional.relu(x) + 1)
+    compiled(torch.ones(2))
+    torch.set_num_threads(THREADS + 1)
+    torch.manual_seed(7)
+    try:
+        compiled(torch.ones(2))
+        assert compiled.captures == 1
+    finally:
+        torch.set_num_threads(THREADS)
+
+
+def test_other_threads_set_what_they_like() -> None:
+    done = threading.Event()
+
+    def works() -> None:
+        while not done.is_set():
+            torch.set_warn_always(not torch.is_warn_always_enabled())
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(works)
+        for _ in range(3):
+            assert ws.compile(lambda x: x * 2)(torch.ones(1)) == 2
+        done.set()
+        running.result()
+    torch.set_warn_always(False)
+
+
+def test_settings_are_told_by_their_names() -> None:
+    names = {getter.__name__ for getter in GETTERS}
+    assert {"get_num_threads", "_get_cudnn_benchmark", "_get_mkldnn_enabled", "is_anomaly_enabled"} <= names
+    assert not names & {"is_grad_enabled", "is_autocast_enabled", "get_default_dtype", "_is_torch_function_enabled"}
+    assert {"set_num_threads", "_set_mkldnn_enabled", "_set_fp32_precision_setter"} <= SETTERS.keys()
+    assert not SETTERS.keys() & {"_set_grad_enabled", "set_autocast_enabled", "_set_default_dtype"}
+
+
+ASKING = {"threads": lambda: torch.set_num_threads(THREADS + 1), "time": time.time, "seed": torch.seed}
+
+
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
+def test_a_refusal_that_the_step_lets_pass_ends_the_capture(ask: Callable[[], Any]) -> None:
+    def step(x: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            (time.time if ask is time.time else ask)()
+        return x + 1
+
+    with pytest.raises((UnsupportedError, DataDependentError), match="replay|Generator.seed"):
+        ws.compile(step)(torch.ones(2))

@@ -1,0 +1,108 @@
+"""Every learning-rate schedule of torch, stepping outside: as eager, and never a recompile."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import wholestep as ws
+from tests.support.equal import assert_same_run
+from tests.zoo.optimizers import SCHEDULED, SCHEDULES, scheduled
+from wholestep.errors import UnsupportedError
+
+COMBINATIONS = [(schedule, "SGD") for schedule in SCHEDULES] + [
+    (schedule, optimizer)
+    for optimizer in list(SCHEDULED)[1:]
+    for schedule in ("LambdaLR", "OneCycleLR", "ReduceLROnPlateau")
+    if (schedule, optimizer) != ("ReduceLROnPlateau", "SGD-tensor")
+]
+
+
+@functools.cache
+def recompiles_without(optimizer: str) -> tuple[Any, ...]:
+    return tuple(assert_same_run(scheduled(None, optimizer)).recompiles[-1])
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning", "ignore:.*epoch parameter:UserWarning")
+@pytest.mark.parametrize(("schedule", "optimizer"), COMBINATIONS)
+def test_schedule(schedule: str, optimizer: str) -> None:
+    run = assert_same_run(scheduled(schedule, optimizer))
+    assert len(run.recompiles[-1]) == len(recompiles_without(optimizer)), run.recompiles[-1]
+
+
+def test_schedules_change_the_learning_rate() -> None:
+    """The worlds are worth their name: each schedule moves a learning rate within five calls."""
+    for schedule in SCHEDULES:
+        torch.manual_seed(0)
+        world = scheduled(schedule, "SGD")(0)
+        group = world.watch["opt"].param_groups[0]
+        rates = []
+        for i in range(5):
+            result = world.step(*world.args[i % len(world.args)])
+            assert world.after is not None
+            world.after(i, result)
+            rates.append(group["lr"])
+        assert len(set(rates)) > 1, schedule
+
+
+def test_the_table_knows_every_schedule() -> None:
+    found = {
+        name
+        for name, cls in vars(lr_scheduler).items()
+        if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+    assert found - {"LRScheduler"} <= set(SCHEDULES)
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning", "ignore:.*epoch parameter:UserWarning")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_may_say_what_its_schedule_has_set(schedule: str) -> None:
+    """The schedule moves in the step, which then returns and keeps what it set: that of each call, as in eager."""
+    said = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, rates, x = nn.Linear(2, 2), [], torch.ones(3, 2)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = SCHEDULES[schedule](opt)
+        value = (1.0,) if schedule == "ReduceLROnPlateau" else ()
+
+        def train() -> dict[str, Any]:
+            model(x).sum().backward()  # noqa: B023
+            opt.step()  # noqa: B023
+            opt.zero_grad()  # noqa: B023
+            scheduler.step(*value)  # noqa: B023
+            rates.append(opt.param_groups[0]["lr"])  # noqa: B023
+            return {"rates": scheduler.get_last_lr(), "epoch": getattr(scheduler, "last_epoch", 0)}  # noqa: B023
+
+        step = ws.compile(train) if compiled else train
+        results = [(r["rates"], r["epoch"]) for r in (step() for _ in range(8))]
+        said.append((results, rates, [p.detach() for p in model.parameters()]))
+        assert step is train or step.captures <= 4  # type: ignore[attr-defined]
+    assert said[0][:2] == said[1][:2]
+    assert all(map(torch.equal, said[0][2], said[1][2]))
+
+
+@pytest.mark.parametrize("read", [
+    lambda scheduler, x: x * scheduler.get_last_lr()[0], lambda scheduler, x: x if scheduler.last_epoch > 2 else -x,
+    lambda scheduler, x: f"{scheduler.get_last_lr()[0]:.3f}", lambda scheduler, x: scheduler.state_dict(),
+])  # fmt: skip
+def test_nothing_is_computed_of_what_a_schedule_sets_when_the_step_ends(read: Any) -> None:
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(opt, 1, 0.5)
+
+    @ws.compile
+    def step(x: torch.Tensor) -> Any:
+        scheduler.step()
+        return read(scheduler, x)
+
+    before = copy.deepcopy(scheduler.state_dict())
+    with pytest.raises(UnsupportedError, match=r"read after scheduler.step\(\)|scheduler's own"):
+        step(torch.ones(2))
+    assert scheduler.state_dict() == before and opt.param_groups[0]["lr"] == 0.1

@@ -1,0 +1,73 @@
+"""What the documents say is so: the README's example runs, names exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import wholestep
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+
+
+def blocks(document: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(encoding="utf8"), re.S | re.M)
+
+
+def execute(source: str, name: str) -> dict:
+    """Runs source text as a module whose lines tracebacks and `inspect` can find."""
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    namespace: dict = {"__name__": "__documented__"}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace
+
+
+def test_the_readmes_example_runs_and_learns():
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        names = execute(blocks("README.md")[0], "readme_example.py")
+    x, y = torch.randn(32, 10), torch.zeros(32, 1)
+    losses = [names["train_step"](names["model"], names["opt"], x, y).item() for _ in range(50)]
+    assert losses[-1] < losses[0]
+    compile(printed.getvalue(), "printed_program.py", "exec")
+    assert "readme_example.py" in printed.getvalue(), "the program names the user's lines"
+
+
+def test_the_example_pass_in_contributing_leaves_a_real_step_right():
+    drop = execute(blocks("CONTRIBUTING.md")[0], "contributing_example.py")["drop_double_negation"]
+    x = torch.randn(4)
+
+    def twice_negated(x: torch.Tensor) -> torch.Tensor:
+        return x.neg().neg() + 1
+
+    step = wholestep.compile(twice_negated, passes=[drop])
+    assert torch.equal(step(x), x + 1)
+    assert "neg" not in step.code
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_name_under_ws_exists(document: str):
+    text = (ROOT / document).read_text(encoding="utf8")
+    named = set(re.findall(r"\bws\.([A-Za-z_]\w*)", text))
+    assert sorted(name for name in named if not hasattr(wholestep, name)) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_relative_link_and_named_path_leads_somewhere(document: str):
+    text = (ROOT / document).read_text(encoding="utf8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    paths = re.findall(r"`((?:docs|examples|benchmarks|tests|wholestep)/[\w./]*)`", text)
+    assert [link for link in links + paths if not (ROOT / link).exists()] == []
+
+
+def test_every_make_target_that_is_named_exists():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {t for d in DOCUMENTS for t in re.findall(r"\bmake ([a-z][\w-]*)", (ROOT / d).read_text(encoding="utf8"))}
+    assert named and named <= targets

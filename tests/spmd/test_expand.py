@@ -1,0 +1,203 @@
+"""Expansion of whole steps: every rank's graph, run on its parts, gives the parts of what one device gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from wholestep import comm
+from wholestep.comm.ops.rows import piece
+from wholestep.ir import Input, StepGraph, check, info
+from wholestep.pipeline import capture
+from wholestep.spmd.expand.expand import expand
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Placement, Replicate, Shard
+from wholestep.spmd.plans.fully_shard import FullyShard, fully_shard
+from wholestep.spmd.plans.state_placements import at_rest
+from wholestep.spmd.plans.tensor_parallel import TensorParallel, tensor_parallel
+from wholestep.spmd.schedule.coalesce import coalesce
+from wholestep.spmd.schedule.overlap import start_early, wait_late
+from wholestep.testing import run_ranks
+
+PlacementOf = Callable[[Input, torch.Tensor], Placement]
+
+
+def rows_of_everything(item: Input, value: torch.Tensor) -> Placement:
+    """Rows of batches, and of large parameters and their states."""
+    split = value.dim() > 0 and (item.kind in ("batch", "tensor") or value.numel() > 20)
+    return Shard(0) if split else Replicate()
+
+
+def cut(value: Any, placement: Placement, line: Line) -> Any:
+    """What a rank holds of a whole value."""
+    if not isinstance(placement, Shard):
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    start, stop = piece(value.shape[placement.dim], line.size, line.rank)
+    return value.narrow(placement.dim, start, stop - start).clone()
+
+
+def compare(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int = 2,
+    of: PlacementOf = rows_of_everything,
+    plan: FullyShard | TensorParallel | None = None,
+    passes: Sequence[Callable[[StepGraph], StepGraph]] = (),
+) -> list[str]:
+    """Runs a step whole, and expanded on thread ranks, by a plan or by placements; gives rank 0's operators."""
+    traced = capture(fn, args, {}, differentiable=False)[1]
+    step = traced.step
+    real = [item.value for item in traced.lifted]
+    values = []
+    for place, node in enumerate(step.placeholders):
+        fake = info(node).value
+        value = real[place] if place < len(real) else fake
+        hoisted = isinstance(fake, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
+        values.append(torch.zeros(fake.shape, dtype=fake.dtype) if hoisted else value)
+    values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
+    rest = at_rest(step, of if plan is None else plan.placement_of)
+    torch.manual_seed(1)
+    want = step.gm(*values)
+    lock = threading.Lock()
+
+    def expand_by(step: StepGraph, line: Line) -> StepGraph:
+        if isinstance(plan, FullyShard):
+            return fully_shard(step, line=line, plan=plan)
+        return expand(step, line=line, rest=rest) if plan is None else tensor_parallel(step, line=line, plan=plan)
+
+    def rank() -> tuple[list[Any], list[str]]:
+        group = comm.get_group()
+        line = Line(group.group_name, ranks, group.rank())
+        with lock:
+            mine = expand_by(step, line)
+            for transform in passes:
+                mine = transform(mine)
+            check(mine, "expand")
+        parts = [cut(v, p, line) for v, p in zip(values, rest.inputs, strict=True)]
+        return list(mine.gm(*parts)), [str(node.target) for node in mine.graph.nodes]
+
+    torch.manual_seed(1)
+    found = run_ranks(rank, ranks, transport="thread")
+    for number, (outputs, _) in enumerate(found):
+        for index, (whole, part) in enumerate(zip(want, outputs, strict=True)):
+            placement = rest.outputs.get(index, Replicate())
+            torch.testing.assert_close(part, cut(whole, placement, Line("", ranks, number)), rtol=1e-10, atol=1e-12)
+    return list(found[0][1])
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_mlp(how: dict[str, bool], ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
+    operators = compare(train, model, torch.optim.AdamW(model.parameters(), **how), torch.randn(5, 6), ranks=ranks)
+    assert any("wholestep" in name for name in operators)
+
+
+def counts(operators: list[str]) -> dict[str, int]:
+    """How often each collective occurs."""
+    names = [name.split(".")[1] for name in operators if name.startswith("wholestep.")]
+    return {name: names.count(name) for name in sorted(set(names) - {"wait"})}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fully_sharded_parameters_are_gathered_and_gradients_reduce_scattered(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = FullyShard("dp", min_bytes=1)
+    operators = compare(train, model, optimizer, torch.randn(6, 6), ranks=ranks, plan=plan)
+    # two weights and biases for the forward, one weight again for the backward; four gradients; norms and loss
+    assert counts(operators) == {"all_gather": 5, "all_reduce": 5, "reduce_scatter": 4}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_wide_layer_on_few_rows_stays_where_it_is(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 150), nn.ReLU(), nn.Linear(150, 150), nn.ReLU(), nn.Linear(150, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def largest(rows: int, gather: str) -> int:
+        """Elements of the largest result of a call."""
+        plan = FullyShard("dp", min_bytes=1, gather=gather)  # type: ignore[arg-type]
+        args = model, optimizer, torch.randn(rows, 6)
+        if rows == 6:
+            compare(train, *args, ranks=ranks, plan=plan)
+        comm.init_process_group("null", rank=0, world_size=ranks)
+        try:
+            step = capture(train, args, {}, differentiable=False)[1].step
+            mine = fully_shard(step, line=Line(comm.get_group().group_name, ranks, 0), plan=plan)
+        finally:
+            comm.destroy_process_group()
+        values = [info(node).value for node in mine.graph.nodes if node.op == "call_function"]
+        return max(value.numel() for value in values if isinstance(value, torch.Tensor))
+
+    assert largest(6, "always") == 150 * 150
+    assert largest(6, "cheaper") == 150 * 150 // ranks
+    assert largest(120, "cheaper") == 150 * 150  # now the weight is what is cheaper to move
+
+
+def test_tensor_parallel_layers_meet_once_in_each_direction() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
+    plan = TensorParallel("tp", {"0": "column", "2": "row"})
+
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+        return loss
+
+    assert counts(compare(step, model, torch.randn(6, 6), plan=plan)) == {"all_reduce": 1}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_small_collectives_are_packed_and_results_stay(ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9), nn.Linear(9, 7))
+    plan = FullyShard("dp", min_bytes=1)
+    arguments = (train, model, torch.optim.AdamW(model.parameters()), torch.randn(6, 6))
+    operators = compare(*arguments, ranks=ranks, plan=plan, passes=[wait_late, start_early, coalesce])
+    # the forward's parameters are there from the start, the backward's need what it makes before; then all gradients,
+    # and their norms together
+    assert counts(operators) == {"all_gather": 3, "all_reduce": 2, "reduce_scatter": 1}
+
+
+def test_collectives_start_early_as_far_as_the_memory_in_flight_allows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9), nn.Linear(9, 7))
+    plan = FullyShard("dp", min_bytes=1)
+    arguments = (train, model, torch.optim.AdamW(model.parameters()), torch.randn(6, 6))
+
+    def gathers_ahead(in_flight: int) -> int:
+        """Gathers that are started before the first product."""
+        operators = compare(*arguments, plan=plan, passes=[wait_late, partial(start_early, in_flight=in_flight)])
+        return operators[: operators.index("aten.addmm.default")].count("wholestep.all_gather.default")
+
+    one, many = (gathers_ahead(cap) for cap in (1, 1 << 20))
+    assert one < 6 <= many

@@ -1,0 +1,104 @@
+"""Whole steps of real models along one axis and two: each rank ends with its parts of what one device computes."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import wholestep as ws
+from tests.spmd.test_expand import cut, rows_of_everything
+from tests.support.spmd_models import FIRST, HELD_OUT, OURS, make, train
+from wholestep.ir import check, info
+from wholestep.pipeline import capture
+from wholestep.spmd.expand.expand import expand
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Replicate
+from wholestep.spmd.plans.state_placements import Rest, at_rest
+from wholestep.spmd.rules import has_rule, name_of
+from wholestep.testing import run_ranks
+
+LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def compare(name: str, sizes: tuple[int, ...]) -> None:
+    """Rows of everything along each axis, in turn."""
+    traced = capture(train, make(name), {}, differentiable=False)[1]
+    step, real = traced.step, [item.value for item in traced.lifted]
+    assert not without_rule(step.graph)
+    values = [_value(real[i] if i < len(real) else None, info(node).value) for i, node in enumerate(step.placeholders)]
+    wanted = step.gm(*values)
+    lock = threading.Lock()
+
+    def rank() -> tuple[list[Any], list[tuple[Rest, Line]]]:
+        mesh = ws.init_device_mesh("cpu", sizes)
+        program, axes = step, []
+        with lock:
+            for line in map(mesh.line, range(len(sizes))):
+                axes.append((at_rest(program, rows_of_everything), line))
+                program = check(expand(program, line=line, rest=axes[-1][0]), "expand")
+        parts = [_part(value, [(rest.inputs[i], line) for rest, line in axes]) for i, value in enumerate(values)]
+        return list(program.gm(*parts)), axes
+
+    rtol = 1e-10 if name in OURS else 1e-6  # transformers' models compute some values in float32
+    for outputs, axes in run_ranks(rank, math.prod(sizes), "thread"):
+        for index, (whole, found) in enumerate(zip(wanted, outputs, strict=True)):
+            want = _part(whole, [(rest.outputs.get(index, Replicate()), line) for rest, line in axes])
+            torch.testing.assert_close(found, want, rtol=rtol, atol=rtol / 100)
+
+
+def without_rule(graph: fx.Graph) -> set[str]:
+    """Operators for which operands are gathered."""
+    return {name_of(node.target) for node in graph.nodes if not has_rule(node)}
+
+
+def _value(real: Any, fake: Any) -> Any:
+    """What a placeholder is given: a state that the step makes is zero."""
+    if isinstance(fake, torch.Tensor):
+        exists = type(real) in (torch.Tensor, torch.nn.Parameter)
+        return real.detach() if exists else torch.zeros(fake.shape, dtype=fake.dtype)
+    return fake if real is None else real
+
+
+def _part(value: Any, axes: Sequence[tuple[Any, Line]]) -> Any:
+    for placement, line in axes:
+        value = cut(value, placement, line)
+    return value
+
+
+@pytest.mark.parametrize("name", FIRST if LONG else ["convnet", "lstm", "t5", "resnet"])
+def test_on_two_ranks(name: str) -> None:
+    compare(name, (2,))
+
+
+@pytest.mark.parametrize("name", FIRST if LONG else ["llama"])
+def test_on_three_ranks(name: str) -> None:
+    compare(name, (3,))
+
+
+@pytest.mark.parametrize("name", FIRST if LONG else ["gpt"])
+def test_on_two_axes(name: str) -> None:
+    compare(name, (2, 2))
+
+
+@pytest.mark.parametrize("name", HELD_OUT if LONG else ["convnext"])
+def test_held_out_models(name: str) -> None:
+    compare(name, (2,))
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "whisper", "mamba", "gru"])  # the others are compared
+def test_every_operator_has_a_rule(name: str) -> None:
+    assert not without_rule(ws.trace(train, *make(name)).graph)

@@ -1,0 +1,129 @@
+"""Sharding rules: every row of every rule, on samples of each operator, against the whole call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import wholestep as ws
+from tests.support.spmd_rules import Sample, call_of, close, failures, part_of, parts_of, shown, trials_of
+from tests.support.spmd_samples import collectives, random_samples, samples
+from tests.support.spmd_table import lines
+from wholestep import comm
+from wholestep.ir import fake_tensors
+from wholestep.spmd import rules
+from wholestep.spmd.expand.strategy import Row
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Partial, Replicate, Shard
+from wholestep.testing import run_ranks
+
+aten = torch.ops.aten
+R = Replicate()
+DOCS = Path(__file__).parents[2] / "docs"
+
+# Kernels that the CPU does not have, and results without a value.
+NOT_SHOWN = {"aten._fused_rms_norm", "aten._fused_rms_norm_backward", "aten.new_empty_strided"}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_row_of_every_rule(ranks: int) -> None:
+    wrong = failures(samples(), ranks)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row((Shard(0),), (Shard(0),)),  # softmax along that dimension
+        Row((Shard(1),), (Shard(0),)),
+        Row((Partial(),), (Partial(),)),  # not linear
+        Row((R,), (Partial(),)),
+        Row((Shard(1),), (R,)),
+    ],
+    ids=shown,
+)
+def test_a_wrong_row_is_found(row: Row) -> None:
+    sample = Sample(aten._softmax.default, (torch.randn(4, 4, dtype=torch.float64), 0, False))
+    assert not failures([sample], 2)
+    assert len(failures([sample], 2, lambda _: [row])) == 1
+
+
+def test_every_rule_has_a_sample() -> None:
+    seen = {rules.name_of(sample.target) for sample in [*samples(), *random_samples(), *collectives("")]}
+    kinds = {id(rules.TABLE[name]) for name in seen if name in rules.TABLE}
+    unseen = [name for name, rule in rules.TABLE.items() if id(rule) not in kinds and name not in NOT_SHOWN]
+    assert not unseen
+
+
+def test_every_sample_can_be_split() -> None:
+    for sample in samples():
+        assert any(list(rules.rows(call)) for call in call_of(sample, Line("", 2, 0))[1]), str(sample)
+
+
+def test_the_document_has_the_table() -> None:
+    written = (DOCS / "spmd_rules.md").read_text()
+    assert written == "\n".join(lines()) + "\n", "python -m tests.support.spmd_table > docs/spmd_rules.md"
+
+
+def test_the_documents_own_rule() -> None:
+    blocks = [block.split("```")[0] for block in (DOCS / "spmd.md").read_text().split("```python\n")]
+    exec(next(block for block in blocks if "@ws.register_sharding" in block), {})
+    sample = Sample(torch.ops.mylib.scale.default, (torch.randn(5, 4).double(), torch.randn(4).double()))
+    assert [shown(trial.row) for trial in trials_of(sample, 2)] == ["S0 R → S0", "S1 S0 → S1"]
+    assert not failures([sample], 2)
+    assert len(failures([sample], 2, lambda _: [Row((Shard(0), R), (Partial(),))])) == 1
+
+
+def collected() -> list[str]:
+    """In every rank of a mesh: collectives along one axis, on parts along the other, that are wrong."""
+    mesh = ws.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    (row, column), line, group = mesh.coordinates, mesh.line("b"), mesh.get_group("a").group_name
+    wrong = []
+    for sample in collectives(group):
+        node, (call,) = call_of(sample, line)
+        whole = torch.randn(sample.args[0].shape, generator=torch.Generator().manual_seed(row)).double()
+        wanted = wait(sample.target(whole, *sample.args[1:]))
+        for one in rules.rows(call):
+            parts = parts_of(whole, one.ins[0], 2, torch.Generator().manual_seed(9 + row))
+            got = wait(sample.target(parts[column], *sample.args[1:]))
+            if isinstance(one.outs[0], Partial):
+                got = wait(torch.ops.wholestep.all_reduce(got, "sum", line.group))
+            if not torch.allclose(got, part_of(wanted, one.outs[0], 2, column)):
+                wrong.append(f"{sample}: {shown(one)}")
+    return wrong
+
+
+def wait(started: torch.Tensor) -> torch.Tensor:
+    return torch.ops.wholestep.wait(started)
+
+
+def test_collectives_of_another_axis() -> None:
+    assert run_ranks(collected, 4, "thread") == [[]] * 4
+
+
+def drawn() -> list[str]:
+    """In every rank: what is wrong with its part of what random operators draw."""
+    size, rank = comm.get_world_size(), comm.get_rank()
+    wrong = []
+    for sample in random_samples():
+        for trial in trials_of(sample, size):
+            torch.manual_seed(3)
+            wanted = list(fake_tensors(sample.target(*sample.args, **sample.kwargs)))
+            after = torch.rand(())
+            program, parts = trial.program(Line("", size, rank)), trial.parts[rank]
+            torch.manual_seed(3)
+            found = program(*parts)
+            try:
+                for got, want, placement in zip(found, wanted, trial.row.outs, strict=True):
+                    close(got, part_of(want, placement, size, rank))
+                assert torch.equal(torch.rand(()), after), "the generator is elsewhere"
+            except AssertionError as error:
+                wrong.append(f"{trial}: {error}")
+    return wrong
+
+
+def test_random_operators_draw_as_one_device() -> None:
+    for wrong in run_ranks(drawn, 2):
+        assert not wrong, "\n".join(wrong)

@@ -1,0 +1,129 @@
+"""`guard_data`: numbers and shapes that depend on data are guards, and every call gives what eager gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wholestep as ws
+from wholestep.errors import DataDependentError
+
+
+def branch(x: Tensor) -> Any:
+    return x * 2 if x.sum() > 0 else x - 1
+
+
+def number(x: Tensor) -> Any:
+    return x * float(x.abs().max()) + int(x[0] * 10)
+
+
+def sizes(x: Tensor) -> Any:
+    return torch.zeros(int((x > 0).sum()), 2) + x[x > 0][:, None]
+
+
+def listed(x: Tensor) -> Any:
+    return [x.sin() for value in x.tolist() if value > 0]
+
+
+def found(x: Tensor) -> Any:
+    return (x > 0).nonzero(), torch.unique((x > 0).long(), return_counts=True)
+
+
+def contains(x: Tensor) -> Any:
+    return x + 1 if 0.5 in x else x
+
+
+def rounded(x: Tensor) -> Any:
+    return x + math.floor(x.mean().item()) + float(f"{x.sum().item():.1f}")
+
+
+def equal(x: Tensor) -> Any:
+    return x * 3 if torch.equal(x, x.abs()) or torch.allclose(x, -x) else x
+
+
+def after_a_write(x: Tensor) -> Any:
+    x.add_(1.0)
+    return x[x > 0.5]
+
+
+def from_a_view(x: Tensor) -> Any:
+    """A strided view of a view: its offset counts from the start of the memory."""
+    return x * 2 if bool(torch.as_strided(x[1:], (2,), (2,)).sum() > 0) else x
+
+
+def split(x: Tensor) -> Any:
+    """Reads its indices in C++, past the dispatcher."""
+    return torch.tensor_split(x, (x > 0).long()[:2].cumsum(0))
+
+
+def lengths(x: Tensor) -> Any:
+    found = (x[:2] > 0).int() + 1
+    chances, targets = x.repeat(3, 2, 1).log_softmax(-1), torch.ones(2, 1, dtype=torch.long)
+    return torch.nn.functional.ctc_loss(chances, targets, found + 1, target_lengths=found // 2)
+
+
+PROGRAMS = [split, lengths, branch, number, sizes, listed, found, contains, rounded, equal, after_a_write, from_a_view]
+INPUTS = [
+    [1.0, -1.0, 0.5, -0.25, 2.0],
+    [-1.0, -2.0, 0.5, 3.0, -2.0],
+    [1.0, 2.0, 0.5, 0.25, 0.0],
+    [1.0, -1.0, 0.5, -0.25, 2.0],
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("offset", [0, 2])
+def test_every_call_is_as_eager(program: Callable[[Tensor], Any], offset: int) -> None:
+    compiled = ws.compile(program, guard_data=True)
+    for values in INPUTS:
+        one, two = (torch.tensor([9.0] * offset + values)[offset:] for _ in range(2))
+        want, got = program(one), compiled(two)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        torch.testing.assert_close(two, one, rtol=0, atol=0)
+
+
+def test_the_same_data_needs_no_second_capture() -> None:
+    compiled = ws.compile(sizes, guard_data=True)
+    for values in (INPUTS[0], INPUTS[3], [2.0 * v for v in INPUTS[0]]):
+        compiled(torch.tensor(values))
+    assert compiled.recompiles == []
+
+
+def test_the_reason_names_the_decision_and_its_line() -> None:
+    compiled = ws.compile(branch, guard_data=True)
+    compiled(torch.ones(3))
+    compiled(-torch.ones(3))
+    (reason,) = compiled.recompiles
+    assert "expected True, found False" in reason and "test_guard_data.py:" in reason and "L['x']" in reason
+
+
+def test_nan_is_a_value_like_any_other() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x.clone().clamp(max=float(x.sum()))
+
+    compiled = ws.compile(scaled, guard_data=True)
+    x = torch.tensor([math.nan, 1.0])
+    for _ in range(3):
+        assert torch.equal(compiled(x).isnan(), scaled(x).isnan())
+    assert compiled.recompiles == []
+
+
+def test_a_decision_on_random_numbers_is_refused_and_draws_none() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x if torch.rand(3).sum() > 1 else -x
+
+    before = torch.get_rng_state()
+    with pytest.raises(DataDependentError, match="follows from random numbers"):
+        ws.compile(step, guard_data=True)(torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_it_they_are_refused() -> None:
+    for program in (sizes, listed, found, lengths, split):
+        with pytest.raises(DataDependentError):
+            ws.compile(program)(torch.tensor(INPUTS[0]))

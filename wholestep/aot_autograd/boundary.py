@@ -1,0 +1,175 @@
+"""The ends of a step's autograd graph: what autograd sees as its results, and what gradients flow to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+
+from wholestep.errors import UnsupportedError
+from wholestep.torch_compat import FakeTensor
+from wholestep.trace.functionalize.autograd_flags import is_leaf
+from wholestep.trace.numbers.symbolic_sizes import is_made
+from wholestep.trace.outputs.results import Outlet
+from wholestep.trace.record.inputs import Lifted
+from wholestep.trace.record.recorder import Recorder
+
+
+@dataclass(eq=False)
+class Output:
+    """One thing that autograd sees as a result: a tensor at a slot, or an input with a new history."""
+
+    tensor: torch.Tensor
+    slot: int | None = None
+    input: Lifted | None = None
+
+
+@dataclass(eq=False)
+class Root:
+    """An input that gradients flow to, or a leaf that the step makes, and where in the autograd graph it stands."""
+
+    item: Lifted | None
+    edge: torch.Tensor | GradientEdge
+    node: Any
+    slot: int | None = None
+
+
+def has_history(value: Any) -> bool:
+    """Whether a value of the step is the result of something that autograd can differentiate."""
+    return isinstance(value, FakeTensor) and value.requires_grad and not is_leaf(value)
+
+
+def roots_of(recorder: Recorder) -> list[Root]:
+    """The inputs that gradients flow to."""
+    roots = []
+    for tensor in _own_tensors(recorder):
+        found = recorder.find(tensor)
+        if found is not None and found.beginning is not None:
+            roots.append(Root(recorder.by_id[id(tensor)], GradientEdge(found.beginning, 0), found.beginning))
+        elif tensor.is_leaf and tensor.requires_grad:
+            roots.append(Root(recorder.by_id[id(tensor)], tensor, tensor))
+    return roots
+
+
+def leaves_made(outlet: Outlet, values: list[Any]) -> list[Root]:
+    """The leaves that the step makes and leaves behind, such as new parameters."""
+    tensors = {id(v): v for v in values if isinstance(v, FakeTensor) and v.requires_grad and is_leaf(v)}
+    return [Root(None, tensor, tensor, outlet.slot(tensor)) for tensor in tensors.values()]
+
+
+def _own_tensors(recorder: Recorder) -> list[torch.Tensor]:
+    """The tensors that the step was given, those first that others are views of."""
+    tensors: dict[int, torch.Tensor] = {}
+    for item in list(recorder.by_id.values()):
+        tensor = item.value
+        assert isinstance(tensor, torch.Tensor)
+        if tensor._base is not None and recorder.find(tensor._base) is not None:
+            tensors.setdefault(id(tensor._base), tensor._base)
+        tensors.setdefault(id(tensor), tensor)
+    return [*{id(recorder.lift_once(t)): t for t in tensors.values()}.values()]
+
+
+def results_of(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[Output]:
+    """The tensors that the step made and leaves behind with a history; views are left to their bases."""
+    found: dict[int, Output] = {}
+    for value in values:
+        if not isinstance(value, FakeTensor):
+            continue
+        base = value._base if value._is_view() and _is_plain_view(value, outlet) else None
+        if base is not None and not is_made(base):
+            if recorder.find(base) is not None:
+                outlet.move(value, recorder.lift_once(base))
+            continue
+        whole = value if base is None else base
+        if not whole.requires_grad or is_leaf(whole):
+            continue
+        slot = outlet.slot(whole)
+        found.setdefault(slot, Output(whole, slot))
+        if base is None:
+            outlet.set(value, base=None, views=None)
+    return list(found.values())
+
+
+def _is_plain_view(view: torch.Tensor, outlet: Outlet) -> bool:
+    """Whether a view's history is that of its base and of view operators alone, and it is made of its base.
+
+    A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own.
+    """
+    facts = [(t.dtype, t.is_conj(), t.is_neg()) for t in (view, view._base) if t is not None]
+    if facts[0] != facts[1] and outlet.slots[outlet.slot(view)].kind is None:
+        return False
+    try:
+        node, end = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]
+    except RuntimeError:  # autograd forbids it: one of several views that one call made, written since
+        return True
+    while node is not None and node is not end and not hasattr(node, "variable"):
+        if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return True
+
+
+def rewritten_inputs(recorder: Recorder) -> list[Output]:
+    """The inputs to which in-place writes gave a new history."""
+    found = []
+    for tensor in _own_tensors(recorder):
+        source = recorder.find(tensor)
+        before = source.beginning if source is not None else None
+        if tensor._base is not None and recorder.find(tensor._base) is not None:
+            continue  # its base has the new history, and gives it to all its views
+        if tensor.grad_fn is None or tensor.grad_fn is before:
+            continue
+        if source is not None and source.entangled:
+            raise UnsupportedError(
+                f"{source.source} is changed in place by a value that requires grad, and is a view of a tensor that "
+                "the step is not given, as another of its inputs is",
+                remedy="pass the tensor that both are views of, and take the views inside",
+            )
+        found.append(Output(tensor, None, recorder.by_id[id(tensor)]))
+    return found
+
+
+def leaves_of(outputs: list[Output]) -> list[torch.Tensor]:
+    """The leaves and twins that an autograd graph leads to: inputs that only a backward reads are among them."""
+    seen: set[Any] = set()
+    found: list[torch.Tensor] = []
+    queue: list[Any] = [o.tensor.grad_fn for o in outputs]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        elif hasattr(node, "twin"):
+            found.append(node.twin())
+        else:
+            queue += [above for above, _ in node.next_functions]
+    return found
+
+
+def is_reached(outputs: list[Output], root: Root) -> bool:
+    """Whether some output's graph leads to an input, be its gradient None."""
+    return any(reach(o.tensor.grad_fn, [root.node]) for o in outputs)
+
+
+def reach(start: Any, ends: list[Any]) -> frozenset[int]:
+    """Which of the ends (nodes, or leaves) an autograd graph leads to."""
+    places = {id(end): i for i, end in enumerate(ends)}
+    seen: dict[int, Any] = {}
+    found: set[int] = set()
+    queue = [start]
+    while queue:
+        node = queue.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        end = getattr(node, "variable", node)
+        if id(end) in places:
+            found.add(places[id(end)])
+        else:
+            queue += [above for above, _ in node.next_functions]
+    return frozenset(found)

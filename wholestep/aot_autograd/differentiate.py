@@ -1,0 +1,221 @@
+"""The backward of a step that is being traced: PyTorch's own engine runs it, on fake tensors, in the same trace.
+
+`differentiate` finds what autograd sees as results of the step (tensors that outlive it with a history, and inputs to
+which it gave a new one), makes a tangent for each, and lets the engine compute the gradients of all inputs that
+require them. Its operators land in the graph after those of the forward: the joint graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.aot_autograd.boundary import (
+    Output,
+    Root,
+    has_history,
+    is_reached,
+    leaves_made,
+    leaves_of,
+    reach,
+    results_of,
+    rewritten_inputs,
+    roots_of,
+)
+from wholestep.errors import CaptureError, LeakError, UnsupportedError
+from wholestep.torch_compat import empty_fake
+from wholestep.trace import ReentrantCheckpoint
+from wholestep.trace.operators.data_dependent_formulas import by_data
+from wholestep.trace.outputs.leaks import made_at
+from wholestep.trace.outputs.results import Outlet
+from wholestep.trace.outputs.state_outputs import Differentiated
+from wholestep.trace.patches.engine_hook import handled
+from wholestep.trace.record.inputs import Lifted
+from wholestep.trace.record.recorder import Recorder
+
+IN_PLACE = (
+    "was changed in place by a value that requires grad, and would stay in the autograd graph after the step, "
+    "which ran its backward already"
+)
+
+# What a checkpoint says whose backward would run another one inside of `torch.autograd.grad`.
+REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
+NO_ADDRESS = "Cannot access data pointer"
+
+
+def differentiate(
+    recorder: Recorder, outlet: Outlet, values: list[Any], recording: Callable[[], AbstractContextManager[Any]]
+) -> Differentiated | None:
+    """Traces the backward of a step whose forward has just been traced.
+
+    Args:
+        outlet: has a slot for each of `values`; learns which of them are differentiable, and which refuse to be.
+        values: what the step made and leaves behind.
+        recording: the context in which the recorder sees what runs.
+
+    Returns:
+        None when nothing can be differentiated.
+
+    Raises:
+        LeakError: an input was given a history that cannot be differentiated any more.
+        CaptureError: the backward cannot be traced.
+    """
+    if not torch.is_grad_enabled() and not any(has_history(v) for v in values):
+        return None
+    outputs = [*results_of(recorder, outlet, values), *rewritten_inputs(recorder)]
+    if not outputs:
+        return None
+    for tensor in leaves_of(outputs):
+        if recorder.find(tensor) is not None:
+            recorder.lift_once(tensor)
+    _refuse_retained(recorder, outputs)
+    roots = [*roots_of(recorder), *leaves_made(outlet, values)]
+    new = {id(o): recorder.ref(o.tensor).read(recorder.emit) for o in outputs if o.input is not None}
+    last = next(iter(reversed(recorder.graph.nodes)))
+    late: list[tuple[Lifted, fx.Node]] = []
+    refused: list[tuple[Output, str]] = [(o, "") for o in outputs if not roots]
+    tangents: list[fx.Node] = []
+    gradients: list[Any] = []
+    if roots:
+        with _hooks_set_aside(roots), recording(), _writes_set_aside(recorder, late):
+            outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
+    _refuse(recorder, outlet, refused)
+    outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
+    if not outputs and all(o.input is None for o, _ in refused):
+        return None
+    gradients = gradients or [None] * len(roots)
+    found = [(r, g) for r, g in zip(roots, gradients, strict=True) if g is not None]
+    pairs = [(r, recorder.ref(g).read(recorder.emit)) for r, g in found]
+    silent = [r for r, g in zip(roots, gradients, strict=True) if g is None and is_reached(outputs, r)]
+    given = [*(r for r, _ in pairs if r.item is not None), *(r for r in silent if r.item is not None)]
+    made = [r for r, _ in pairs if r.slot is not None]
+    edges = [r.node for r in (*given, *made)]
+    return Differentiated(
+        slots=[o.slot for o in outputs],
+        rewritten=[(o.input, new[id(o)], k) for k, o in enumerate(outputs) if o.input is not None],
+        inputs=[r.item for r in given if r.item is not None],
+        gradients=[node for _, node in pairs],
+        reaches=[reach(o.tensor.grad_fn, edges) for o in outputs],
+        tangents=tangents,
+        names=[_name(o.tensor) for o in outputs],
+        last=last,
+        late=late,
+        made=[r.slot for r in made if r.slot is not None],
+        refused=[(o.input, new[id(o)], why) for o, why in refused if o.input is not None],
+    )
+
+
+def _name(tensor: torch.Tensor) -> str:
+    """Which result of which node a tensor is, as autograd says it when the tensor was written too early."""
+    assert tensor.grad_fn is not None
+    return f"output {tensor.output_nr} of {tensor.grad_fn.name()}"
+
+
+def _refuse_retained(recorder: Recorder, outputs: list[Output]) -> None:
+    """A result keeps the gradient that reaches it outside; what another result adds to it inside, nobody sees."""
+    for output in outputs:
+        kept = output.tensor
+        others = [o.tensor.grad_fn for o in outputs if o is not output]
+        if kept.retains_grad and kept.grad is None and any(reach(node, [kept.grad_fn]) for node in others):
+            raise UnsupportedError(
+                "retain_grad() on a result that other results of a compiled function are made of",
+                made_at(kept),
+                "call backward() inside of the function too, or make them outside of it",
+            )
+
+
+def _refuse(recorder: Recorder, outlet: Outlet, refused: list[tuple[Output, str]]) -> None:
+    """Keeps what autograd says of results that it cannot differentiate for when that is tried."""
+    for output, why in refused:
+        if output.slot is not None:
+            outlet.refuse(output.slot, why)
+        elif why.startswith("Trying to backward"):
+            assert output.input is not None
+            raise LeakError(f"{output.input.source} {IN_PLACE}", made_at(output.tensor),
+                            "detach what you add, as in total += loss.detach()")
+
+
+def _gradients(
+    recorder: Recorder, outputs: list[Output], roots: list[Root], refused: list[tuple[Output, str]]
+) -> tuple[list[Output], list[fx.Node], list[Any]]:
+    """Lets the engine differentiate all outputs, or those of them that it can; the others are refused."""
+    tangents = [_tangent(recorder, output.tensor) for output in outputs]
+    try:
+        return outputs, [node for _, node in tangents], _run(outputs, [t for t, _ in tangents], roots)
+    except CaptureError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        if REENTRANT in str(error):
+            raise ReentrantCheckpoint from None
+        if NO_ADDRESS in str(error):
+            raise UnsupportedError(str(error), remedy="address memory outside of compiled functions") from error
+    kept = []
+    for index, output in enumerate(outputs):
+        try:
+            _run([output], [tangents[index][0]], roots)
+            kept.append(index)
+        except CaptureError:
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            refused.append((output, str(error)))
+    outputs, tangents = [outputs[i] for i in kept], [tangents[i] for i in kept]
+    run = _run(outputs, [t for t, _ in tangents], roots) if kept else [None] * len(roots)
+    return outputs, [node for _, node in tangents], run
+
+
+def _run(outputs: list[Output], tangents: list[torch.Tensor], roots: list[Root]) -> list[Any]:
+    tensors: list[Any] = [o.tensor for o in outputs]
+    edges: list[Any] = [r.edge for r in roots]
+    with handled(by_data):
+        return list(torch.autograd.grad(tensors, edges, tangents, retain_graph=True, allow_unused=True))
+
+
+def _tangent(recorder: Recorder, like: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
+    """A placeholder for the gradient of one output."""
+    fake = tangent_like(recorder, like)
+    node = recorder.placeholder(f"tangent {len(recorder.inputs)}", "tensor", fake)
+    recorder.root(fake, node)
+    return fake, node
+
+
+def tangent_like(recorder: Recorder, like: torch.Tensor) -> torch.Tensor:
+    """As dense a layout as the output's own, contiguous where that leaves out or repeats elements."""
+    with recorder.fake_mode, torch.no_grad():
+        plain = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+        return empty_fake(recorder.fake_mode, torch.empty_like(plain, memory_format=torch.preserve_format))
+
+
+@contextmanager
+def _hooks_set_aside(roots: list[Root]) -> Iterator[None]:
+    """Keeps the user's hooks on the step's inputs out of the graph: they run when gradients really arrive."""
+    tensors = [r.item.value if r.item is not None else r.edge for r in roots]
+    tables = [t._backward_hooks for t in tensors if t._backward_hooks]  # type: ignore[union-attr]
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update(hooks)
+
+
+@contextmanager
+def _writes_set_aside(recorder: Recorder, late: list[tuple[Lifted, fx.Node]]) -> Iterator[None]:
+    """Keeps what hooks write to inputs, such as a counter, out of the forward: notes it and takes it back."""
+    before = {id(item): (item.ref.storage.value, item.ref.storage.generation) for item in recorder.lifted if item.ref}
+    yield
+    for item in recorder.lifted:
+        if item.ref is None or item.ref.parent is not None:
+            continue
+        storage = item.ref.storage
+        value, generation = before.get(id(item), (storage.first, 0))
+        if storage.generation > generation:
+            if item.members:
+                raise UnsupportedError(f"a hook writes in the backward to {item.source}, which shares its memory")
+            late.append((item, storage.value))
+            storage.value, storage.generation = value, generation

@@ -1,0 +1,140 @@
+"""A partition that keeps as few bytes for the backward as a minimum cut allows.
+
+What may be made again, and at what price, stands in `recompute_costs.py`; the cut is `min_cut.py`'s, the choice under a
+budget `memory_budget.py`'s; `bool_masks.py` offers dropout's masks as booleans; `partition.py` makes two graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.aot_autograd.bool_masks import narrow_masks
+from wholestep.aot_autograd.joint import Joint, Partitioned
+from wholestep.aot_autograd.memory_budget import within_budget
+from wholestep.aot_autograd.min_cut import Value, cheapest
+from wholestep.aot_autograd.partition import split
+from wholestep.aot_autograd.recompute_costs import is_free, is_pure, remake_price, seconds
+from wholestep.ir import GETITEM, info, is_effectful, is_host, nbytes
+from wholestep.trace.functionalize.aliases import Geometry
+
+NUMBER = 8  # bytes of a host number
+
+
+def min_cut_partition(joint: Joint, memory_budget: float = 1.0) -> Partitioned:
+    """Keeps the cheapest set of values from which the backward can be computed.
+
+    Views, fills, elementwise operators, copies and reductions may be computed again in the backward, where they run
+    just before their first reader; random operators, collectives and whatever writes never are. The price of keeping a
+    value is its bytes; making one again has a price too, so that a pass over memory is repeated only where that spares
+    several.
+
+    Args:
+        joint: forward and backward in one graph.
+        memory_budget: 1 for the above. Below it, matrix products, convolutions and attention may be computed again as
+            well: the values kept take at most this part of the way from the fewest bytes possible (0) to those of 1,
+            chosen so that the least time is spent again.
+
+    Raises:
+        ValueError: the budget is not between 0 and 1.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; the cut as in "Min-cut optimal
+    (re)computation (i.e. activation checkpointing) with AOTAutograd", PyTorch developers' forum, 2022.
+    """
+    if not 0 <= memory_budget <= 1:
+        raise ValueError(f"memory_budget is {memory_budget}; it must be between 0 (fewest bytes) and 1 (least time)")
+    joint = narrow_masks(joint)
+    wanted = wanted_values(joint, late_nodes(joint))
+    nodes = _ancestors(joint, wanted)
+    at_hand = lasting(joint)
+    kept = cheapest([_value(node, nodes, wanted, at_hand, remake_price(node)) for node in nodes])
+    if memory_budget < 1:
+        again = [0 if is_pure(node) else None for node in nodes]
+        values = [_value(node, nodes, wanted, at_hand, a) for node, a in zip(nodes, again, strict=True)]
+        kept = within_budget(values, [seconds(node) for node in nodes], kept, memory_budget)
+    ordered = list(nodes)
+    return split(joint, [ordered[index] for index in kept])
+
+
+def late_nodes(joint: Joint) -> set[fx.Node]:
+    """What only the backward can compute: all that follows from tangents and from its own effects."""
+    late: set[fx.Node] = set(joint.tangents)
+    for node in joint.step.graph.nodes:
+        if node.op == "call_function":
+            own = is_effectful(node) and info(node).phase == "backward"
+            if own or any(operand in late for operand in node.all_input_nodes):
+                late.add(node)
+    return late
+
+
+def wanted_values(joint: Joint, late: set[fx.Node]) -> set[fx.Node]:
+    """Values that the backward reads, or gives as gradients, and need not compute itself."""
+    needed: set[fx.Node] = set()
+    queue = list(joint.gradients)
+    queue += [node for node in late if is_effectful(node) and node.op == "call_function"]
+    while queue:
+        node = queue.pop()
+        if node not in needed:
+            needed.add(node)
+            queue += node.all_input_nodes if node in late else []
+    return needed - late
+
+
+def _ancestors(joint: Joint, wanted: set[fx.Node]) -> dict[fx.Node, int]:
+    """All values from which wanted ones follow, in the graph's order, with their indices."""
+    found: set[fx.Node] = set()
+    queue = list(wanted)
+    while queue:
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            queue += node.all_input_nodes
+    ordered = [node for node in joint.step.graph.nodes if node in found]
+    return {node: index for index, node in enumerate(ordered)}
+
+
+def lasting(joint: Joint) -> set[fx.Node]:
+    """What is held anyway: parameters and buffers that the forward does not write, and the forward's outputs."""
+    kinds = zip(joint.primals, joint.step.signature.inputs, strict=False)
+    stay = {primal for primal, given in kinds if given.kind in ("parameter", "buffer")} - joint.overwritten
+    return stay | {out for out in joint.forward_outputs if isinstance(out, fx.Node) and out.op == "call_function"}
+
+
+def _value(
+    node: fx.Node, index: dict[fx.Node, int], wanted: set[fx.Node], at_hand: set[fx.Node], remake: int | None
+) -> Value:
+    operands = tuple(index[operand] for operand in dict.fromkeys(node.all_input_nodes))
+    once = remake is not None and info(node).phase == "backward"  # computed once, in whichever of the two graphs
+    return Value(operands, keep_price(node, at_hand), 0 if once else remake, node in wanted)
+
+
+def keep_price(node: fx.Node, at_hand: set[fx.Node]) -> int | None:
+    """Bytes held for a value; None for what is not kept itself: constants, tuples, views of the whole of a value.
+
+    A view of a part is copied when it is kept, which decides between equal choices; one with gaps is made again, for a
+    copy would lie otherwise.
+    """
+    if node.op == "get_attr":
+        return None
+    if is_host(node):
+        return NUMBER
+    value = info(node).value
+    if not isinstance(value, torch.Tensor):
+        return None
+    if node in at_hand:
+        return 0
+    base = base_of(node)
+    if base is None:
+        return nbytes(value)
+    part = value.numel() < info(base).value.numel() and Geometry.of(value).is_dense
+    return nbytes(value) + 1 if part else None
+
+
+def base_of(node: fx.Node) -> fx.Node | None:
+    """The value whose memory a view lies in; None for a value of its own."""
+    base: Any = node
+    while is_free(base) and not (base.target is GETITEM and not is_free(base.args[0])):
+        base = base.args[0]
+    return base if base is not node else None

@@ -1,0 +1,234 @@
+"""From a joint graph to a forward and a backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.aot_autograd.joint import Joint, Partitioned
+from wholestep.errors import GraphError
+from wholestep.functional import clone_as_it_lies
+from wholestep.ir import GETITEM, Input, Signature, StepGraph, check, info, is_effectful, set_info
+from wholestep.torch_compat import OpOverload, lazy_graph_module
+from wholestep.trace.functionalize.aliases import Geometry
+
+aten = torch.ops.aten
+
+
+def default_partition(joint: Joint) -> Partitioned:
+    """Saves everything that the backward reads of the forward; computes nothing twice but views, which cost nothing.
+
+    A view is made again in the backward when what it is a view of is saved or at hand: so a linear layer saves its
+    weight itself, not a copy of its transpose.
+    """
+    return split(joint, read_by_backward(joint))
+
+
+def forward_nodes(joint: Joint) -> list[fx.Node]:
+    """The nodes that the forward computes: those its outputs need, and all effects of its phase."""
+    needed: set[fx.Node] = set()
+    queue = list(joint.forward_outputs)
+    queue += [n for n in joint.step.graph.nodes if n.op == "call_function" and _stays(n)]
+    while queue:
+        node = queue.pop()
+        if node not in needed:
+            needed.add(node)
+            queue += node.all_input_nodes
+    for node in joint.step.graph.nodes:  # one of several results of a call that the forward makes anyway
+        if node.target is GETITEM and node.args[0] in needed:
+            needed.add(node)
+    return [n for n in joint.step.graph.nodes if n in needed and n.op != "placeholder"]
+
+
+def _stays(node: fx.Node) -> bool:
+    return is_effectful(node) and info(node).phase == "forward"
+
+
+def backward_nodes(joint: Joint, saved: set[fx.Node]) -> list[fx.Node]:
+    """The nodes that the backward computes when these values are saved, in the graph's order.
+
+    Raises:
+        GraphError: a value is neither saved nor can be computed in the backward: an effect of the forward, or an
+            input that it overwrites.
+    """
+    overwritten = joint.overwritten
+    needed: set[fx.Node] = set()
+    tangents = set(joint.tangents)
+    queue: list[fx.Node] = list(joint.gradients)
+    queue += [n for n in joint.step.graph.nodes if is_effectful(n) and _phase(n) == "backward"]
+    while queue:
+        node = queue.pop()
+        if node in needed or node in saved or node in tangents:
+            continue
+        if node.op == "placeholder" or _stays(node):
+            why = "an input that the forward overwrites" if node in overwritten else "of the forward"
+            raise GraphError(f"the backward needs {node.name}, {why}, and it is not saved")
+        needed.add(node)
+        queue += node.all_input_nodes
+    return _just_in_time([n for n in joint.step.graph.nodes if n in needed])
+
+
+def _just_in_time(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Moves what the forward ran to just before its first reader: made again sooner, it would only take memory."""
+    waiting = {n for n in nodes if info(n).phase == "forward"}
+    ordered: dict[fx.Node, None] = {}
+    for node in nodes:
+        if node not in waiting:
+            _place(node, waiting, ordered)
+    for node in nodes:  # gradients that only the forward's values make
+        _place(node, waiting, ordered)
+    return list(ordered)
+
+
+def _place(node: fx.Node, waiting: set[fx.Node], ordered: dict[fx.Node, None]) -> None:
+    """Adds a node after those of its operands that wait."""
+    stack = [node]
+    while stack:
+        missing = [o for o in stack[-1].all_input_nodes if o in waiting and o not in ordered]
+        if missing:
+            stack += reversed(missing)
+        else:
+            ordered.setdefault(stack.pop())
+
+
+def _phase(node: fx.Node) -> str:
+    return info(node).phase if node.op not in ("placeholder", "output") else ""
+
+
+def read_by_backward(joint: Joint) -> list[fx.Node]:
+    """The forward's values that the backward reads, views replaced by what they are views of where that is free."""
+    forward = set(forward_nodes(joint)) | set(joint.primals)
+    wanted: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    tangents = set(joint.tangents)
+    queue: list[fx.Node] = list(joint.gradients)
+    queue += [n for n in joint.step.graph.nodes if is_effectful(n) and _phase(n) == "backward"]
+    while queue:
+        node = queue.pop()
+        if node in seen or node in tangents:
+            continue
+        seen.add(node)
+        if node in forward and node.op != "get_attr":
+            wanted.add(node)
+        else:
+            queue += node.all_input_nodes
+    return free_views(joint, [n for n in joint.step.graph.nodes if n in wanted])
+
+
+def free_views(joint: Joint, wanted: Iterable[fx.Node]) -> list[fx.Node]:
+    """Replaces views by what they are views of, where nothing more is then held than before, or than in eager.
+
+    Eager holds all of what a saved view is a view of. A copy without gaps between its elements holds less, and serves
+    where the view has none: kernels round by strides.
+    """
+    wanted = list(wanted)
+    overwritten = joint.overwritten
+    at_hand = (set(joint.primals) - overwritten) | set(joint.forward_outputs)
+    kept = set(wanted)
+    for node in reversed(wanted):  # a view of a view comes down to the first
+        base = view_base(node)
+        if node in at_hand or base is None:
+            continue
+        root, free = base, base in at_hand or base in kept
+        while not free and (above := view_base(root)) is not None:
+            root = above
+            free = root in at_hand or root in kept
+        whole = info(base).value.numel() <= info(node).value.numel() or not Geometry.of(info(node).value).is_dense
+        if free or (whole and base not in overwritten):
+            kept.discard(node)
+            kept.add(root if free else base)
+    wider = [n for n in joint.step.graph.nodes if n in kept]
+    return wider if wider == wanted else free_views(joint, wider)
+
+
+def view_base(node: fx.Node) -> fx.Node | None:
+    """What a node is a view of, None when it is not one."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload) or not isinstance(node.args[0], fx.Node):
+        return None
+    is_view = len(target._schema.returns) == 1 and (
+        any(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
+        or target is aten._unsafe_view.default
+    )
+    return node.args[0] if is_view and isinstance(info(node).value, torch.Tensor) else None
+
+
+def split(joint: Joint, saved: Iterable[fx.Node]) -> Partitioned:
+    """Cuts a joint graph in two, given which values the forward saves; the backward computes again what it lacks.
+
+    Args:
+        saved: nodes of the forward, primals included, that give a tensor or a host number.
+
+    Raises:
+        GraphError: the backward needs a value of the forward that is neither saved nor can be computed again.
+    """
+    saved = list(dict.fromkeys(saved))
+    overwritten = joint.overwritten
+    outputs = joint.forward_outputs
+    primals = {node: i for i, node in enumerate(joint.primals) if node not in overwritten}
+    own = [n for n in saved if n not in primals and (n in overwritten or n not in outputs)]
+    forward = _forward_graph(joint, own, overwritten)
+    backward, tangents = _backward_graph(joint, saved, overwritten)
+    backward.signature.dying = frozenset(i for i, node in enumerate(saved) if node not in primals)
+    return Partitioned(forward, backward, [_saved_name(n, overwritten) for n in saved], tangents)
+
+
+def _saved_name(node: fx.Node, overwritten: set[fx.Node]) -> str:
+    return f"{node.name}_before" if node in overwritten else node.name
+
+
+def _forward_graph(joint: Joint, own: list[fx.Node], overwritten: set[fx.Node]) -> StepGraph:
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in joint.primals:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+    needed = set(forward_nodes(joint))
+    queue = [n for n in own if n.op != "placeholder"]
+    while queue:
+        node = queue.pop()
+        if node not in needed and node.op != "placeholder":
+            needed.add(node)
+            queue += node.all_input_nodes
+    for node in joint.step.graph.nodes:
+        if node in needed:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    saved = []
+    for node in own:
+        value = copied[node]
+        if node in overwritten and isinstance(info(node).value, torch.Tensor):
+            gaps = not Geometry.of(info(node).value).is_dense
+            target = clone_as_it_lies if gaps else aten.clone.default
+            value = graph.create_node("call_function", target, (value,), {}, f"{node.name}_before")
+            set_info(value, replace(info(node), phase="forward"))
+        saved.append(value)
+    outputs: list[Any] = [copied[n] for n in joint.forward_outputs]
+    graph.output((*outputs, *saved))
+    old = joint.step.signature
+    signature = Signature(old.inputs[: joint.n_primals], len(outputs) + len(saved), dict(old.mutations), old.gradients)
+    signature.kept = len(saved)
+    return check(StepGraph(lazy_graph_module(joint.step.gm, graph), signature, "forward"), "partition")
+
+
+def _backward_graph(joint: Joint, saved: list[fx.Node], overwritten: set[fx.Node]) -> tuple[StepGraph, list[int]]:
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    nodes = backward_nodes(joint, set(saved))
+    gradients = joint.gradients
+    read = {used for node in nodes for used in node.all_input_nodes} | set(gradients)
+    tangents = [i for i, t in enumerate(joint.tangents) if t in read]
+    inputs: list[Input] = []
+    for node in [*saved, *(joint.tangents[i] for i in tangents)]:
+        name = _saved_name(node, overwritten)
+        copied[node] = graph.placeholder(name)
+        set_info(copied[node], info(node))
+        number = not isinstance(info(node).value, torch.Tensor)
+        inputs.append(Input(str(copied[node].target), name, "number" if number else "tensor"))
+    for node in nodes:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+    graph.output(tuple(copied[g] for g in gradients))
+    step = StepGraph(lazy_graph_module(joint.step.gm, graph), Signature(inputs, len(gradients)), "backward")
+    return check(step, "partition"), tangents

@@ -1,0 +1,281 @@
+"""A backward for the gradients that arrive, which may lie otherwise than those it was traced with, or not be there.
+
+Kernels choose their way, and with it their rounding, by how their operands lie in memory. So a backward is not given
+a copy in the layout it was traced with: it is made anew for the layout that arrived, from the same saved values. Where
+autograd copies or not by layout, in `reshape`, that is decided again. What follows only from gradients that do not
+arrive is left out, as the engine leaves it out: zeros in their place would turn an infinite derivative into NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.aot_autograd.joint import Partitioned
+from wholestep.ir import (
+    GETITEM,
+    NodeInfo,
+    Signature,
+    StepGraph,
+    check,
+    copy_graph,
+    copy_node,
+    dead_code,
+    fake_tensors,
+    info,
+    set_info,
+)
+from wholestep.torch_compat import FakeTensorMode, OpOverload, below_autograd, lazy_graph_module, no_modes
+from wholestep.trace.functionalize.aliases import Geometry
+
+aten = torch.ops.aten
+
+# A gradient's strides; None for one that does not arrive.
+Strides = tuple[int, ...] | None
+
+# They count elements of the memory, whatever their operand's own strides are.
+_BY_MEMORY = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
+
+# Operators whose gradients autograd makes contiguous before the call -> the operand that says in which format, if any.
+_CONTIGUOUS: dict[Any, int | None] = {
+    aten.native_group_norm_backward.default: 1,
+    aten._cdist_backward.default: None,
+    aten._weight_norm_interface_backward.default: None,
+    aten.view_as_complex.default: None,
+    aten.view_as_real.default: None,
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a gradient is found once a backward has run.
+
+    Attributes:
+        place: which of the backward's gradients it is.
+        output: index of the program's output that it is, or is a view of; None for the gradient of a result that comes
+            in, at `arrived`.
+        views: the operators that lead there: (operator, arguments, which of several results).
+    """
+
+    place: int
+    output: int | None
+    arrived: int | None = None
+    views: tuple[tuple[Any, tuple[Any, ...], int | None], ...] = ()
+
+
+def without_last_views(halves: Partitioned, found: Arriving) -> tuple[StepGraph, tuple[Result, ...]]:
+    """A backward whose gradients with repeated elements, or gaps, are made when it has run, as views of what it gives.
+
+    A program's outputs are dense memory of their own; to nodes of eager's before it, that is another layout.
+    """
+    first = len(halves.saved)
+    arrived = {node: i for i, node in enumerate(found.graph.placeholders[first:])}
+    results: list[Result] = []
+    outputs: list[fx.Node] = []
+    seen: dict[fx.Node, int] = {}
+    for place, node in zip(found.gives, found.graph.outputs, strict=True):
+        base, views = _way(node)
+        value = info(node).value
+        plain = value.layout != torch.strided or Geometry.of(value).is_dense
+        if base not in arrived and (base.op != "call_function" or plain):
+            base, views = node, ()
+        if base in arrived:
+            results.append(Result(place, None, arrived[base], views))
+            continue
+        if not views or base not in seen:  # two gradients of one value are two tensors, but for views of it
+            seen |= {base: len(outputs)} if views else {}
+            outputs.append(base)
+        results.append(Result(place, seen[base] if views else len(outputs) - 1, None, views))
+    if outputs == found.graph.outputs:
+        return found.graph, tuple(results)
+    graph, copies = copy_graph(found.graph.graph)
+    (last,) = (node for node in graph.nodes if node.op == "output")
+    last.args = (tuple(copies[node] for node in outputs),)
+    old = found.graph.signature
+    signature = Signature(old.inputs, len(outputs), dying=old.dying)
+    step = StepGraph(lazy_graph_module(found.graph.gm, graph), signature, found.graph.stage)
+    return check(dead_code(step), "partition"), tuple(results)
+
+
+def _way(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
+    """What a node is a view of, and by which operators."""
+    views: list[Any] = []
+    while True:
+        call, index = (node.args[0], node.args[1]) if node.target is GETITEM else (node, None)
+        assert isinstance(call, fx.Node)
+        target = call.target
+        known = isinstance(target, OpOverload) and target.is_view and not call.kwargs and len(call.all_input_nodes) == 1
+        if not known or not isinstance(info(node).value, torch.Tensor):
+            return node, tuple(views[::-1])
+        views.append((target, tuple(call.args[1:]), index))
+        node = call.all_input_nodes[0]
+
+
+class Unfit(Exception):  # noqa: N818 - an answer, not an error
+    """The graph holds for the layouts alone that it was traced with."""
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A backward graph for gradients of certain layouts.
+
+    Attributes:
+        graph: the saved values, then the gradients that arrive -> those that follow from them.
+        gives: for each of its outputs, which output it is of the backward that it was made from.
+    """
+
+    graph: StepGraph
+    gives: tuple[int, ...]
+
+
+def arriving(halves: Partitioned, strides: Sequence[Strides]) -> Arriving:
+    """The backward for gradients of certain strides.
+
+    Args:
+        strides: one for each of `Partitioned.tangents`.
+
+    Raises:
+        Unfit: it can only be given copies in the layouts that it was traced with.
+    """
+    old = halves.backward
+    first = len(halves.saved)
+    mode = info(old.placeholders[-1]).value.fake_mode
+    made = _Made(mode, fx.Graph(), dict(zip(old.placeholders[first:], strides, strict=True)))
+    with no_modes(), torch.autocast("cpu", enabled=False):
+        for node in old.graph.nodes:
+            if node.op != "output":
+                made.take(node)
+    results = [(made.nodes[node], place) for place, node in enumerate(old.outputs) if node in made.nodes]
+    made.graph.output(tuple(node for node, _ in results))
+    given = [i for node, i in zip(old.placeholders, old.signature.inputs, strict=True) if node in made.nodes]
+    signature = Signature(given, len(results), dying=old.signature.dying)
+    step = StepGraph(lazy_graph_module(old.gm, made.graph), signature, old.stage)
+    return Arriving(check(dead_code(step), "partition"), tuple(place for _, place in results))
+
+
+class _Made:
+    """The new graph while it is made.
+
+    Attributes:
+        nodes: node of the old graph -> of this one; those that follow from nothing that arrives have none.
+        late: nodes of the old graph that follow from gradients.
+    """
+
+    def __init__(self, mode: FakeTensorMode, graph: fx.Graph, strides: Mapping[fx.Node, Strides]) -> None:
+        self.mode, self.graph, self.strides = mode, graph, strides
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.late: set[fx.Node] = set(strides)
+
+    def take(self, node: fx.Node) -> None:
+        """Takes over the next node of the old graph."""
+        if node in self.strides:
+            self._gradient(node, self.strides[node])
+            return
+        late = [operand for operand in node.all_input_nodes if operand in self.late]
+        self.late |= {node} if late else set()
+        there = [operand for operand in late if operand in self.nodes]
+        if late and not there:
+            return
+        if len(there) < len(late):
+            if _is_sum(node):
+                self.nodes[node] = self.nodes[there[0]]
+                return
+            for operand in late:
+                if operand not in self.nodes:
+                    self._zeros(operand)
+        if any(not _alike(info(self.nodes[o]).value, info(o).value) for o in there):
+            self._again(node)
+        else:
+            self.nodes[node] = copy_node(self.graph, node, self.nodes.__getitem__)
+
+    def _gradient(self, node: fx.Node, stride: Strides) -> None:
+        if stride is not None:
+            like = info(node).value
+            self.nodes[node] = self.graph.node_copy(node)
+            if stride != like.stride():
+                with self.mode:
+                    value = torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
+                set_info(self.nodes[node], replace(info(node), value=value))
+
+    def _zeros(self, node: fx.Node) -> None:
+        """What a call reads of a gradient that does not arrive, where another of its operands does."""
+        like = info(node).value
+        if not isinstance(like, torch.Tensor):
+            raise Unfit
+        kind = {"dtype": like.dtype, "device": like.device}
+        self.nodes[node] = self._call(info(node), aten.zeros.default, (list(like.shape),), kind)
+
+    def _again(self, node: fx.Node) -> None:
+        """A call whose operands lie otherwise than they did."""
+        args: tuple[Any, ...] = fx.map_arg(node.args, self.nodes.__getitem__)
+        if node.target in _BY_MEMORY and not _alike(info(args[0]).value, info(node.args[0]).value):  # type: ignore[arg-type]
+            raise Unfit
+        if node.target in _CONTIGUOUS:
+            args = (self._contiguous(node, args), *args[1:])
+        if node.target is aten._unsafe_view.default and _is_contiguous_copy(args[0]):
+            args = (args[0].args[0], *args[1:])
+        elif node.target is not aten.view.default:
+            kwargs = fx.map_arg(node.kwargs, self.nodes.__getitem__)
+            self.nodes[node] = self._call(info(node), node.target, args, kwargs)
+            return
+        target = aten.view.default
+        if not _can_view(info(args[0]).value, args[1]):
+            form = {"memory_format": torch.contiguous_format}
+            args = (self._call(info(node), aten.clone.default, args[:1], form), *args[1:])
+            target = aten._unsafe_view.default
+        self.nodes[node] = self._call(info(node), target, args, {})
+
+    def _contiguous(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        """The gradient that a call reads, contiguous in its format."""
+        like = _CONTIGUOUS[node.target]
+        form = torch.contiguous_format if like is None else _format(info(args[like]).value)
+        if info(args[0]).value.is_contiguous(memory_format=form):
+            return args[0]  # type: ignore[no-any-return]
+        return self._call(info(args[0]), aten.clone.default, args[:1], {"memory_format": form})  # type: ignore[arg-type]
+
+    def _call(self, record: NodeInfo, target: Any, args: tuple[Any, ...], kwargs: Any) -> fx.Node:
+        """Adds a call with a record as given, save for its value."""
+        values = fx.map_arg((args, kwargs), lambda operand: info(operand).value)
+        try:
+            with self.mode, below_autograd():
+                value = target(*values[0], **values[1])
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise Unfit from error
+        made = self.graph.create_node("call_function", target, args, kwargs)
+        return set_info(made, replace(record, value=value))
+
+
+def _alike(one: Any, two: Any) -> bool:
+    """Whether what two nodes give lies alike."""
+    return all(a.stride() == b.stride() for a, b in zip(fake_tensors(one), fake_tensors(two), strict=True))
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether a call adds two gradients, as the engine does where several flow together."""
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return False
+    values = [info(o).value for o in (*node.all_input_nodes, node)]
+    return len(values) == 3 and len({(v.shape, v.dtype) for v in values}) == 1
+
+
+def _format(value: torch.Tensor) -> torch.memory_format:
+    """The format that a tensor is contiguous in."""
+    if value.is_contiguous() or value.dim() not in (4, 5):
+        return torch.contiguous_format
+    return torch.channels_last if value.dim() == 4 else torch.channels_last_3d
+
+
+def _is_contiguous_copy(node: fx.Node) -> bool:
+    return node.target is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
+
+
+def _can_view(value: torch.Tensor, shape: Any) -> bool:
+    try:
+        torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,198 @@
+"""Recipes: how an object that a step made is made again, from a function, its arguments, contents and attributes.
+
+No method of a user's class runs: what is in an object is read and put back past them. What only C knows how to make
+(iterators, partials, arrays) is made as `copy.copy` would, by the object's own ``__reduce_ex__``.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from wholestep.capture.effects.values import Const
+from wholestep.capture.snapshot import boxes
+from wholestep.capture.sources.source import inside
+
+
+@dataclass
+class Recipe:
+    """``make(*args)``, then `fill` with what follows.
+
+    Attributes:
+        items: what a container holds.
+        attributes: the attribute dictionary.
+        fields: slots and other attributes.
+        state: what ``__setstate__`` is given.
+    """
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    items: dict[Any, Any] | list[Any] | None = None
+    attributes: dict[str, Any] | None = None
+    fields: dict[str, Any] | None = None
+    state: Any = None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The rest of `fill`'s arguments, as far as there are any."""
+        parts = [self.items or None, self.attributes or None, self.fields or None, self.state]
+        while parts and parts[-1] is None:
+            parts.pop()
+        return tuple(parts)
+
+
+def fill(made: Any, items: Any = None, attributes: Any = None, fields: Any = None, state: Any = None) -> None:
+    """Puts contents and attributes into an object, past methods of its own, which may do more than store."""
+    if isinstance(items, dict):
+        kind = OrderedDict if isinstance(made, OrderedDict) else dict
+        for key, item in items.items():
+            kind.__setitem__(made, key, item)
+    elif items is not None:
+        next(add for base, add in _ADDING.items() if isinstance(made, base))(made, items)
+    if attributes:
+        vars(made).update(attributes)
+    for name, value in (fields or {}).items():
+        object.__setattr__(made, name, value)
+    if state is not None:
+        made.__setstate__(state)
+
+
+_ADDING: dict[type, Callable[..., None]] = {list: list.extend, set: set.update, deque: deque.extend}
+
+
+def recipe(value: Any) -> Recipe | None:
+    """How an object is made again; None for one that stays the same object in each call.
+
+    Raises:
+        TypeError: there is no way.
+    """
+    kind = type(value)
+    if isinstance(value, CONSTANT) or (isinstance(value, numpy.ndarray) and value.base is not None):
+        return None
+    make = next((make for base, make in RECIPES.items() if isinstance(value, base)), _plain)
+    found = make(value)
+    if found is None:
+        return None
+    if found.attributes is None:
+        found.attributes = dict(getattr(value, "__dict__", None) or {})
+    if kind.__flags__ & _HEAP and boxes.slot_names(kind):
+        found.fields = boxes.SLOTS.read(value) | (found.fields or {})
+    return found
+
+
+def _plain(value: Any) -> Recipe:
+    try:
+        object.__new__(type(value))
+    except TypeError:  # made by a function of C
+        return _reduced(value)
+    return Recipe(object.__new__, (type(value),))
+
+
+def _reduced(value: Any) -> Recipe:
+    """As `copy.copy` makes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools
+        reduced = value.__reduce_ex__(4)
+    if isinstance(reduced, str):
+        raise TypeError(f"cannot make another {type(value).__name__}")
+    make, args, state, items, pairs = (*reduced, *[None] * (5 - len(reduced)))[:5]
+    found = Recipe(make, args, list(items) if items else dict(pairs) if pairs else None)
+    if isinstance(state, dict) and not hasattr(value, "__setstate__"):
+        found.attributes = state
+    else:
+        found.state = state
+    return found
+
+
+def _dict(value: dict[Any, Any]) -> Recipe:
+    items = {key: dict.__getitem__(value, key) for key in dict.__iter__(value)}
+    if isinstance(value, OrderedDict):
+        items = {key: items[key] for key in OrderedDict.__iter__(value)}
+    fields = {"default_factory": value.default_factory} if isinstance(value, defaultdict) else None
+    return Recipe(type(value).__new__, (type(value),), items, fields=fields)
+
+
+def _deque(value: deque[Any]) -> Recipe:
+    return Recipe(_new_deque, (type(value), value.maxlen), list(deque.__iter__(value)))
+
+
+def _new_deque(kind: type, length: int | None) -> Any:
+    made: Any = deque.__new__(kind)
+    deque.__init__(made, (), length)
+    return made
+
+
+def _tuple(value: tuple[Any, ...]) -> Recipe:
+    items = list(tuple.__iter__(value))
+    # what operators with several results return, and sizes
+    if hasattr(type(value), "n_sequence_fields") or type(value) is torch.Size:
+        return Recipe(type(value), (items,), attributes={})
+    return Recipe(tuple.__new__, (type(value), items))
+
+
+def _function(value: types.FunctionType) -> Recipe:
+    names = ("__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__")
+    fields = {name: getattr(value, name) for name in names}
+    code = value.__code__, Const(value.__globals__), value.__name__, value.__defaults__, value.__closure__
+    return Recipe(types.FunctionType, code, fields={name: given for name, given in fields.items() if given})
+
+
+def _builtin(value: Any) -> Recipe | None:
+    if isinstance(value.__self__, (types.ModuleType, type, type(None))):
+        return None
+    return Recipe(getattr, (value.__self__, value.__name__), attributes={})
+
+
+def _exception(value: BaseException) -> Recipe:
+    """An exception without its traceback, whose frames were of the capture."""
+    base = next(b for b in type(value).__mro__ if not b.__flags__ & _HEAP)
+    reduced = base.__reduce__(value)  # type: ignore[call-arg]
+    names = ("__cause__", "__context__", "__suppress_context__")
+    fields = {name: getattr(value, name) for name in names if getattr(value, name)}
+    return Recipe(_new_exception, (type(value), base, reduced[1]), fields=fields)
+
+
+def _new_exception(kind: Any, base: Any, args: tuple[Any, ...]) -> BaseException:
+    made: BaseException = base.__new__(kind, *args)
+    base.__init__(made, *args)
+    return made
+
+
+def _view(value: Any) -> Recipe:
+    holder = inside(value.mapping)
+    way = next(name for name in ("keys", "values", "items") if isinstance(value, type(getattr({}, name)())))
+    return Recipe(getattr(OrderedDict if isinstance(holder, OrderedDict) else dict, way), (holder,), attributes={})
+
+
+def _weak(value: Any) -> Recipe | None:
+    return Recipe(weakref.ref, (value(),), attributes={}) if isinstance(value(), torch.Tensor) else None
+
+
+_HEAP = 1 << 9  # of a type's flags: made by Python code
+# What stays as it is, although it could be made again.
+CONSTANT: tuple[type, ...] = (type, types.ModuleType, types.CodeType, torch.Generator)
+RECIPES: dict[Any, Callable[[Any], Recipe | None]] = {
+    dict: _dict,
+    list: lambda v: Recipe(list.__new__, (type(v),), list(list.__iter__(v))),
+    tuple: _tuple,
+    set: lambda v: Recipe(set.__new__, (type(v),), list(set.__iter__(v))),
+    frozenset: lambda v: Recipe(frozenset.__new__, (type(v), list(frozenset.__iter__(v)))),
+    deque: _deque,
+    types.FunctionType: _function,
+    types.CellType: lambda v: Recipe(types.CellType, fields=boxes.CELL.read(v)),
+    types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),
+    types.BuiltinFunctionType: _builtin,
+    types.MethodWrapperType: _builtin,
+    types.MappingProxyType: lambda v: Recipe(types.MappingProxyType, (inside(v),), attributes={}),
+    (type({}.keys()), type({}.values()), type({}.items())): _view,
+    BaseException: _exception,
+    weakref.ref: _weak,
+}

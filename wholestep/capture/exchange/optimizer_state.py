@@ -1,0 +1,230 @@
+"""Optimizer state made before a step is first captured, as the optimizer's own first step would make it.
+
+torch's optimizers create `exp_avg = zeros_like(p)` when they first meet a parameter. Made beforehand, one capture
+serves from the first call on. What an optimizer creates is asked of the optimizer itself: its `step` runs once on tiny
+parameters, and each tensor of the state that it leaves must have been filled with one number by a factory. State that
+follows from a gradient is not made here: the first step then is another program than the next. (SGD's momentum buffer
+alone has a start that gives the same bits, where nothing is dampened.)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from wholestep.capture.snapshot.snapshot import Snapshot
+from wholestep.tensor_parts import mark_part, part_of
+from wholestep.torch_compat import TorchDispatchMode, no_modes, set_versions
+
+aten = torch.ops.aten
+
+# Factories that read their argument's shape, dtype and device, never its content, and copies of a Python number.
+_FACTORIES = {
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
+    aten.new_ones.default, aten.new_full.default, aten.lift_fresh.default,
+}  # fmt: skip
+# What code names that may look at an optimizer's state itself, and must find none at the first call.
+_LOOKING = {"state", "state_dict", "vars", "__dict__", "__getstate__", "dir", "eval", "exec", "copy", "deepcopy"}
+
+
+class _Factories(TorchDispatchMode):
+    """Remembers the tensors that factories return, with a copy of what they held then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the address of their memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        nothing_read = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+        copied = func is aten.clone.default and args[0].data_ptr() in self.made and not args[0]._version
+        if isinstance(out, torch.Tensor) and out.numel() and (
+            func in _FACTORIES or copied or (nothing_read and not random)
+        ):
+            self.made[out.data_ptr()] = out, out.clone()
+        return out
+
+    def number(self, tensor: Any) -> float | None:
+        """The number that a factory filled a tensor with; None for any other value."""
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            return None
+        _, first = self.made.get(tensor.data_ptr(), (None, tensor.new_empty(0)))
+        return first.flatten()[0].item() if first.numel() and bool((first == first.flatten()[0]).all()) else None
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A tensor of state at its creation: one number in every element.
+
+    Attributes:
+        dims: its parameter's dimensions, by which its sizes are (None: a size of 1), in contiguous memory; None where
+            it has the parameter's shape and strides.
+        is_new: whether eager makes it with its first value, so that this is no write to it.
+    """
+
+    value: float
+    dtype: torch.dtype
+    device: torch.device
+    dims: tuple[int | None, ...] | None
+    is_new: bool = False
+
+    def make(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor; like a parameter it is not filled yet, as memory is not there before it is written."""
+        options: Any = {"dtype": self.dtype, "device": self.device}
+        if self.dims is not None:  # a step count, which Python may decide on, or sums of rows
+            return torch.full([1 if dim is None else parameter.shape[dim] for dim in self.dims], self.value, **options)
+        return mark_part(torch.empty_like(parameter, requires_grad=False, **options), part_of(parameter))
+
+
+_Described = dict[str, _Filled | None]  # the state of one parameter; what is None is so until later
+
+
+@dataclass(eq=False)
+class _Made:
+    optimizer: torch.optim.Optimizer
+    parameter: torch.Tensor
+    state: dict[str, Any]
+    fills: list[tuple[torch.Tensor, _Filled]]
+
+
+class InitialState:
+    """State that the optimizers in sight of a step lack, put there until `drop`.
+
+    Args:
+        snap: where to look for optimizers; those that have no state at all are given theirs.
+    """
+
+    def __init__(self, snap: Snapshot) -> None:
+        self._made: list[_Made] = []
+        self._filled = False
+        if not _LOOKING.isdisjoint(snap.walk.reach.names):
+            return
+        owners = {id(place.owner): place.owner for place in snap.places}
+        for owner in owners.values():
+            if isinstance(owner, torch.optim.Optimizer) and not owner.state:
+                self._made += _state_of(owner)
+        for made in self._made:
+            made.optimizer.state[made.parameter] = made.state
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def owns(self, tensor: Any) -> bool:
+        """Whether a tensor is one of those made here, which `fill` gives their values."""
+        return any(tensor is t for made in self._made for t, _ in made.fills)
+
+    def drop(self, unless: Callable[[torch.Tensor], bool] = lambda tensor: False) -> bool:
+        """Takes state out again, but for that of parameters with a tensor that is kept; tells whether any was."""
+        gone = [m for m in self._made if not any(unless(t) for t, _ in m.fills)]
+        for made in gone:
+            if made.optimizer.state.get(made.parameter) is made.state:
+                del made.optimizer.state[made.parameter]
+        self._made = [m for m in self._made if m not in gone]
+        return bool(gone)
+
+    def fill(self) -> None:
+        """Writes the values, to what may be parts by now; once."""
+        if self._filled:
+            return
+        self._filled = True
+        with no_modes():
+            for tensor, filled in (fill for made in self._made for fill in made.fills):
+                tensor.fill_(filled.value)
+                set_versions((tensor,), (0,))
+
+    def keep(self) -> None:
+        """The first run has succeeded: the state stays."""
+        new = tuple(tensor for made in self._made for tensor, filled in made.fills if filled.is_new)
+        set_versions(new, (0,) * len(new))
+        self._made.clear()
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:
+    """The state that an optimizer of torch's own would make for its parameters; none where that is not known."""
+    if not (getattr(type(optimizer).step, "__module__", None) or "").startswith("torch.optim."):
+        return []
+    made: list[_Made] = []
+    known: dict[Any, _Described | None] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or parameter.layout != torch.strided:
+                return []
+            kind = index, tuple(_order(parameter)), parameter.dtype, parameter.device
+            if kind not in known:
+                known[kind] = _described(optimizer, index, parameter)
+            described = known[kind]
+            if described is None:
+                return []
+            if described:
+                state: dict[str, Any] = {k: d and d.make(parameter) for k, d in described.items()}
+                fills = [(state[k], d) for k, d in described.items() if d is not None]
+                made.append(_Made(optimizer, parameter, state, fills))
+    return made
+
+
+def _described(optimizer: torch.optim.Optimizer, index: int, parameter: torch.Tensor) -> _Described | None:
+    """The state of one parameter as a group's first step creates it: runs the step on a tiny one in its place.
+
+    Returns:
+        `_Filled` or None by key; None where something else is in it.
+    """
+    tiny = torch.nn.Parameter(_tiny(parameter))
+    tiny.grad = torch.zeros_like(tiny)
+    kind = type(optimizer)
+    trial: Any = object.__new__(kind)
+    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
+    group = {**optimizer.param_groups[index], "params": [tiny]}
+    vars(trial).update(vars(optimizer), **hooks, state=defaultdict(dict), param_groups=[group])
+    with no_modes(), _Factories() as factories:
+        try:
+            inspect.unwrap(kind.step)(trial)
+        except Exception:  # the step itself will say so, at its own time
+            return None
+    described: _Described = {}
+    for key, value in trial.state.get(tiny, {}).items():
+        filled = _filled(value, -0.0 if _begins_as_gradient(trial, key) else factories.number(value), tiny)
+        described[key] = filled and replace(filled, is_new=_begins_as_gradient(trial, key))
+        if described[key] is None and value is not None:
+            return None
+    return described
+
+
+def _filled(value: Any, first: float | None, tiny: torch.Tensor) -> _Filled | None:
+    """What a tensor of state is beside its parameter; None where it has no first value, or a shape of its own."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or first is None:
+        return None
+    if value.dim() and value.shape == tiny.shape and value.stride() == torch.empty_like(tiny).stride():
+        return _Filled(first, value.dtype, value.device, None)
+    dims = {1: None, **{size: dim for dim, size in enumerate(tiny.shape)}}
+    if not value.is_contiguous() or any(size not in dims for size in value.shape):
+        return None
+    return _Filled(first, value.dtype, value.device, tuple(dims[size] for size in value.shape))
+
+
+def _begins_as_gradient(optimizer: torch.optim.Optimizer, key: str) -> bool:
+    """Whether a tensor is SGD's momentum buffer, at first a copy of the gradient: ``-0.0 * momentum + gradient``."""
+    group = optimizer.param_groups[0]
+    is_momentum = type(optimizer).step is torch.optim.SGD.step and key == "momentum_buffer"
+    return is_momentum and group["momentum"] > 0 and not group["dampening"]
+
+
+def _tiny(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros of as many dimensions, in the same order in memory, of sizes 2, 3, …"""
+    order = _order(parameter)
+    sizes = [2 + dim for dim in range(parameter.dim())]
+    flat = torch.zeros([sizes[dim] for dim in order], dtype=parameter.dtype, device=parameter.device)
+    return flat.permute([order.index(dim) for dim in range(parameter.dim())])
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Its dimensions by stride, the largest first."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

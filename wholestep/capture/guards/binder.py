@@ -1,0 +1,161 @@
+"""The binder: checks a call against the guards and fetches the inputs of a captured program.
+
+The fast path is generated Python that holds direct references to what was there at the last call: module
+attributes, optimizer state and parameters are compared with it by identity, whole lists at a time; batches, which
+are new objects at each call, are followed by path. When anything is not the very same, the slow path walks the
+call anew and compares guard by guard: either it names the first that fails, or all hold (an equal tensor or
+container took the place of another) and the fast path is made again around the new objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from wholestep.capture.effects.effects import Effect
+from wholestep.capture.effects.replay_code import Applier
+from wholestep.capture.effects.values import Value
+from wholestep.capture.guards.fast_path import Fast, FastPath
+from wholestep.capture.guards.guards import Guard, GuardFailure, compare
+from wholestep.capture.guards.identity_checks import memory
+from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
+from wholestep.capture.sources.source import Call, Source
+from wholestep.errors import UnsupportedError
+
+
+class Binder:
+    """``binder(args, kwargs)`` gives the input values in order, or a `GuardFailure`.
+
+    Attributes:
+        code: the generated fast path.
+        slow_calls: how many calls took the slow path.
+    """
+
+    def __init__(
+        self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]
+    ) -> None:
+        self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
+        self.names, self.varying, self.replace = snap.names, snap.varying, snap.replace
+        self.mutated = frozenset(source.path for source in mutated)
+        self.replaced_gradients = snap.replaced_gradients
+        self.slow_calls = 0
+        self._sharing = sharing(snap, self.mutated)
+        with no_collection():
+            self._fast: Fast = self._compile(snap)
+
+    def _compile(self, snap: Snapshot) -> Fast:
+        self._path: FastPath | None = FastPath(snap, self.inputs, self.mutated)
+        path, self._replaced = self._path, snap.call.replaced
+        self._applied: Sequence[Effect] | None = None
+        self.code = path.code
+        return path.function
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        values = self._fast(args, kwargs)
+        return self._slow(args, kwargs) if values is None else values
+
+    def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        self.slow_calls += 1
+        with no_collection():
+            return self._anew(args, kwargs)
+
+    def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        later = snapshot(self.fn, args, kwargs, self.names, self.varying, self.replace)
+        failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
+        if failure is not None:
+            return failure
+        later.replaced_gradients = self.replaced_gradients
+        self._fast = self._compile(later)
+        values = self._fast(args, kwargs)
+        return [source.read(later.call) for source in self.inputs] if values is None else values
+
+    def _lacks(self, later: Snapshot) -> GuardFailure | None:
+        there = {f.source.path for f in later.tensors.values()} | {n.source.path for n in later.numbers}
+        there |= {source.path for _, source in later.generators.values()}
+        missing = [source for source in self.inputs if source.path not in there]
+        return GuardFailure(f"{missing[0]}: expected to be there, found missing") if missing else None
+
+    def _shares_otherwise(self, later: Snapshot) -> GuardFailure | None:
+        now = sharing(later, self.mutated)
+        for pair in (*(self._sharing - now), *(now - self._sharing)):
+            expected = pair in self._sharing
+            return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
+        return None
+
+    def apply(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+              made: Sequence[Any]) -> Any:
+        """Replays effects in a call that this binder has just let pass, and gives the step's result.
+
+        Args:
+            effects: what the step changes; the generated code is kept for the list object given last.
+            result: the step's result in the same terms.
+            made: this call's new values, in the order of `New.index`.
+        """
+        self.prepare(effects, result, args, kwargs)
+        return self._apply(args, kwargs, made)
+
+    def release(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...],
+                kwargs: Mapping[str, Any]) -> None:
+        """Lets go of the gradients that a step, just let pass, is to replace without reading them.
+
+        As in eager, where `zero_grad()` stands at the beginning of a step, they do not outlive the computation of
+        new ones, nor an error in it.
+        """
+        self.prepare(effects, result, args, kwargs)
+        self._release()
+
+    def prepare(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...],
+                kwargs: Mapping[str, Any]) -> None:
+        """Generates what `apply` and `release` run, while the world is as it was when the binder was made."""
+        if self._applied is not effects:
+            assert self._path is not None, "one binder, one list of effects"
+            made = Applier(effects, result, self._path, Call(self.fn, args, kwargs, self._replaced))
+            self._apply, self._release, self._applied = made.function, made.release, effects
+            self._path = None  # and with it the world at the time of its making
+
+
+def sharing(snap: Snapshot, mutated: Container[str]) -> frozenset[tuple[str, str]]:
+    """Pairs of tensors in one storage of which the step writes at least one, by source."""
+    holders: dict[int, list[Source]] = {}
+    for found in snap.tensors.values():
+        address = memory(found.tensor)
+        if address:
+            holders.setdefault(address, []).append(found.source)
+    pairs: set[tuple[str, str]] = set()
+    for group in holders.values():
+        for i, a in enumerate(group):
+            pairs.update((a.text, b.text) for b in group[i + 1:] if a.path in mutated or b.path in mutated)
+    return frozenset(pairs)
+
+
+def refuse_shared_parts(snap: Snapshot, mutated: Sequence[Source]) -> None:
+    """Parts are traced as whole tensors in memory of their own, so that a write to one would not be seen in others.
+
+    Raises:
+        UnsupportedError: the step writes to memory that a part shares with another tensor.
+    """
+    parts = {f.source.text for f in snap.tensors.values() if id(f.tensor) in snap.parts}
+    for pair in sorted(sharing(snap, frozenset(source.path for source in mutated))) if parts else ():
+        if not parts.isdisjoint(pair):
+            raise UnsupportedError(
+                f"the step writes to memory that {pair[0]} and {pair[1]} share, and each rank holds a part",
+                remedy="pass a copy: tensor.clone()",
+            )
+
+
+def compile_binder(snap: Snapshot, inputs: Sequence[Source], guards: list[Guard] | None = None,
+                   mutated: Sequence[Source] = ()) -> Binder:
+    """Makes the binder of a captured program.
+
+    Args:
+        inputs: the sources of the program's placeholders, in order; tensors and lifted numbers of the snapshot.
+        guards: what must hold; all of the snapshot's when None.
+        mutated: the inputs that the program writes to.
+
+    Raises:
+        ValueError: an input is not a tensor or number of the snapshot.
+    """
+    return Binder(snap, inputs, snap.guards() if guards is None else guards, mutated)
+
+
+__all__ = ["Binder", "compile_binder", "refuse_shared_parts", "sharing"]

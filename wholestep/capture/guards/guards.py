@@ -1,0 +1,242 @@
+"""Guards: what must still be true for a captured program to serve a call.
+
+A guard is (source, kind, expected). All guards of a program are derived from its places, in the order of the
+walk, so that the first one that fails is the one nearest to the user's arguments; the reason for a recompile is
+that guard in words: ``L['x'] requires_grad: expected True, found False``.
+"""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from wholestep.capture.guards.compared_values import META, is_one_of_a_kind, is_plain
+from wholestep.capture.snapshot import boxes
+from wholestep.capture.snapshot.handlers import OPERATORS
+from wholestep.capture.snapshot.places import Place
+from wholestep.capture.snapshot.walk import Walk
+from wholestep.capture.sources.scopes import Variable
+from wholestep.capture.sources.source import Source
+from wholestep.torch_compat import HOOK_TABLES
+
+STATE = "global state"
+
+
+@dataclass(frozen=True, eq=False)
+class Guard:
+    """One condition: ``kind`` says what is compared at ``source``; `holds` compares it with another's ``expected``."""
+
+    source: Source | None
+    kind: str
+    expected: Any
+
+    def holds(self, found: Any) -> bool:
+        """True when a value found later is as expected; plain values are equal only within one type."""
+        if self.kind in ("identity", "hook"):
+            return self.expected is found
+        if isinstance(self.expected, Hooks):
+            return self.expected.fit(found)
+        if self.kind != "value" or type(self.expected) is not type(found):
+            return bool(type(self.expected) is type(found) and self.expected == found)
+        return bool(self.expected is found or self.expected == found or
+                    (self.expected != self.expected and found != found))
+
+    def __str__(self) -> str:
+        where = self.source.text if self.source else STATE
+        return f"{where} is {self.expected}" if self.kind == "is" else f"{where} {self.kind}: {_show(self.expected)}"
+
+
+@dataclass(frozen=True)
+class GuardFailure:
+    """The first guard that a call does not meet, in words.
+
+    Attributes:
+        varying: paths of all plain numbers that are others now, when the first that failed is one of them.
+    """
+
+    reason: str
+    varying: frozenset[str] = field(default=frozenset(), compare=False)
+
+
+STATE_NAMES = (
+    "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
+    "autocast dtype on cuda", "autocast cache", "default dtype", "default device", "deterministic algorithms",
+)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """A table of hooks: as many as there were, and under the numbers that they had if the step changes it."""
+
+    numbers: tuple[int, ...]
+    changed: bool
+
+    def fit(self, found: Any) -> bool:
+        same = isinstance(found, Hooks) and len(found.numbers) == len(self.numbers)
+        return same and (not self.changed or found.numbers == self.numbers)
+
+    def __repr__(self) -> str:
+        count = f"{len(self.numbers)} hook{'s' * (len(self.numbers) != 1)}"
+        return f"{count} numbered {', '.join(map(str, self.numbers))}" if self.changed and self.numbers else count
+
+
+def _structure(walk: Walk, place: Place) -> Any:
+    kind = type(place.owner)
+    if place.numbered:
+        return Hooks(tuple(place.before), place.changed)
+    if not place.ordered:
+        return kind, tuple(sorted(k for k in place.before if k not in place.ignored or k in place.lifted))
+    keys = tuple(
+        key if is_plain(key) else walk.first.get(id(key), f"{type(key).__name__} object")
+        for key in place.before if key not in place.ignored or key in place.lifted
+    ) if place.box not in (boxes.LIST, boxes.TUPLE, boxes.SET, boxes.FROZENSET, boxes.DEQUE) else len(place.before)
+    return kind, keys
+
+
+def guards(walk: Walk) -> list[Guard]:
+    """All guards of what a walk met, parents before children."""
+    found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, walk.state, strict=True)]
+    call = walk.call
+    found.append(Guard(None, "arguments", (len(call.args), tuple(call.kwargs))))
+    found += [Guard(Variable(name), "value", value) for name, value in walk.outside.environment.items()]
+    arguments = {number.source.path for number in walk.numbers if number.group is None and number.place is None}
+    for source, value in walk.roots:
+        if source.path in arguments:
+            found.append(Guard(source, "number", type(value)))
+        else:
+            _value_guard(walk, source, value, found)
+    for place in walk.places:
+        if place.box is boxes.TENSOR:
+            found.append(Guard(place.source, "tensor", walk.metadata[id(place.holder)]))
+        else:
+            found.append(Guard(place.source, f"structure of {place.box.name}", _structure(walk, place)))
+        names = dict(place.children)
+        for key, value in place.before.items():
+            source = names.get(key) or walk.child(place, key)
+            if key in place.lifted:
+                found.append(Guard(source, "number", _number_type(key, value)))
+            elif place.box is boxes.TENSOR and key != "grad":
+                if key in HOOK_TABLES and key not in place.ignored and value is None:
+                    found.append(Guard(source, f"structure of {boxes.MAPPING.name}", Hooks((), False)))
+            elif key not in place.ignored:
+                _value_guard(walk, source, value, found)
+    return found
+
+
+def _number_type(key: Any, value: Any) -> Any:
+    if type(value) is tuple:
+        return [type(v) for v in value]
+    return float if key == "lr" else type(value)  # a learning rate of 1 is one of 1.0
+
+
+def _value_guard(walk: Walk, source: Source, value: Any, found: list[Guard]) -> None:
+    first = walk.first.get(id(value))
+    if is_plain(value):
+        found.append(Guard(source, "value", value))
+    elif isinstance(value, types.FunctionType):
+        found.append(Guard(source, "code", value.__code__))
+    elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
+            is_one_of_a_kind(type(value)):
+        found.append(Guard(source, "identity", value))
+    elif id(value) in walk.arrays:
+        found.append(Guard(source, "type", type(value)))
+        found.append(Guard(source, "array", walk.arrays[id(value)].stamp))
+    elif first is None or isinstance(value, (tuple, frozenset, types.MethodType)):
+        found.append(Guard(source, "type", type(value)))
+    elif first.path == source.path:
+        found.append(Guard(source, "type", type(value)))
+    else:
+        found.append(Guard(source, "is", first.text))
+
+
+def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
+    """The first guard of ``old`` that ``new``, derived from a later call, does not meet; None when all hold."""
+    later = {(g.source.path if g.source else "", g.kind): g for g in new}
+    earlier = {(g.source.path if g.source else "", g.kind) for g in old}
+    for guard in new:
+        if guard.kind == "is" and ((guard.source.path if guard.source else ""), "is") not in earlier:
+            return GuardFailure(f"{_pair(guard)}: expected two objects, found the same one")
+    for guard in old:
+        path = guard.source.path if guard.source else ""
+        match = later.get((path, guard.kind))
+        if match is not None and guard.holds(match.expected):
+            continue
+        if guard.kind == "is":
+            return GuardFailure(f"{_pair(guard)}: expected the same object, found two")
+        varying = _varying(old, later) if match is not None and _is_number(guard, match) else frozenset()
+        return GuardFailure(_reason(guard, match, later), varying)
+    return None
+
+
+def _is_number(guard: Guard, match: Guard) -> bool:
+    return guard.kind == "value" and type(guard.expected) is type(match.expected) in (int, float)
+
+
+def _varying(old: list[Guard], later: dict[tuple[str, str], Guard]) -> frozenset[str]:
+    """The plain numbers that differ between two calls."""
+    pairs = ((g, later.get((g.source.path, g.kind))) for g in old if g.source is not None)
+    return frozenset(g.source.path for g, m in pairs  # type: ignore[union-attr]
+                     if m is not None and _is_number(g, m) and not g.holds(m.expected))
+
+
+def _pair(guard: Guard) -> str:
+    """``L['a'] is L['b']``, the one met first on the left."""
+    return f"{guard.expected} is {guard.source}"
+
+
+def _reason(guard: Guard, match: Guard | None, later: dict[tuple[str, str], Guard]) -> str:
+    where = guard.source.text if guard.source else STATE
+    if guard.kind == "arguments":
+        return f"arguments: expected {_call(guard.expected)}, found {_call(match.expected if match else None)}"
+    if match is None:
+        path = guard.source.path if guard.source else ""
+        other = next((g for (p, _), g in later.items() if p == path), None)
+        if other is None:
+            return f"{where}: expected to be there, found missing"
+        return f"{where}: expected {_named(guard)}, found {_named(other)}"
+    if guard.kind == "tensor":
+        name, old, new = next((n, a, b) for n, a, b in zip(META, guard.expected, match.expected, strict=True) if a != b)
+        return f"{where} {name}: expected {_show(old)}, found {_show(new)}"
+    if guard.kind.startswith("structure") and not isinstance(guard.expected, Hooks):
+        return f"{where}: {_keys(guard.expected, match.expected)}"
+    kind = "" if guard.kind == "value" or isinstance(guard.expected, Hooks) else f" {guard.kind}"
+    return f"{where}{kind}: expected {_show(guard.expected)}, found {_show(match.expected)}"
+
+
+def _named(guard: Guard) -> str:
+    """What one guard stands for, beside another of a different kind."""
+    return f"a {_show(guard.expected)}" if guard.kind == "type" else _show(guard.expected)
+
+
+def _call(expected: Any) -> str:
+    if expected is None:
+        return "none"
+    return f"{expected[0]} by position and {', '.join(expected[1]) or 'none'} by name"
+
+
+def _keys(old: tuple[Any, ...], new: tuple[Any, ...]) -> str:
+    if old[0] is not new[0]:
+        return f"expected {old[0].__name__}, found {new[0].__name__}"
+    if isinstance(old[1], int):
+        return f"expected length {old[1]}, found {new[1]}"
+    missing = [key for key in old[1] if key not in new[1]]
+    extra = [key for key in new[1] if key not in old[1]]
+    if missing:
+        return f"expected key {_show(missing[0])}, found it missing"
+    if extra:
+        return f"expected missing key {_show(extra[0])}, found it"
+    return f"expected keys in order {', '.join(map(_show, old[1]))}, found {', '.join(map(_show, new[1]))}"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, types.CodeType):
+        return f"{value.co_qualname} at line {value.co_firstlineno}"
+    if isinstance(value, Source):
+        return value.text
+    text = repr(list(value) if isinstance(value, torch.Size) else value)
+    return text if len(text) <= 120 else text[:117] + "…"

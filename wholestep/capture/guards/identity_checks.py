@@ -1,0 +1,99 @@
+"""What the generated fast path calls: identity in bulk, and the tensors that anchored holders had at the last call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+
+from wholestep.capture.guards.compared_values import metadata
+from wholestep.torch_compat import address_of
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Address of a tensor's storage; 0 for none (empty, meta, sparse)."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return 0
+    return address_of(tensor.untyped_storage())
+
+
+def identical(left: Any, right: Any) -> bool:
+    """True when two iterables of equal length hold the very same objects."""
+    return all(map(is_, left, right))
+
+
+def same_plain(found: Any, expected: Any) -> bool:
+    """True for equal plain values of one type."""
+    return found is expected or (type(found) is type(expected) and bool(found == expected))
+
+
+class Anchored:
+    """The tensors held by anchored holders, at the last call that passed.
+
+    Another tensor with equal metadata may take the place of one of them; `rebind` checks it and remembers it.
+
+    Args:
+        gradients: positions of those that are not kept alive between two calls.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool,
+                 gradients: Sequence[int] = ()) -> None:
+        self.last: list[Any] = tensors
+        self._gradients, self._weak = gradients, list[weakref.ref[torch.Tensor]]()
+        self.meta = [metadata(t) for t in tensors]
+        self.watched = watched
+        self.mutated = mutated
+        self.written = written  # the step writes to a volatile tensor: then all memory counts
+        self.ids: set[int] = set()
+        self.memory: set[int] = set()
+        self._sharing: list[int] = []
+        self._remember()
+        self.sharing = self._sharing
+
+    def _remember(self) -> None:
+        self.ids = {id(t) for t in self.last}
+        addresses = [0 if t is None else memory(t) for t in self.last]
+        self.memory = {a for i, a in enumerate(addresses) if a and (self.written or i in self.mutated)}
+        first: dict[int, int] = {}
+        self._sharing = [first.setdefault(a, i) if a in self.memory else i for i, a in enumerate(addresses)]
+
+    def let_go(self) -> None:
+        """Ends a call."""
+        self._weak = [weakref.ref(self.last[i]) for i in self._gradients]
+        for i in self._gradients:
+            self.last[i] = None
+
+    def recall(self) -> None:
+        """Begins a call: gradients that are still there are known again."""
+        for i, known in zip(self._gradients, self._weak, strict=False):
+            self.last[i] = known()
+
+    def rebind(self, tensors: list[torch.Tensor]) -> bool:
+        """Takes new tensors in place of the last ones, when a program cannot tell them apart."""
+        for tensor, last, meta in zip(tensors, self.last, self.meta, strict=True):
+            if tensor is not last and last is not None and last.requires_grad:
+                return False  # an optimizer may still hold, or know by key, the one that was there
+            if tensor is not last and not (isinstance(tensor, torch.Tensor) and metadata(tensor) == meta):
+                return False
+        if len({id(t) for t in tensors}) != len(self.ids):
+            return False
+        old, self.last[:] = list(self.last), tensors
+        self._remember()
+        if self._sharing == self.sharing:
+            return True
+        self.last[:] = old
+        self._remember()
+        return False
+
+
+def sharing_pattern(addresses: list[int], written: list[bool], anchored: list[torch.Tensor]) -> list[int]:
+    """For each volatile tensor, the first tensor in the same memory; only memory that the step writes counts."""
+    first: dict[int, int] = {}
+    for i, address in enumerate((*map(memory, anchored), *addresses)):
+        if address:
+            first.setdefault(address, i)
+    base = len(anchored)
+    return [first.get(a, base + i) for i, a in enumerate(addresses)]

@@ -1,0 +1,1 @@
+"""What a step asks of the world outside of its arguments: clocks, files, settings of torch, schedulers, iterators."""

@@ -1,0 +1,123 @@
+"""Settings of torch: what a step's Python reads of them is a guard, what it would set is refused.
+
+Each function of torch's C++ by which Python reads a setting is patched in the modules that have it, whoever calls it,
+and so are the properties of `torch.backends` that Python keeps. A setting counts as it is when the step begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.backends import ContextProp
+
+from wholestep.capture.guards.compared_values import is_plain
+from wholestep.errors import CaptureError, UnsupportedError
+from wholestep.patches import Replacement, original
+from wholestep.torch_compat import setting_functions
+
+GETTERS, SETTERS = setting_functions()
+# How what steps have read is read again, by its name.
+READERS: dict[str, Callable[[], Any]] = {"torch.initial_seed()": torch.initial_seed}
+
+
+class Settings:
+    """The settings that one step reads.
+
+    Attributes:
+        refused: what the step was met with, whether it let it pass or not.
+    """
+
+    def __init__(self) -> None:
+        self.read: dict[str, Any] = {}
+        self.refused: list[CaptureError] = []
+        self._before = {name: read() for name, read in READERS.items()}
+
+    def ask(self, name: str, now: Any = None) -> Any:
+        """The value of a setting, which becomes a guard.
+
+        Args:
+            now: that of one which no step has read before.
+        """
+        return self.read.setdefault(name, self._before.get(name, now))
+
+    def replacements(self) -> list[Replacement]:
+        """What stands in for functions that read and set."""
+        found: list[Replacement] = [
+            (ContextProp, "__get__", lambda *given: self._property(*given)),  # functions, which a class binds
+            (ContextProp, "__set__", lambda *given: self._set_property(*given)),
+        ]
+        for module, name, function in _holders(len(sys.modules)):
+            setter = SETTERS.get(function.__name__)
+            of_both = self._reading(function) if setter is None else self._refusing(function, setter[0])
+            found.append((module, name, of_both))
+        return found
+
+    def _reading(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any) -> Any:
+            value = function(*args)
+            if is_plain(value) and all(map(is_plain, args)):
+                name = _shown(function, args)
+                READERS.setdefault(name, functools.partial(function, *args))
+                self.ask(name, value)
+            return value
+
+        return read
+
+    def _property(self, prop: ContextProp, holder: Any, kind: Any = None) -> Any:
+        value = original(ContextProp, "__get__")(prop, holder, kind)
+        if not _calls_c(prop.getter) and is_plain(value):
+            attribute = next(name for name, member in vars(type(holder)).items() if member is prop)
+            name = f"{holder.__name__}.{attribute}"
+            READERS.setdefault(name, functools.partial(getattr, holder, attribute))
+            self.ask(name, value)
+        return value
+
+    def _set_property(self, prop: ContextProp, holder: Any, value: Any) -> None:
+        followed = isinstance(prop.setter, BuiltinFunctionType) and prop.setter.__name__ not in SETTERS
+        if not _calls_c(prop.setter) and not followed and prop.getter() != value:
+            raise self._refusal(f"sets a property of {holder.__name__} to {value!r}")
+        original(ContextProp, "__set__")(prop, holder, value)
+
+    def _refusing(self, setter: Callable[..., Any], getter: Callable[..., Any] | None) -> Callable[..., Any]:
+        of_one = "fp32" in setter.__name__  # the setting of one backend and operation
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if getter is None or (getter(*args[:-1]) != args[-1] if of_one else getter() != args[0]):
+                raise self._refusal(f"calls {_shown(setter, args)}")
+            return setter(*args, **kwargs)
+
+        return call
+
+    def _refusal(self, what: str) -> CaptureError:
+        what = f"the step {what}, which a replay would not"
+        self.refused.append(UnsupportedError(what, remedy="set it outside of the step"))
+        return self.refused[-1]
+
+
+def _calls_c(function: Callable[..., Any]) -> bool:
+    """Whether a property's function calls one of torch's C++ in its module, where it is patched."""
+    return isinstance(function, FunctionType) and "_C" in function.__code__.co_names
+
+
+@functools.lru_cache(maxsize=1)
+def _holders(modules: int) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """The attributes of torch's modules that are such functions.
+
+    Args:
+        modules: how many are loaded.
+    """
+    wanted = {id(f): f for f in (*GETTERS, *(setter for _, setter in SETTERS.values()))}
+    loaded = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
+    tables = {id(vars(module)): module for module in loaded if isinstance(module, ModuleType)}
+    members = [(module, name, value) for module in tables.values() for name, value in list(vars(module).items())]
+    return [(module, name, wanted[id(value)]) for module, name, value in members if id(value) in wanted]
+
+
+def _shown(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    name = function.__name__
+    return f"torch.{'_C.' if name.startswith('_') else ''}{name}({', '.join(map(repr, args))})"

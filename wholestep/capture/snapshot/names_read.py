@@ -1,0 +1,126 @@
+"""What user code can name: the globals of a function, and the attributes that a step can read.
+
+An attribute of a user's object that no code of the step names is not part of the step: a trainer that counts
+`self.global_step` outside of it must not make it recompile.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from wholestep.capture.snapshot.library_code import is_library, is_ours, is_standard
+
+_GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
+# Code that names one of these can read any attribute.
+READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "replace", "attrgetter", "eval",
+                       "exec", "deepcopy", "copy", "dir", "__getattribute__", "__getstate__"})
+IMPLIED = {"get_last_lr": ("_last_lr",)}
+_MODULE_KEYS = frozenset(vars(torch.nn.Module()))
+
+
+def is_installed(kind: type) -> bool:
+    """True for classes of installed packages and of torch, whose instances hold what a step uses."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return bool(file) and not (is_standard(str(file)) or is_ours(str(file))) and is_library(str(file))
+
+
+@functools.cache
+def _is_user_module(name: str) -> bool:
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    return not is_library(file) if file else module is None or name == "__main__"
+
+
+def is_user_class(kind: type) -> bool:
+    """True for classes whose module is neither built in nor a library."""
+    return _is_user_module(kind.__module__)
+
+
+def is_user_module(module: types.ModuleType) -> bool:
+    """True for a Python module that is neither built in nor of a library."""
+    return bool(getattr(module, "__file__", None)) and _is_user_module(module.__name__)
+
+
+@functools.cache
+def _may_hide(kind: type) -> bool:
+    """True for classes whose attributes only user code reads, and nn.Modules among them."""
+    user = [base for base in kind.__mro__ if is_user_class(base)]
+    others = [base for base in kind.__mro__ if base not in user]
+    return bool(user) and all(b is torch.nn.Module or b.__module__ in ("builtins", "typing", "abc") for b in others)
+
+
+def hideable(owner: object, keys: Iterable[str]) -> frozenset[str]:
+    """The attributes of an object that are out of a step's sight unless its code names them."""
+    kind = type(owner)
+    if isinstance(owner, (types.ModuleType, torch.optim.lr_scheduler.LRScheduler)):
+        return frozenset(keys)  # of a scheduler, step() is replayed, not traced
+    if not _may_hide(kind):  # type: ignore[arg-type]
+        return frozenset()
+    return frozenset(keys) - _MODULE_KEYS if isinstance(owner, torch.nn.Module) else frozenset(keys)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+@functools.lru_cache(maxsize=8192)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The global variables that a function's code, or a function nested in it, reads or writes."""
+    return tuple(dict.fromkeys(str(i.argval) for inner in _codes(code) for i in dis.get_instructions(inner)
+                               if i.opname in _GLOBAL_ACCESS))
+
+
+@functools.lru_cache(maxsize=8192)
+def named(code: types.CodeType) -> frozenset[str]:
+    """Every name that code uses, and the strings in it, which may be names."""
+    return frozenset(name for inner in _codes(code) for name in
+                     (*inner.co_names, *(c for c in inner.co_consts if isinstance(c, str))))
+
+
+class Reach:
+    """The names that a step's code can use, as the walk meets its functions.
+
+    A function met as a value may run; a method may run when its name is in use.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self.names: set[str] = {"forward", *names}
+        self._methods: list[types.FunctionType] = []
+
+    def add(self, function: types.FunctionType, method: bool) -> None:
+        """Takes note of a user's function."""
+        if method:
+            self._methods.append(function)
+        else:
+            self.names |= named(function.__code__)
+
+    def settle(self) -> set[str]:
+        """All names in use, once methods that they reach are counted in."""
+        grown = True
+        while grown:
+            waiting, self._methods = self._methods, []
+            for function in waiting:
+                name = function.__name__
+                if name in self.names or (name.startswith("__") and name != "__init__"):
+                    self.names |= named(function.__code__)
+                else:
+                    self._methods.append(function)
+            grown = len(self._methods) < len(waiting)
+        for name, implied in IMPLIED.items():
+            if name in self.names:
+                self.names.update(implied)
+        return self.names
+
+    @property
+    def anything(self) -> bool:
+        """True when some code can read attributes that it does not name."""
+        return not self.names.isdisjoint(READS_ANY)

@@ -1,0 +1,36 @@
+"""Births: which objects were made since a step began to be traced, and which of the others a module holds by name."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from wholestep.capture.sources.scopes import InModule
+
+
+@contextmanager
+def births() -> Iterator[Callable[[], set[int]]]:
+    """Gives a function that gives the ids of all objects made inside of the context so far.
+
+    What was there before is set aside by the garbage collector itself, which costs nothing. Objects that it does not
+    follow, which hold no others, are not among them.
+    """
+    nested = gc.get_freeze_count() > 0  # the user's own, which stays
+    gc.freeze()
+    try:
+        yield lambda: set(map(id, gc.get_objects()))
+    finally:
+        if not nested:
+            gc.unfreeze()
+
+
+def kept_in_module(value: Any) -> InModule | None:
+    """The name under which a module holds an object, such as ``sys.stdout``, which may be another in a later call."""
+    for module in list(sys.modules.values()):
+        for name, held in list(getattr(module, "__dict__", {}).items()):
+            if held is value and name.isidentifier():
+                return InModule(module.__name__, name)
+    return None

@@ -1,0 +1,136 @@
+"""Collectives on Python objects, pickled. Ranks trust each other: unpickling runs what the sender chose."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from wholestep.comm.api import checks, collectives, p2p
+from wholestep.comm.api.groups import get_group
+from wholestep.comm.api.issue import Group, group_root
+
+
+def _pack(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpack(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
+
+
+def _sizes(own: int, group: Group) -> list[int]:
+    sizes = torch.zeros(get_group(group).size(), dtype=torch.int64)
+    collectives.all_gather_into_tensor(sizes, torch.tensor([own]), group)
+    return [int(size) for size in sizes]
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
+    """Every rank's object into ``object_list``, by rank."""
+    pg = get_group(group)
+    if checks.outside(pg, "all_gather_object"):
+        return
+    checks.length("all_gather_object", "object_list", object_list, pg.size())
+    data = _pack(obj)
+    sizes = _sizes(data.numel(), group)
+    widest = max(sizes)
+    padded = torch.zeros(widest, dtype=torch.uint8)
+    padded[: data.numel()] = data
+    rows = torch.zeros(pg.size(), widest, dtype=torch.uint8)
+    collectives.all_gather_into_tensor(rows, padded, group)
+    object_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> None:
+    """Every rank's object into ``object_gather_list`` of rank ``dst`` (default: the first)."""
+    pg = get_group(group)
+    if checks.outside(pg, "gather_object"):
+        return
+    root = group_root(group, dst, 0 if dst is None and group_dst is None else group_dst, "dst")
+    if (pg.rank() == root) != (object_gather_list is not None):
+        raise ValueError("gather_object: `object_gather_list` is required on the destination rank, and on no other")
+    found: list[Any] = [None] * pg.size()
+    all_gather_object(found, obj, group)
+    if object_gather_list is not None:
+        object_gather_list[:] = found
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group = None,
+    device: Any = None,
+    group_src: int | None = None,
+) -> None:
+    """The objects of rank ``src`` (default: the first) into every rank's list, which has the same length."""
+    pg = get_group(group)
+    if checks.outside(pg, "broadcast_object_list"):
+        return
+    root = group_root(group, src, 0 if src is None and group_src is None else group_src, "src")
+    data = _pack(list(object_list)) if pg.rank() == root else torch.zeros(0, dtype=torch.uint8)
+    size = _sizes(data.numel(), group)[root]
+    if pg.rank() != root:
+        data = torch.zeros(size, dtype=torch.uint8)
+    collectives.broadcast(data, group=group, group_src=root)
+    if pg.rank() != root:
+        found = _unpack(data)
+        checks.elements(
+            "broadcast_object_list", "object_list", len(object_list), len(found), "as many as the source has"
+        )
+        object_list[:] = found
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> None:
+    """Entry 0 of rank r's output list becomes entry r of the list of rank ``src`` (default: the first)."""
+    pg = get_group(group)
+    if checks.outside(pg, "scatter_object_list"):
+        return
+    root = group_root(group, src, 0 if src is None and group_src is None else group_src, "src")
+    if not scatter_object_output_list:
+        raise ValueError("scatter_object_list: `scatter_object_output_list` is empty: one entry is required")
+    parts: list[torch.Tensor] = []
+    if pg.rank() == root:
+        given = scatter_object_input_list or []
+        checks.length("scatter_object_list", "scatter_object_input_list", given, pg.size())
+        parts = [_pack(value) for value in given]
+    table = torch.tensor([part.numel() for part in parts] or [0] * pg.size())
+    collectives.broadcast(table, group=group, group_src=root)
+    out = torch.zeros(int(table[pg.rank()]), dtype=torch.uint8)
+    sent = [part.numel() for part in parts] or [0] * pg.size()
+    wanted = [out.numel() if rank == root else 0 for rank in range(pg.size())]
+    collectives.all_to_all_single(out, torch.cat(parts) if parts else out[:0], wanted, sent, group)
+    scatter_object_output_list[0] = _unpack(out)
+
+
+def send_object_list(
+    object_list: list[Any], dst: int | None = None, group: Group = None, group_dst: int | None = None
+) -> None:
+    """Sends objects to rank ``dst``."""
+    data = _pack(list(object_list))
+    p2p.send(torch.tensor([data.numel()]), dst, group, 0, group_dst)
+    p2p.send(data, dst, group, 0, group_dst)
+
+
+def recv_object_list(
+    object_list: list[Any], src: int | None = None, group: Group = None, group_src: int | None = None
+) -> int:
+    """Receives objects from rank ``src`` (default: any) into the list; returns the sender's global rank."""
+    size = torch.zeros(1, dtype=torch.int64)
+    sender = p2p.recv(size, src, group, 0, group_src)
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    p2p.recv(data, sender, group)
+    object_list[:] = _unpack(data)
+    return sender

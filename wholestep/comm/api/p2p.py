@@ -1,0 +1,176 @@
+"""Messages from one rank to another, and what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from wholestep.comm.api import checks
+from wholestep.comm.api.backends_registry import DeviceGroup
+from wholestep.comm.api.groups import get_global_rank, get_group
+from wholestep.comm.api.issue import Group, dense, group_root, launch, staged
+from wholestep.comm.api.plan_cache import learn, quick
+from wholestep.comm.dist_errors import DistError, DistTimeoutError
+from wholestep.comm.engines.native_codes import OPS, RECV, SEND
+from wholestep.comm.ops import tracing
+from wholestep.comm.work import Work
+
+ANY = -1
+_MONITOR_TAG = 1 << 30
+
+
+def isend(
+    tensor: torch.Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
+) -> Work | None:
+    """Starts sending ``tensor`` to rank ``dst``. It may be changed again after `Work.wait`.
+
+    Raises:
+        ValueError: the rank is this one, or not in the group.
+    """
+    pg = get_group(group)
+    if checks.outside(pg, "isend"):
+        return None
+    _check_tag(tag)
+    peer = group_root(group, dst, group_dst, "dst")
+    if peer == pg.rank():
+        raise ValueError(
+            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
+        )
+    if tracing.is_traced(tensor):
+        return tracing.into("send", [], tensor, pg, True, peer, tag)
+    ready = dense(checks.tensor(tensor, "tensor"))
+    return launch(pg, "send", tensor, True, lambda pg: pg.send([ready], peer, tag))
+
+
+def irecv(
+    tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+) -> Work | None:
+    """Starts receiving into ``tensor`` from rank ``src``, or from any rank when none is given.
+
+    Raises:
+        ValueError: the rank is this one, or not in the group.
+    """
+    pg = get_group(group)
+    if checks.outside(pg, "irecv"):
+        return None
+    _check_tag(tag)
+    peer = ANY if src is None and group_src is None else group_root(group, src, group_src, "src")
+    if peer == pg.rank():
+        raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
+    checks.output(tensor, "tensor")
+    if tracing.is_traced(tensor):
+        if peer == ANY:
+            raise ValueError("irecv: a recorded program cannot tell who sent: name the source")
+        return tracing.into("recv", [tensor], tensor, pg, True, peer, tag)
+    return launch(pg, "recv", tensor, True, lambda pg: staged([tensor], lambda outs: pg.recv(outs, peer, tag)))
+
+
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag < 1 << 31:
+        raise ValueError(f"Tag must be nonnegative and below 2**31, found {tag}")
+
+
+@quick(SEND, out="tensor", root="dst")
+def send(
+    tensor: torch.Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
+) -> None:
+    """`isend`, then wait."""
+    work = isend(tensor, dst, group, tag, group_dst)
+    if work is not None:
+        work.wait()
+    if tag == 0 and dst is not None:
+        learn(SEND, tensor, tensor, None, group, dst, get_group(group), OPS[SEND], tensor)
+
+
+@quick(RECV, out="tensor", root="src")
+def recv(
+    tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
+) -> int:
+    """`irecv`, then wait. Returns the sender's global rank; -1 when this rank is not in the group."""
+    work = irecv(tensor, src, group, tag, group_src)
+    if work is None:
+        return -1
+    work.wait()
+    if src is not None:
+        if tag == 0:
+            learn(RECV, tensor, tensor, None, group, src, get_group(group), OPS[RECV], tensor)
+        return src
+    if group_src is None:
+        received: Any = getattr(work, "_first", work)
+        group_src = received.source
+    return get_global_rank(group, int(group_src or 0))
+
+
+@dataclass
+class P2POp:
+    """One message of `batch_isend_irecv`: ``op`` is `isend` or `irecv`, ``peer`` a global rank."""
+
+    op: Callable[..., Work | None]
+    tensor: torch.Tensor
+    peer: int
+    group: Any = None
+    tag: int = 0
+
+    def __post_init__(self) -> None:
+        if self.op not in (isend, irecv):
+            raise ValueError(f"P2POp: op is {self.op!r}: isend or irecv is required")
+
+
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
+    """Starts all messages and returns their works.
+
+    Raises:
+        ValueError: the list is empty.
+        TypeError: it holds something else than `P2POp`.
+    """
+    if not p2p_op_list:
+        raise ValueError("batch_isend_irecv: at least one P2POp is required")
+    for one in p2p_op_list:
+        if not isinstance(one, P2POp):
+            raise TypeError(f"batch_isend_irecv: P2POp is required, found {type(one)}")
+    works = [one.op(one.tensor, one.peer, one.group, one.tag) for one in p2p_op_list]
+    return [work for work in works if work is not None]
+
+
+def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    """A barrier that names, on rank 0, the ranks that did not come.
+
+    Args:
+        wait_all_ranks: name all of them; otherwise the first.
+
+    Raises:
+        DistTimeoutError: ranks did not come within the time-out.
+    """
+    pg = get_group(group)
+    if checks.outside(pg, "monitored_barrier"):
+        return
+    if isinstance(pg, DeviceGroup):
+        pg = pg.for_device("cpu")
+    limit = (timeout or pg.timeout).total_seconds()
+    token = torch.zeros(1, dtype=torch.uint8)
+    if pg.rank() != 0:
+        pg.send([token], 0, _MONITOR_TAG).wait(limit)
+        try:
+            pg.recv([token], 0, _MONITOR_TAG + 1).wait(limit)
+        except DistError as failure:
+            raise DistTimeoutError(
+                f"rank {pg.rank()}: rank 0 did not confirm monitored_barrier: {failure}"
+            ) from failure
+        return
+    missing = []
+    for rank in range(1, pg.size()):
+        try:
+            pg.recv([token], rank, _MONITOR_TAG).wait(limit)
+        except DistError:
+            missing.append(rank)
+            if not wait_all_ranks:
+                break
+    if missing:
+        names = ", ".join(str(get_global_rank(group, rank)) for rank in missing)
+        raise DistTimeoutError(f"Ranks {names} failed to pass monitored_barrier within {limit:g} s")
+    for rank in range(1, pg.size()):
+        pg.send([token], rank, _MONITOR_TAG + 1).wait(limit)

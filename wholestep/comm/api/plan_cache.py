@@ -1,0 +1,130 @@
+"""Calls like an earlier one: the way past Python for collectives that a training loop makes again and again.
+
+A public collective under `quick` is a callable of `native/quick.c`. What has been called before in the same way on a
+shared-memory group (same reduction, group, root, dtypes and shapes; plain contiguous CPU tensors, in lists all alike;
+nothing recording) it runs itself. All else goes through the function and its checks, and is taught to it by `learn`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from wholestep.comm.api.backends_registry import DeviceGroup
+from wholestep.comm.diagnostics import flight_recorder
+from wholestep.comm.engines.native_codes import ALL_TO_ALL, MEAN, OPS, RECV, SEND
+from wholestep.comm.engines.native_jobs import ShmWork
+from wholestep.comm.engines.shm import ShmGroup
+from wholestep.comm.process_group import ProcessGroup
+from wholestep.comm.reduce_op import RedOpType, as_op
+from wholestep.comm.shared_tensors import native
+from wholestep.comm.work import Work
+from wholestep.torch_compat import count_dispatch_modes
+
+_PLAIN = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
+_QUICK = {getattr(torch, name) for name in _PLAIN}
+_ROLES = ["out", "inp", "op", "group", "root", "async_op"]  # as quick.c counts them, from 1
+Collective = TypeVar("Collective", bound=Callable[..., Any])
+
+
+def _set_up() -> bool:
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    return (
+        native is not None
+        and type(capsule).__name__ == "PyCapsule"
+        and native.quick_setup(
+            capsule, torch.Tensor, count_dispatch_modes, flight_recorder.ring, "started", "completed"
+        )
+    )
+
+
+available = _set_up()
+
+
+def quick(what: int, **roles: str) -> Callable[[Collective], Collective]:
+    """Lets a public collective's later calls go past Python.
+
+    Args:
+        what: its number in `codes`.
+        roles: which parameter is ``out``, which ``inp`` (if it is another tensor) and which ``root``; ``op``, ``group``
+            and ``async_op`` go by these names. Quick calls leave all other parameters at their defaults.
+    """
+
+    def decorate(slow: Collective) -> Collective:
+        if not available:
+            return slow
+        parameters = inspect.signature(slow).parameters
+        role = {roles.get(name, name): 1 + i for i, name in enumerate(_ROLES)}
+        defaults = tuple(NotImplemented if p.default is p.empty else p.default for p in parameters.values())
+        made = native.quicken(
+            what, slow, _conclude, tuple(parameters), defaults, tuple(role.get(name, 0) for name in parameters)
+        )
+        functools.update_wrapper(made, slow)
+        return cast(Collective, made)
+
+    return decorate
+
+
+def _conclude(
+    group: ShmGroup,
+    outcome: Any,
+    entry: flight_recorder.Entry,
+    out: torch.Tensor | list[torch.Tensor] | None,
+    keep: Any,
+) -> Work:
+    """What a collective returns that did not end at once: a ticket as a work.
+
+    Raises:
+        DistError: it failed.
+    """
+    if not isinstance(outcome, tuple):
+        result = [] if out is None else out if isinstance(out, list) else [out]
+        return flight_recorder.under_way(entry, ShmWork(group, outcome, result, (out, keep)), group)
+    if len(outcome) == 3:
+        status, peer, got = outcome
+        op = SEND if entry[flight_recorder.WHAT][1] == OPS[SEND] else RECV
+        failure = group._message_error(op, peer, status, got, keep, group._seconds)
+    else:
+        failure = group._error(outcome)
+    flight_recorder.fail(entry, group, failure)
+    raise failure
+
+
+def learn(
+    what: int,
+    out: torch.Tensor | list[torch.Tensor] | None,
+    inp: torch.Tensor | list[torch.Tensor] | None,
+    op: Any,
+    group: Any,
+    root: int | None,
+    owner: ProcessGroup,
+    name: str,
+    like: torch.Tensor | None,
+) -> None:
+    """After a call that went well: leaves its plan for those like it.
+
+    Args:
+        out, inp: what it writes and reads, as the user gave them.
+        op, group, root: as the user gave them; the plan is found by their identity.
+        owner: the group itself.
+        name, like: for the flight recorder.
+    """
+    if isinstance(owner, DeviceGroup):
+        owner = owner.parts.get("cpu", owner)
+    if not available or type(owner) is not ShmGroup or owner.latest is None:
+        return
+    if type(op) not in (RedOpType, str, type(None)) or (like is not None and like.dtype not in _QUICK):
+        return
+    code, dtype, red, group_root, nbytes, shape, in_stride, out_stride, elem = owner.latest
+    if op is not None and as_op(op)[1] is not None and red != MEAN:  # multiplied by a factor first, which no plan does
+        return
+    part = out_stride if code == ALL_TO_ALL else 0
+    shown = flight_recorder.shown(owner, name, like)
+    native.learn(
+        what, out, inp, op, group, root, owner, shown, owner._handle, code, dtype, red, group_root, nbytes, shape,
+        in_stride, out_stride, elem, owner._seconds, part,
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Works of the engines of torch.distributed as ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from wholestep.comm.dist_errors import DistBackendError, DistRankError, DistTimeoutError
+from wholestep.comm.work import Work, require_process
+
+
+class EngineWork(Work):
+    """A torch work whose errors become ours.
+
+    Args:
+        what: rank, group and collective, for errors.
+        told: what a rank that ended the group said; empty where none did.
+    """
+
+    def __init__(self, work: Any, what: str, told: Callable[[], str], result: list[torch.Tensor]) -> None:
+        self._work, self._what, self._told, self._result = work, what, told, result
+        self._pid = os.getpid()
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        require_process(self._pid, self._what)
+        try:
+            if timeout is None:
+                self._work.wait()
+            else:
+                self._work.wait(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+        except RuntimeError as failure:
+            late = "imed out" in str(failure) or "imeout" in str(failure)
+            told = "" if late else self._told()
+            kind = DistTimeoutError if late else DistRankError if told else DistBackendError
+            raise self._failed(kind(f"{self._what} failed: {told or failure}")) from failure
+        return True
+
+    @property
+    def source(self) -> int:
+        """For a receive: the sender's rank in the group."""
+        return int(self._work._source_rank())
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())

@@ -1,0 +1,30 @@
+"""The group that the name ``shm`` stands for: shared memory on one host, and on several what is made of it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from wholestep.comm.engines.hierarchical import HierarchicalGroup
+from wholestep.comm.engines.hosts import Layout, host_identity
+from wholestep.comm.engines.shm import ShmGroup
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
+from wholestep.comm.shared_tensors import need_native
+from wholestep.comm.stores.store import Store
+from wholestep.comm.stores.store_barrier import barrier_keys, exchange, forget
+
+
+def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> ProcessGroup:
+    """A group over shared memory: `ShmGroup` where all ranks are on one host, else `HierarchicalGroup`.
+
+    Raises:
+        DistBackendError: the engine is not built, or cannot be started.
+        DistStoreError: not all ranks came within the time-out.
+    """
+    need_native()
+    layout = Layout(exchange(rank, store, "hosts", size, timeout, host_identity()))
+    if len(layout.hosts) == 1:
+        group: ProcessGroup = ShmGroup(store, rank, size, timeout)
+    else:
+        group = HierarchicalGroup(store, rank, layout, timeout)
+    forget(store, "hosts", size, barrier_keys("hosts", size))
+    return group

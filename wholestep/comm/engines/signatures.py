@@ -1,0 +1,41 @@
+"""Descriptions of a collective, in bytes that ranks show each other where the engine compares nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from wholestep.comm.dist_errors import DistMismatchError
+from wholestep.comm.process_group import ProcessGroup
+
+_LENGTH = 160  # bytes of a description that are compared
+
+
+def shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """Dtypes and shapes of the first tensors."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors[:4])
+
+
+def in_bytes(text: str) -> torch.Tensor:
+    """A description as ranks show it."""
+    return torch.frombuffer(bytearray(text.encode()[:_LENGTH].ljust(_LENGTH)), dtype=torch.uint8)
+
+
+def require_alike(group: ProcessGroup, shown: Sequence[torch.Tensor]) -> None:
+    """Compares what the ranks of a group showed.
+
+    Raises:
+        DistMismatchError: a rank showed something else than this one.
+    """
+    mine = shown[group.rank()]
+    for rank, theirs in enumerate(shown):
+        if not torch.equal(theirs, mine):
+            raise DistMismatchError(
+                f"group {group.group_name!r}: the ranks disagree: rank {group.labels[group.rank()]} calls "
+                f"{_in_words(mine)}; rank {group.labels[rank]} calls {_in_words(theirs)}"
+            )
+
+
+def _in_words(shown: torch.Tensor) -> str:
+    return shown.numpy().tobytes().decode(errors="replace").strip()

@@ -1,0 +1,75 @@
+"""Collectives made of several steps, one after the other, behind the caller's back when they are asynchronous."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from wholestep.comm.dist_errors import DistTimeoutError
+from wholestep.comm.work import Finished, Work, require_process, seconds
+
+Step = Callable[[], None]
+
+
+class LaneWork(Work):
+    """A collective that the lane runs, or will."""
+
+    def __init__(self, what: str, result: list[torch.Tensor]) -> None:
+        self._what, self._result = what, result
+        self._ended, self._pid = threading.Event(), os.getpid()
+
+    def run(self, step: Step) -> None:
+        try:
+            step()
+        except Exception as failure:  # noqa: BLE001 - whatever it is belongs to who waits
+            self._failed(failure)
+        finally:
+            self._ended.set()
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        require_process(self._pid, self._what)
+        limit = seconds(timeout)
+        if not self._ended.wait(limit):
+            raise DistTimeoutError(f"{self._what} did not end within {limit:g} s")
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+
+class Lane:
+    """Runs steps in the order they were given: at once when it is idle and the caller waits, else in a thread."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[LaneWork, Step] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: LaneWork | None = None
+
+    def start(self, what: str, step: Step, result: list[torch.Tensor], async_op: bool) -> Work:
+        idle = self._last is None or self._last.is_completed()
+        if idle and not async_op:
+            step()
+            return Finished(result)
+        self._last = work = LaneWork(what, result)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="wholestep-lane", daemon=True)
+            self._thread.start()
+        self._queue.put((work, step))
+        return work
+
+    def close(self) -> None:
+        """Lets the thread end after what it has been given."""
+        if self._thread is not None:
+            self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            work, step = entry
+            work.run(step)

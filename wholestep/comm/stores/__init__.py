@@ -1,0 +1,1 @@
+"""Key-value stores that ranks meet over: in a process, over a file, over TCP, and torch's own."""

@@ -1,0 +1,341 @@
+"""Key-value stores that ranks meet over: in one process (`HashStore`) and over a file (`FileStore`).
+
+All are a `Table` behind a way to reach it; a key that is not there yet is waited for up to the time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import operator
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from wholestep.comm.dist_errors import DistStoreError
+from wholestep.comm.work import seconds
+
+Value = str | bytes
+Result = TypeVar("Result")
+DEFAULT_STORE_TIMEOUT = timedelta(seconds=300)
+CLOSED = "store/closed"
+HEAD = b"wholestep store\n"  # how the file of a `FileStore` begins
+FOREVER = 1e9  # seconds: no clock is asked for more
+
+
+def as_bytes(value: Value) -> bytes:
+    """What a store keeps of a value: text as UTF-8.
+
+    Raises:
+        TypeError: it is neither text nor bytes.
+    """
+    if not isinstance(value, (str, bytes, bytearray, memoryview)):
+        raise TypeError(f"a store keeps str or bytes, found {type(value).__name__}")
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _names(keys: Sequence[str]) -> list[str]:
+    """Several keys, as a list.
+
+    Raises:
+        TypeError: one is not a string, or they are one string.
+    """
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"a store's keys are a list of strings: found {keys!r}")
+    return list(keys)
+
+
+class Table:
+    """The content of a store, and what may be done to it in one step."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> bytes:
+        self.data[key] = value
+        return b""
+
+    def add(self, key: str, amount: bytes) -> bytes:
+        try:
+            self.data[key] = b"%d" % (int(self.data.get(key) or b"0") + int(amount))
+        except ValueError:
+            raise ValueError(f"store: add to {key!r} needs a number, found {self.data[key][:40]!r}") from None
+        return self.data[key]
+
+    def append(self, key: str, value: bytes) -> bytes:
+        self.data[key] = self.data.get(key, b"") + value
+        return b""
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Sets when the value is the expected one, or when there is none and none is expected."""
+        found = self.data.get(key)
+        if found == expected or (found is None and not expected):
+            self.data[key] = found = desired
+        return found if found is not None else expected
+
+    def delete(self, key: str) -> bytes:
+        return b"1" if self.data.pop(key, None) is not None else b"0"
+
+    def count(self, key: str = "") -> bytes:
+        return b"%d" % len(self.data)
+
+    def has(self, key: str) -> bytes:
+        return b"1" if key in self.data else b"0"
+
+
+WRITES = ("set", "add", "append", "compare_set")
+COMMANDS = (*WRITES, "delete", "count", "has")
+
+
+class Store:
+    """What every store offers. Subclasses implement `_apply` and `_get`."""
+
+    def __init__(self, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> None:
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
+        raise TypeError(f"{type(self).__name__} does not implement {command}")
+
+    def _get(self, keys: list[str], limit: float) -> list[bytes] | None:
+        """Values when all keys are there within ``limit`` seconds, else None."""
+        end, pause = time.monotonic() + limit, 0.001
+        while not all(self._apply("has", key) == b"1" for key in keys):
+            if time.monotonic() >= end:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return [self._read(key) for key in keys]
+
+    def _read(self, key: str) -> bytes:
+        return self._apply("append", key, b"")
+
+    def _await(self, given: Sequence[str], timeout: timedelta | float | None, what: str) -> list[bytes]:
+        keys, limit = _names(given), min(seconds(timeout if timeout is not None else self._timeout) or 0.0, FOREVER)
+        values = self._get(keys, limit)
+        if values is None:
+            absent = [key for key in keys if self._apply("has", key) != b"1"]
+            raise DistStoreError(f"Timeout: {type(self).__name__}.{what} waited {limit:g} s for keys {absent or keys}")
+        return values
+
+    def _do(self, command: str, key: str, *values: bytes) -> bytes:
+        (name,) = _names([key])
+        return self._apply(command, name, *values)
+
+    def set(self, key: str, value: Value) -> None:
+        self._do("set", key, as_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value; waits for the key.
+
+        Raises:
+            DistStoreError: the key did not appear within the time-out.
+        """
+        return self._await([key], None, "get")[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter that starts at 0 and returns its new value."""
+        return int(self._do("add", key, b"%d" % operator.index(amount)))
+
+    def append(self, key: str, value: Value) -> None:
+        self._do("append", key, as_bytes(value))
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        """Sets the key if it holds ``expected`` (absent, if ``expected`` is empty); returns what it holds then."""
+        return self._do("compare_set", key, as_bytes(expected), as_bytes(desired))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
+        self._await(keys, timeout, "wait")
+
+    def wait_for(self, key: str, timeout: timedelta) -> bytes:
+        """`get` with a time-out of its own."""
+        return self._await([key], timeout, "wait")[0]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._apply("has", key) == b"1" for key in _names(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._do("delete", key) == b"1"
+
+    def num_keys(self) -> int:
+        return int(self._apply("count", ""))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._await(keys, None, "multi_get")
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        if len(keys) != len(values):
+            raise ValueError(f"multi_set: {len(keys)} keys and {len(values)} values: as many of each are required")
+        for key, value in zip(_names(keys), values, strict=True):
+            self.set(key, value)
+
+    def local_address(self) -> str:
+        """The address at which this process is seen by the others; empty where the store does not tell."""
+        return ""
+
+    def close(self) -> None:
+        """Frees what the store holds."""
+
+
+class HashStore(Store):
+    """A store for the threads of one process."""
+
+    def __init__(self, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> None:
+        super().__init__(timeout)
+        self._table, self._changed = Table(), threading.Condition()
+
+    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
+        with self._changed:
+            found: bytes = getattr(self._table, command)(key, *values)
+            self._changed.notify_all()
+            return found
+
+    def _get(self, keys: list[str], limit: float) -> list[bytes] | None:
+        data = self._table.data
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(key in data for key in keys), limit):
+                return None
+            return [data[key] for key in keys]
+
+    def _read(self, key: str) -> bytes:
+        with self._changed:
+            return self._table.data[key]
+
+
+class FileStore(Store):
+    """A store over a file that all ranks see: a log of changes, written under the file's lock.
+
+    Args:
+        file_name: made with mode 0600 when it is not there.
+        world_size: users of the store; the last one to `close` removes the file (-1: nobody).
+
+    Raises:
+        ValueError: there is a file of another kind.
+    """
+
+    def __init__(self, file_name: str, world_size: int = -1, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> None:
+        super().__init__(timeout)
+        self.path, self._size = file_name, world_size
+        self._table, self._offset, self._lock, self._pid = Table(), 0, threading.Lock(), os.getpid()
+        self._fd = os.open(file_name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._locked(lambda: None)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _locked(self, step: Callable[[], Result]) -> Result:
+        if self._pid != os.getpid():  # a fork: the file's lock would be the parent's too
+            self._lock, self._pid, self._size = threading.Lock(), os.getpid(), -1
+            self._fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+        with self._lock:
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            try:
+                self._catch_up()
+                return step()
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _catch_up(self) -> None:
+        """Replays what others have written since."""
+        news = os.pread(self._fd, os.fstat(self._fd).st_size - self._offset, self._offset)
+        at = 0 if self._offset else len(HEAD)
+        if not self._offset and not HEAD.startswith(news[:at]):
+            raise ValueError(f"FileStore: {self.path} is not a store, and stays as it is: name a new file")
+        if len(news) < at:
+            return
+        while at + 8 <= len(news):
+            key_length, value_length = struct.unpack_from("<Ii", news, at)
+            end = at + 8 + key_length + max(value_length, 0)
+            if end > len(news):  # its writer was killed: cut off, as if it had not begun
+                break
+            key = news[at + 8 : at + 8 + key_length].decode()
+            if value_length < 0:
+                self._table.data.pop(key, None)
+            else:
+                self._table.data[key] = news[at + 8 + key_length : end]
+            at = end
+        self._offset += at
+
+    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
+        return self._locked(lambda: self._change(command, key, *values))
+
+    def _change(self, command: str, key: str, *values: bytes) -> bytes:
+        before = self._table.data.get(key)
+        found: bytes = getattr(self._table, command)(key, *values)
+        after = self._table.data.get(key)
+        if after != before:
+            name = key.encode()
+            record = struct.pack("<Ii", len(name), -1 if after is None else len(after)) + name + (after or b"")
+            self._write(record if self._offset else HEAD + record)
+        return found
+
+    def _write(self, record: bytes) -> None:
+        try:
+            os.ftruncate(self._fd, self._offset)
+            if (written := os.pwrite(self._fd, record, self._offset)) != len(record):
+                raise OSError(errno.ENOSPC, f"{written} of {len(record)} bytes written")
+        except OSError as failure:  # what is half written is cut off by whoever writes next
+            self._table, self._offset = Table(), 0
+            raise DistStoreError(f"FileStore: {self.path} cannot be written: {failure}") from failure
+        self._offset += len(record)
+
+    def _read(self, key: str) -> bytes:
+        return self._locked(lambda: self._table.data[key])
+
+    def _is_there(self) -> bool:
+        """False when the file has been removed, and another one may have its name."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        return False
+
+    def has_ended(self) -> bool:
+        """True when a user has closed the store: one that is to begin must not use it. The file is removed then."""
+
+        def step() -> bool:
+            if self._is_there() and CLOSED in self._table.data:
+                os.unlink(self.path)
+            return not self._is_there()
+
+        return self._locked(step)
+
+    def close(self) -> None:
+        def step() -> None:
+            if int(self._change("add", CLOSED, b"1")) >= self._size and self._is_there():
+                os.unlink(self.path)
+
+        if self._fd >= 0:
+            try:
+                if self._size > 0 and self._pid == os.getpid():  # a fork is none of the users
+                    self._locked(step)
+            finally:
+                os.close(self._fd)
+                self._fd = -1
+
+
+class PrefixStore(Store):
+    """A store within a store: every key gets ``prefix/`` in front."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(store.timeout)
+        self.prefix, self.underlying_store = prefix, store
+
+    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
+        return self.underlying_store._apply(command, f"{self.prefix}/{key}", *values)
+
+    def local_address(self) -> str:
+        return self.underlying_store.local_address()
+
+    def _get(self, keys: list[str], limit: float) -> list[bytes] | None:
+        return self.underlying_store._get([f"{self.prefix}/{key}" for key in keys], limit)

@@ -1,0 +1,98 @@
+"""Ranks that wait for each other over a store, before they have a group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+from wholestep.comm import dist_errors
+from wholestep.comm.dist_errors import DistStoreError
+from wholestep.comm.stores.store import Store
+
+ALL_CAME = "1"
+LINGER = timedelta(seconds=5)
+
+
+def _key(name: str) -> str:
+    return f"store_based_barrier_key:{name}"
+
+
+def barrier_keys(name: str, count: int) -> list[str]:
+    """The keys that `exchange` leaves in the store."""
+    key = _key(name)
+    return [key, f"{key}:last", *(f"{key}:{rank}" for rank in range(count))]
+
+
+def store_based_barrier(
+    rank: int,
+    store: Store,
+    group_name: str,
+    rendezvous_count: int,
+    timeout: timedelta,
+    logging_interval: timedelta = timedelta(seconds=10),
+) -> None:
+    """Returns when ``rendezvous_count`` ranks have called it.
+
+    Raises:
+        DistStoreError: they did not within the time-out, or one of them has given up; the missing ranks are named.
+        ValueError: two processes have the same rank.
+    """
+    exchange(rank, store, group_name, rendezvous_count, timeout)
+
+
+def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta, value: str = "") -> list[str]:
+    """A `store_based_barrier` that returns what every rank showed, in rank order."""
+    key = _key(name)
+    shown = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n{value}"
+    found = store.compare_set(f"{key}:{rank}", "", shown).decode()
+    if found != shown:
+        raise ValueError(
+            f"rank {rank} of {count} is there already: {found.splitlines()[0]}. Two processes have the same rank, "
+            "two jobs meet at the same address, or its file is left over from an earlier job: give each job its own"
+        )
+    if store.add(key, 1) == count:
+        store.compare_set(f"{key}:last", "", ALL_CAME)
+    try:
+        outcome = store.wait_for(f"{key}:last", timeout)
+    except DistStoreError as late:
+        missing = [other for other in range(count) if not store.check([f"{key}:{other}"])]
+        why = (
+            f"Timed out initializing process group in store based barrier on rank {rank}, for key: {key} "
+            f"(world_size={count}, num_workers_joined={count - len(missing)}, timeout={timeout}): "
+            f"of {count} ranks these have not come: {missing}"
+        )
+        give_up(store, name, DistStoreError(why))
+        leave_together(store, name, count - len(missing))
+        raise DistStoreError(why) from late
+    kind, _, why = outcome.decode().partition("\n")
+    if kind == DistStoreError.__name__:
+        with contextlib.suppress(dist_errors.DistError):
+            came = sum(store.check([f"{key}:{other}"]) for other in range(count))
+            leave_together(store, name, came)
+    if kind != ALL_CAME:
+        raise getattr(dist_errors, kind)(f"rank {rank}: {why}")
+    return [one.decode().split("\n", 2)[2] for one in store.multi_get(barrier_keys(name, count)[2:])]
+
+
+def give_up(store: Store, name: str, why: dist_errors.DistError) -> None:
+    """Ends a barrier on all ranks, because this one cannot go on: the others raise the same error."""
+    store.compare_set(f"{_key(name)}:last", "", f"{type(why).__name__}\n{why}")
+
+
+def leave_together(store: Store, name: str, count: int) -> None:
+    """Waits, for seconds, until ``count`` ranks have given up: one that ends may be the one that serves the store."""
+    with contextlib.suppress(dist_errors.DistError):
+        if store.add(f"{name} left", 1) >= count:
+            store.set(f"{name} all left", "1")
+        store.wait_for(f"{name} all left", LINGER)
+
+
+def forget(store: Store, name: str, count: int, keys: Sequence[str]) -> None:
+    """Deletes keys that nobody needs once ``count`` ranks have called this."""
+    if store.add(f"{name} done", 1) == count:
+        for key in (*keys, f"{name} done"):
+            store.delete_key(key)

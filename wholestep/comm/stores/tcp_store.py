@@ -1,0 +1,286 @@
+"""`TCPStore`: a table in the master's process, served to many clients over TCP.
+
+Every connection begins with a mutual challenge: each side proves that it knows the group's secret by an HMAC of
+the other's nonce, so that the secret itself never travels. Frames (`wire_protocol.py`) are bounded; `tcp_server.py` has
+the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+from wholestep.comm.dist_errors import DistNetworkError, DistStoreError
+from wholestep.comm.engines.c10d import torch_store_at
+from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, Store
+from wholestep.comm.stores.tcp_server import MAX_GREETING, Server
+from wholestep.comm.stores.wire_protocol import HELLO, MAX_FRAME, pack, proof, unpack
+
+SECRET_VARIABLE = "WHOLESTEP_SECRET"
+SLACK = 5.0  # seconds that the server's answer may take beyond what it was asked to wait
+CLOSINGS = 5.0  # seconds for which a connection that is closed at once is made again: the server may lack descriptors
+SILENCE = 3.0  # seconds until whoever listens is asked whether it is another kind of store
+
+_open: weakref.WeakSet[TCPStore] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a child: connections are the parent's, whose answers both would read; the child makes its own at need."""
+    for store in _open:
+        store._lock = threading.Lock()
+        store._hang_up(again=store._socket is not None)
+        if store._server is not None:
+            store._server.forget()
+            store._server = None
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _slice(end: float) -> float:
+    """Seconds until ``end`` that a socket takes as a time-out."""
+    return max(0.001, min(end - time.monotonic(), 3600.0))
+
+
+def is_loopback(host: str) -> bool:
+    """True when every address of the host is on the loopback interface."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as failure:
+        raise DistNetworkError(f"host {host!r} is unknown: {failure}") from failure
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
+
+
+class TCPStore(Store):
+    """A store over TCP.
+
+    Args:
+        host_name, port: the master's address; port 0 lets the system choose (`port` tells).
+        world_size: users of the store, the master among them; None when that is not fixed.
+        is_master: serve the table from this process. It listens on ``host_name``'s own address alone.
+        timeout: for connecting, and for keys to appear.
+        wait_for_workers: return when ``world_size`` users have connected.
+        secret: what the users share; taken from WHOLESTEP_SECRET when not given.
+
+    Raises:
+        DistNetworkError: the port is taken, nobody answers, or the other side does not know the secret.
+        ValueError: not a port, or the master would listen beyond loopback without a secret.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int = 0,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = DEFAULT_STORE_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        secret: str | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        if not 0 <= port <= 65535:
+            raise ValueError(f"TCPStore: {port} is not a port: 0 to 65535 is required")
+        self.host, self.port = host_name, port
+        self._secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE, "")
+        self._server: Server | None = None
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._again = False  # the connection ended without a fault of the server's
+        _open.add(self)
+        if is_master:
+            self._listen()
+        try:
+            self._connect()
+            if wait_for_workers and world_size and world_size > 0:
+                self._gather(world_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _listen(self) -> None:
+        if not is_loopback(self.host) and not self._secret:
+            raise ValueError(
+                f"TCPStore: {self.host} is reachable from other hosts, so a secret is required: set {SECRET_VARIABLE} "
+                "alike on every rank (`wholestep run` does), or use localhost"
+            )
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError as failure:
+            remedy = "choose a free port (0 for any)"
+            if failure.errno == errno.EADDRNOTAVAIL:
+                remedy = f"{self.host} is no address of this host: start rank 0 where it is"
+            elif torch_store_at(self.host, self.port):
+                remedy = self._torch_has_it()
+            raise DistNetworkError(
+                f"TCPStore: cannot listen on {self.host}:{self.port}: {failure}; {remedy}"
+            ) from failure
+        self.port = listener.getsockname()[1]
+        self._server = Server(listener, self._secret)
+        weakref.finalize(self, self._server.close).atexit = False
+
+    def _torch_has_it(self) -> str:
+        return (
+            f"the store of torch.distributed's own process group has that port: give this one another, by "
+            f"init_method='tcp://{self.host}:{self.port + 1}', say"
+        )
+
+    def _connect(self) -> None:
+        """Connects, trying again while the master may not be up yet, and proves both sides' secret."""
+        end, closed, pause = time.monotonic() + self._timeout.total_seconds(), 0.0, 0.01
+        while True:
+            try:
+                self._socket = socket.create_connection((self.host, self.port), _slice(end))
+            except OSError as failure:
+                if time.monotonic() >= end:
+                    raise DistNetworkError(
+                        f"TCPStore: no answer from {self.host}:{self.port} within {self._timeout}: {failure}; "
+                        "has rank 0, which serves the store there, been started?"
+                    ) from failure
+            else:
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    self._greet(end)
+                    return
+                except OSError as failure:
+                    closed = closed or time.monotonic()
+                    if time.monotonic() >= min(end, closed + CLOSINGS):
+                        raise self._foreign(f"it listens, but does not greet: {failure}") from failure
+                except (ValueError, struct.error) as failure:
+                    raise self._foreign(f"it does not answer as a store: {failure}") from failure
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def _foreign(self, what: str) -> DistNetworkError:
+        why = self._torch_has_it() if torch_store_at(self.host, self.port) else "is it another program's port?"
+        return DistNetworkError(f"TCPStore: {self.host}:{self.port} refused this rank: {what}; {why}")
+
+    def _greet(self, end: float) -> None:
+        self._send(HELLO, end)
+        try:
+            self._patiently(min(end, time.monotonic() + SILENCE), "recv", 1, socket.MSG_PEEK)
+        except TimeoutError:
+            if torch_store_at(self.host, self.port):
+                raise self._foreign("it says nothing") from None
+        (nonce,), mine = self._receive(end, MAX_GREETING), secrets.token_bytes(32)
+        self._send(pack(proof(self._secret, b"client", nonce), mine), end)
+        answer = self._receive(end, MAX_GREETING)
+        if answer[0] == b"error":
+            raise DistNetworkError(
+                f"TCPStore: {self.host}:{self.port} refused this rank: {answer[1].decode()}; "
+                f"is {SECRET_VARIABLE} the same on all ranks?"
+            )
+        if len(answer) != 2 or not hmac.compare_digest(answer[1], proof(self._secret, b"server", mine)):
+            raise DistNetworkError(
+                f"TCPStore: {self.host}:{self.port} does not know the secret: another program's port?"
+            )
+
+    def _gather(self, world_size: int) -> None:
+        if self.add("store/users", 1) >= world_size:
+            self.set("store/complete", "1")
+        self.wait(["store/complete"])
+
+    def _patiently(self, end: float, step: str, *args: Any) -> Any:
+        """A method of the socket, until ``end``, which may be further away than a socket's time-out can be."""
+        while True:
+            if self._socket is None:
+                raise OSError("closed")
+            self._socket.settimeout(_slice(end))
+            try:
+                return getattr(self._socket, step)(*args)
+            except TimeoutError:
+                if time.monotonic() >= end:
+                    raise
+
+    def _send(self, data: bytes, end: float) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._patiently(end, "send", left) :]
+            end = max(end, time.monotonic() + SLACK)
+
+    def _receive(self, end: float, most: int = MAX_FRAME) -> list[bytes]:
+        (length,) = struct.unpack("<I", self._exactly(4, end))
+        if length > most:
+            raise ValueError(f"a frame of {length} bytes is too long: not a store?")
+        return unpack(self._exactly(length, end))
+
+    def _exactly(self, count: int, end: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            more = self._patiently(end, "recv", min(count - len(data), 1 << 20))
+            if not more:
+                raise OSError("the connection was closed")
+            data += more
+            end = max(end, time.monotonic() + SLACK)
+        return bytes(data)
+
+    def _hang_up(self, again: bool = False) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._again = None, again
+
+    def _call(self, limit: float, *fields: bytes) -> list[bytes]:
+        """One request and its answer. A connection that fails, or is left, in between is closed: its next answer would
+        be taken for that to another request."""
+        request = pack(*fields)
+        if len(request) > MAX_FRAME:
+            raise ValueError(f"TCPStore: {len(request):,} bytes in one request, at most {MAX_FRAME:,} are allowed")
+        with self._lock:
+            if self._socket is None:
+                if not self._again:
+                    raise DistNetworkError(f"TCPStore: the connection to {self.host}:{self.port} is closed")
+                self._connect()
+            end = time.monotonic() + limit + SLACK
+            try:
+                self._send(request, end)
+                answer = self._receive(end)
+            except (OSError, ValueError, struct.error) as failure:
+                self._hang_up()
+                raise DistNetworkError(
+                    f"TCPStore: lost {self.host}:{self.port}: {failure}; has the process of rank 0, which serves the "
+                    "store there, ended or been stopped?"
+                ) from failure
+            except BaseException:  # an interrupt
+                self._hang_up(again=True)
+                raise
+        if answer[0] == b"error":
+            raise ValueError(answer[1].decode())
+        return answer
+
+    def _apply(self, command: str, key: str, *values: bytes) -> bytes:
+        return self._call(self._timeout.total_seconds(), command.encode(), key.encode(), *values)[1]
+
+    def _get(self, keys: list[str], limit: float) -> list[bytes] | None:
+        answer = self._call(limit, b"get", b"", repr(limit).encode(), *(key.encode() for key in keys))
+        return None if answer[0] == b"late" else answer[1:]
+
+    def local_address(self) -> str:
+        with self._lock:
+            return str(self._socket.getsockname()[0]) if self._socket is not None else ""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]  # who waits in another thread ends
+        with self._lock:
+            self._hang_up()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+__all__ = ["DistStoreError", "TCPStore", "is_loopback"]

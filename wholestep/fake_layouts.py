@@ -1,0 +1,206 @@
+"""Fake tensors whose results lie in memory as kernels lay them.
+
+torch's rules for fake tensors give other strides than its kernels here and there, while autograd, user code and the
+memory plan go by strides, and kernels round by them. So each call of a new signature (operator, layouts of operands,
+other arguments) is run by its kernel once in a process, on scratch tensors, and its results' layouts are kept.
+May import: torch_compat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from wholestep.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    ShapeEnvironment,
+    fake_refusal,
+    kernel_settings,
+    no_modes,
+    refuse_addresses,
+)
+
+# Shape, stride, dtype and device of each tensor among a call's results; None for one in an operand's memory.
+Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None, ...]
+
+LARGEST = 1 << 28  # bytes of the tensors that a kernel is tried on
+_MOST = 1 << 16  # signatures kept
+
+_known: dict[Any, Layouts | None] = {}
+
+
+class NoStandIn(Exception):  # noqa: N818 - not for users
+    """An argument without a stand-in."""
+
+
+class KernelMode(FakeTensorMode):
+    """Fake tensors by torch's rules, laid out by its kernels; what a kernel takes, a wrong rule does not refuse."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.shape_env is not None:  # no kernel can be asked for sizes that are symbols
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            found = super().__torch_dispatch__(func, types, args, kwargs)
+        except (ValueError, RuntimeError) as error:
+            refused = isinstance(error, RuntimeError) and fake_refusal(error)
+            kept = None if refused or func._schema.is_mutable else layouts(func, args, kwargs)
+            if not kept or None in kept:
+                raise
+            fakes = tuple([self._fake(*place) for place in kept if place])
+            return fakes if len(func._schema.returns) > 1 else fakes[0]
+        if not differ(func, args, kwargs, found):
+            return found
+        pairs = zip(tensors_of(found), layouts(func, args, kwargs) or (), strict=True)
+        return _filled(found, iter([t if place is None else self._fake(*place) for t, place in pairs]))
+
+    def _fake(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
+        with no_modes():
+            return FakeTensor(self, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
+
+
+def strict_fake_mode(env: ShapeEnvironment | None = None) -> FakeTensorMode:
+    """A mode whose tensors refuse to give an address ("Cannot access data pointer of Tensor …").
+
+    Args:
+        env: what symbolic sizes of its tensors belong to.
+    """
+    mode = KernelMode(allow_non_fake_inputs=False, shape_env=env, static_shapes=False)
+    refuse_addresses(mode)
+    return mode
+
+
+def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
+    """How a call's results lie, given tensors like its operands; None where its kernel was not, or cannot be, asked."""
+    if func.namespace != "aten" or func.is_view or _UNASKED & {*func.tags}:
+        return None
+    if all(result.alias_info for result in func._schema.returns):  # it gives its arguments back
+        return None
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        if all(argument.name != "generator" for argument in func._schema.arguments):
+            return None  # it would draw from the user's generator
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+    try:
+        key = (func, *_signature((args, kwargs)), kernel_settings())
+        if key not in _known:
+            if len(_known) >= _MOST:
+                _known.clear()
+            settled = _is_settled(func, [*tensors_of((args, kwargs))])
+            _known[key] = None if settled else _asked(func, args, kwargs)
+        return _known[key]
+    except (NoStandIn, TypeError):  # TypeError: an argument without a hash
+        return None
+
+
+def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
+    """Whether a call's results, as a graph has them, lie otherwise than its kernel lays them."""
+    kept = layouts(func, args, kwargs) if isinstance(func, OpOverload) else None
+    tensors = [*tensors_of(found)]
+    if kept is None or len(kept) != len(tensors):
+        return False
+    return any(place is not None and (t.shape, t.stride()) != place[:2] for t, place in zip(tensors, kept, strict=True))
+
+
+# Results of these depend on more than layouts.
+_UNASKED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def _signature(tree: Any) -> Iterator[Any]:
+    for leaf in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                raise NoStandIn
+            signs = leaf.dtype.is_complex and leaf.is_conj(), leaf.is_neg()
+            yield leaf.shape, leaf.stride(), leaf.dtype, leaf.device, signs
+        elif isinstance(leaf, (list, tuple, dict)):
+            yield tuple(leaf) if isinstance(leaf, dict) else len(leaf)
+            yield from _signature(leaf)
+        else:
+            yield type(leaf), leaf
+
+
+def _is_settled(func: OpOverload, operands: list[torch.Tensor]) -> bool:
+    """Whether torch's rule will do: elementwise operators keep row by row what lies so. Also where a kernel must not be
+    asked: it would read a workspace of zeros.
+    """
+    row_by_row = torch.Tag.pointwise in func.tags and all(map(_is_row_by_row, operands))
+    return row_by_row or not operands or _is_opaque(operands)
+
+
+def _is_opaque(tensors: list[torch.Tensor]) -> bool:
+    """Whether there are bytes among numbers: a kernel's workspace, in a form that it alone knows."""
+    return len({t.dtype is torch.uint8 for t in tensors}) > 1
+
+
+def _is_row_by_row(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _asked(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
+    with no_modes():
+        given = stand_ins(args), stand_ins(kwargs)
+        try:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                given[1]["generator"] = torch.Generator()
+            found = [*tensors_of(func(*given[0], **given[1]))]
+        except Exception:  # whatever it is: the call itself will say it
+            return None
+        memories = {t.untyped_storage().data_ptr() for t in tensors_of(given)}
+        if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in found) or _is_opaque(found):
+            return None
+        shared = [t.numel() > 0 and t.untyped_storage().data_ptr() in memories for t in found]
+        pairs = zip(found, shared, strict=True)
+        return tuple([None if inside else (t.shape, t.stride(), t.dtype, t.device) for t, inside in pairs])
+
+
+def stand_ins(tree: Any) -> Any:
+    """Real tensors in the layouts of those among a call's arguments, which are as they are otherwise.
+
+    Raises:
+        NoStandIn: an argument is none of size, number or plain tensor, or they are too large.
+    """
+    if sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(tree)) > LARGEST:
+        raise NoStandIn
+    if isinstance(tree, (list, tuple)):
+        return tuple(map(stand_ins, tree)) if type(tree) is tuple else [*map(stand_ins, tree)]
+    if isinstance(tree, dict):
+        return {name: stand_ins(leaf) for name, leaf in tree.items()}
+    if isinstance(tree, torch.Tensor):
+        plain = tree.layout == torch.strided and tree.device.type != "meta" and not tree.is_neg()
+        if not plain or any(type(n) is not int for n in tree.shape):
+            raise NoStandIn
+        made = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device=tree.device)
+        made.fill_(tree.dtype is torch.int32)  # pivots of LAPACK begin at 1 and are not checked; indices begin at 0
+        return made.conj() if tree.is_conj() else made
+    known = tree is None or isinstance(tree, (bool, int, float, complex, str)) or type(tree).__module__ == "torch"
+    if not known or isinstance(tree, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise NoStandIn
+    return tree
+
+
+def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for leaf in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_of(leaf)
+
+
+def _filled(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Nested results with others in the place of the tensors."""
+    if isinstance(tree, torch.Tensor):
+        return next(tensors)
+    if not isinstance(tree, (list, tuple)):
+        return tree
+    filled = [_filled(leaf, tensors) for leaf in tree]
+    return tuple(filled) if isinstance(tree, tuple) else filled

@@ -1,0 +1,167 @@
+"""What a graph calls besides operators: pure forms of those that write, and the state of the random generator.
+
+May import: errors, torch_compat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wholestep.errors import CaptureError
+from wholestep.torch_compat import OpOverload
+
+
+def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone with a tensor's very strides, gaps between elements included: kernels round, and draw, by them."""
+    clone = tensor.clone()
+    if clone.stride() == tensor.stride() or 0 in tensor.stride():
+        return clone
+    gaps = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return gaps.copy_(tensor)
+
+
+class Functionalized:
+    """A pure form of an operator that writes to its arguments and has no functional twin.
+
+    Calling it clones each written argument, runs the operator, and returns a tuple: the operator's own
+    results that are not one of the written arguments, then the new values of the written arguments, in
+    schema order (a written list contributes one entry per tensor).
+
+    Args:
+        op: the operator.
+        written: positions of the written arguments, for an operator whose schema does not declare them.
+    """
+
+    def __init__(self, op: OpOverload, written: tuple[int, ...] | None = None) -> None:
+        self.op = op
+        self.__name__ = f"functional_{op.name().split('::')[-1].replace('.', '_')}"
+        self.__qualname__ = self.__name__
+        self.__module__ = "wholestep.functional"
+        declared = tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
+        self.written = declared if written is None else written
+
+    def __repr__(self) -> str:
+        return f"functional({self.op})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Functionalized) and (other.op, other.written) == (self.op, self.written)
+
+    def __hash__(self) -> int:
+        return hash(("functional", self.op))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        names = [arg.name for arg in self.op._schema.arguments]
+        bound = dict(zip(names, args, strict=False)) | kwargs
+        written: list[torch.Tensor] = []
+        for index in self.written:
+            old = bound.get(names[index])
+            if isinstance(old, torch.Tensor):
+                bound[names[index]] = clone_as_it_lies(old)
+                written.append(bound[names[index]])
+            elif isinstance(old, (list, tuple)):
+                bound[names[index]] = [clone_as_it_lies(t) for t in old]
+                written.extend(bound[names[index]])
+        out = self.op(**bound) if any(a.kwarg_only for a in self.op._schema.arguments) else self.op(*bound.values())
+        outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
+        fresh = [o for o in outs if not any(o is w for w in written)]
+        return (*fresh, *written)
+
+
+class Count(int):
+    """The version counter of a tensor from outside, as a step reads it: another number at each call.
+
+    It may be kept, returned, set again, and moved by constants; a branch on it would hold for one call only.
+
+    Attributes:
+        tensor: the tensor whose counter it is.
+    """
+
+    tensor: torch.Tensor
+
+    def of(self, tensor: torch.Tensor) -> Count:
+        """The same number, for a tensor."""
+        self.tensor = tensor
+        return self
+
+    def __add__(self, other: int) -> Any:
+        return Count(int(self) + int(other)).of(self.tensor)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> Any:
+        difference = int(self) - int(other)
+        if isinstance(other, Count):
+            return difference if other.tensor is self.tensor else self._compare(int.__sub__, other)
+        return Count(difference).of(self.tensor)
+
+    def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
+        if isinstance(other, Count) and other.tensor is self.tensor:
+            return compare(int(self), int(other))
+        raise CaptureError(
+            "Python compares a version counter, which is another number at each call",
+            remedy="compare it with another reading of the same tensor's counter",
+        )
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(int.__eq__, other)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compare(int.__ne__, other)
+
+    def __lt__(self, other: int) -> Any:
+        return self._compare(int.__lt__, other)
+
+    def __le__(self, other: int) -> Any:
+        return self._compare(int.__le__, other)
+
+    def __gt__(self, other: int) -> Any:
+        return self._compare(int.__gt__, other)
+
+    def __ge__(self, other: int) -> Any:
+        return self._compare(int.__ge__, other)
+
+    def __bool__(self) -> bool:
+        return bool(self._compare(int.__ne__, 0))
+
+    __hash__ = int.__hash__
+
+
+class UnderGrad:
+    """An operator whose kernel asks whether gradients are wanted, run as if they were."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.__name__ = f"under_grad_{op.name().split('::')[-1].replace('.', '_')}"
+        self.__qualname__ = self.__name__
+        self.__module__ = "wholestep.functional"
+
+    def __repr__(self) -> str:
+        return f"under_grad({self.op})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnderGrad) and other.op is self.op
+
+    def __hash__(self) -> int:
+        return hash(("under_grad", self.op))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return self.op(*args, **kwargs)
+
+
+def get_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:
+    """State of a CPU generator (None: the default one): uint8 [5056]. Effectful: stays among random operators."""
+    return (generator or torch.default_generator).get_state()
+
+
+def set_rng_state(state: torch.Tensor, generator: torch.Generator | None = None) -> None:
+    """Sets a generator to ``state``. Effectful: never removed, never reordered."""
+    (generator or torch.default_generator).set_state(state)
+
+
+def manual_seed(seed: int, generator: torch.Generator | None = None) -> None:
+    """Seeds a generator. Effectful: never removed, never reordered."""
+    (generator or torch.default_generator).manual_seed(seed)

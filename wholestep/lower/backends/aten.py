@@ -1,0 +1,217 @@
+"""Lowering to generated Python over ATen kernels and compiled chains: a straight line over a planned arena.
+
+copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> plain_views -> arrange -> make_plan -> emit
+-> Program
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from wholestep.errors import LoweringError
+from wholestep.ir import Signature, StepGraph, dead_code
+from wholestep.lower.backends.interpreter import interpret
+from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory, tile_size
+from wholestep.lower.codegen.emit import Source, emit
+from wholestep.lower.fusion.execution_order import arrange
+from wholestep.lower.plan.arena import SHARED
+from wholestep.lower.plan.liveness import Plan
+from wholestep.lower.plan.memory_plan import make_plan
+from wholestep.packed_graph import Packed
+from wholestep.passes.canonicalize import copy_step, expand_foreach, plain_views, shared_host, spell_lists
+from wholestep.torch_compat import below_autograd, set_grad_mode
+
+_pointer = torch.Tensor.data_ptr
+_NONE = torch.empty(0)
+
+
+def lower_aten(
+    step: StepGraph, example_inputs: Sequence[Any] = (), *, tiling: bool = True, batching: bool = True
+) -> Program:
+    """Turns a graph into a fast callable.
+
+    Args:
+        step: the program; left as it is.
+        example_inputs: not read: the graph's records say all that is needed. Here for the common contract
+            of backends, ``(graph, example inputs) -> callable``.
+        tiling, batching: switch a grouping of elementwise operators off, for comparison.
+
+    Returns:
+        ``fn(*inputs) -> outputs``: bitwise what `naive.interpret` gives. Mutated inputs are written in
+        place; all other outputs are fresh memory of the caller's own.
+
+    Raises:
+        LoweringError: the generated program does not compile: a mistake of ours.
+    """
+    return Program(step, partial(_planned, tiling=tiling, batching=batching))
+
+
+def _planned(step: StepGraph, apart: frozenset[str], tiling: bool, batching: bool) -> tuple[Plan, Source]:
+    with torch.no_grad():
+        plan = plan_of(step, apart, tiling, batching)
+        return plan, emit(plan)
+
+
+def plan_of(
+    step: StepGraph, apart: frozenset[str] = frozenset(), tiling: bool = True, batching: bool = True
+) -> Plan:
+    """The order of execution and the place of each value; the graph is left as it is.
+
+    Args:
+        apart: see `make_plan`.
+    """
+    graph = shared_host(expand_foreach(spell_lists(copy_step(step))))
+    graph = dead_code(plain_views(dead_code(graph)))
+    return make_plan(graph, arrange(graph, tiling, batching), apart)
+
+
+class Program:
+    """A lowered step: call it with the inputs in the signature's order.
+
+    Attributes:
+        code: its Python source.
+        arena_bytes: bytes that its arenas hold between calls, all devices together.
+        rebinds: how often memory was bound: 1 while parameters and state stay where they are.
+    """
+
+    def __init__(
+        self, step: StepGraph, planned: Callable[[StepGraph, frozenset[str]], tuple[Plan, Source]]
+    ) -> None:
+        self._signature, self._planned = step.signature, planned
+        self._whole: Callable[[], StepGraph] = lambda: step
+        self._apart: frozenset[str] = frozenset()
+        self.rebinds = 0
+        self._lock = threading.Lock()  # a backward may run in any thread, and there is one arena
+        self._make(step)
+
+    def _make(self, step: StepGraph) -> None:
+        plan, source = self._planned(step, self._apart)
+        self.code, self._source, self._sizes = source.text, source, plan.arena
+        self.arena_bytes = sum(plan.arena.values())
+        self._loans: Loans = source.namespace.get("loans") or Loans()
+        self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
+        self._tensors: list[weakref.ref[Any]] = []
+        self._ids: list[int] = []
+        self._pointers: list[int] = []
+        self._arena: dict[str, torch.Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._run: Callable[[Sequence[Any]], list[Any]] | None = None
+        self._bind = self._compile()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that it holds between calls: arenas, scratch memory for tiles, blocks kept for big results."""
+        scratch = sum(buffer.nbytes for buffer in self._scratch.values())
+        recycler = self._source.namespace.get("fresh")
+        return self.arena_bytes + scratch + (recycler.nbytes if isinstance(recycler, Recycler) else 0)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Runs one step."""
+        return self.consume(list(inputs))
+
+    def consume(self, inputs: list[Any]) -> list[Any]:
+        """Runs one step on inputs that it may let go of; then the list is empty.
+
+        Memory of the signature's `dying` inputs is free after their last reader, if nobody else holds them.
+        """
+        graded = torch.is_grad_enabled()
+        if graded:
+            set_grad_mode(False)
+        try:
+            with self._lock, below_autograd():
+                if out := self._loans.out():
+                    self._apart |= frozenset(out)
+                    self._make(self._whole())
+                if self._run is None or not self._as_bound(inputs):
+                    self._rebind(inputs)
+                return self._run(inputs)  # type: ignore[misc]
+        finally:
+            if graded:
+                set_grad_mode(True)
+
+    def rest(self) -> None:
+        """Gives back arena, scratch and memory kept for results; the next call takes them anew."""
+        with self._lock:
+            self._run, self._scratch = None, {}
+            self._arena = {device: memory for device, memory in self._arena.items() if device == SHARED}
+            self._loans.forget()
+            if "fresh" in self._source.namespace:
+                self._source.namespace["fresh"].forget()
+
+    def keep(self, packed: Packed) -> None:
+        """Takes its graph at rest in place of the graph itself."""
+        self._whole = packed.whole
+
+    def _compile(self) -> Callable[..., Any]:
+        filename = f"wholestep program {id(self)}"  # in brackets, it would have to be split into lines at once
+        self._source.namespace["__name__"] = "wholestep.program"  # records of collectives show the line that calls it
+        try:
+            exec(compile(self.code, filename, "exec"), self._source.namespace)
+        except SyntaxError as error:
+            raise LoweringError(f"the generated program does not compile: {error}") from error
+        linecache.cache[filename] = (partial(str, self.code),)  # type: ignore[assignment]
+        weakref.finalize(self, linecache.cache.pop, filename, None)
+        return self._source.namespace["bind"]  # type: ignore[no-any-return]
+
+    def _as_bound(self, inputs: Sequence[Any]) -> bool:
+        if self._viewed is None:
+            return True
+        lasting = self._viewed(inputs)[:-2]
+        return [*map(id, lasting)] == self._ids and [*map(_pointer, lasting)] == self._pointers
+
+    def _rebind(self, inputs: Sequence[Any]) -> None:
+        """Makes all views of lasting memory anew: at the first call and when a parameter has moved."""
+        self.rebinds += 1
+        for device, size in self._sizes.items():
+            if device not in self._arena:
+                self._arena[device] = arena_memory(max(size, 1), device)
+        tile = tile_size()
+        for dtype, count in self._source.scratch.items():
+            for index in range(count):
+                if self._scratch.get((dtype, index), _NONE).numel() != tile:
+                    self._scratch[dtype, index] = torch.empty(tile, dtype=dtype)
+        lasting = self._viewed(inputs)[:-2] if self._viewed else ()
+        self._tensors, self._ids = self._watched(lasting), [*map(id, lasting)]
+        self._pointers = [*map(_pointer, lasting)]
+        if _written_overlap(self._signature, inputs):
+            step = self._whole()
+            self._run = lambda values: interpret(step, values)
+        else:
+            self._run = self._bind(inputs, self._arena, self._scratch, tile)
+
+    def _watched(self, tensors: Sequence[Any]) -> list[weakref.ref[Any]]:
+        """References that keep nothing alive: with one of the tensors go the views of its memory."""
+        program = weakref.ref(self)
+
+        def unbind(_: Any) -> None:
+            bound = program()
+            if bound is not None:
+                bound._run, bound._tensors = None, []
+
+        return [weakref.ref(tensor, unbind) for tensor in tensors]
+
+
+def _written_overlap(signature: Signature, inputs: Sequence[Any]) -> bool:
+    """True when an input that the step writes shares bytes with another one, which the plan excludes."""
+    written = set(signature.mutations.values())
+    ranges = []
+    for index, tensor in enumerate(inputs):
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + span * tensor.itemsize, index in written))
+    ranges.sort()
+    reach, reach_written = -1, False
+    for start, stop, is_written in ranges:
+        if start < reach and (is_written or reach_written):
+            return True
+        if stop > reach:
+            reach, reach_written = stop, is_written
+    return False

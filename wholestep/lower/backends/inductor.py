@@ -1,0 +1,187 @@
+"""Other code generators as backends: Inductor, or a user's own ``(gm, example_inputs) -> callable``.
+
+Inductor takes tensors only, so the graph is cut in two: forward and backward go to Inductor, everything that
+needs a host number (an optimizer's schedule) or has an effect of its own to the generated ATen program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.errors import LoweringError
+from wholestep.ir import GETITEM, Input, Signature, StepGraph, info, is_effectful
+from wholestep.lower.backends.aten import lower_aten
+from wholestep.lower.backends.interpreter import write_back
+from wholestep.lower.plan.operator_facts import OFFSETS, offset_of
+from wholestep.passes.canonicalize import copy_step
+from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor, lazy_graph_module
+
+UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]:
+    """Makes a lowering of a user's ``(gm, example_inputs) -> callable``.
+
+    The callable gets the inputs in order (in one list, when it is marked by ``_boxed_call = True``) and returns the
+    flat outputs, pure or not; new values of mutated inputs are then copied into them, and outputs that share memory
+    are given their own.
+    """
+
+    def lower(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+        gm = _with_own_offsets(step).gm
+        # an ordinary module: TorchScript reads the methods of one that writes its Python later
+        compiled = backend(fx.GraphModule(gm, gm.graph), example_inputs)
+        if not callable(compiled):
+            raise LoweringError(f"backend {backend!r} returned {type(compiled).__name__}, required a callable")
+        boxed = getattr(compiled, "_boxed_call", False)  # torch's mark of a callable that takes one list
+
+        def run(*inputs: Any) -> list[Any]:
+            with torch.no_grad():
+                values = compiled(list(inputs)) if boxed else compiled(*inputs)
+                if len(values) != step.signature.n_outputs:
+                    raise LoweringError(
+                        f"backend {backend!r}: its callable returned {len(values)} outputs, "
+                        f"the graph has {step.signature.n_outputs}; return them flat, in the graph's order"
+                    )
+                return write_back(list(values), inputs, step.signature.mutations)
+
+        return run
+
+    return lower
+
+
+def _with_own_offsets(step: StepGraph) -> StepGraph:
+    """The graph with offsets counted from the start of each operand's memory, as the operators themselves do."""
+    if not any(node.target in OFFSETS for node in step.graph.nodes):
+        return step
+    copied = copy_step(step)
+    for node in copied.graph.nodes:
+        place = OFFSETS.get(node.target, len(node.args))
+        if place < len(node.args):
+            offset = offset_of(node.target, node.args)
+            begin = info(node.args[0]).value.storage_offset()
+            node.args = (*node.args[:place], begin + offset) if offset else node.args[:place]
+    copied.gm.recompile()
+    return copied
+
+
+def lower_inductor(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Callable[..., list[Any]]:
+    """Compiles the tensor part of a step with Inductor; results are equal to float tolerance, not bitwise.
+
+    Raises:
+        LoweringError: Inductor could not compile the part; its own error is the cause.
+    """
+    inside = _tensor_part(step)
+    if not inside:
+        return lower_aten(step, example_inputs)
+    first, kept = _first_half(step, inside)
+    used = [step.placeholders.index(node) for node in first.placeholders_of]
+    fakes = [info(node).value for node in first.placeholders_of]
+    mode = next((v.fake_mode for v in fakes if isinstance(v, FakeTensor)), None) or FakeTensorMode()
+    try:
+        tensor_part = compile_with_inductor(first.gm, fakes, mode)
+    except Exception as error:
+        raise LoweringError(f"Inductor could not compile the step: {error}") from error
+    rest = lower_aten(_second_half(step, inside, kept))
+    names = {node: index for index, node in enumerate(kept)}
+    direct = {
+        out: names[node]
+        for out, node in enumerate(step.outputs)
+        if node in names and out not in step.signature.mutations
+    }
+
+    def run(*inputs: Any) -> list[Any]:
+        with torch.no_grad():
+            made = [_laid_out(v, node) for v, node in zip(tensor_part([inputs[i] for i in used]), kept, strict=True)]
+            values = write_back(made, inputs, {})
+            results = iter(rest(*inputs, *values))
+            return [values[direct[i]] if i in direct else next(results) for i in range(step.signature.n_outputs)]
+
+    return run
+
+
+def _laid_out(value: Any, node: fx.Node) -> Any:
+    """A value with the strides that the graph says it has; Inductor lays its results out as it likes."""
+    wanted = info(node).value
+    if not isinstance(value, torch.Tensor) or value.stride() == wanted.stride():
+        return value
+    return torch.empty_strided(wanted.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+class _Half:
+    def __init__(self, gm: fx.GraphModule, placeholders_of: list[fx.Node]) -> None:
+        self.gm, self.placeholders_of = gm, placeholders_of
+
+
+def _tensor_part(step: StepGraph) -> set[fx.Node]:
+    """ATen calls of forward and backward that need no host number and follow no effect left outside."""
+    inside: set[fx.Node] = set()
+    blocked = False
+    for node in step.graph.nodes:
+        if node.op == "get_attr":
+            inside.add(node)
+        if node.op != "call_function":
+            continue
+        # Inductor would count an offset from the start of its operand's memory
+        plain = isinstance(node.target, OpOverload) and node.target.namespace == "aten" and node.target not in OFFSETS
+        fits = (plain or node.target is GETITEM) and info(node).phase != "optimizer"
+        tensors = all(
+            o in inside or (o.op == "placeholder" and isinstance(info(o).value, torch.Tensor))
+            for o in node.all_input_nodes
+        )
+        effect = is_effectful(node)
+        if fits and tensors and not isinstance(info(node).value, (int, float)) and not (effect and blocked):
+            inside.add(node)
+        elif effect:
+            blocked = True
+    return inside if any(n.op == "call_function" for n in inside) else set()
+
+
+def _first_half(step: StepGraph, inside: set[fx.Node]) -> tuple[_Half, list[fx.Node]]:
+    """The tensor part as a graph of its own, and the nodes that it gives."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    placeholders = [n for n in step.placeholders if any(user in inside for user in n.users)]
+    for node in placeholders:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+    kept = []
+    for node in step.graph.nodes:
+        if node not in inside:
+            continue
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+        read_outside = any(user not in inside for user in node.users)
+        if read_outside and isinstance(info(node).value, torch.Tensor):
+            kept.append(node)
+    graph.output(tuple(copied[n] for n in kept))
+    return _Half(lazy_graph_module(step.gm, graph), placeholders), kept
+
+
+def _second_half(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node]) -> StepGraph:
+    """Everything else, with the first half's results as further inputs."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in step.placeholders:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+    inputs = list(step.signature.inputs)
+    for node in kept:
+        copied[node] = graph.placeholder(node.name)
+        copied[node].meta = dict(node.meta)
+        inputs.append(Input(str(copied[node].target), f"result {node.name} of the compiled part", "tensor"))
+    for node in step.graph.nodes:
+        if node.op in ("call_function", "get_attr") and node not in inside:
+            copied[node] = graph.node_copy(node, copied.__getitem__)
+    outputs: list[Any] = []
+    mutations: dict[int, int] = {}
+    for index, node in enumerate(step.outputs):
+        if index in step.signature.mutations:
+            mutations[len(outputs)] = step.signature.mutations[index]
+        elif node in kept:
+            continue
+        outputs.append(copied[node] if isinstance(node, fx.Node) else node)
+    graph.output(tuple(outputs))
+    signature = Signature(inputs, len(outputs), mutations, [])
+    return StepGraph(lazy_graph_module(step.gm, graph), signature, step.stage)

@@ -1,0 +1,1 @@
+"""Which calls run together and in which order: elementwise chains, blocks of rows, many small tensors at once."""

@@ -1,0 +1,287 @@
+"""Chains of elementwise operators over one shape, run by one compiled kernel, block by block in the cache.
+
+An unfused AdamW is eight operators over five tensors. Called one by one, each passes over memory again and costs half a
+microsecond of torch's dispatch for every parameter; in a chain, memory is passed over once.
+
+Every operator of a chain rounds as torch's own kernel does. Whether that one fuses a product with a sum is up to the
+compiler that built torch, so both are tried against it, once, on numbers of every kind; an operator whose bits neither
+gives stays torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import info
+from wholestep.torch_compat import mkl_square_root, no_modes
+
+try:
+    from wholestep.lower.fusion import _chain as native
+except ImportError:  # not built: torch's foreach kernels, and tiles, serve instead
+    native = None  # type: ignore[assignment]
+if not hasattr(native, "run_part"):  # built from older source
+    native = None  # type: ignore[assignment]
+
+aten = torch.ops.aten
+_MKL_MODE = 0x2 | 0x100 | 0x140000  # high accuracy, no error state, subnormals kept: as torch calls it
+_MEMORY, _SCRATCH, _GIVEN, _PART = range(4)
+# Elements from which torch's kernels run on several threads where there are some. A chain runs on one: with threads of
+# its own beside torch's, which spin for a while after each kernel, BERT-base's step took 2.2 of eager's time, not 0.75.
+SHARED_FROM = 1 << 15
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator of a chain.
+
+    Attributes:
+        kernels: those that may have torch's bits, the likelier first.
+        operands: whole tensors.
+        number: a number, or a node that gives one or a tensor with one; None where the operator takes none.
+    """
+
+    kernels: tuple[str, ...]
+    operands: tuple[fx.Node, ...]
+    number: Any = None
+
+
+# operator -> (kernels, how many whole tensors it takes, what it is called with beside them)
+_KERNELS: dict[Any, tuple[tuple[str, ...], int]] = {
+    aten.neg.default: (("neg",), 1),
+    aten.abs.default: (("abs",), 1),
+    aten.sqrt.default: (("sqrt", "sqrt_mkl"), 1),
+    aten.maximum.default: (("maximum",), 2),
+    aten.minimum.default: (("minimum",), 2),
+    aten.lerp.Scalar: (("lerp_fused", "lerp"), 2),
+    aten.addcmul.default: (("addcmul_fused", "addcmul"), 3),
+    aten.addcdiv.default: (("addcdiv",), 3),
+}
+_ARITHMETIC = {aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div"}
+
+
+def chain_step(node: fx.Node) -> Step | None:
+    """A call as an operator of a chain; None when it cannot be one."""
+    value = info(node).value
+    if native is None or not isinstance(value, torch.Tensor) or not _whole(value, value):
+        return None
+    if value.numel() >= SHARED_FROM and torch.get_num_threads() > 1:
+        return None
+    step = _spelled(node, value)
+    if step is None or not all(isinstance(o, fx.Node) and _whole(info(o).value, value) for o in step.operands):
+        return None
+    number = info(step.number).value if isinstance(step.number, fx.Node) else step.number
+    if isinstance(number, torch.Tensor):
+        if number.dim() or number.dtype is not torch.float32 or number.device.type != "cpu":
+            return None
+    elif isinstance(number, bool) or not isinstance(number, (int, float, type(None))):
+        return None
+    elif number is not None and not isinstance(step.number, fx.Node) and not math.isfinite(number):
+        return None
+    return step if kernel_of(node, step) else None
+
+
+def _whole(value: Any, like: torch.Tensor) -> bool:
+    """True for contiguous float32 memory of the CPU, of a given shape."""
+    return (isinstance(value, torch.Tensor) and value.dtype is torch.float32 and value.device.type == "cpu"
+            and value.shape == like.shape and value.is_contiguous() and value.dim() > 0 < value.numel())  # fmt: skip
+
+
+def _spelled(node: fx.Node, value: torch.Tensor) -> Step | None:
+    op, args, keywords = node.target, node.args, dict(node.kwargs)
+    if op in _ARITHMETIC and len(args) == 2:
+        alpha, second = keywords.pop("alpha", 1), args[1]
+        scaled = isinstance(alpha, fx.Node) or alpha != 1
+        if keywords or (scaled and op is not aten.add.Tensor):
+            return None
+        if isinstance(second, fx.Node) and isinstance(info(second).value, torch.Tensor) and info(second).value.dim():
+            kernels: tuple[str, ...] = ("axpy_fused", "axpy") if scaled else (_ARITHMETIC[op],)
+            return Step(kernels, args, alpha if scaled else None)  # type: ignore[arg-type]
+        return None if scaled else Step((f"{_ARITHMETIC[op]}_number",), args[:1], second)  # type: ignore[arg-type]
+    if op not in _KERNELS:
+        return None
+    kernels, tensors = _KERNELS[op]
+    number = args[tensors] if len(args) > tensors else None
+    if op in (aten.addcmul.default, aten.addcdiv.default):
+        number = keywords.pop("value", 1)
+    return None if keywords or len(args) > tensors + 1 else Step(kernels, args[:tensors], number)  # type: ignore[arg-type]
+
+
+# Trials
+
+
+_FOUND: dict[Any, str | None] = {}
+_SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 3e38, -3e38, 1.0, 1e-20]
+_NUMBERS = (0.37, 0.9, -0.01, 1e-3, 0.999, 1.0, 1e-8, 7.3)
+
+
+def kernel_of(node: fx.Node, step: Step) -> str | None:
+    """The compiled kernel with the bits of torch's, if there is one."""
+    tensor = isinstance(step.number, fx.Node) and isinstance(info(step.number).value, torch.Tensor)
+    key = (node.target, step.kernels, tensor)
+    if key not in _FOUND:
+        with no_modes():
+            _FOUND[key] = next((k for k in _available(step.kernels) if _same_bits(node, step, k, tensor)), None)
+    return _FOUND[key]
+
+
+@functools.cache
+def _available(kernels: tuple[str, ...]) -> tuple[str, ...]:
+    if "sqrt_mkl" not in kernels:
+        return kernels
+    address = mkl_square_root()
+    native.use_mkl(address, _MKL_MODE)
+    return kernels if address else tuple(k for k in kernels if k != "sqrt_mkl")
+
+
+def _same_bits(node: fx.Node, step: Step, kernel: str, tensor: bool) -> bool:
+    """Tries a kernel against torch on random numbers of many sizes, among them zeros, infinities and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    for number in _NUMBERS if step.number is not None else (None,):
+        operands = [_trial(generator) for _ in step.operands]
+        arg = torch.tensor(number) if tensor else number
+        theirs = _as_called(node, step, operands, arg)
+        ours = torch.empty_like(theirs)
+        cell = torch.tensor(0.0 if number is None else number)
+        names = [f"o{i}" for i in range(len(operands))]
+        row = (kernel, "r", tuple(names), None if number is None else "n")
+        chain(ours.numel(), [row], {**dict(zip(names, operands, strict=True)), "r": ours, "n": cell})()
+        same = ours.view(torch.int32) == theirs.view(torch.int32)
+        if not bool((same | (ours.isnan() & theirs.isnan())).all()):
+            return False
+    return True
+
+
+def _trial(generator: torch.Generator) -> torch.Tensor:
+    count = 4093
+    values = torch.randn(count, generator=generator) * torch.randn(count, generator=generator).mul(8).exp()
+    where = torch.randperm(count, generator=generator)[: 20 * len(_SPECIAL)]
+    values[where] = torch.tensor(_SPECIAL).repeat(20)
+    return values
+
+
+def _as_called(node: fx.Node, step: Step, operands: list[torch.Tensor], number: Any) -> torch.Tensor:
+    """What torch's operator gives for other operands in the places of its own."""
+    new: dict[Any, Any] = {}
+    rest = iter(operands)
+    args = [next(rest) if i < len(operands) else number for i in range(len(node.args))]
+    if step.number is not None and len(node.args) == len(operands):
+        new["alpha" if node.target in _ARITHMETIC else "value"] = number
+    return node.target(*args, **new)  # type: ignore[operator, no-any-return]
+
+
+# What the generated program calls
+
+# A product or quotient by a number, and the operator that alone reads it -> the kernel that does both: in the first
+# cache too, passes over a block are what most operators cost.
+_PAIRS = {("mul_number", kernel): f"mul_{kernel}" for kernel in
+          ("add", "axpy", "axpy_fused", "addcmul", "addcmul_fused", "addcdiv")}  # fmt: skip
+_PAIRS["div_number", "add_number"] = "div_add_number"
+
+Named = tuple[str, str, tuple[str, ...], str | None]  # kernel, result, operands, number
+
+
+def paired(
+    steps: Sequence[Named], lasting: Collection[str], shared: Collection[str]
+) -> list[tuple[*Named, str | None]]:
+    """Steps with the number of a second one that each may have taken in.
+
+    Args:
+        lasting: names of memory that somebody reads after the chain.
+        shared: names of memory that may have another name, too.
+    """
+    left: list[tuple[*Named, str | None]] = [(*step, None) for step in steps]
+    index = 1
+    while index < len(left):
+        kernel, result, (first, *others), number, _ = left[index]
+        before = _alone_before(left, index, lasting, shared)
+        pair = None if before is None else _PAIRS.get((left[before][0], kernel))
+        if before is None or pair is None:
+            index += 1
+            continue
+        _, _, (source,), other, _ = left[before]
+        left[index] = (pair, result, (source, *others), number, other)
+        del left[before]
+    return left
+
+
+def _alone_before(
+    steps: Sequence[tuple[Any, ...]], index: int, lasting: Collection[str], shared: Collection[str]
+) -> int | None:
+    """The step whose result only one other step reads, as its first operand; None when it must run on its own."""
+    _, result, (first, *others), *_ = steps[index]
+    writers = [i for i in range(index) if steps[i][1] == first]
+    if not writers or first in others:
+        return None
+    before = writers[-1]
+    untouched = {first, *steps[before][2]}
+    between, after = steps[before + 1 : index], steps[index + 1 :]
+    if any(first in step[2] or step[1] in untouched or step[1] in shared for step in between):
+        return None
+    if result != first and (first in lasting or any(first in step[2] for step in after)):
+        return None
+    return before
+
+
+def _overlapping(memory: dict[str, torch.Tensor], count: int) -> list[str]:
+    """Names of tensors of a chain's size that share bytes with another one."""
+    begins = sorted((tensor.data_ptr(), name) for name, tensor in memory.items() if tensor.numel() == count)
+    near = [(a, b) for (p, a), (q, b) in itertools.pairwise(begins) if q - p < 4 * count]
+    return [name for pair in near for name in pair]
+
+
+def chain(
+    count: int,
+    steps: Sequence[Named],
+    memory: dict[str, torch.Tensor],
+    given: Sequence[str] = (),
+    part: str | None = None,
+) -> Callable[..., None]:
+    """A function that runs a chain.
+
+    Args:
+        count: elements of each tensor.
+        steps: (kernel, result, operands, number), by name.
+        memory: tensors that stay where they are.
+        given: names of those whose addresses each call gives, in this order.
+        part: name of one of which each call gives some elements, before the addresses: the function then takes the
+            place of the first of them and a tensor that is them, and runs the chain on their places.
+
+    Names that are neither are values between steps, and need no memory.
+    """
+    places: dict[str, tuple[int, int]] = {name: (_GIVEN, i) for i, name in enumerate(given)}
+    places |= {name: (_MEMORY, tensor.data_ptr()) for name, tensor in memory.items()}
+    if part is not None:
+        places[part] = (_PART, 0)
+    scratch = 0
+    pairs = paired(steps, places, {*given, *_overlapping(memory, count)})
+    for _, result, *_ in pairs:
+        if result not in places:
+            places[result] = (_SCRATCH, scratch)
+            scratch += 1
+    index = {name: i for i, name in enumerate(places)}
+    rows = []
+    touched: set[str] = set()
+    for kernel, result, operands, *numbers in pairs:
+        names = [result, *operands]
+        new = [places[n][0] in (_MEMORY, _GIVEN) and n not in (*touched, *names[:i]) for i, n in enumerate(names)]
+        touched.update(names)
+        result_, a, b, c = (*(index[n] for n in names), -1, -1)[:4]
+        touches = sum(1 << i for i, first in enumerate(new) if first)
+        number, other = (-1 if name is None else index[name] for name in numbers)
+        rows.append((native.KERNELS[kernel], result_, a, b, c, number, other, touches))
+    made = native.chain(count, list(places.values()), rows)
+    run = functools.partial(native.run if part is None else _run_part, made)
+    run.memory = memory  # type: ignore[attr-defined]  # which it knows by address alone
+    return run
+
+
+def _run_part(made: Any, first: int, part: torch.Tensor, *addresses: int) -> None:
+    native.run_part(made, first, part.numel(), part.data_ptr(), *addresses)

@@ -1,0 +1,116 @@
+"""Which elementwise calls may run together: over tiles of big tensors, or as one call for many small ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.ir import info
+from wholestep.lower.plan.operator_facts import aten, base_name, inplace_variant, is_pointwise, out_variant
+
+TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
+TILE_FROM = 1 << 18  # elements from which a chain is tiled: 1 MB in float32
+BATCH_UP_TO = 1 << 16  # elements up to which a tensor joins a foreach call: beyond, caches matter more than calls
+
+# Operators that may be tiled if their vector and scalar code agree (see `same_bits`).
+TILE_OPS = {
+    "add", "sub", "mul", "div", "neg", "abs", "sqrt", "lerp", "addcmul", "addcdiv", "maximum", "minimum",
+    "relu", "threshold_backward", "clamp_min", "clamp_max", "where",
+}  # fmt: skip
+
+# functional overload -> the foreach call that gives the same bits in place.
+BATCH_OPS: dict[Any, str] = {
+    aten.add.Tensor: "_foreach_add_", aten.sub.Tensor: "_foreach_sub_", aten.mul.Tensor: "_foreach_mul_",
+    aten.div.Tensor: "_foreach_div_", aten.lerp.Scalar: "_foreach_lerp_", aten.addcmul.default: "_foreach_addcmul_",
+    aten.addcdiv.default: "_foreach_addcdiv_", aten.sqrt.default: "_foreach_sqrt_", aten.neg.default: "_foreach_neg_",
+}  # fmt: skip
+
+
+def _tensor_operands(node: fx.Node) -> list[Any]:
+    return [info(o).value for o in node.all_input_nodes]
+
+
+def tileable(node: fx.Node) -> bool:
+    """True for elementwise calls over big contiguous CPU tensors of one shape (and single numbers)."""
+    value, op = info(node).value, node.target
+    if not is_pointwise(op) or not isinstance(value, torch.Tensor) or base_name(op) not in TILE_OPS:  # type: ignore[arg-type]
+        return False
+    if value.numel() < TILE_FROM or value.device.type != "cpu" or not value.is_contiguous():
+        return False
+    if value.dtype not in (torch.float32, torch.float64) or _alpha(node) != 1:
+        return False
+    for operand in _tensor_operands(node):
+        if isinstance(operand, torch.Tensor) and operand.dim():
+            if operand.shape != value.shape or not operand.is_contiguous() or operand.device.type != "cpu":
+                return False
+        elif not isinstance(operand, (torch.Tensor, int, float)):
+            return False
+    writable = out_variant(op, "CPU") is not None or inplace_variant(op) is not None  # type: ignore[arg-type]
+    return writable and same_bits(op, node)
+
+
+def _alpha(node: fx.Node) -> Any:
+    return node.kwargs.get("alpha", 1)
+
+
+_SAME_BITS: dict[Any, bool] = {}
+
+
+def same_bits(op: Any, node: fx.Node) -> bool:
+    """True when an operator's vector code and the scalar code of its loop ends agree bit by bit.
+
+    Tiles put the loop's end elsewhere than the whole tensor does. Tried once per operator and dtype, on
+    4096 random values, whole against slices shorter than a vector.
+    """
+    dtype = info(node).value.dtype
+    kinds = tuple(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) and info(a).value.dim() > 0
+                  for a in node.args)  # fmt: skip
+    dtypes = tuple(v.dtype if isinstance(v, torch.Tensor) else None for v in _tensor_operands(node))
+    key = (op, dtype, kinds, dtypes)
+    if key not in _SAME_BITS:
+        generator = torch.Generator().manual_seed(0)
+        trial: list[Any] = []
+        for arg in node.args:
+            value = info(arg).value if isinstance(arg, fx.Node) else arg
+            if isinstance(value, torch.Tensor) and value.dim():
+                low = 0.1 if op is aten.sqrt.default else -0.5
+                trial.append((torch.rand(4096, generator=generator) + low).to(value.dtype))
+            elif isinstance(arg, fx.Node):
+                number = 0.37 if not isinstance(value, torch.Tensor) else torch.tensor(0.37).to(value.dtype)
+                trial.append(number)
+            else:
+                trial.append(arg)
+        keywords = {k: 0.37 if isinstance(v, fx.Node) else v for k, v in node.kwargs.items()}
+        whole = op(*trial, **keywords)
+        parts = [
+            op(*[a[i : i + 7] if isinstance(a, torch.Tensor) and a.dim() else a for a in trial], **keywords)
+            for i in range(0, 4096, 7)
+        ]
+        _SAME_BITS[key] = bool(torch.equal(whole, torch.cat(parts)))
+    return _SAME_BITS[key]
+
+
+def batch_key(node: fx.Node) -> Any:
+    """What small optimizer calls must share to run as one foreach call; None when this one cannot."""
+    value, op = info(node).value, node.target
+    if op not in BATCH_OPS or info(node).phase != "optimizer" or not isinstance(value, torch.Tensor):
+        return None
+    if value.numel() > BATCH_UP_TO or value.dtype != torch.float32 or _alpha(node) != 1:
+        return None
+    kinds: list[Any] = []
+    for name, arg in [*((None, a) for a in node.args), *node.kwargs.items()]:
+        found = info(arg).value if isinstance(arg, fx.Node) else arg
+        if isinstance(found, torch.Tensor):
+            if found.device != value.device or (found.shape != value.shape and found.dim()):
+                return None
+            kinds.append((name, "tensor", found.dtype, found.dim() == 0))
+        elif isinstance(arg, fx.Node):
+            kinds.append((name, "host"))
+        elif isinstance(arg, (int, float)) and math.isfinite(arg):
+            kinds.append((name, type(arg), arg))
+        else:
+            return None
+    return ("batch", op, tuple(kinds), value.device, value.dim() == 0)

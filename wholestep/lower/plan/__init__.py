@@ -1,0 +1,1 @@
+"""Where each value lives: liveness, in-place reuse, arena offsets, and the facts about operators behind them."""

@@ -1,0 +1,300 @@
+"""Facts about ATen overloads that lowering rests on, all derived from schemas or kept in tables.
+
+Which operators are views, which have an ``out=`` kernel or an in-place twin, which write their arguments,
+and by which public name an overload can be called fastest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from wholestep.functional import Functionalized
+from wholestep.torch_compat import OpOverload as Overload
+from wholestep.torch_compat import TorchDispatchMode, has_native_kernel
+
+aten = torch.ops.aten
+
+# Views in schema that may copy instead: they keep their base alive but are never made ahead of the call.
+MAYBE_VIEWS = {
+    "reshape",
+    "reshape_as",
+    "contiguous",
+    "to",
+    "flatten",
+    "ravel",
+    "resolve_conj",
+    "resolve_neg",
+    "type_as",
+}
+# Views whose schema does not say so.
+HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
+
+# functional overload -> (overload with an out= kernel of its own, further positional arguments).
+OUT_ALIASES: dict[Any, tuple[Any, tuple[Any, ...]]] = {
+    aten.relu.default: (aten.clamp_min.out, (0,)),  # relu's CPU and CUDA kernels are clamp_min's
+    aten.stack.default: (aten.stack.out, ()),  # written for all devices at once, yet not computed and then copied
+}
+
+UNSET: Any = object()  # what `empty` fills memory with
+
+# Results that are one constant everywhere, and where in the arguments it stands.
+FILLS: dict[Any, Callable[..., Any]] = {
+    aten.full.default: lambda size, value, **k: value,
+    aten.full_like.default: lambda x, value, **k: value,
+    aten.new_full.default: lambda x, size, value, **k: value,
+    aten.scalar_tensor.default: lambda value, **k: value,
+    **dict.fromkeys(
+        (aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default),
+        lambda *a, **k: UNSET,
+    ),
+    **dict.fromkeys((aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default), lambda *a, **k: 0),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), lambda *a, **k: 1),
+}
+COPIES = {aten.clone.default, aten._to_copy.default}
+
+# Scatters: the base with one view of it replaced -> the view.
+SCATTERS: dict[Any, Any] = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+}
+
+# Where an offset stands among the arguments. Operators count it from the start of the memory, a graph from the
+# operand's first element, since only the lowering knows where in its memory that one lies.
+OFFSETS: dict[Any, int] = {
+    aten.as_strided.default: 3,
+    aten.as_strided_copy.default: 3,
+    aten.as_strided_scatter.default: 4,
+}
+
+# In-place twins that read other elements than they write, yet give the functional result bit by bit.
+SELF_ONLY_INPLACE = {
+    "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
+    "masked_fill", "masked_scatter", "fill", "copy",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutable:
+    """The in-place form of an operator of several results.
+
+    Attributes:
+        op: the overload that writes its arguments.
+        written: indices of the arguments that it writes.
+        fresh: how many results of its own come before the written arguments in the functional form.
+        nested: the functional form returns a list for a written list, not its items one by one.
+    """
+
+    op: Overload
+    written: tuple[int, ...]
+    fresh: int
+    nested: bool
+
+
+def is_view(op: Any) -> bool:
+    """True for operators whose result shares memory with an argument, or may."""
+    if not isinstance(op, Overload):
+        return False
+    return bool(op.is_view) or base_name(op) in HIDDEN_VIEWS
+
+
+def is_sure_view(op: Any) -> bool:
+    """True for views that can never copy, so that they can be made before their memory is filled."""
+    return is_view(op) and base_name(op) not in MAYBE_VIEWS
+
+
+def is_collective(op: Any) -> bool:
+    """True for operators that start a collective: every rank must issue them in one order."""
+    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) != "wait"
+
+
+def is_in_place_collective(op: Any) -> bool:
+    """True for collectives that can run on the memory of their result, once their operand is copied there."""
+    return is_collective(op) and inplace_variant(op) is not None
+
+
+def is_wait(op: Any) -> bool:
+    """True for the end of a collective, which gives its operand itself."""
+    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) == "wait"
+
+
+def offset_of(op: Any, args: tuple[Any, ...]) -> int:
+    """Elements from the operand's first to the result's first, for operators of `OFFSETS`; 0 for all others."""
+    place = OFFSETS.get(op, len(args))
+    return (args[place] or 0) if place < len(args) else 0
+
+
+@functools.cache
+def base_name(op: Overload) -> str:
+    """``aten::add_.Tensor`` -> ``add_``."""
+    return op._schema.name.split("::")[-1]
+
+
+def is_pointwise(op: Any) -> bool:
+    """True when element i of the result depends on element i of the operands only."""
+    return isinstance(op, Overload) and torch.Tag.pointwise in op.tags and not op.is_view
+
+
+def _written(op: Overload) -> tuple[int, ...]:
+    return tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
+
+
+def _signature(op: Overload, skip: tuple[int, ...] = ()) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for i, a in enumerate(op._schema.arguments) if i not in skip]
+
+
+def _overloads(packet_name: str, namespace: str) -> list[Overload]:
+    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
+    return [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+
+
+@functools.cache
+def out_variant(op: Overload, key: str) -> tuple[Overload, tuple[Any, ...], tuple[str, ...]] | None:
+    """The ``out=`` overload with a kernel of its own on device key ``key``.
+
+    Returns:
+        (overload, extra positional arguments, names of the out arguments), or None. Generated out=
+        overloads, which compute and then copy, do not count.
+    """
+    if op in OUT_ALIASES:
+        found, extra = OUT_ALIASES[op]
+        return found, extra, ("out",)
+    if op.namespace not in ("aten", "wholestep") or _computes_in_out(op):
+        return None
+    for other in _overloads(base_name(op), op.namespace):
+        written = _written(other)
+        if not written or len(written) != len(op._schema.returns):
+            continue
+        if _signature(other, written) == _signature(op) and has_native_kernel(other, key):
+            return other, (), tuple(other._schema.arguments[i].name for i in written)
+    return None
+
+
+def _computes_in_out(op: Overload) -> bool:
+    """True for losses, which write all elements to ``out``, resized for them, before they reduce them there."""
+    return any(a.name == "reduction" for a in op._schema.arguments) and not base_name(op).endswith("_backward")
+
+
+@functools.cache
+def inplace_variant(op: Overload) -> Overload | None:
+    """The overload that writes the functional result into its first argument, or None."""
+    if op.namespace not in ("aten", "wholestep") or len(op._schema.returns) != 1:
+        return None
+    for other in _overloads(base_name(op) + "_", op.namespace):
+        if _written(other) == (0,) and _signature(other) == _signature(op):
+            return other
+    return None
+
+
+@functools.cache
+def mutable_twin(op: Any) -> Mutable | None:
+    """The argument-writing form of a `Functionalized`, ``_fused_*`` or ``*_functional`` operator."""
+    if isinstance(op, Functionalized):
+        written = tuple(op.written)  # the schema may not declare them
+        own = [r for r in op.op._schema.returns if not (r.alias_info and r.alias_info.is_write)]
+        return Mutable(op.op, written, len(own), nested=False)
+    if not isinstance(op, Overload) or len(op._schema.returns) < 2:
+        return None
+    name = base_name(op)
+    twin_name = name.removesuffix("_functional") if name.endswith("_functional") else name + "_"
+    for other in _overloads(twin_name, op.namespace):
+        written = _written(other)
+        own = [r for r in other._schema.returns if not (r.alias_info and r.alias_info.is_write)]
+        if written and _signature(other) == _signature(op) and len(own) + len(written) == len(op._schema.returns):
+            return Mutable(other, written, len(own), nested=True)
+    return None
+
+
+def read_only(op: Overload, arguments: dict[str, Any]) -> set[str]:
+    """Arguments that a schema calls written but this call leaves as they are.
+
+    The fused optimizers write the gradients only to unscale them, and never the step counts.
+    """
+    if not base_name(op).startswith("_fused_"):
+        return set()
+    return {"state_steps"} | ({"grads"} if arguments.get("grad_scale") is None else set())
+
+
+class _Reached(Exception):
+    pass
+
+
+class _FirstCall(TorchDispatchMode):
+    """Stops at the first ATen call and remembers it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = None
+        self.arguments: dict[str, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen, self.arguments = func, _by_name(func, args, kwargs or {})
+        raise _Reached
+
+
+def _by_name(op: Overload, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call, defaults included."""
+    schema = op._schema.arguments
+    given = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
+    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+
+def _same_argument(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
+        return len(wanted) == len(found) and all(map(_same_argument, wanted, found))
+    if isinstance(wanted, torch.Tensor) or isinstance(found, torch.Tensor):
+        return wanted is found or (isinstance(wanted, (int, float)) and found.dim() == 0)
+    return bool(wanted == found)
+
+
+def _stand_in(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return type(value)(_stand_in(v) for v in value)
+    return value
+
+
+def _pattern(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("T", value.dim() == 0, value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple({_pattern(v) for v in value})
+    return type(value)
+
+
+_ENTRIES: dict[Any, bool] = {}
+
+
+def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs: Any) -> bool:
+    """True when the public ``call`` lands on exactly ``op`` with those arguments: shown by calling it.
+
+    Arguments are compared too: a public function's defaults may be others than the overload's.
+
+    Args:
+        op: the overload wanted.
+        call: for instance ``torch.add`` or ``torch.Tensor.add_``.
+        name: of the call, part of the cache's key.
+        args, kwargs: tensors (fake ones too) and numbers as they will be passed.
+    """
+    if isinstance(call, FunctionType):  # written in Python: it may do more with what the overload gives
+        return False
+    key = (op, name, tuple(_pattern(a) for a in args), tuple((k, _pattern(v)) for k, v in kwargs.items()))
+    if key not in _ENTRIES:
+        mode = _FirstCall()
+        stand_ins, named = [_stand_in(a) for a in args], {k: _stand_in(v) for k, v in kwargs.items()}
+        try:
+            with torch.no_grad(), mode:
+                call(*stand_ins, **named)
+        except Exception:  # any refusal of these arguments means that the entry cannot serve
+            pass
+        wanted = _by_name(op, stand_ins, named)
+        _ENTRIES[key] = mode.seen is op and all(_same_argument(v, mode.arguments[k]) for k, v in wanted.items())
+    return _ENTRIES[key]

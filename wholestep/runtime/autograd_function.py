@@ -1,0 +1,249 @@
+"""A compiled forward and backward as one node of PyTorch's autograd graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any, ClassVar
+
+import torch
+
+from wholestep.ir import info
+from wholestep.lower.backends.interpreter import run_nodes
+from wholestep.runtime.backward_programs import Backward, Layout, Served
+from wholestep.runtime.program import Program
+from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, is_batched, transforms_active
+from wholestep.trace import Traced
+from wholestep.trace.outputs.state_outputs import Derivative
+
+NO_DOUBLE_BACKWARD = (
+    "torch.compile with aot_autograd does not currently support double backward: neither does wholestep outside of a "
+    "compiled function. Call torch.autograd.grad(…, create_graph=True) and the second backward inside of it."
+)
+
+@dataclass(slots=True)
+class Ran:
+    """A forward that has run.
+
+    Attributes:
+        outputs: what autograd is to see as results.
+        saved: the values to save, in the order in which the backward takes them.
+        late: the inputs that the backward writes.
+    """
+
+    outputs: tuple[torch.Tensor, ...]
+    saved: Sequence[Any]
+    late: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What all calls of one differentiable program have in common.
+
+    Attributes:
+        reads_all: whether the backward reads the gradients of all results.
+        apart: positions among the saved values of host numbers, and of inputs that the backward writes.
+        guard_identity: a captured backward serves nodes of this very plan.
+    """
+
+    guard_identity: ClassVar[bool] = True
+    derivative: Derivative
+    backward: Backward
+    apart: frozenset[int]
+    reads_all: bool
+
+
+def plan_of(traced: Traced, program: Program) -> Plan | None:
+    """The plan of a program with a backward; None for one without."""
+    if traced.derivative is None or program.backward is None:
+        return None
+    late = {("input", i) for i in traced.derivative.late}
+    written = {("output", o): i for o, i in traced.step.signature.mutations.items() if i in traced.derivative.late}
+    read = {written.get(place, place[1]) for place in program.backward.saved if place in written or place in late}
+    if read == set(traced.derivative.late):  # the backward writes what follows from what is there when it runs
+        late |= written.keys()
+    nodes = program.backward.halves.backward.placeholders[: len(program.backward.saved)]
+    apart = frozenset(
+        i
+        for i, (place, node) in enumerate(zip(program.backward.saved, nodes, strict=True))
+        if place in late or not isinstance(info(node).value, torch.Tensor)
+    )
+    reads_all = program.backward.halves.tangents == list(range(len(traced.derivative.outputs)))
+    return Plan(traced.derivative, program.backward, apart, reads_all)
+
+
+class CompiledFunction(torch.autograd.Function):
+    """Takes what a program's forward gave, saves exactly what its partition says, and runs its backward.
+
+    Each node has, as attributes of its ``ctx``: ``plan`` (whose ``backward.halves`` are the graphs), ``numbers`` (the
+    host numbers among the saved values, by position), ``saved_tensors`` (the others, in order) and ``late`` (the
+    inputs that hooks write in the backward; hooks read what is there when it runs, so ``numbers`` holds them too).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, ran: Ran, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        saved, apart = ran.saved, plan.apart
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.late = plan, ran.late
+        ctx.numbers = {i: saved[i] for i in apart} if apart else {}
+        ctx.save_for_backward(*[v for i, v in enumerate(saved) if i not in apart] if apart else saved)
+        return ran.outputs
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        backward, derivative = plan.backward, plan.derivative
+        arrived: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
+        strides = tuple(map(_strides, arrived))
+        served, alone = backward.served.get(strides), transforms_active()
+        if served is None or alone:
+            served, arrived, alone = _unusual(backward, arrived, alone)
+        if served.layouts is not None:
+            arrived = list(map(_laid_out, arrived, served.layouts))
+        there = [t for t in arrived if t is not None] if None in strides else arrived
+        values = all_saved(ctx)
+        values += there
+        behind = list(values) if torch.is_grad_enabled() else ()
+        if alone or dispatch_modes_active():  # part of another trace, which sees each operator
+            outputs: Sequence[Any] = run_nodes(served.graph, values)
+        else:
+            free_saved_tensors(ctx)
+            outputs = served.consume(values)
+        count, made = derivative.n_given, len(derivative.made)
+        gradients = outputs
+        if not served.plain:
+            gradients = served.gradients(outputs, there, count + made + len(derivative.late))
+        if behind:
+            gradients = _refusing(gradients, behind)
+        if ctx.late:
+            with torch.no_grad():
+                for tensor, value in zip(ctx.late, gradients[count + made :], strict=True):
+                    if value is not None:
+                        tensor.copy_(value)
+            gradients = gradients[: count + made]
+        silent = len(derivative.inputs) - count
+        if silent:
+            gradients = [*gradients[:count], *[None] * silent, *gradients[count:]]
+        if plan.reads_all and None not in strides or not any(map(_is_none, tangents)):
+            return (None, None, *gradients)
+        present = [i for i, t in enumerate(tangents) if t is not None]
+        reached = frozenset().union(*(derivative.reaches[i] for i in present))
+        return (None, None, *(g if i in reached else None for i, g in enumerate(gradients)))
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch's, without its Python (2 µs) where nothing asks for it."""
+        return super().apply(*args) if transforms_active() else _apply(*args)  # type: ignore[no-untyped-call]
+
+
+_apply = super(torch.autograd.Function, CompiledFunction).apply
+_is_none = partial(is_, None)
+_OWN_NAME = re.compile("output ([0-9]+) of CompiledFunction(Backward)?")
+
+
+def _as_eager(name: str, suffix: str | None) -> str:
+    """A node's name as errors give it: whole before torch 2.13, then as that of the function alone."""
+    return name if suffix else name.split("Backward")[0]
+
+
+def all_saved(ctx: Any) -> list[Any]:
+    """The saved values of one node, tensors and host numbers, in the order in which its backward takes them.
+
+    Raises:
+        RuntimeError: they are freed, or were written since: autograd's own errors.
+    """
+    numbers = ctx.numbers
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError as error:
+        names = ctx.plan.derivative.names
+        raise RuntimeError(_OWN_NAME.sub(lambda found: _as_eager(names[int(found[1])], found[2]), str(error))) from None
+    if not numbers:
+        return list(saved)
+    tensors = iter(saved)
+    return [numbers[i] if i in numbers else next(tensors) for i in range(len(ctx.plan.backward.saved))]
+
+
+def _strides(tangent: torch.Tensor | None) -> Any:
+    """What a program is kept by; for a gradient that no program reads as it is, something that is no key."""
+    if tangent is None:
+        return None
+    if tangent.is_conj() or tangent.is_neg() or _is_odd(tangent):
+        return _UNUSUAL
+    return tangent.stride()
+
+
+_UNUSUAL = object()
+
+
+def _is_odd(tangent: torch.Tensor) -> bool:
+    """Whether it is sparse, or many gradients at once: operators know what to do with them, a program does not."""
+    return tangent.layout is not torch.strided or is_batched(tangent)
+
+
+def _unusual(backward: Backward, arrived: Sequence[Any], alone: bool) -> tuple[Served, list[Any], bool]:
+    """The program for gradients that none is kept for, the gradients, and whether to call it operator by operator."""
+    shown = [t.resolve_conj().resolve_neg() if t is not None and (t.is_conj() or t.is_neg()) else t for t in arrived]
+    alone = alone or any(t is not None and _is_odd(t) for t in shown)
+    return backward.serve(backward.traced(shown) if alone else tuple(map(_strides, shown))), shown, alone
+
+
+def _laid_out(tangent: torch.Tensor | None, layout: Layout | None) -> torch.Tensor | None:
+    if layout is None:
+        return None
+    size, stride, dtype, device = layout
+    if tangent is None:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
+    if tangent.stride() == stride:
+        return tangent
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(tangent)
+
+
+class _DoubleBackward(torch.autograd.Function):
+    """Gradients that require grad, as those of `create_graph=True` do, and refuse to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(NO_DOUBLE_BACKWARD)
+
+
+def _refusing(gradients: Sequence[Any], behind: Sequence[Any]) -> list[Any]:
+    sources = [t for t in behind if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not sources or not any(gradient is not None for gradient in gradients):
+        return list(gradients)
+    there = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    refusing = _DoubleBackward.apply(len(there), *(gradients[i].detach() for i in there), *sources)  # type: ignore[no-untyped-call]
+    found = dict(zip(there, refusing, strict=True))
+    return [found.get(place) for place in range(len(gradients))]
+
+
+SECOND_TIME = "Trying to backward"
+NOT_OUTSIDE = (
+    "this is the result of a step that is compiled under a plan: its backward outside of the step would leave "
+    "gradients that no plan has reduced. Compile a function that calls the model and backward()."
+)
+
+
+class Spent(torch.autograd.Function):
+    """Gives a result the `requires_grad` that it has in eager; it cannot be differentiated, as it says when tried."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        ctx.why = why
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.why.startswith(SECOND_TIME):
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: this tensor is the result of a compiled step, "
+                "whose graph is not kept. Call backward() inside of the step."
+            )
+        raise RuntimeError(ctx.why or NOT_OUTSIDE)

@@ -1,0 +1,164 @@
+"""The backward of a program: one program for each way in which the gradients that come lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from wholestep.aot_autograd import Partitioned
+from wholestep.aot_autograd.tangent_layouts import Arriving, Result, Strides, Unfit, arriving, without_last_views
+from wholestep.ir import StepGraph, info
+from wholestep.runtime.replayed_views import viewed
+from wholestep.torch_compat import no_modes
+
+Run = Callable[..., Sequence[Any]]
+
+# How a gradient that arrives must lie in memory: shape, strides, dtype and device.
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+
+# Layouts of gradients beyond these are copied into the one that the backward was traced with.
+MAX_LAYOUTS = 32
+
+
+@dataclass
+class Served:
+    """A backward program for gradients that lie in memory in one way.
+
+    Attributes:
+        graph, run: saved values, then the gradients that arrive -> what follows from them.
+        results: where each gradient is then found.
+        layouts: what gradients are copied into first (None for one that does not arrive, where it need not be zeros);
+            None where they are read as they lie.
+        plain: whether the outputs are all gradients in their order.
+        consume: runs it on values that it may let go of as soon as they are read, where the backend can.
+    """
+
+    graph: StepGraph
+    run: Run
+    results: tuple[Result, ...]
+    layouts: tuple[Layout | None, ...] | None = None
+    plain: bool = False
+    consume: Callable[[list[Any]], Sequence[Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.consume = getattr(self.run, "consume", None) or partial(consumed, self.run)
+
+    def gradients(self, outputs: Sequence[Any], arrived: Sequence[Any], count: int) -> list[Any]:
+        """The gradients in order, of what the program gave and the gradients that came; None where nothing follows."""
+        found: list[Any] = [None] * count
+        for result in self.results:
+            base = outputs[result.output] if result.output is not None else arrived[result.arrived]  # type: ignore[index]
+            found[result.place] = viewed(base, result.views) if result.views else base
+        return found
+
+
+@dataclass
+class Backward:
+    """The backward of a program, and what it needs of the forward.
+
+    Attributes:
+        halves: both graphs.
+        saved: where each saved value is found once the forward has run: ("input" | "output", index).
+        lower: makes a program of a backward graph.
+        exact: whether gradients are read as they lie, as in eager; else copied into the layout that was traced.
+        served: strides of the gradients that arrive (None for one that does not) -> the program for them.
+        reasons: why more than one was made.
+    """
+
+    halves: Partitioned
+    saved: list[tuple[str, int]]
+    lower: Callable[[StepGraph], Run]
+    exact: bool
+    served: dict[tuple[Strides, ...], Served] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
+        self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
+        if not self.exact:
+            _ = self.first  # the user's compiler fails, if it does, before anything has run
+
+    @cached_property
+    def first(self) -> Served:
+        """The program for gradients as they were traced, made when it is asked for."""
+        whole = Arriving(self.halves.backward, tuple(range(len(self.halves.backward.outputs))))
+        self.served[self.traced(self._traced)] = made = self._lowered(whole)
+        return made
+
+    @property
+    def run(self) -> Run:
+        """The program for gradients as they were traced."""
+        return self.first.run
+
+    def serve(self, strides: tuple[Strides, ...]) -> Served:
+        """The program for gradients of these strides, made if there is none."""
+        found = self.served.get(strides)
+        return found if found is not None else self._made(strides)
+
+    def _made(self, strides: tuple[Strides, ...]) -> Served:
+        plain = tuple([self._plain(place, stride) for place, stride in enumerate(strides)])
+        found = self._known(plain)
+        if found is None and self.exact and len(self.reasons) < MAX_LAYOUTS:
+            found = self._anew(plain)
+        found = found or self._copied(plain)
+        if len(self.served) < 4 * MAX_LAYOUTS:
+            self.served[strides] = found
+        return found
+
+    def _known(self, strides: tuple[Strides, ...]) -> Served | None:
+        return self.first if strides == self.traced(self._traced) else self.served.get(strides)
+
+    def _copied(self, strides: tuple[Strides, ...]) -> Served:
+        """A program for copies in the layout of the trace, zeros among them if it must be."""
+        there = self.traced(strides)
+        found = self._known(there) or self._anew(there)
+        if found is not None:
+            pairs = zip(strides, self._traced, strict=True)
+            return replace(found, layouts=tuple([None if s is None else traced for s, traced in pairs]))
+        return replace(self.first, layouts=self._traced)
+
+    def traced(self, arrived: Sequence[object]) -> tuple[Strides, ...]:
+        """The strides of the trace; None for gradients that do not arrive."""
+        return tuple([None if a is None else stride for a, (_, stride, *_) in zip(arrived, self._traced, strict=True)])
+
+    def _plain(self, place: int, stride: Strides) -> Strides:
+        """Strides as they were traced for dimensions of one element, where they lead nowhere."""
+        if stride is None:
+            return None
+        size, traced, *_ = self._traced[place]
+        return tuple([t if n == 1 else s for n, s, t in zip(size, stride, traced, strict=True)])
+
+    def _lowered(self, made: Arriving) -> Served:
+        if self.exact:
+            graph, results = without_last_views(self.halves, made)
+        else:
+            graph, results = made.graph, tuple([Result(place, i) for i, place in enumerate(made.gives)])
+        plain = [Result(place, place) for place in range(len(self.halves.backward.outputs))]
+        with no_modes():
+            run = self.lower(graph)
+        return Served(graph, run, results, plain=list(results) == plain)
+
+    def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
+        try:
+            made = arriving(self.halves, strides)
+        except Unfit:
+            return None
+        self.served[strides] = served = self._lowered(made)
+        differing = [
+            f"gradient of output {output}: expected strides {list(traced)}, "
+            f"found {'none' if found is None else f'strides {list(found)}'}"
+            for output, found, (_, traced, *_) in zip(self.halves.tangents, strides, self._traced, strict=True)
+            if found != traced
+        ]
+        self.reasons.append("; ".join(differing))
+        return served
+
+
+def consumed(run: Run, values: list[Any]) -> Sequence[Any]:
+    """Runs a program on values that it may let go of as soon as they are read, where the backend can."""
+    consume = getattr(run, "consume", None)
+    return consume(values) if consume is not None else run(*values)  # type: ignore[no-any-return]

@@ -1,0 +1,95 @@
+"""Slots: the tensors that outlive a step, made of what its program gave, as eager would leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+
+from wholestep.runtime.autograd_function import SECOND_TIME, Spent
+from wholestep.runtime.replayed_views import viewed
+from wholestep.torch_compat import set_versions
+from wholestep.trace.outputs.state_outputs import Slot, View
+
+NEVER = 1 << 30  # a version that no count comes to
+
+
+def remade(
+    slot: Slot,
+    outputs: Sequence[Any],
+    values: list[Any],
+    made: dict[int, torch.Tensor],
+    handle: torch.Tensor | None,
+) -> torch.Tensor:
+    """One tensor that outlives the step.
+
+    Args:
+        outputs, values: outputs and inputs of the program.
+        made: the slots that are made already, by index.
+        handle: what a history that only refuses begins at; None for a tensor without history.
+    """
+    base: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
+    tensor = base
+    if slot.geometry is not None:
+        size, stride, offset = slot.geometry
+        start, kind = base.storage_offset() + offset, slot.kind
+        if kind is not None:
+            start = base.storage_offset() * base.itemsize // kind.dtype.itemsize + offset
+        if slot.base is not None:
+            base = made[slot.base]
+        # a view made without gradients could not be written later where eager's can
+        with torch.set_grad_enabled(handle is not None and (not slot.leaf or not base.requires_grad)):
+            if slot.views is not None:
+                tensor = _viewed(base, slot.views, slot.outdated)
+            elif kind is None:
+                tensor = base.as_strided(size, stride, start)
+            else:
+                tensor = kind.signed(kind.shown(base).as_strided(size, stride, start))
+        tensor = tensor if slot.is_view else tensor.data if slot.apart else tensor.detach()
+    if slot.parameter:
+        return torch.nn.Parameter(tensor, slot.requires_grad)
+    if handle is not None and slot.requires_grad and not tensor.requires_grad:
+        if slot.leaf:
+            return tensor.requires_grad_()
+        with torch.enable_grad():
+            return Spent.apply(slot.refusal, tensor, *_behind(slot.refusal, values, handle))  # type: ignore[no-any-return, no-untyped-call]
+    return tensor
+
+
+def _viewed(base: torch.Tensor, views: Sequence[View], outdated: bool) -> torch.Tensor:
+    """A view made by the operators that make it in eager, so that autograd knows it by these.
+
+    Args:
+        outdated: it was made before the base was written last.
+    """
+    version = base._version
+    if outdated:
+        set_versions((base,), (NEVER,))
+    view = viewed(base, views)
+    if outdated:
+        set_versions((base,), (version,))
+    return view
+
+
+def refuse(
+    refused: Sequence[tuple[int, int, str]], outputs: Sequence[Any], values: list[Any], handle: torch.Tensor
+) -> None:
+    """Gives inputs the new histories that cannot be differentiated; see `Traced.refused`."""
+    with torch.enable_grad():
+        for index, output, why in refused:
+            behind = _behind(why, values, handle)
+            values[index].copy_(Spent.apply(why, outputs[output], *behind))  # type: ignore[no-untyped-call]
+
+
+def as_inference(outputs: Sequence[Any], places: Container[int]) -> list[Any]:
+    """The outputs, those at some places, which eager leaves as inference tensors, copied into such."""
+    with torch.inference_mode():
+        return [out.clone() if i in places else out for i, out in enumerate(outputs)]
+
+
+def _behind(why: str, values: list[Any], handle: torch.Tensor) -> list[torch.Tensor]:
+    """What the engine comes by on its way to a result's refusal: the inputs that it may be asked to reach."""
+    if why.startswith(SECOND_TIME):
+        return [handle]
+    return [handle, *(v for v in values if isinstance(v, torch.Tensor) and v.requires_grad)]

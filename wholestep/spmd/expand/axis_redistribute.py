@@ -1,0 +1,226 @@
+"""From one placement to another along one axis: which collective that takes, what it costs, and the calls that do it.
+
+`RULES` is the table. Along an axis of n ranks, for a tensor of B bytes, a rank sends
+
+- all-gather, reduce-scatter: (n - 1) / n B; all-reduce, which is one after the other: 2 (n - 1) / n B;
+- all-to-all: (n - 1) / n² B, for each rank holds B / n and keeps a part of that.
+
+Pieces that are shorter travel as long as the longest, so that every rank issues the very same collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.comm.ops.rows import piece, piece_size
+from wholestep.ir import info
+from wholestep.spmd.expand.graph_edits import call
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Opaque, Partial, Placement, Replicate, Shard
+
+aten = torch.ops.aten
+collectives = torch.ops.wholestep
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of placement along one axis, at the insertion point of a graph.
+
+    Attributes:
+        shape: what the ranks of the line hold together.
+        record: of the nodes that are added: ``phase``, and what else `NodeInfo` takes.
+        unequal: whether ranks hold, here or along other lines, pieces of several sizes. No rank then leaves out a call
+            that another one makes: passes that move collectives shall find the same graph on every rank.
+    """
+
+    graph: fx.Graph
+    shape: tuple[int, ...]
+    line: Line
+    record: dict[str, Any]
+    unequal: bool
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        return call(self.graph, target, *args, **self.record)
+
+    def collective(self, name: str, *args: Any) -> fx.Node:
+        """A collective over the line, waited for at once."""
+        started = self.call(getattr(collectives, name).default, *args, self.line.group)
+        return self.call(collectives.wait.default, started)
+
+    def mine(self, dim: int) -> tuple[int, int]:
+        """This rank's piece."""
+        return piece(self.shape[dim], self.line.size, self.line.rank)
+
+    def step(self, dim: int) -> int:
+        return piece_size(self.shape[dim], self.line.size)
+
+    def cut(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+        """Elements from start to stop of a dimension."""
+        if not self.unequal and (start, stop) == (0, info(node).value.shape[dim]):
+            return node
+        return self.call(aten.slice.Tensor, node, dim, start, stop)
+
+    def pad(self, node: fx.Node, dim: int, before: int, after: int, value: float = 0) -> fx.Node:
+        """More elements of a dimension, before and after those there are."""
+        if not self.unequal and not before and not after:
+            return node
+        below = [0, 0] * (info(node).value.dim() - 1 - dim)
+        return self.call(aten.constant_pad_nd.default, node, [*below, before, after], value)
+
+    def swap(self, node: fx.Node, dim: int) -> fx.Node:
+        """Puts a dimension first, and the first one in its place."""
+        return node if dim == 0 else self.call(aten.transpose.int, node, 0, dim)
+
+    def dense(self, node: fx.Node) -> fx.Node:
+        """The elements in the order in which they are read."""
+        if not self.unequal and info(node).value.is_contiguous():
+            return node
+        layout = {"memory_format": torch.contiguous_format}
+        return call(self.graph, aten.clone.default, node, keywords=layout, **self.record)
+
+
+Emit = Callable[[Change, fx.Node, Any, Any], fx.Node]
+Cost = Callable[[int, int], float]  # (bytes of the whole, ranks) -> bytes that a rank sends
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table.
+
+    Attributes:
+        collective: its name; "" when nothing is sent.
+        sends: bytes that each rank sends.
+        emit: adds the calls; takes the change, the local value, from and to.
+    """
+
+    collective: str
+    sends: Cost
+    emit: Emit
+
+
+def _same(change: Change, node: fx.Node, src: Any, dst: Any) -> fx.Node:
+    return node
+
+
+def _slice(change: Change, node: fx.Node, src: Replicate, dst: Shard) -> fx.Node:
+    return change.cut(node, dst.dim, *change.mine(dst.dim))
+
+
+def _all_gather(change: Change, node: fx.Node, src: Shard, dst: Replicate) -> fx.Node:
+    dim, (start, stop) = src.dim, change.mine(src.dim)
+    padded = change.pad(node, dim, 0, change.step(dim) - (stop - start))
+    rows = change.collective("all_gather", change.dense(change.swap(padded, dim)))
+    return change.dense(change.swap(change.cut(rows, 0, 0, change.shape[dim]), dim))
+
+
+def _all_reduce(change: Change, node: fx.Node, src: Partial, dst: Replicate) -> fx.Node:
+    return change.collective("all_reduce", node, src.op)
+
+
+def _reduce_scatter(change: Change, node: fx.Node, src: Partial, dst: Shard) -> fx.Node:
+    dim, (start, stop) = dst.dim, change.mine(dst.dim)
+    padded = change.pad(node, dim, 0, change.step(dim) * change.line.size - change.shape[dim])
+    rows = change.collective("reduce_scatter", change.dense(change.swap(padded, dim)), src.op)
+    return change.dense(change.swap(change.cut(rows, 0, 0, stop - start), dim))
+
+
+def _all_to_all(change: Change, node: fx.Node, src: Shard, dst: Shard) -> fx.Node:
+    if src == dst:
+        return node
+    ranks, old, new = change.line.size, src.dim, dst.dim
+    start, stop = change.mine(old)
+    node = change.pad(node, old, 0, change.step(old) - (stop - start))
+    node = change.pad(node, new, 0, change.step(new) * ranks - change.shape[new])
+    dims = len(change.shape)
+    others = [dim for dim in range(dims) if dim != new]
+    rows = change.dense(change.call(aten.permute.default, node, [new, *others]))
+    sent = change.collective("all_to_all", rows, [], [])
+    sizes = list(info(sent).value.shape)
+    blocks = change.call(aten.view.default, sent, [ranks, change.step(new), *sizes[1:]])  # from rank, new, others
+    place = others.index(old)
+    order = [1, *range(2, 2 + place), 0, *range(2 + place, dims + 1)]
+    sizes[0], sizes[1 + place] = change.step(new), ranks * change.step(old)
+    joined = change.call(aten.view.default, change.dense(change.call(aten.permute.default, blocks, order)), sizes)
+    back = change.call(aten.permute.default, joined, [([new, *others]).index(dim) for dim in range(dims)])
+    start, stop = change.mine(new)
+    return change.dense(change.cut(change.cut(back, old, 0, change.shape[old]), new, 0, stop - start))
+
+
+# What a rank other than the first contributes so that it adds nothing; None: the value itself.
+_NEUTRAL: dict[str, float | None] = {"sum": 0, "product": 1, "avg": None, "max": None, "min": None}
+
+
+def _as_part(change: Change, node: fx.Node, src: Replicate, dst: Partial) -> fx.Node:
+    neutral = _NEUTRAL[dst.op]
+    if neutral is None:
+        return node
+    if change.line.rank == 0:  # what stands right before its readers stands alike on all ranks
+        return change.call(aten.clone.default, node)
+    return change.call(aten.full_like.default, node, neutral)
+
+
+def _embed(change: Change, node: fx.Node, src: Shard, dst: Partial) -> fx.Node:
+    neutral = _NEUTRAL[dst.op]
+    if neutral is None:
+        return _all_gather(change, node, src, Replicate())
+    start, stop = change.mine(src.dim)
+    return change.pad(node, src.dim, start, change.shape[src.dim] - stop, neutral)
+
+
+def _partial(change: Change, node: fx.Node, src: Partial, dst: Partial) -> fx.Node:
+    if src == dst:
+        return node
+    return _as_part(change, _all_reduce(change, node, src, Replicate()), Replicate(), dst)
+
+
+def _nothing(size: int, ranks: int) -> float:
+    return 0
+
+
+def _once(size: int, ranks: int) -> float:
+    return size * (ranks - 1) / ranks
+
+
+def _twice(size: int, ranks: int) -> float:
+    return 2 * _once(size, ranks)
+
+
+def _part_of_part(size: int, ranks: int) -> float:
+    return _once(size, ranks) / ranks
+
+
+RULES: dict[tuple[type, type], Rule] = {
+    (Replicate, Replicate): Rule("", _nothing, _same),
+    (Replicate, Shard): Rule("", _nothing, _slice),
+    (Replicate, Partial): Rule("", _nothing, _as_part),
+    (Shard, Replicate): Rule("all_gather", _once, _all_gather),
+    (Shard, Shard): Rule("all_to_all", _part_of_part, _all_to_all),
+    (Shard, Partial): Rule("", _nothing, _embed),  # avg, max and min have no neutral element: gathered
+    (Partial, Replicate): Rule("all_reduce", _twice, _all_reduce),
+    (Partial, Shard): Rule("reduce_scatter", _once, _reduce_scatter),
+    (Partial, Partial): Rule("all_reduce", _twice, _partial),
+}
+
+
+def _refuse(change: Change, node: fx.Node, src: Any, dst: Any) -> fx.Node:
+    raise AssertionError(f"{node} is {src} and cannot be {dst}")
+
+
+_NEVER = Rule("", lambda size, ranks: math.inf, _refuse)
+
+
+def rule_of(src: Placement, dst: Placement) -> Rule:
+    """The row for a change along one axis."""
+    if src == dst:
+        return RULES[Replicate, Replicate]
+    if Opaque in (type(src), type(dst)):
+        return _NEVER
+    if isinstance(src, Shard) and isinstance(dst, Partial) and _NEUTRAL[dst.op] is None:
+        return Rule("all_gather", _once, _embed)
+    return RULES[type(src), type(dst)]

@@ -1,0 +1,142 @@
+"""One call of a step, as sharding rules see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.comm.ops.rows import piece
+from wholestep.functional import Functionalized, UnderGrad
+from wholestep.ir import fake_tensors, info
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Placement, Replicate
+
+R = Replicate()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the step, as one device runs it.
+
+    Attributes:
+        target: what is called.
+        args, kwargs: its arguments, nodes among them.
+        operands: the nodes that give tensors, in the order of the arguments, lists flattened.
+        values: theirs, of the whole shapes.
+        result: fake value, whole.
+        line: the ranks of the axis.
+        ends: where ranks hold unequal parts, by other axes: the call as the ranks with the largest and with the
+            smallest parts make it. What is to be alike on all ranks goes by these.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    operands: tuple[fx.Node, ...]
+    values: tuple[torch.Tensor, ...]
+    result: Any
+    line: Line
+    ends: tuple[Call, Call] | None = None
+
+    @property
+    def most(self) -> Call:
+        """The call as the rank with the largest parts makes it."""
+        return self.ends[0] if self.ends is not None else self
+
+    @property
+    def least(self) -> Call:
+        """The call as the rank with the smallest parts makes it."""
+        return self.ends[1] if self.ends is not None else self
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """The tensors of the result, flattened."""
+        return list(fake_tensors(self.result))
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """An argument by its name in the operator's schema; what the schema says where it is not given."""
+        op = self.target.op if isinstance(self.target, (Functionalized, UnderGrad)) else self.target
+        for place, one in enumerate(op._schema.arguments):
+            if one.name == name:
+                if name in self.kwargs:
+                    return self.kwargs[name]
+                if place < len(self.args):
+                    return self.args[place]
+                return one.default_value if one.has_default_value() else default
+        return default
+
+    def _named(self) -> Iterator[tuple[str, fx.Node]]:
+        """The operands with the names of the arguments that they are in."""
+        op = self.target.op if isinstance(self.target, (Functionalized, UnderGrad)) else self.target
+        given = [*zip((one.name for one in op._schema.arguments), self.args, strict=False), *self.kwargs.items()]
+        for name, argument in given:
+            for one in argument if isinstance(argument, (list, tuple)) else [argument]:
+                if isinstance(one, fx.Node) and isinstance(info(one).value, torch.Tensor):
+                    yield name, one
+
+    def placed(self, /, **where: Placement) -> tuple[Placement, ...]:
+        """Placements of the operands by the names of their arguments; those that are not named are whole."""
+        return tuple(where.get(name, R) for name, _ in self._named())
+
+    def by_name(self, ins: Sequence[Any]) -> dict[str, Any]:
+        """What belongs to the operands, by the names of their arguments."""
+        return {name: one for (name, _), one in zip(self._named(), ins, strict=True)}
+
+    @classmethod
+    def of(cls, node: fx.Node, line: Line) -> Call:
+        """The call that a node of the whole step makes."""
+        operands: list[fx.Node] = []
+
+        def take(one: fx.Node) -> fx.Node:
+            if isinstance(info(one).value, torch.Tensor):
+                operands.append(one)
+            return one
+
+        fx.map_arg((node.args, node.kwargs), take)
+        values = tuple(info(one).value for one in operands)
+        made = cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, line)
+        ends = info(node).ends
+        if not line.uneven or ends is None:
+            return made
+        most, least = (cls.of(one, replace(line, uneven=False)) for one in ends)
+        return replace(made, ends=(replace(most, line=line), replace(least, line=line)))
+
+
+def exchanged(
+    args: Any, kwargs: Any, local: Iterable[fx.Node], number_of: Callable[[fx.Node], fx.Node]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments with local operands in place of whole ones, and this rank's numbers."""
+    operands = iter(local)
+
+    def exchange(one: fx.Node) -> fx.Node:
+        return next(operands) if isinstance(info(one).value, torch.Tensor) else number_of(one)
+
+    return fx.map_arg((tuple(args), dict(kwargs)), exchange)  # type: ignore[return-value]
+
+
+def with_arguments(target: Any, args: Any, kwargs: Any, /, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments, some exchanged by their names in the operator's schema."""
+    op = target.op if isinstance(target, (Functionalized, UnderGrad)) else target
+    names = [one.name for one in op._schema.arguments]
+    args, kwargs = list(args), dict(kwargs)
+    for name, value in changed.items():
+        if names.index(name) < len(args):
+            args[names.index(name)] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs
+
+
+def holds_on_all(call: Call, length: int) -> bool:
+    """True when every rank has something of a dimension: some kernels refuse tensors without elements."""
+    start, stop = piece(length, call.line.size, call.line.size - 1)
+    return start < stop
+
+
+def some_hold_none(call: Call, operand: int, dim: int) -> bool:
+    """True when a rank may have nothing of an operand's dimension: what is done about it then is done on all ranks."""
+    return not holds_on_all(call, call.least.values[operand].shape[dim])

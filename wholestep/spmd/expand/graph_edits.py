@@ -1,0 +1,156 @@
+"""What passes of this room do to a graph: add calls with their records, and lead readers to another value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.comm.ops.rows import piece
+from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, add_call, copy_graph, info, set_info
+from wholestep.spmd.expand.fake_evaluate import evaluate
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Placement, Shard
+from wholestep.tensor_parts import Part, Span
+from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
+
+Choice = Callable[[fx.Node], bool]
+
+
+def copy_step(step: StepGraph, stage: str) -> StepGraph:
+    """A copy that may be rewritten: a graph and a signature of its own."""
+    graph, copies = copy_graph(step.graph)
+    names = {old.name: new.name for old, new in copies.items()}
+    old = step.signature
+    gradients = [
+        replace(g, before=g.before and names.get(g.before, ""), after=names[g.after])
+        for g in old.gradients
+        if g.after in names
+    ]
+    signature = replace(old, mutations=dict(old.mutations), gradients=gradients, homes=dict(old.homes), alike=True)
+    return StepGraph(lazy_graph_module(step.gm, graph), signature, stage)
+
+
+def call(
+    graph: fx.Graph, target: Any, *args: Any, phase: Phase, keywords: dict[str, Any] | None = None, **record: Any
+) -> fx.Node:
+    """Adds a call at the graph's insertion point; its value comes from running it on its arguments' fake values.
+
+    Args:
+        keywords: of the call.
+        phase, record: of the node's `NodeInfo`.
+    """
+    keywords = keywords or {}
+    node = add_call(graph, target, args, keywords)
+    return set_info(node, NodeInfo(evaluate(target, args, keywords), phase, **record))
+
+
+class Runs:
+    """The backward passes of a step: stretches of nodes of phase "backward".
+
+    Attributes:
+        nodes: all nodes in order; new ones are in no run.
+        position: place of a node among them.
+    """
+
+    def __init__(self, step: StepGraph) -> None:
+        self.nodes = list(step.graph.nodes)
+        self.position = {node: place for place, node in enumerate(self.nodes)}
+        self._runs: dict[fx.Node, int] = {}
+        run, inside = -1, False
+        for node in self.nodes:
+            backward = node.op == "call_function" and info(node).phase == "backward"
+            run += backward and not inside
+            inside = backward
+            if backward:
+                self._runs[node] = run
+
+    def of(self, node: fx.Node) -> int | None:
+        """Number of the backward pass that a node belongs to, None when it belongs to none."""
+        return self._runs.get(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for a call whose result is another way into its first argument's memory."""
+    if node.target is GETITEM:
+        return is_view(node.all_input_nodes[0])
+    return isinstance(node.target, OpOverload) and bool(node.target.is_view)
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a value: its users, and those of its views."""
+    queue = [*node.users]
+    while queue:
+        user = queue.pop()
+        if is_view(user):
+            queue += user.users
+        else:
+            yield user
+
+
+def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
+    """Makes the chosen readers of one value read another one; views between them are made anew."""
+    pairs = [(old, new)]
+    for old, new in pairs:
+        for user in list(old.users):
+            if user is new:
+                continue
+            if not is_view(user):
+                if chosen(user):
+                    user.replace_input_with(old, new)
+            elif any(chosen(reader) for reader in readers(user)):
+                with old.graph.inserting_after(new):
+                    twin = old.graph.node_copy(user, lambda n, old=old, new=new: new if n is old else n)  # type: ignore[misc]
+                seq = info(user).seq if info(user).phase == phase else None  # a twin elsewhere is nobody's backward
+                set_info(twin, replace(info(user), phase=phase, seq=seq))
+                pairs.append((user, twin))
+
+
+def part_of_whole(record: NodeInfo, placement: Shard, line: Line) -> NodeInfo:
+    """The record of what one rank holds of a value; what other axes have cut before stays cut."""
+    whole = record.value
+    everything = Part.of(whole.shape, [(0, size) for size in whole.shape])
+    outer = record.placement if isinstance(record.placement, Part) else everything
+    dim, start = placement.dim, outer.spans[placement.dim][0]
+    first, last = piece(whole.shape[dim], line.size, line.rank)
+    mine = everything._replace(spans=_with(everything.spans, dim, (first, last)))
+    part = outer._replace(spans=_with(outer.spans, dim, (start + first, start + last)))
+    return replace(record, value=_cut(whole, mine), placement=part, ends=None)
+
+
+def _with(spans: Sequence[Span], dim: int, span: Span) -> tuple[Span, ...]:
+    return (*spans[:dim], span, *spans[dim + 1 :])
+
+
+def _cut(value: torch.Tensor, part: Part) -> torch.Tensor:
+    """A fake of a part of a fake, in the same order of dimensions, with the same gaps."""
+    strides = list(value.stride())
+    if value.is_contiguous():
+        strides = [math.prod(part.size[dim + 1 :]) for dim in range(value.dim())]
+    else:
+        for dim, (own, whole) in enumerate(zip(part.size, part.shape, strict=True)):
+            for other, stride in enumerate(value.stride()):
+                if own != whole and 0 < value.stride(dim) < stride:
+                    strides[other] = strides[other] * own // whole
+    with value.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
+        return torch.empty_strided(part.size, strides, dtype=value.dtype, device=value.device)
+
+
+def kept(node: fx.Node, whole: NodeInfo, placement: Placement, line: Line) -> fx.Node:
+    """What a step makes and leaves behind for later ones: this rank's part, in memory of its own, with its mark.
+
+    Args:
+        node: gives what this rank holds, the graph's insertion point being after it.
+        whole: the record of the whole value.
+    """
+    if not isinstance(placement, Shard) and not isinstance(whole.placement, Part):
+        return node
+    if node.op == "placeholder" or is_view(node):
+        layout = {"memory_format": torch.contiguous_format}
+        node = call(node.graph, torch.ops.aten.clone.default, node, phase="optimizer", keywords=layout)
+    part = part_of_whole(whole, placement, line).placement if isinstance(placement, Shard) else whole.placement
+    return set_info(node, replace(info(node), placement=part))

@@ -1,0 +1,193 @@
+"""What a sharding rule says: the ways in which one call can run on parts of its operands, along one mesh axis.
+
+A rule takes a `Call`, with its values as one device has them, and gives `Row`s: placements of the operands, and the
+placements of the results that the same call on the local operands then gives. That everything can be replicated goes
+without saying. Most rules name the dimensions of operands and results by letters, as `einsum` does: a dimension that
+is split in an operand is split in every other tensor with that letter; where a result lacks the letter, the local
+results are addends (`Partial`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.comm.ops.rows import piece
+from wholestep.ir import GETITEM, NodeInfo, info, set_info
+from wholestep.spmd.expand.calls import Call, R, exchanged, with_arguments
+from wholestep.spmd.expand.graph_edits import call as add_call
+from wholestep.spmd.mesh import Line
+from wholestep.spmd.placements import Op, Partial, Placement, Shard
+
+collectives = torch.ops.wholestep
+
+Names = Sequence[str | None]  # a letter for each dimension; None: cannot be split
+
+
+@dataclass
+class Build:
+    """Adds the calls of one rank to its graph.
+
+    Attributes:
+        graph: new calls go to its insertion point.
+        record: of the call of the whole step that they stand for.
+        line: the ranks of the axis.
+        number_of: this rank's node for a node of the whole step that gives a number.
+    """
+
+    graph: fx.Graph
+    record: NodeInfo
+    line: Line
+    number_of: Callable[[fx.Node], fx.Node]
+
+    def same(self, call: Call, ins: Sequence[fx.Node], /, **changed: Any) -> fx.Node:
+        """The call itself on local operands, some arguments exchanged by name."""
+        args, kwargs = exchanged(call.args, call.kwargs, ins, self.number_of)
+        args, kwargs = with_arguments(call.target, args, kwargs, **changed)
+        return self.call(call.target, *args, **kwargs)
+
+    def number(self, value: Any) -> Any:
+        """A number among the call's arguments, as this rank's graph has it."""
+        return self.number_of(value) if isinstance(value, fx.Node) else value
+
+    def call(self, target: Any, *args: Any, **keywords: Any) -> fx.Node:
+        """A call on nodes of this rank's graph."""
+        like = self.record
+        return add_call(self.graph, target, *args, phase=like.phase, keywords=keywords, seq=like.seq, where=like.where,
+                        module=like.module)  # fmt: skip
+
+    def all_reduce(self, node: fx.Node, op: Op = "sum") -> fx.Node:
+        """The reduction of a value over the ranks."""
+        started = self.call(collectives.all_reduce.default, node, op, self.line.group)
+        return self.call(collectives.wait.default, started)
+
+    def all_gather(self, node: fx.Node) -> fx.Node:
+        """The values of all ranks, one after the other along dimension 0."""
+        started = self.call(collectives.all_gather.default, node, self.line.group)
+        return self.call(collectives.wait.default, started)
+
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """A value in a dtype."""
+        if info(node).value.dtype == dtype:
+            return node
+        return self.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
+
+    def cut(self, node: fx.Node, dim: int) -> fx.Node:
+        """This rank's piece of a whole value."""
+        start, stop = self.piece(info(node).value.shape[dim])
+        return self.call(torch.ops.aten.slice.Tensor, node, dim, start, stop)
+
+    def piece(self, length: int) -> tuple[int, int]:
+        """Where this rank's piece of a dimension of the whole starts and stops."""
+        return piece(length, self.line.size, self.line.rank)
+
+    def pick(self, node: fx.Node, index: int) -> fx.Node:
+        """One item of a call's results."""
+        picked = self.graph.call_function(GETITEM, (node, index))
+        return set_info(picked, replace(self.record, value=info(node).value[index], ends=None))
+
+
+Emit = Callable[[Build, Call, Sequence[fx.Node]], Sequence[fx.Node]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run a call on parts.
+
+    Attributes:
+        ins: placements of the operands.
+        outs: placements of the results.
+        emit: adds other calls than the same one on the local operands; takes these, gives the local results.
+    """
+
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+    emit: Emit | None = None
+
+
+Rule = Callable[[Call], Iterable[Row]]
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The dimensions of a call by letters.
+
+    Attributes:
+        ins, outs: names for the dimensions of each operand and result.
+        reduced: how results that lack a letter are reduced; a letter that is neither here nor in every result is
+            not split.
+        added: operands that are summands of the result: where it is reduced, they are addends.
+        emit: for all rows.
+    """
+
+    ins: Sequence[Names]
+    outs: Sequence[Names]
+    reduced: Mapping[str, Op] = field(default_factory=dict)
+    added: frozenset[int] = frozenset()
+    emit: Emit | None = None
+
+    def rows(self, call: Call) -> Iterator[Row]:
+        """One row for each letter that can be split."""
+        for letter in dict.fromkeys(name for names in (*self.ins, *self.outs) for name in names if name):
+            row = self.row(letter)
+            if row is not None and _can_split(letter, self, call):
+                yield row
+
+    def row(self, letter: str) -> Row | None:
+        """The row of one letter, of whatever sizes its dimensions are; None when it cannot be split."""
+        ins: tuple[Placement, ...]
+        ins = tuple(Shard(names.index(letter)) if letter in names else R for names in self.ins)
+        if all(letter in names for names in self.outs):
+            return Row(ins, tuple(Shard(names.index(letter)) for names in self.outs), self.emit)
+        if letter not in self.reduced:
+            return None
+        part = Partial(self.reduced[letter])
+        ins = tuple(part if i in self.added and one == R else one for i, one in enumerate(ins))
+        outs = tuple(Shard(names.index(letter)) if letter in names else part for names in self.outs)
+        return Row(ins, outs, self.emit)
+
+
+def _can_split(letter: str, dims: Dims, call: Call) -> bool:
+    """True when all dimensions of a letter are of one size, so that their pieces are the same."""
+    sides = (*zip(dims.ins, call.values, strict=True), *zip(dims.outs, call.results, strict=True))
+    return len({value.shape[names.index(letter)] for names, value in sides if letter in names}) == 1
+
+
+def alphabet(count: int) -> list[str]:
+    """So many letters."""
+    return [chr(ord("a") + i) if i < 26 else f"a{i}" for i in range(count)]
+
+
+def trailing(value: torch.Tensor, letters: Sequence[str | None], shape: Sequence[int]) -> Names:
+    """Names for a tensor that is broadcast to a shape: its dimensions are the last ones, those of size 1 unnamed."""
+    skipped = len(letters) - value.dim()
+    return [
+        letter if length == whole else None
+        for letter, length, whole in zip(letters[skipped:], value.shape, shape[skipped:], strict=True)
+    ]
+
+
+def beside(call: Call, *dims: int) -> Iterator[Row]:
+    """Rows that split all dimensions but some; all operands and results have these dimensions."""
+    count = call.values[0].dim()
+    letters: list[str | None] = [None if i in {d % count for d in dims} else a for i, a in enumerate(alphabet(count))]
+    yield from Dims([letters] * len(call.values), [letters] * len(call.results)).rows(call)
+
+
+def linear_rows(call: Call, groups: Iterable[Sequence[int]]) -> Iterator[Row]:
+    """Rows in which some operands together are addends, the others whole: what is linear in those operands."""
+    outs = tuple(Partial() for _ in call.results)
+    if not all(_is_real(value) for value in call.results):
+        return
+    for group in groups:
+        if all(_is_real(call.values[i]) for i in group):
+            yield Row(tuple(Partial() if i in group else R for i in range(len(call.values))), outs)
+
+
+def _is_real(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+

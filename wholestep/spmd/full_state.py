@@ -1,0 +1,79 @@
+"""The whole state of an optimizer or a model of which each rank keeps parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from wholestep import comm
+from wholestep.errors import PlanError
+from wholestep.tensor_parts import Part, part_of
+
+
+def full_state_dict(
+    holder: torch.optim.Optimizer | torch.nn.Module, group: comm.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """A copy of `holder.state_dict()`, with whole tensors where an optimizer or a model has parts of them.
+
+    A collective: every rank of the group calls it, and gets the same. `load_state_dict` takes it on any number of
+    ranks, and without this library.
+
+    Args:
+        group: ranks that together hold every tensor, such as `mesh.get_group(axis)` (default: all).
+
+    Raises:
+        PlanError: the ranks of the group do not hold all of a tensor, or hold other tensors than one another.
+    """
+    if isinstance(holder, torch.nn.Module):
+        found = holder.state_dict(keep_vars=True)  # detached, parameters would be without their marks
+        wholes = _wholes([(name, value) for name, value in found.items()], group)
+        for name, value in found.items():
+            found[name] = _copy(value, wholes)
+        return found
+    found = holder.state_dict()
+    held = [(f"state[{key}][{name!r}]", v) for key, of in found["state"].items() for name, v in of.items()]
+    wholes = _wholes(held, group)
+    found["state"] = {key: {name: _copy(v, wholes) for name, v in of.items()} for key, of in found["state"].items()}
+    return found
+
+
+def _copy(value: Any, wholes: dict[int, torch.Tensor]) -> Any:
+    if id(value) in wholes:
+        return wholes[id(value)]
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _wholes(held: list[tuple[str, Any]], group: comm.ProcessGroup | None) -> dict[int, torch.Tensor]:
+    """id of a tensor that is a part -> the whole one."""
+    named = {id(v): (name, v) for name, v in held if isinstance(v, torch.Tensor) and part_of(v) is not None}
+    marks = [part_of(tensor) for _, tensor in named.values()]
+    everybody: list[Any] = [None] * comm.get_group(group).size()
+    comm.all_gather_object(everybody, marks, group)
+    if any([mark.shape for mark in one] != [mark.shape for mark in everybody[0]] for one in everybody):
+        raise PlanError(
+            "full_state_dict: the ranks of the group hold parts of different tensors\n"
+            "  to do: call it with the same model or optimizer on every rank, after the same steps"
+        )
+    return {
+        key: _whole(name, tensor, [one[index] for one in everybody], group)
+        for index, (key, (name, tensor)) in enumerate(named.items())
+    }
+
+
+def _whole(name: str, tensor: torch.Tensor, parts: list[Part], group: comm.ProcessGroup | None) -> torch.Tensor:
+    there, needed = sum(part.numel for part in set(parts)), torch.Size(parts[0].shape).numel()
+    if there < needed:
+        raise PlanError(
+            f"full_state_dict: the ranks of the group hold {there} of the {needed} elements of {name}\n"
+            "  to do: give it the group of all ranks that share the tensor out among them (default: all ranks)"
+        )
+    widest = max(part.numel for part in parts)
+    mine = tensor.new_zeros(widest)
+    mine[: tensor.numel()] = tensor.detach().flatten()
+    rows = tensor.new_empty(len(parts), widest)
+    comm.all_gather_into_tensor(rows, mine, group)
+    whole = torch.empty(parts[0].shape, dtype=tensor.dtype, device=tensor.device)
+    for row, part in zip(rows, parts, strict=True):
+        whole[part.slices] = row[: part.numel].view(part.size)
+    return whole

@@ -1,0 +1,166 @@
+"""The global view: a step means what it means on one device with the whole batch.
+
+A plan of the global view says where each tensor lies when no step runs (`placement_of`), and its passes make of the
+graph of the whole step the graph of one rank. Capture, launch and the passes all ask the same plan.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+
+from wholestep.comm.ops.rows import piece
+from wholestep.errors import PlanError
+from wholestep.ir import Input, Pass
+from wholestep.spmd.mesh import DeviceMesh, Line
+from wholestep.spmd.placements import Placement, Replicate, Shard, normal
+from wholestep.spmd.plans.patterns import argument_path, check_patterns, matches
+from wholestep.tensor_parts import Part, Span
+
+_GRAD = re.compile(r"(?P<owner>.+)\.grad")
+_STATE = re.compile(r".+?\.state\[(?P<owner>.*)\]\[[^\[\]]*\]")
+
+
+@runtime_checkable
+class GlobalPlan(Protocol):
+    """What a step does along one axis of a mesh, in the global view."""
+
+    @property
+    def axis(self) -> str: ...
+    def passes(self, mesh: DeviceMesh) -> list[Pass]: ...
+    def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
+        """Where a tensor lies along the axis when no step runs, `Shard` or `Replicate`.
+
+        Args:
+            item: its kind and source. "batch": a tensor that the step is called with; each rank gives its own rows
+                where the answer is `Shard(0)`, all of them where it is `Replicate()`.
+            value: a tensor of the whole shape; of a batch, possibly of this rank's.
+        """
+        ...
+
+
+class AtRest(ABC):
+    """For plans that place parameters: the rest follows.
+
+    Gradients and optimizer state lie as their parameter does, where they have as many dimensions; all other tensors
+    are on every rank.
+
+    Attributes:
+        batch: of the tensors that the step is called with, those without dimensions excepted; or of some, by patterns
+            of their paths (``batch.mask`` for ``batch["mask"]``), of which the first that fits counts.
+        unnamed: of those that fit no pattern.
+    """
+
+    batch: Placement | Mapping[str, Placement] = Shard(0)
+    unnamed: ClassVar[Placement] = Shard(0)
+
+    @abstractmethod
+    def place(self, source: str, value: torch.Tensor) -> Placement:
+        """Where a parameter lies."""
+
+    def place_buffer(self, source: str, value: torch.Tensor) -> Placement:
+        """Where a module's buffer lies."""
+        return Replicate()
+
+    def place_argument(self, source: str) -> Placement:
+        """Where a tensor that the step is called with lies."""
+        if not isinstance(self.batch, Mapping):
+            return self.batch
+        path = argument_path(source)
+        return next((one for pattern, one in self.batch.items() if matches(path, pattern)), self.unnamed)
+
+    def check_batch(self, sources: Sequence[str]) -> None:
+        """Refuses a pattern that no argument's path fits.
+
+        Raises:
+            PlanError: naming the nearest paths.
+        """
+        paths = [argument_path(source) for source in sources]
+        patterns = list(self.batch) if isinstance(self.batch, Mapping) else []
+        check_patterns(f"{type(self).__name__}, batch", patterns, paths, "tensor that the step is called with")
+
+    def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
+        """See `GlobalPlan`."""
+        if not value.dim():
+            return Replicate()
+        if item.kind == "batch":
+            return self.place_argument(item.source)
+        if item.kind == "buffer":
+            return self.place_buffer(item.source, value)
+        source = item.source if item.kind == "parameter" else owner_of(item)
+        placement = self.place(source, value) if source and not source.startswith("memory of ") else Replicate()
+        if isinstance(placement, Shard) and item.kind in ("grad", "state") and placement.dim >= value.dim():
+            return Replicate()
+        return placement
+
+
+def check_placements(plan: str, field: str, found: Any) -> None:
+    """Refuses what is not a placement of a tensor between calls, nor a mapping of patterns to such.
+
+    Raises:
+        PlanError: naming what was found.
+    """
+    for pattern, one in found.items() if isinstance(found, Mapping) else [("", found)]:
+        if not isinstance(one, (Shard, Replicate)):
+            at = f"[{pattern!r}]" if pattern else ""
+            raise PlanError(f"{plan}: {field}{at}={one!r}: Shard(dim) or Replicate() is required")
+
+
+def owner_of(item: Input) -> str:
+    """The source of the parameter that a gradient or an optimizer's state belongs to; "" for anything else."""
+    found = _GRAD.fullmatch(item.source) or _STATE.fullmatch(item.source) if item.kind in ("grad", "state") else None
+    return found["owner"] if found else ""
+
+
+@dataclass(frozen=True)
+class View:
+    """Plans of the global view with the ranks that each spreads the step over.
+
+    Attributes:
+        plans, lines: one of each for an axis of the mesh, in its order.
+    """
+
+    plans: tuple[GlobalPlan, ...]
+    lines: tuple[Line, ...]
+
+    def placements(self, item: Input, value: torch.Tensor) -> tuple[Placement, ...]:
+        """Where a tensor lies when no step runs, along each axis.
+
+        Raises:
+            PlanError: a plan names a dimension that the tensor does not have, or leaves it in addends.
+        """
+        found = [normal(plan.placement_of(item, value), value.shape, item.source) for plan in self.plans]
+        for plan, placement in zip(self.plans, found, strict=True):
+            if not isinstance(placement, (Shard, Replicate)):
+                raise PlanError(f"{plan!r} places {item.source} as {placement}: Shard or Replicate() is required")
+        return tuple(found)
+
+    def check_batch(self, sources: Sequence[str]) -> None:
+        """See `AtRest`."""
+        for plan in self.plans:
+            if isinstance(plan, AtRest):
+                plan.check_batch(sources)
+
+    def given(self, item: Input, mine: torch.Tensor) -> Part | None:
+        """What this rank's tensor of the batch is of the whole one, of which each rank gives an equal piece."""
+        shape, placements = list(mine.shape), self.placements(item, mine)
+        for placement, line in zip(placements, self.lines, strict=True):
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= line.size
+        return None if shape == list(mine.shape) else cut(shape, placements, self.lines)
+
+
+def cut(shape: Sequence[int], placements: Iterable[Placement], lines: Iterable[Line]) -> Part:
+    """What one rank holds of a tensor, axes that split one dimension doing so one after the other."""
+    spans: list[Span] = [(0, size) for size in shape]
+    for placement, line in zip(placements, lines, strict=True):
+        if isinstance(placement, Shard):
+            first, last = spans[placement.dim]
+            start, stop = piece(last - first, line.size, line.rank)
+            spans[placement.dim] = first + start, first + stop
+    return Part.of(shape, spans)

@@ -1,0 +1,46 @@
+"""Where the tensors of a step are along an axis when no step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from wholestep.ir import Input, StepGraph, info
+from wholestep.spmd.expand.calls import R
+from wholestep.spmd.placements import Placement, normal
+from wholestep.tensor_parts import Part
+
+PlacementOf = Callable[[Input, torch.Tensor], Placement]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Where tensors are along one axis when no step runs.
+
+    Attributes:
+        inputs: of each input of the step.
+        outputs: of those outputs that stay: new contents of inputs, gradients and states that the step makes.
+    """
+
+    inputs: Sequence[Placement]
+    outputs: Mapping[int, Placement]
+
+
+def at_rest(step: StepGraph, placement_of: PlacementOf) -> Rest:
+    """Asks a plan for all inputs and outputs of a step, by their whole shapes."""
+
+    def ask(item: Input, node: fx.Node) -> Placement:
+        value, part = info(node).value, info(node).placement
+        if not isinstance(value, torch.Tensor):
+            return R
+        if isinstance(part, Part):
+            with value.fake_mode:  # type: ignore[attr-defined]
+                value = value.new_empty(part.shape)
+        return normal(placement_of(item, value), value.shape, item.source)
+
+    inputs = [ask(item, node) for item, node in zip(step.signature.inputs, step.placeholders, strict=True)]
+    kept = {index: ask(item, step.outputs[index]) for index, item in step.signature.homes.items()}
+    return Rest(inputs, kept | {index: inputs[into] for index, into in step.signature.mutations.items()})

@@ -1,0 +1,358 @@
+"""Plans put to work: the passes that they add, and one start for all ranks."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from wholestep import comm
+from wholestep.capture import Found, InitialState
+from wholestep.errors import PlanError
+from wholestep.ir import Input, Pass, StepGraph
+from wholestep.spmd.expand.uneven_shards import Trio
+from wholestep.spmd.mesh import DeviceMesh
+from wholestep.spmd.placements import Replicate
+from wholestep.spmd.plans.buffer_broadcast import BufferSync
+from wholestep.spmd.plans.global_view import GlobalPlan, View
+from wholestep.spmd.preflight.preflight_check import SHARED_KINDS, Meeting, Terms, is_setting, terms_of, values_of
+from wholestep.spmd.schedule.buckets import refuse_sparse
+from wholestep.spmd.schedule.coalesce import coalesce
+from wholestep.spmd.schedule.overlap import start_early, wait_late
+from wholestep.tensor_parts import Part, mark_part, narrow_to
+from wholestep.torch_compat import FakeTensor
+
+
+class Plan(Protocol):
+    """What a step does along one axis of a mesh."""
+
+    @property
+    def axis(self) -> str: ...
+    def passes(self, mesh: DeviceMesh) -> list[Pass]: ...
+
+
+class Cut(NamedTuple):
+    """What became of the tensors of a step.
+
+    Attributes:
+        any: some are parts now, so that other guards hold.
+        moved: some were laid out as parts are not, so that the program does not fit them.
+    """
+
+    any: bool
+    moved: bool
+
+
+class Launch:
+    """A mesh and its plans, for one compiled step.
+
+    Attributes:
+        view: the plans of the global view; None when there are none.
+
+    Raises:
+        PlanError: plans without a mesh, a mesh without plans, or an axis that the mesh does not have.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, plan: Plan | Sequence[Plan] | None) -> None:
+        plans: list[Any] = [] if plan is None else list(plan) if isinstance(plan, (list, tuple)) else [plan]
+        if plans and mesh is None:
+            raise PlanError(f"ws.compile: plan {plans[0]!r} needs a mesh: pass mesh=ws.init_device_mesh(...)")
+        if mesh is not None and not plans:
+            raise PlanError(
+                f"ws.compile: {mesh!r} without a plan: pass plan=ws.DataParallel({mesh.mesh_dim_names[0]!r})"
+            )
+        self._passes: list[Pass] = []
+        first: list[Pass] = []  # the same for the ranks that hold the largest and the smallest parts
+        last: list[Pass] = []
+        groups: list[comm.ProcessGroup] = []
+        for one in plans:
+            if not callable(getattr(one, "passes", None)):
+                raise TypeError(f"ws.compile: a plan such as ws.DataParallel is required, found {type(one).__name__}")
+            assert mesh is not None
+            before = next((other for other in plans[: plans.index(one)] if other.axis == one.axis), None)
+            if before is not None:
+                raise PlanError(
+                    f"ws.compile: {type(before).__name__} and {type(one).__name__} both spread the step over axis "
+                    f"{one.axis!r}\n  to do: one plan for each axis; a mesh may have several axes"
+                )
+            self._passes += one.passes(mesh)
+            first += one.passes(mesh.at_end(first=True))
+            last += one.passes(mesh.at_end(first=False))
+            groups.append(mesh.get_group(one.axis))
+        spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
+        self.view = View(spread, tuple(mesh.line(one.axis) for one in spread)) if mesh and spread else None
+        self._trio = Trio(tuple(self._passes), tuple(first), tuple(last))
+        self._mesh, self._plans = mesh, plans
+        self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
+        several = [group for group in dict.fromkeys(groups) if group.size() > 1]
+        self._meeting = Meeting(several, self._axes, self.view is not None)
+        self._agreed: set[Terms] = set()
+        self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __reduce__(self) -> Any:
+        return Launch, (self._mesh, self._plans)
+
+    def passes_of(self, step: StepGraph) -> list[Pass]:
+        """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
+        if self._meeting.groups:
+            refuse_sparse(step, ", ".join(type(one).__name__ for one in self._plans))
+        if self.view is None:
+            return self._passes
+        passes, largest = self._trio.applied_to(step)
+        return [*passes, wait_late, functools.partial(start_early, largest=largest),
+                functools.partial(coalesce, largest=largest)]  # fmt: skip
+
+    @property
+    def plain(self) -> bool:
+        """True without plans: steps stay as they are traced."""
+        return not self._passes
+
+    @property
+    def parts(self) -> Callable[[Sequence[Found]], list[Part | None]] | None:
+        """What tensors that carry no mark are of whole ones; None outside of the global view."""
+        view = self.view
+        if view is None:
+            return None
+
+        def of(tensors: Sequence[Found]) -> list[Part | None]:
+            view.check_batch([found.source.text for found in tensors if found.kind == "batch"])
+            return [_given(view, found) for found in tensors]
+
+        return of
+
+    @property
+    def sync(self) -> BufferSync | None:
+        """For one capture: what broadcasts buffers along the axes of the local view; None where nothing is to."""
+        groups = [self._mesh.get_group(one.axis) for one in self._plans
+                  if self._mesh and getattr(one, "broadcast_buffers", False)]  # fmt: skip
+        groups = [group for group in groups if group.size() > 1]
+        return BufferSync(groups) if groups else None
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """Name of each group of the mesh -> its axis."""
+        return self._mesh.axes if self._mesh is not None else {}
+
+    def __str__(self) -> str:
+        if self._mesh is None:
+            return ""
+        plans = ", ".join(f"{type(one).__name__}({one.axis!r})" for one in self._plans)
+        return f" on rank {comm.get_rank()} of {self._mesh!r}, under {plans}"
+
+    def key(self, step: StepGraph, fingerprint: str) -> str:
+        """What programs must have alike to be one: in the global view the names, too, by which plans place tensors."""
+        if self.view is None:
+            return fingerprint
+        return "\n".join([fingerprint, *(i.source for i in step.signature.inputs),
+                          *(f"{o} {i.source}" for o, i in sorted(step.signature.homes.items()))])  # fmt: skip
+
+    def start(
+        self, whole: StepGraph, step: Callable[[], StepGraph], inputs: Sequence[Input], tensors: Sequence[Any],
+        parts: Mapping[int, Part], initial: InitialState,
+    ) -> Terms:  # fmt: skip
+        """Brings the ranks together before they run a program for the first time.
+
+        All must issue the same collectives and update the same parameters, by optimizers with the same settings. Then
+        rank 0's parameters, buffers and optimizer states go to all others, once for each tensor. In the global view
+        they run one program on batches of one shape with one state of the random generator, rank 0's; numbers, and
+        batches that no plan splits, are equal. In the local view a rank may recapture alone, for a batch of another
+        size.
+
+        Args:
+            whole: the graph before all passes.
+            step: gives the program of this rank, after them.
+            inputs, tensors: what it was traced with: parameters, buffers and states among them are spread.
+            initial: the states that were made for this capture.
+            parts: id of a tensor -> what the rank holds of it.
+
+        Returns:
+            what the ranks have agreed on.
+
+        Raises:
+            PlanError: on every rank, when the ranks' programs do not fit each other.
+        """
+        if not self._meeting.groups:
+            return Terms(())
+        plans = ", ".join(map(_in_words, self._plans))
+        terms = terms_of(step(), inputs, tensors, self._axes, plans, whole, self.view is not None)
+        new = self._new(inputs, tensors, parts)
+        if terms in self._agreed and not self.view and not new:
+            self.begin(terms)
+            return terms
+        self.miss(compare=True)
+        shared = self._agreed and terms.random  # one state of the random generator since the first meeting
+        words = [f"{item.kind} {item.source} to be rank 0's" for item, _ in new]
+        self._compare(terms.now() if shared else terms, self._same_values(inputs, tensors, words))
+        if self._meeting.together:  # else this rank alone captures anew
+            self._spread_from_first(new, initial)
+        if self.view and not self._agreed:
+            _share_randomness(self._meeting.groups)
+        self._agreed.add(terms)
+        return terms
+
+    def _new(
+        self, inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
+    ) -> list[tuple[Input, torch.Tensor]]:
+        """What rank 0 gives to the others: parameters, buffers, states, and gradients that are there at the start."""
+        first = ("grad",) if self.view and not self._agreed else ()
+        return [
+            (item, tensor)
+            for item, tensor in zip(inputs, tensors, strict=True)
+            if item.kind in (*SHARED_KINDS, "state", *first) and isinstance(tensor, torch.Tensor)
+            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts and not self._is_spread(tensor)
+        ]
+
+    def _spread_from_first(self, new: Sequence[tuple[Input, torch.Tensor]], initial: InitialState) -> None:
+        self._spread |= {id(tensor): weakref.ref(tensor) for _, tensor in new}
+        there = torch.tensor([any(item.kind == "state" and not initial.owns(tensor) for item, tensor in new)])
+        for group in self._meeting.groups:
+            comm.all_reduce(there, comm.ReduceOp.MAX, group)
+        if there:
+            initial.fill()
+        else:  # no rank has any but such as begins with a number
+            new = [(item, tensor) for item, tensor in new if item.kind != "state"]
+        for plan in self._plans:
+            own = "" if getattr(plan, "broadcast_buffers", True) else "buffer"
+            for item, tensor in new:
+                if item.kind != own and self._mesh is not None:
+                    comm.broadcast(tensor.detach(), group=self._mesh.get_group(plan.axis), group_src=0)
+
+    def enter(self, name: str) -> None:
+        """A call of the step begins."""
+        self._meeting.met, self._meeting.expected, self._meeting.step = False, False, name
+
+    def begin(self, terms: Terms) -> None:
+        """Before a program serves a call: all ranks are to run it, in the same call; in the global view, on batches of
+        one shape. A program without collectives, in the local view, is run alone.
+
+        Raises:
+            PlanError: on every rank, when they are not, or when another rank's call has failed.
+        """
+        if self._meeting.met or (terms.silent and not self.view):
+            return
+        if not self._meeting.agree(terms):
+            self._compare(terms.now() if terms.random else terms)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the step has ranks that wait for each other."""
+        return bool(self._meeting.groups)
+
+    def abort(self, error: BaseException) -> None:
+        """This rank's program has failed in the middle: the others, which wait for its collectives, are told."""
+        if isinstance(error, comm.DistMismatchError) and len(self._meeting.groups) == 1:
+            return  # all of them have seen it
+        reason = f"its call {self._meeting.call} of {self._meeting.step} failed with {type(error).__name__}: {error}"
+        for group in self._meeting.groups:
+            group.abort(reason)
+
+    def miss(self, compare: bool = False) -> None:
+        """Before a capture, the first one or any in the global view: the others are told, and meet this rank when it is
+        done.
+
+        Args:
+            compare: in any case.
+        """
+        if self.joint and not self._meeting.met and (compare or self.view or not self._agreed):
+            self._meeting.agree(None)
+
+    def cut(
+        self, placements: Sequence[Any], inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
+    ) -> Cut:
+        """Cuts whole tensors down to the parts that a program keeps, in place.
+
+        Args:
+            placements: of the program's inputs.
+            inputs, tensors, parts: as for `start`.
+
+        Raises:
+            PlanError: a tensor holds another part than the program keeps.
+        """
+        kept = [
+            (part if isinstance(part, Part) else None, item, tensor)
+            for part, item, tensor in zip(placements[: len(inputs)], inputs, tensors, strict=True)
+            if isinstance(tensor, torch.Tensor) and item.kind != "batch"
+        ]
+        for part, item, tensor in kept:
+            held = parts.get(id(tensor))
+            if held not in (None, part) and (part is None or held is None or part.inside(held) is None):
+                raise PlanError(
+                    f"{item.source} holds {held}; this step needs {part or 'the whole tensor'}\n"
+                    "  to do: load ws.full_state_dict(optimizer or model, group), taken before, or compile the step "
+                    "with the mesh and plan that cut it"
+                )
+        before: list[bool] = []
+        for part, _, tensor in kept:
+            if part is None or isinstance(tensor, FakeTensor):
+                continue
+            held = parts.get(id(tensor))
+            if held == part:
+                mark_part(tensor, part)
+                continue
+            before.append(tensor.is_contiguous())
+            narrow_to(tensor, part, held)  # of a part, when an optimizer's state is shared out after its first step
+            shape = part.shape if held is None else held.size
+            if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == shape:
+                narrow_to(tensor.grad, part, held)
+        return Cut(bool(before), not all(before))
+
+    def withdraw(self, error: BaseException) -> None:
+        """This rank's call has failed before its program ran: the others, which wait for it to start, are told why."""
+        meeting = self._meeting
+        if not isinstance(error, Exception):  # an interrupt: no time to meet; the next call sees that one is left out
+            meeting.call += not meeting.met
+            return
+        with suppress(comm.DistError):  # another rank has gone: this one's own error says more
+            self.miss(compare=any(not terms.silent for terms in self._agreed))
+            if meeting.expected:
+                what = f"rank {comm.get_rank()} could not capture the step: {type(error).__name__}: {error}"
+                meeting.compare(Terms(()), f"{what}\n  in: call {meeting.call} of {meeting.step}")
+
+    def _same_values(
+        self, inputs: Sequence[Input], values: Sequence[Any], words: Sequence[str]
+    ) -> dict[str, list[str]]:
+        """By group, besides some words: what optimizers are set to; in the global view all numbers, and what of the
+        batch the plan of its axis does not split."""
+        pairs = [(i, v) for i, v in zip(inputs, values, strict=True) if not isinstance(v, FakeTensor)]
+        settings = [*words] + [values_of(item, value) for item, value in pairs if is_setting(item)]
+        found = {group.group_name: settings for group in self._meeting.groups}
+        for plan, line in zip(self.view.plans, self.view.lines, strict=True) if self.view else ():
+            found[line.group] = settings + [
+                values_of(item, value)
+                for item, value in pairs
+                if (item.kind == "number" and not is_setting(item))
+                or (item.kind == "batch" and plan.placement_of(item, value) == Replicate())
+            ]
+        return found
+
+    def _compare(self, terms: Terms, along: Mapping[str, Sequence[str]] | None = None) -> None:
+        trouble = self._meeting.compare(terms, along=along)
+        if trouble:
+            raise PlanError(trouble)
+
+    def _is_spread(self, tensor: torch.Tensor) -> bool:
+        known = self._spread.get(id(tensor))
+        return known is not None and known() is tensor
+
+
+def _given(view: View, found: Found) -> Part | None:
+    if found.kind != "batch" or not found.tensor.dim():
+        return None
+    return view.given(Input("", found.source.text, found.kind), found.tensor)
+
+
+def _in_words(plan: Any) -> str:
+    """A plan in words that are the same on all ranks; of a user's own, its name."""
+    return repr(plan) if type(plan).__module__.startswith("wholestep.") else f"{type(plan).__name__}({plan.axis!r})"
+
+
+def _share_randomness(groups: Sequence[comm.ProcessGroup]) -> None:
+    """Gives all ranks rank 0's random generator."""
+    state = torch.get_rng_state()
+    for group in groups:
+        comm.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(state)

@@ -1,0 +1,118 @@
+"""Operators that work along one dimension, or on some of the last ones: all others can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from wholestep.comm.ops.rows import piece
+from wholestep.ir import info
+from wholestep.spmd.expand.calls import Call
+from wholestep.spmd.expand.strategy import Build, Dims, Row, Rule, alphabet, beside, linear_rows
+from wholestep.spmd.placements import Op, Shard
+from wholestep.spmd.rules.reductions import reduction
+
+aten = torch.ops.aten
+
+
+def along(*, is_linear: bool = False, default: int = -1) -> Rule:
+    """Along ``dim``, which the results have too unless ``keepdim`` says that they do not."""
+
+    def rule(call: Call) -> Iterator[Row]:
+        count = call.values[0].dim()
+        if count == 0 or call.results[0].dim() < count - 1:  # all elements in one, as `median()` does
+            return
+        dim = int(call.argument("dim", default)) % count
+        letters = alphabet(count)
+        names = [None if i == dim else a for i, a in enumerate(letters)]
+        kept = call.results[0].dim() == count
+        result = names if kept else [a for i, a in enumerate(names) if i != dim]
+        yield from Dims([names] * len(call.values), [result] * len(call.results)).rows(call)
+        if is_linear:
+            yield from linear_rows(call, [(0,)])
+
+    return rule
+
+
+def _extreme(op: Op) -> Rule:
+    """Along a dimension, or of all elements."""
+    one, all_of_them = along(), reduction(op)
+
+    def rule(call: Call) -> Iterator[Row]:
+        yield from (all_of_them if call.argument("dim") is None else one)(call)
+
+    return rule
+
+
+def _product_gradient(call: Call) -> Iterator[Row]:
+    """Along a dimension, which all operands have; that of the product of all elements runs whole."""
+    if call.argument("dim") is not None:
+        yield from along()(call)
+
+
+def _beside_dims(call: Call) -> Iterator[Row]:
+    """`flip`, `roll`: along several dimensions; all when none is named."""
+    dims = call.argument("dims")
+    if dims is not None and len(dims):
+        yield from beside(call, *dims)
+    yield from linear_rows(call, [(0,)])
+
+
+def _triangle(call: Call) -> Iterator[Row]:
+    """The diagonal of a piece of rows or columns is shifted by where the piece starts."""
+    count = call.values[0].dim()
+    yield from beside(call, -1, -2)
+    for dim in (count - 2, count - 1):
+        yield Row((Shard(dim),), (Shard(dim),), _shifted_triangle)
+    yield from linear_rows(call, [(0,)])
+
+
+def _shifted_triangle(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    whole, mine = call.values[0].shape, info(ins[0]).value.shape
+    rows = mine[-1] == whole[-1]
+    start, _ = piece(whole[-2 if rows else -1], build.line.size, build.line.rank)
+    diagonal = int(call.argument("diagonal", 0))
+    return [build.same(call, ins, diagonal=diagonal + (start if rows else -start))]
+
+
+def _matrices(call: Call) -> Iterator[Row]:
+    """Linear algebra of matrices: by the dimensions before the last two, which all operands and results have."""
+    count = call.values[0].dim() - 2
+    letters = alphabet(count)
+
+    def names(value: torch.Tensor) -> list[str | None]:
+        return [letters[i] if i < count else None for i in range(value.dim())]
+
+    if count > 0 and all(value.shape[:count] == call.values[0].shape[:count] for value in call.values):
+        yield from Dims([names(v) for v in call.values], [names(v) for v in call.results]).rows(call)
+
+
+def _transform(call: Call) -> Iterator[Row]:
+    """Fourier transforms: along the dimensions in ``dim``."""
+    yield from beside(call, *call.argument("dim"))
+    yield from linear_rows(call, [(0,)])
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(["aten.cumsum", "aten.glu_backward"], along(is_linear=True)),
+    **dict.fromkeys(
+        [f"aten.{name}" for name in ("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk",
+                                     "kthvalue", "mode", "median", "nanmedian", "glu")],
+        along(),
+    ),
+    "aten.max": _extreme("max"),
+    "aten.min": _extreme("min"),
+    "wholestep_formulas.cumprod_backward": along(),
+    "wholestep_formulas.prod_backward": _product_gradient,
+    **dict.fromkeys(["aten.flip", "aten.roll"], _beside_dims),
+    **dict.fromkeys(["aten.tril", "aten.triu"], _triangle),
+    **dict.fromkeys(
+        [f"aten.{name}" for name in ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh",
+                                     "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_det", "_linalg_slogdet",
+                                     "linalg_lu_factor_ex", "_cdist_forward")],
+        _matrices,
+    ),
+    **dict.fromkeys(["aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"], _transform),
+}  # fmt: skip

@@ -1,0 +1,124 @@
+"""Other ways to see the same elements. Sizes among the arguments become this rank's where they are emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from wholestep.spmd.expand.calls import Call
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Row, Rule, alphabet, linear_rows
+from wholestep.spmd.placements import Shard
+
+
+def linear_view(names: Rule) -> Rule:
+    """A rule for a view, which passes addends on."""
+
+    def rule(call: Call) -> Iterator[Row]:
+        yield from names(call)
+        if len(call.values) == 1:
+            yield from linear_rows(call, [(0,)])
+
+    return rule
+
+
+def _permutation(call: Call, order: Sequence[int]) -> Iterator[Row]:
+    letters = alphabet(len(order))
+    yield from Dims([letters], [[letters[i] for i in order]]).rows(call)
+
+
+def _t(call: Call) -> Iterator[Row]:
+    yield from _permutation(call, list(reversed(range(call.values[0].dim()))))
+
+
+def _transpose(call: Call) -> Iterator[Row]:
+    order = list(range(call.values[0].dim()))
+    if order:
+        one, two = (int(call.args[i]) % len(order) for i in (1, 2))
+        order[one], order[two] = order[two], order[one]
+    yield from _permutation(call, order)
+
+
+def _permute(call: Call) -> Iterator[Row]:
+    count = call.values[0].dim()
+    yield from _permutation(call, [int(i) % count for i in call.args[1]])
+
+
+def _expand(call: Call) -> Iterator[Row]:
+    old, new = call.values[0], call.results[0]
+    letters = alphabet(new.dim())
+    skipped = new.dim() - old.dim()
+    ins: Names = [a if s == w else None
+                  for a, s, w in zip(letters[skipped:], old.shape, new.shape[skipped:], strict=True)]  # fmt: skip
+    yield from Dims([ins], [letters]).rows(call)
+
+
+def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Which dimensions of one shape become which of another, as few together as can be; without those of size 1."""
+    left = [i for i, size in enumerate(old) if size != 1]
+    right = [i for i, size in enumerate(new) if size != 1]
+    while left and right:
+        ins, outs = [left.pop(0)], [right.pop(0)]
+        a, b = old[ins[0]], new[outs[0]]
+        while a != b:
+            if a < b:
+                ins.append(left.pop(0))
+                a *= old[ins[-1]]
+            else:
+                outs.append(right.pop(0))
+                b *= new[outs[-1]]
+        yield ins, outs
+
+
+def _reshape(call: Call) -> Iterator[Row]:
+    """Dimensions that stay, or that are the first of those that are joined or taken apart."""
+    old, new = call.values[0], call.results[0]
+    if old.numel() == 0 or old.dtype != new.dtype:
+        return
+    ranks = call.line.size
+    for ins, outs in groups(old.shape, new.shape):
+        a, b = ins[0], outs[0]
+        alone = len(ins) == len(outs) == 1
+        if alone or (old.shape[a] % ranks == 0 and new.shape[b] % ranks == 0):
+            yield Row((Shard(a),), (Shard(b),))
+
+
+def _squeeze(call: Call) -> Iterator[Row]:
+    """Of the dimensions that are of size 1 in the whole."""
+    for row in _reshape(call):
+        yield replace(row, emit=_squeeze_whole)
+
+
+def _squeeze_whole(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    value = call.values[0]
+    dims = call.argument("dim", range(value.dim()))
+    dims = [dim % max(1, value.dim()) for dim in ([dims] if isinstance(dims, int) else dims)]
+    return [build.call(torch.ops.aten.squeeze.dims, ins[0], [dim for dim in dims if value.shape[dim] == 1])]
+
+
+def _complex(call: Call) -> Iterator[Row]:
+    """Real and imaginary parts as a last dimension of the real side."""
+    count = min(call.values[0].dim(), call.results[0].dim())
+    letters = alphabet(count)
+
+    def names(value: torch.Tensor) -> Names:
+        return [*letters, None] if value.dim() > count else letters
+
+    yield from Dims([names(call.values[0])], [names(call.results[0])]).rows(call)
+
+
+RULES: dict[str, Rule] = {
+    name: linear_view(rule)
+    for names, rule in {
+        ("aten.t",): _t,
+        ("aten.transpose",): _transpose,
+        ("aten.permute",): _permute,
+        ("aten.expand",): _expand,
+        ("aten.view", "aten._unsafe_view", "aten.unsqueeze"): _reshape,
+        ("aten.squeeze",): _squeeze,
+        ("aten.view_as_real", "aten.view_as_complex"): _complex,
+    }.items()
+    for name in names
+}

@@ -1,0 +1,114 @@
+"""Tensors of which each rank holds a part alone, such as the state of a sharded optimizer.
+
+The mark is an attribute of the tensor, plain tuples, so that it goes with `copy.deepcopy` and `torch.save` (of a
+parameter, with `torch.save` alone). While a step is traced such a tensor stands for the whole one; the program of a
+rank takes the part.
+May import: nothing of the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+_NAME = "wholestep_part"
+
+Span = tuple[int, int]
+
+
+class Part(NamedTuple):
+    """A block of a tensor: a run of indices along each dimension.
+
+    Attributes:
+        shape: of the whole tensor.
+        spans: (start, stop) along each of its dimensions.
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int], spans: Sequence[Span]) -> Part:
+        """A part; the shape may be a `torch.Size`."""
+        return cls(tuple(map(int, shape)), tuple((int(start), int(stop)) for start, stop in spans))
+
+    @classmethod
+    def rows(cls, shape: Sequence[int], start: int, stop: int) -> Part:
+        """Some rows: a part along the first dimension alone."""
+        return cls.of(shape, [(start, stop), *((0, size) for size in shape[1:])])
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of the part itself."""
+        return tuple(stop - start for start, stop in self.spans)
+
+    @property
+    def numel(self) -> int:
+        """How many elements the part has."""
+        return math.prod(self.size)
+
+    @property
+    def is_whole(self) -> bool:
+        """True when nothing is missing."""
+        return self.size == self.shape
+
+    def inside(self, outer: Part) -> Part | None:
+        """What this part is of a tensor that holds another one; None where that lacks some of it."""
+        spans = [(a - first, b - first) for (a, b), (first, _) in zip(self.spans, outer.spans, strict=True)]
+        has = all(0 <= a and b <= size for (a, b), size in zip(spans, outer.size, strict=True))
+        return Part.of(outer.size, spans) if has else None
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What picks the part out of the whole: ``whole[part.slices]``."""
+        return tuple(slice(start, stop) for start, stop in self.spans)
+
+    def __str__(self) -> str:
+        cut = [d for d, (span, size) in enumerate(zip(self.spans, self.shape, strict=True)) if span != (0, size)]
+        if not cut:
+            return f"all of {list(self.shape)}"
+        names = ["rows {} to {}".format(*self.spans[d]) if d == 0 else "{} to {} of dimension {}".format(
+            *self.spans[d], d) for d in cut]  # fmt: skip
+        return f"{', '.join(names)} of {list(self.shape)}"
+
+
+def part_of(tensor: torch.Tensor) -> Part | None:
+    """What a tensor holds of a whole one; None when it is one itself."""
+    mark = getattr(tensor, _NAME, None)
+    return None if mark is None else Part(*mark)
+
+
+def mark_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+    """Says what a tensor holds of a whole one; None takes the mark away."""
+    if part is not None:
+        setattr(tensor, _NAME, tuple(part))
+    elif hasattr(tensor, _NAME):
+        delattr(tensor, _NAME)
+    return tensor
+
+
+def narrow_to(tensor: torch.Tensor, part: Part, held: Part | None = None) -> None:
+    """Makes a tensor a part of itself: the object stays, the rest of its memory is free.
+
+    Args:
+        held: what it is of the whole one; None: all of it.
+    """
+    local = part if held is None else part.inside(held)
+    assert local is not None, f"{held} has not {part}"
+    give_data(tensor, tensor.detach()[local.slices].clone(memory_format=torch.contiguous_format))
+    mark_part(tensor, part)
+
+
+def give_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Gives a tensor data of another shape; autograd forgets where it was to accumulate gradients of the old one.
+
+    The node that accumulates a leaf's gradients lives as long as a graph that leads to it, knows the shape, and is left
+    behind only when the type changes.
+    """
+    if tensor.requires_grad and tensor.is_leaf:
+        other = torch.float32 if tensor.dtype is not torch.float32 else torch.float64
+        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = data

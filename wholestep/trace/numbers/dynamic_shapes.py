@@ -1,0 +1,176 @@
+"""`dynamic=True`: one capture for many sizes of the batch.
+
+The step is traced once with symbols for the sizes of the tensors among its arguments (`symbolic_sizes.py`). A call with
+other sizes is given that trace at its sizes (`specialize.py`), as long as everything that Python and the
+operators decided on sizes holds for them: the step's Python does not run again. From there on all is as for a capture
+of these sizes: passes, lowering, guards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholestep.capture import Guard, Snapshot, compare, sharing
+from wholestep.errors import CaptureError, LazyError
+from wholestep.trace import Traced
+from wholestep.trace.numbers.specialize import UnlikeKernels, at_sizes
+from wholestep.trace.numbers.symbolic_sizes import Sizes
+
+# Called as `pipeline.capture` is, with the sizes to take as symbols, or None.
+Capture = Callable[..., tuple[Snapshot, Traced]]
+
+
+@dataclass
+class Template:
+    """One trace with symbolic sizes, and what else must hold for it to serve.
+
+    Attributes:
+        grown: paths of lists that the step only appends to.
+    """
+
+    traced: Traced
+    sizes: Sizes
+    guards: list[Guard]
+    names: frozenset[str]
+    varying: frozenset[str]
+    shares: frozenset[tuple[str, str]]
+    grown: frozenset[str]
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Paths of the tensors whose sizes are symbols."""
+        return frozenset(source.path for source, _, _ in self.sizes.layouts)
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Paths of the inputs that the step writes."""
+        items = [self.traced.lifted[i] for i in self.traced.step.signature.mutations.values()]
+        return frozenset(item.source.path for item in items if item.source is not None)
+
+    def misfit(self, world: Snapshot) -> str | None:
+        """Why the trace does not serve a call; None when it does."""
+        failure = compare(self.guards, _sizeless(world, self.paths))
+        if failure is not None:
+            return failure.reason
+        missing = self.paths - _sizable(world).keys()
+        if missing:
+            return f"{min(missing)} shares its memory, or has a history, which it had not"
+        if sharing(world, self.written) != self.shares:
+            return "tensors that the step writes share memory with others than before"
+        return self.sizes.misfit(_sizable(world))
+
+    def at(self, world: Snapshot) -> Traced:
+        """The trace at the sizes of a call that it serves."""
+        inputs: dict[str, Any] = {f.source.path: f.tensor for f in world.tensors.values()}
+        inputs |= {n.source.path: n.value for n in world.numbers}
+        return at_sizes(self.traced, self.sizes, self.sizes.values(inputs), inputs)
+
+    def forget(self) -> None:
+        """Lets go of the first call's tensors."""
+        for item in self.traced.lifted:
+            if item.source is None:  # of state that the step makes, the graph's own
+                item.value, item.ref = item.node.meta["info"].value, None
+            elif not item.members:
+                item.value, item.ref, item.fake = 0.0, None, None
+
+
+class Templates:
+    """Captures with symbolic sizes; called as `pipeline.capture` is, it gives a trace of the sizes of that call.
+
+    Args:
+        capture: `pipeline.capture`.
+
+    Attributes:
+        reason: why the last call was captured anew: "" where it was not, None where nothing was there to serve it.
+        captures: how many there were.
+        specialized: sizes that only one value serves, and captures that could not have symbols, with the reason.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.known: list[Template] = []
+        self.reason: str | None = ""
+        self.captures = 0
+        self.specialized: list[str] = []
+
+    def __call__(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], guard_data: bool,
+        differentiable: bool, look: Callable[..., Snapshot], *rest: Any,
+    ) -> tuple[Snapshot, Traced]:  # fmt: skip
+        reasons: list[str] = []
+        for template in self.known:
+            world = look(fn, args, kwargs, names=template.names, varying=varying | template.grown)
+            misfit = template.misfit(world) if template.varying == varying else "another number varies"
+            if misfit is None:
+                try:
+                    found = template.at(world)
+                except UnlikeKernels as error:
+                    misfit = str(error)
+                else:
+                    self.reason = ""
+                    return world, found
+            reasons.append(misfit)
+        self.reason = reasons[0] if reasons else None
+        self.captures += 1
+        return self._anew(fn, args, kwargs, varying, guard_data, differentiable, look, *rest)
+
+    def _anew(self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], *rest: Any) -> Any:
+        sizes: list[Sizes] = []
+        try:
+            world, traced = self._capture(fn, args, kwargs, varying, *rest, sizes=sizes)
+        except LazyError:
+            raise
+        except Exception as error:  # the step's own error comes again
+            result = self._capture(fn, args, kwargs, varying, *rest)
+            what = str(error)
+            if not isinstance(error, CaptureError):
+                what = what.partition("\n")[0]  # errors of torch's C++ carry their stack
+            reason = f"all sizes, as symbols ended in {type(error).__name__}: {what}"
+            self.specialized += [] if reason in self.specialized else [reason]
+            return result
+        last = sizes[-1]
+        self.specialized += [reason for reason in last.specialized() if reason not in self.specialized]
+        paths = frozenset(source.path for source, _, _ in last.layouts)
+        template = Template(traced, last, _sizeless(world, paths), world.names, varying, frozenset(), frozenset())
+        template.shares, template.grown = sharing(world, template.written), world.varying - varying
+        try:
+            found = template.at(world)
+        except UnlikeKernels as error:
+            self.specialized += [] if str(error) in self.specialized else [str(error)]
+            return self._capture(fn, args, kwargs, varying, *rest)
+        self.known.insert(0, template)
+        template.forget()
+        return world, found
+
+
+def _sizable(world: Snapshot) -> dict[str, torch.Tensor]:
+    return {found.source.path: found.tensor for found in world.sizable()}
+
+
+def _sizeless(world: Snapshot, paths: frozenset[str]) -> list[Guard]:
+    """A snapshot's guards without sizes and strides of some tensors."""
+    return [
+        Guard(g.source, g.kind, (*g.expected[:-2], None, None))
+        if g.kind == "tensor" and g.source is not None and g.source.path in paths
+        else g
+        for g in world.guards()
+    ]
+
+
+def shapes(values: Any, depth: int = 6) -> Any:
+    """The shapes of the tensors in nested arguments: calls that differ in them cannot share a program.
+
+    Args:
+        depth: how far to look; a container may hold itself.
+    """
+    if isinstance(values, torch.Tensor):
+        return values.shape
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, (tuple, list)) and depth:
+        return tuple([shapes(value, depth - 1) for value in values])
+    return None

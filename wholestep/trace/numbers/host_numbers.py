@@ -1,0 +1,297 @@
+"""Host numbers: Python floats and ints whose value is only known when the step runs.
+
+An optimizer reads `step.item()`, raises `beta ** step` and hands the result to a kernel. Such a number is
+a `HostFloat` while tracing: every operation on it is recorded, in the order it ran, as a call of the same
+Python function, so that replaying computes the same double. It derives from `torch.SymFloat` because
+torch's argument parser takes those where it takes numbers.
+
+Where an operator insists on a C++ double (`lr: float`, lists of scalars) the parser asks for a concrete
+value: it gets a token, a float that occurs nowhere else, which the recorder exchanges again.
+
+Whatever else needs the number itself asks `HostRecorder.escaped`: it becomes a guard, or is refused.
+"""
+
+from __future__ import annotations
+
+import dis
+import math
+import operator
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import fx
+
+from wholestep.trace.outputs.leaks import Watch
+from wholestep.trace.record.provenance import user_line
+
+
+class HostRecorder(Protocol):
+    """What host numbers need of the recorder."""
+
+    watch: Watch
+
+    def record_host(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any: ...
+    def decide(self, node: fx.Node, hint: Any, line: str) -> Any: ...
+    def token(self, number: HostNode) -> float: ...
+    def escaped(self, number: HostNode, how: str) -> Any: ...
+
+
+class HostNode:
+    """The `node` that torch's symbolic number classes hold; answers what C++ asks of it.
+
+    Attributes:
+        fx_node: the node that computes the number; the number itself for one of C++'s own.
+        hint: its value if known while tracing, else a stand-in of the right type.
+        known: whether `hint` is the true value.
+    """
+
+    def __init__(self, recorder: HostRecorder, fx_node: Any, hint: Any, known: bool) -> None:
+        self.recorder, self.fx_node, self.hint, self.known = recorder, fx_node, hint, known
+        self.constant = None
+        recorder.watch.add([self])
+
+    def is_int(self) -> bool:
+        return isinstance(self.hint, int) and not isinstance(self.hint, bool)
+
+    def is_float(self) -> bool:
+        return isinstance(self.hint, float)
+
+    def is_bool(self) -> bool:
+        return isinstance(self.hint, bool)
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def maybe_as_int(self) -> int | None:
+        return None if isinstance(self.fx_node, fx.Node) else self.hint
+
+    def guard_float(self, file: str, line: int) -> float:
+        return self.recorder.token(self)
+
+    def guard_int(self, file: str, line: int) -> int:
+        return self.recorder.escaped(self, "an operator needs its integer value")
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return self.recorder.decide(self.fx_node, self.hint, user_line())
+
+    expect_true = expect_size = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
+    statically_known_true = guard_bool
+
+    def clone(self) -> HostNode:
+        return self
+
+    def _graph_repr(self) -> str:
+        return self.fx_node.name
+
+    def wrap_int(self, value: float) -> HostNode:
+        return HostNode(self.recorder, value, value, known=True)
+
+    wrap_float = wrap_bool = wrap_int
+
+
+def _result(function: Callable[..., Any], *args: Any) -> Any:
+    """The number that a call of a function on host numbers gives."""
+    owner = next(a for a in args if isinstance(a, HOSTS))
+    hints = [a.node.hint if isinstance(a, HOSTS) else a for a in args]
+    try:
+        hint = function(*hints)
+    except (ArithmeticError, ValueError):  # the stand-in value is out of the function's domain
+        hint = 1.0
+    return owner.node.recorder.record_host(function, args, hint)
+
+
+def _record(function: Callable[..., Any], *args: Any) -> Any:
+    """The same, for Python, which decides at once on a bool."""
+    result = _result(function, *args)
+    if isinstance(result, HostBool):
+        return result.node.recorder.decide(result.node.fx_node, result.node.hint, user_line())
+    return result
+
+
+def _of_nodes(function: Callable[..., Any]) -> Callable[..., HostNode]:
+    """A function of numbers as C++ asks for it: from nodes to a node."""
+    return lambda *nodes: _result(function, *(make_host(n) if isinstance(n, HostNode) else n for n in nodes)).node
+
+
+# What C++ computes with an integer before it needs it, such as the size of a padded tensor.
+for _name, _function in {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg")},
+    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    "int_truediv": operator.truediv, "float_truediv": operator.truediv, "int_floordiv": operator.floordiv,
+    "float_pow": operator.pow, "pow_by_natural": operator.pow, "sym_min": min, "sym_max": max,
+    "ceil": math.ceil, "floor": math.floor, "sym_float": operator.pos, "sym_and": operator.and_, "sym_or": operator.or_,
+}.items():  # fmt: skip
+    setattr(HostNode, _name, _of_nodes(_function))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, HostFloat, HostInt))
+
+
+def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        if not _is_number(other):
+            return NotImplemented
+        return _record(function, other, self) if swapped else _record(function, self, other)
+
+    return method
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *rest: _record(function, self, *rest)
+
+
+def plain(number: Any, how: str) -> Any:
+    """The Python number that a host number is now; anything else as it is."""
+    return number.node.recorder.escaped(number.node, how) if isinstance(number, (HostFloat, HostInt)) else number
+
+
+def _escape(how: str, convert: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *rest: convert(plain(self, how), *rest)
+
+
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+UNARY: dict[str, Callable[..., Any]] = {
+    "__neg__": operator.neg,
+    "__pos__": operator.pos,
+    "__abs__": abs,
+    "__invert__": operator.invert,
+    "__round__": round,
+    "__trunc__": math.trunc,
+    "__floor__": math.floor,
+    "__ceil__": math.ceil,
+}
+ESCAPES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "__float__": ("float(…) needs its value", float),
+    "__int__": ("int(…) needs its value", int),
+    "__index__": ("an index or size needs its value", operator.index),
+    "__repr__": ("printing it needs its value", repr),
+    "__str__": ("printing it needs its value", str),
+    "__format__": ("formatting it needs its value", format),
+    "__hash__": ("hashing it needs its value", hash),
+    "__complex__": ("complex(…) needs its value", complex),
+    "__array__": ("NumPy needs its value", lambda value, *rest, **options: numpy.asarray(value, *rest)),
+    "__reduce_ex__": ("a copy of it needs its value", lambda value, protocol: (type(value), (value,))),
+}
+
+
+def _methods() -> dict[str, Any]:
+    table: dict[str, Any] = {name: _attribute(name) for name in dir(int) + dir(float) if not name.startswith("__")}
+    for name in (*ARITHMETIC, *COMPARISONS):
+        function, name = getattr(operator, name), name.rstrip("_")
+        table[f"__{name}__"] = _binary(function, swapped=False)
+        if name not in COMPARISONS:
+            table[f"__r{name}__"] = _binary(function, swapped=True)
+    power = table["__pow__"]
+    table["__pow__"] = lambda self, *rest: power(self, *rest) if len(rest) == 1 else _record(pow, self, *rest)
+    table["__divmod__"] = lambda self, other: (self // other, self % other)
+    table["__rdivmod__"] = lambda self, other: (other // self, other % self)
+    table |= {name: _unary(function) for name, function in UNARY.items()}
+    table |= {name: _escape(*way) for name, way in ESCAPES.items()}
+    table["__bool__"] = lambda self: self != 0
+    table["__class__"] = property(lambda self: float if isinstance(self.node.hint, float) else int)
+    return table
+
+
+def _attribute(name: str) -> property:
+    """What floats and ints have besides: `bit_length`, `is_integer`, `real`."""
+
+    def value(self: Any) -> Any:
+        if not hasattr(self.__class__, name):
+            raise AttributeError(f"'{self.__class__.__name__}' object has no attribute '{name}'")
+        return getattr(plain(self, f".{name} needs its value"), name)
+
+    return property(value)
+
+
+class _Type(type):
+    """The type of a class that equals another, for `type(x) == float` and `type(x) in (int, float)`.
+
+    Its hash is its own: C code that finds it under the other in a table of types would read its memory.
+    """
+
+    stands_for: type
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.stands_for
+
+    __hash__ = type.__hash__
+
+
+def _stand_in(name: str, base: type, stands_for: type) -> Any:
+    table = {"__doc__": f"A {stands_for.__name__} known when the step runs.", "stands_for": stands_for}
+    return _Type(name, (base,), table | _methods())
+
+
+def is_for_plain(error: TypeError) -> bool:
+    """Whether an error may be that of code which takes no number but Python's own."""
+    frame, text = list(traceback.walk_tb(error.__traceback__))[-1][0], str(error)
+    raised = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "RAISE_VARARGS"  # and not by C, which names the type
+    given = raised and any(isinstance(value, (HostFloat, HostInt)) for value in frame.f_locals.values())
+    return given or "HostInt" in text or ("HostFloat" in text and re.search(r"\bints?\b", text) is None)
+
+
+HostFloat: Any = _stand_in("HostFloat", torch.SymFloat, float)
+HostInt: Any = _stand_in("HostInt", torch.SymInt, int)
+
+
+class HostBool:
+    """The outcome of a comparison, before it is decided."""
+
+    def __init__(self, node: HostNode) -> None:
+        self.node = node
+
+
+HOSTS = (HostFloat, HostInt, HostBool)
+
+
+def make_host(node: HostNode) -> Any:
+    """The Python object that stands for a host number of the node's type."""
+    if node.is_bool():
+        return HostBool(node)
+    return HostInt(node) if node.is_int() else HostFloat(node)
+
+
+def _aware(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, recording its call when it meets a host number."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, (HostFloat, HostInt)) for a in args) and not kwargs:
+            return _record(function, *args)
+        return function(*args, **kwargs)
+
+    return call
+
+
+# Functions that would otherwise turn a host number into a plain float on the way in.
+AWARE: list[tuple[Any, str, Callable[..., Any]]] = [
+    (math, name, _aware(function))
+    for name, function in vars(math).items()
+    if callable(function) and not name.startswith("_") and name not in ("frexp", "modf")  # which give pairs
+]
+
+
+def aware_choice(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`max` or `min`, recording the choice itself rather than deciding it while tracing."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        items = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        if not kwargs and any(isinstance(a, (HostFloat, HostInt)) for a in items) and all(map(_is_number, items)):
+            return _record(function, *items)
+        return function(*args, **kwargs)
+
+    return call

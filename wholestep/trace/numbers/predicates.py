@@ -1,0 +1,247 @@
+"""Decisions that Python takes on host numbers: `if weight_decay != 0`, `if (mask == causal).all()`.
+
+Such a decision is part of the captured program. It is allowed when the number can be computed, cheaply, before
+the step runs: from lifted numbers, single-element CPU tensors, constants, and by comparisons and reductions of
+small tensors that the step is given. It becomes a guard. A decision on anything else is an error, unless the caller
+asked for such guards too (`guard_data`): then whatever it follows from is computed once more before each call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.amp import GradScaler
+
+from wholestep.errors import DataDependentError
+from wholestep.ir import is_effectful
+from wholestep.torch_compat import OpOverload, lazy_graph_module, no_modes
+from wholestep.trace.numbers.symbolic_sizes import decided
+from wholestep.trace.operators.tables import is_view
+from wholestep.trace.record.provenance import called_from
+
+aten = torch.ops.aten
+
+MAX_NODES = 200
+MAX_ELEMENTS = 1 << 16  # of all tensors together: tens of microseconds at each call
+MAX_TEXT = 160  # characters
+MAX_CONSTANT_ELEMENTS = 1 << 22  # computed once, while tracing
+
+# Operators in a decision on tensors, besides pointwise ones: about what users and torch.nn ask of a mask.
+CHEAP = {
+    *(op for packet in (aten.all, aten.any, aten.sum, aten.max, aten.min, aten.amax, aten.amin, aten.triu, aten.tril)
+      for op in (getattr(packet, name) for name in packet.overloads())),
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.full.default, aten.ones.default,
+    aten.zeros.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten._to_copy.default,
+    aten.fill.Scalar, aten.scalar_tensor.default, aten._local_scalar_dense.default, aten.sort.default, operator.getitem,
+}  # fmt: skip
+
+# Where an offset stands that an operator counts from the start of the memory, and a graph from the operand's first
+# element.
+OFFSETS = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
+
+
+class LiftedLike(Protocol):
+    """What a decision needs of an input: its node, where it comes from and its value now."""
+
+    node: fx.Node
+    source: Any
+    value: Any
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A guard on a number computed from the step's inputs.
+
+    Attributes:
+        module: computes the number from the inputs at `inputs`.
+        inputs: indices into the step's inputs.
+        expected: what it was when the step was captured.
+        text: the decision in words, with sources.
+        line: the user's line that took it.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    expected: Any
+    text: str
+    line: str
+
+    def holds(self, values: Sequence[Any]) -> bool:
+        with torch.no_grad():
+            return _same(self.module(*(values[i] for i in self.inputs)), self.expected)
+
+    @property
+    def reason(self) -> str:
+        found = not self.expected if isinstance(self.expected, bool) else "another"
+        return f"{self.text}: expected {self.expected}, found {found} (decided at {self.line})"
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Equality, with each NaN like any other and the two zeros apart, as code that divides by them sees them."""
+    return type(found) is type(expected) and repr(found) == repr(expected)
+
+
+def geometry(result: Any) -> list[tuple[Any, ...]]:
+    """Size, strides, dtype and device of each tensor in an operator's result."""
+    found = [result] if isinstance(result, torch.Tensor) else result
+    return [((*tensor.shape,), tensor.stride(), tensor.dtype, tensor.device) for tensor in found]
+
+
+def decide(
+    node: fx.Node,
+    lifted: Sequence[LiftedLike],
+    constants: dict[str, torch.Tensor],
+    data: Callable[[fx.Node], bool],
+    line: str,
+    guard_data: bool = False,
+    absent: Set[fx.Node] = frozenset(),
+) -> Predicate:
+    """Computes a decision now, from the real inputs, and makes it a guard.
+
+    Args:
+        node: gives the number, or the sizes, on which Python decides.
+        data: tells placeholders of data from those of parameters, gradients and optimizer state.
+        guard_data: it may follow from any tensor, at any cost.
+        absent: inputs of which each rank holds a part, so that none knows the whole.
+
+    Raises:
+        DataDependentError: it cannot be computed cheaply from the inputs, or takes random numbers.
+    """
+    needed = _slice(node, data, line, guard_data)
+    _refuse_parts([n for n in needed if n in absent], lifted, line)
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    positions = {item.node: index for index, item in enumerate(lifted)}
+    inputs: list[int] = []
+    for old in needed:
+        copies[old] = graph.node_copy(old, lambda n: copies[n])
+        copies[old].args = decided(copies[old].args)
+        if old.target in OFFSETS:
+            _count_from_first(graph, copies[old], OFFSETS[old.target])
+        if old.op == "placeholder" and old not in positions:
+            what = "the backward decides on a gradient, which is only known when it runs"
+            raise DataDependentError(what, line, "use torch.where")
+        if old.op == "placeholder":
+            inputs.append(positions[old])
+    graph.output(copies[node])
+    for copied in graph.nodes:
+        copied.meta.clear()  # records hold fake tensors, and are of no use here
+    module = lazy_graph_module(constants, graph)
+    with no_modes():
+        expected = module(*(lifted[i].value for i in inputs))
+    texts = {item.node: str(item.source) for item in lifted}
+    for each in needed:
+        texts.setdefault(each, _text(each, texts)[: MAX_TEXT + 1])
+    text = texts[node]
+    return Predicate(module, tuple(inputs), expected, text if len(text) <= MAX_TEXT else f"{text[:157]}…", line)
+
+
+def _refuse_parts(nodes: Sequence[fx.Node], lifted: Sequence[LiftedLike], line: str) -> None:
+    if nodes:
+        source = next(item.source for item in lifted if item.node is nodes[0])
+        raise DataDependentError(
+            f"Python decides on the values of {source}, of which each rank holds a part",
+            line,
+            "use torch.where, decide outside of the step, or give every rank the whole batch: batch=ws.Replicate()",
+        )
+
+
+def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:
+    with graph.inserting_before(node):
+        start = graph.call_function(torch.Tensor.storage_offset, (node.args[0],))
+        offset = graph.call_function(operator.add, (start, node.args[place]))
+    node.update_arg(place, offset)
+
+
+def follows_from_numbers(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the values of nodes follow from Python's numbers alone, so that they are the same at each call."""
+    needed, queue = set[fx.Node](), [*nodes]
+    while queue and len(needed) <= MAX_NODES:
+        current = queue.pop()
+        if current not in needed:
+            needed.add(current)
+            queue.extend(current.all_input_nodes)
+    return len(needed) <= MAX_NODES and _is_constant(needed)
+
+
+def _slice(node: fx.Node, data: Callable[[fx.Node], bool], line: str, guard_data: bool) -> list[fx.Node]:
+    """All nodes that a number follows from, in order."""
+    needed: set[fx.Node] = set()
+    queue = [node]
+    while queue and (guard_data or len(needed) <= MAX_NODES):
+        current = queue.pop()
+        if current not in needed:
+            needed.add(current)
+            queue.extend(current.all_input_nodes)
+    if not _can_be_known(needed, data, guard_data):
+        what = "Python decides on a value that is only known when the step runs"
+        remedy = "use torch.where, take the decision outside of the step, or pass guard_data=True to ws.compile"
+        if guard_data:
+            what = "Python decides on a value that follows from random numbers, or from other ranks, of the step itself"
+            remedy = "use torch.where, or take the decision outside of the step"
+        if called_from(GradScaler.step, GradScaler.unscale_, GradScaler.update):
+            what = "GradScaler decides whether to skip the optimizer's step, by gradients only known when the step runs"
+            remedy = "give the optimizer fused=True, which decides on the device, or pass guard_data=True to ws.compile"
+        raise DataDependentError(what, line, remedy)
+    return [n for n in node.graph.nodes if n in needed]
+
+
+def _can_be_known(nodes: set[fx.Node], data: Callable[[fx.Node], bool], guard_data: bool) -> bool:
+    """Whether the value that follows from the nodes may be computed before each call."""
+    if guard_data:
+        return not any(n.op == "call_function" and is_effectful(n) for n in nodes)
+    if len(nodes) > MAX_NODES:
+        return False
+    return _is_constant(nodes) or (all(_is_known(n, data) for n in nodes) and _is_small(nodes, MAX_ELEMENTS))
+
+
+def _is_constant(nodes: set[fx.Node]) -> bool:
+    """Whether a value follows from Python's numbers alone."""
+    pure = all(n.op != "placeholder" and not is_effectful(n) and n.target not in UNDEFINED for n in nodes)
+    return pure and _is_small(nodes, MAX_CONSTANT_ELEMENTS)
+
+
+def _is_known(node: fx.Node, data: Callable[[fx.Node], bool]) -> bool:
+    """Whether one step of a decision is cheap to repeat before each call."""
+    tensors = _tensors(node.meta["info"].value)
+    if any(t.device.type != "cpu" for t in tensors) or is_effectful(node) and node.op != "placeholder":
+        return False
+    if all(t.numel() == 1 for t in tensors) or node.op == "get_attr":
+        return node.target not in UNDEFINED
+    if node.op == "placeholder":
+        return data(node)
+    if isinstance(node.target, OpOverload) and is_view(node.target):
+        return True
+    return node.target in CHEAP or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_small(nodes: set[fx.Node], limit: int) -> bool:
+    return sum(t.numel() for n in nodes for t in _tensors(n.meta["info"].value)) <= limit
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+UNDEFINED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
+
+SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "lt": "<", "le": "<=", "gt": ">",
+           "ge": ">=", "eq": "==", "ne": "!="}  # fmt: skip
+
+
+def _text(node: fx.Node, texts: dict[fx.Node, str]) -> str:
+    name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
+    args = [texts[a] if isinstance(a, fx.Node) else repr(a) for a in node.args]
+    if name in SYMBOLS and len(args) == 2:
+        return f"{args[0]} {SYMBOLS[name]} {args[1]}" if name in ("lt", "le", "gt", "ge", "eq", "ne") else (
+            f"({args[0]} {SYMBOLS[name]} {args[1]})"
+        )  # fmt: skip
+    if name == "_local_scalar_dense":
+        return f"{args[0]}.item()"
+    return f"{name}({', '.join(args)})"

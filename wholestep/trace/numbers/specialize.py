@@ -1,0 +1,122 @@
+"""From a trace with symbolic sizes to that of given sizes: every symbol becomes a number, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.fake_layouts import differ
+from wholestep.ir import StepGraph, check, info, set_info
+from wholestep.torch_compat import FakeTensorMode, evaluated, lazy_graph_module
+from wholestep.trace import Traced
+from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size
+from wholestep.trace.outputs.canonical import fingerprint
+from wholestep.trace.record.inputs import Lifted
+from wholestep.trace.record.tape import fake_value, map_leaves
+
+aten = torch.ops.aten
+
+
+class AtSizes:
+    """One assignment of numbers to a trace's symbols."""
+
+    def __init__(self, mode: FakeTensorMode, values: Mapping[Any, int]) -> None:
+        self.mode, self.values = mode, values
+        self._known: dict[Any, Any] = {}
+
+    def number(self, leaf: Any) -> Any:
+        """What a leaf of a call's arguments is at these sizes."""
+        leaf = leaf.number if isinstance(leaf, Held) else leaf
+        if not is_size(leaf):
+            return leaf
+        key = str(leaf)
+        if key not in self._known:
+            self._known[key] = evaluated(leaf, self.values)
+        return self._known[key]
+
+    def numbers(self, tree: Any) -> Any:
+        """The same for nested lists and tuples; sizes come as plain tuples."""
+        tree = tuple(tree) if isinstance(tree, torch.Size) else tree
+        return map_leaves(self.number, tree)
+
+    def value(self, leaf: Any) -> Any:
+        """A fake tensor, or number, of these sizes."""
+        if not isinstance(leaf, torch.Tensor):
+            return self.number(leaf)
+        place = tuple(leaf.shape), tuple(leaf.stride())
+        if not any(map(is_size, (*place[0], *place[1]))):
+            return leaf
+        shape, stride = self.numbers(place)
+        with self.mode, torch.no_grad():
+            fake = torch.empty_strided(shape, stride, dtype=leaf.dtype, device=leaf.device)
+            fake = aten._conj.default(fake) if leaf.is_conj() else fake
+            return aten._neg_view.default(fake) if leaf.is_neg() else fake
+
+    def module(self, module: fx.GraphModule) -> fx.GraphModule:
+        """A graph whose calls have these sizes."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in module.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].args, copies[node].kwargs = self.numbers(copies[node].args), self.numbers(copies[node].kwargs)
+            if "info" in node.meta:
+                record = info(node)
+                set_info(copies[node], replace(record, value=map_leaves(self.value, record.value)))
+                self._check(copies[node])
+        return lazy_graph_module(module, graph)
+
+    def _check(self, node: fx.Node) -> None:
+        args, kwargs = map_leaves(fake_value, node.args), map_leaves(fake_value, node.kwargs)
+        if node.op == "call_function" and differ(node.target, args, kwargs, info(node).value):
+            raise UnlikeKernels(f"{node.target} lays its result out otherwise than for symbols ({info(node).where})")
+
+
+class UnlikeKernels(Exception):  # noqa: N818 - an answer, not an error
+    """At these sizes a trace with symbols does not lie as kernels lay their results."""
+
+
+def at_sizes(traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Mapping[str, Any]) -> Traced:
+    """The trace for sizes that meet its guards.
+
+    Args:
+        values: what each symbol is.
+        inputs: by the path of their source, tensors and numbers of the call that it is made for.
+
+    Raises:
+        UnlikeKernels: kernels lay results out otherwise at these sizes.
+    """
+    at = AtSizes(sizes.mode, values)
+    gm = at.module(traced.step.gm)
+    old = traced.step.signature
+    gradients = [replace(g, place=at.numbers(g.place)) for g in old.gradients]
+    step = check(StepGraph(gm, replace(old, gradients=gradients)), "trace")
+    constants = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
+    nodes = dict(zip(traced.step.graph.nodes, gm.graph.nodes, strict=True))
+    lifted = {id(item): _lifted(item, nodes.get(item.node, item.node), inputs) for item in traced.lifted}
+    hoisted = replace(
+        traced.hoisted,
+        module=at.module(traced.hoisted.module),
+        inputs=[lifted[id(i)] for i in traced.hoisted.inputs],
+        state=[lifted[id(i)] for i in traced.hoisted.state],
+    )
+    return replace(
+        traced,
+        step=step,
+        lifted=list(lifted.values()),
+        slots=[
+            replace(s, geometry=s.geometry and at.numbers(s.geometry), views=s.views and at.numbers(s.views))
+            for s in traced.slots
+        ],
+        hoisted=hoisted,
+        fingerprint=fingerprint(step, constants, traced.derivative),
+    )
+
+
+def _lifted(item: Lifted, node: fx.Node, inputs: Mapping[str, Any]) -> Lifted:
+    if item.source is None or item.members:
+        return replace(item, node=node)
+    return replace(item, node=node, value=inputs.get(item.source.path, item.value))

@@ -1,0 +1,169 @@
+"""Sizes that are symbols while a step is traced, so that one trace serves many of them.
+
+Tensors among the step's arguments are exchanged for fakes whose sizes are symbols of torch's shape environment. Sizes
+that follow from them are expressions; where Python or an operator decides on one, the environment notes the outcome
+as a guard. A trace holds for all sizes that meet its guards: `specialize.py` makes the trace of given sizes from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholestep.fake_layouts import strict_fake_mode
+from wholestep.torch_compat import FakeTensor, ShapeEnvironment, evaluated, size_symbol
+from wholestep.trace.record.provenance import user_line
+
+
+def is_made(value: object) -> bool:
+    """Whether something is a tensor that the step made, not one that it was given under a stand-in."""
+    made = isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and hasattr(value, "wholestep_ref"))
+    return made and not getattr(value, "wholestep_given", False)
+
+
+def is_size(value: object) -> bool:
+    """Whether something is a number that follows from symbolic sizes."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and hasattr(value.node, "shape_env")
+
+
+def is_host(value: object) -> bool:
+    """Whether something is a number that is only known when the step runs."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and not hasattr(value.node, "shape_env")
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A number that follows from symbolic sizes, as a call's argument in the graph."""
+
+    number: Any
+
+    def __repr__(self) -> str:
+        return str(self.number)
+
+
+def held(leaf: Any) -> Any:
+    """A leaf of a call's arguments as the graph keeps it."""
+    return Held(leaf) if is_size(leaf) else leaf
+
+
+def decided(tree: Any) -> Any:
+    """A call's arguments with the numbers that symbolic sizes are now, which decides on them."""
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(decided(item) for item in tree)
+    if not isinstance(tree, Held):
+        return tree
+    return float(tree.number) if isinstance(tree.number, torch.SymFloat) else int(tree.number)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """One size: of dimension ``dim`` of the tensor at ``source``."""
+
+    source: Any
+    dim: int
+    symbol: Any
+
+    def __str__(self) -> str:
+        return f"{self.source}.shape[{self.dim}]"
+
+
+class Sizes:
+    """The symbols of one trace.
+
+    Attributes:
+        mode: that of the fakes.
+        symbols: one for each size above 1; sizes of 0 and 1 decide too much, and are what they are.
+        layouts: for each tensor its source, sizes and strides, symbols among them.
+    """
+
+    def __init__(self) -> None:
+        self.env = ShapeEnvironment(user_line)
+        self.mode = strict_fake_mode(self.env)
+        self.symbols: list[Symbol] = []
+        self.layouts: list[tuple[Any, list[Any], list[Any]]] = []
+
+    def stand_in(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
+        """A fake of a tensor, with symbols for its sizes, and for the strides that follow from them."""
+        shape = [self._size(source, dim, size) for dim, size in enumerate(tensor.shape)]
+        strides = _strides(tensor, shape)
+        with self.mode, torch.no_grad():
+            fake = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+        fake.wholestep_given = True  # type: ignore[attr-defined]
+        self.layouts.append((source, shape, strides))
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def _size(self, source: Any, dim: int, size: int) -> Any:
+        if size < 2:
+            return size
+        symbol, number = size_symbol(self.env, f"{source}.shape[{dim}]", size)
+        self.symbols.append(Symbol(source, dim, symbol))
+        return number
+
+    def values(self, tensors: Mapping[str, torch.Tensor]) -> dict[Any, int]:
+        """The size that each symbol has in a call.
+
+        Args:
+            tensors: by the path of their source.
+        """
+        return {s.symbol: int(tensors[s.source.path].shape[s.dim]) for s in self.symbols}
+
+    def misfit(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Why the trace does not hold for the sizes of a call; None when it does."""
+        for source, shape, _ in self.layouts:
+            found = tensors[source.path]
+            if found.dim() != len(shape):
+                return f"{source} shape: expected {len(shape)} dimensions, found {list(found.shape)}"
+            for dim, (size, now) in enumerate(zip(shape, found.shape, strict=True)):
+                if now != size if type(size) is int else now < 2:
+                    wanted = size if type(size) is int else "2 or more"
+                    return f"{source}.shape[{dim}]: expected {wanted}, found {now}"
+        values = self.values(tensors)
+        for guard, line in self.env.conditions():
+            if not evaluated(guard, values):
+                return self._broken(guard, values, line)
+        for source, _, strides in self.layouts:
+            expected = [evaluated(s, values) for s in strides]
+            found = tensors[source.path]
+            if any(a != b for a, b, size in zip(expected, found.stride(), found.shape, strict=True)):
+                return f"{source} stride: expected {expected}, found {list(found.stride())}"
+        return None
+
+    def _broken(self, guard: Any, values: Mapping[Any, int], line: str) -> str:
+        at = f" (decided at {line})" if line else ""
+        found = ", ".join(f"{s} is {values[s.symbol]}" for s in self.symbols if s.symbol in guard.free_symbols)
+        return f"{self.words(guard)}: expected True, found False, as {found}{at}"
+
+    def words(self, expression: Any) -> str:
+        """An expression in terms of the user's tensors."""
+        names = {str(s.symbol): str(s) for s in self.symbols}
+        text = str(expression)
+        for name in sorted(names, key=len, reverse=True):
+            text = text.replace(name, names[name])
+        return text.removeprefix("Eq(").removesuffix(")").replace(", ", " == ") if text.startswith("Eq(") else text
+
+    def specialized(self) -> list[str]:
+        """Which sizes only one value serves, and which line decided so."""
+        found = []
+        for symbol in self.symbols:
+            only = self.env.only(symbol.symbol)
+            if only is not None:
+                value, line = only
+                found.append(f"{symbol} is {value}" + (f" (decided at {line})" if line else ""))
+        return found
+
+
+def _strides(tensor: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
+    """Strides as products of symbolic sizes, where the tensor's are such products."""
+    strides: list[Any] = list(tensor.stride())
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.shape[d] != 1, -d))
+    expected, symbolic = 1, 1
+    for dim in order:
+        if tensor.stride(dim) == expected:
+            strides[dim] = symbolic
+            expected, symbolic = expected * tensor.shape[dim], symbolic * shape[dim]
+        else:
+            break
+    return strides

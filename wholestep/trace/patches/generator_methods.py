@@ -1,0 +1,96 @@
+"""Methods of torch's random generators, which never reach the dispatcher: nodes of the graph while a step is traced.
+
+`torch.get_rng_state`, `torch.manual_seed`, `torch.random.fork_rng` and what libraries make of them end in these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep import functional
+from wholestep.errors import CaptureError, UnsupportedError
+from wholestep.patches import Replacement
+from wholestep.torch_compat import generator_id, no_modes
+from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.recorder import Recorder
+
+Generator = torch.Generator
+
+_get_state, _set_state, _manual_seed = Generator.get_state, Generator.set_state, Generator.manual_seed
+
+REFUSED = {
+    "seed": "seed it outside of the step, or with a number: generator.manual_seed(n)",
+    "set_offset": "save and restore the whole state: generator.get_state()",
+    "get_offset": "save and restore the whole state: generator.get_state()",
+    "clone_state": "save and restore the state of one generator: get_state(), set_state()",
+    "graphsafe_get_state": "save and restore the state of one generator: get_state(), set_state()",
+    "graphsafe_set_state": "save and restore the state of one generator: get_state(), set_state()",
+}
+
+
+def methods(recorder: Recorder) -> list[Replacement]:
+    """What stands in for the methods of generators while the step is traced."""
+    seeds: dict[int, int | None] = {}  # the initial seeds of generators that the step moved; None where it is unknown
+
+    def refused(error: CaptureError) -> CaptureError:
+        recorder.refusal = recorder.refusal or error  # the step may let it pass
+        return error
+
+    def refuse(name: str, remedy: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            raise refused(UnsupportedError(f"torch.Generator.{name} inside of a captured step", user_line(), remedy))
+
+        return call
+
+    def operand(generator: Generator) -> tuple[fx.Node, ...]:
+        try:
+            node = recorder.generator(generator)
+        except CaptureError as error:
+            raise refused(error) from None
+        return () if node is None else (node,)
+
+    def get_state(generator: Generator) -> torch.Tensor:
+        with no_modes(), recorder.fake_mode:
+            fake = torch.empty(_get_state(generator).numel(), dtype=torch.uint8)
+            recorder.root(fake, recorder.emit(functional.get_rng_state, operand(generator), value=recorder.value(fake)))
+        return fake
+
+    def like(generator: Generator, given: torch.Tensor) -> torch.Tensor:
+        """A state for a trial, where a tensor has the form of one."""
+        state = _get_state(generator)
+        fits = given.shape == state.shape and given.dtype == state.dtype
+        return state if fits else torch.empty(given.shape, dtype=given.dtype)
+
+    def set_state(generator: Generator, new_state: torch.Tensor) -> Generator:
+        with no_modes():  # eager's errors
+            if isinstance(new_state, torch.Tensor):
+                _set_state(Generator(generator.device), like(generator, new_state))
+            else:
+                _set_state(generator, new_state)
+            read = recorder.ref(new_state).read(recorder.emit)
+            recorder.emit(functional.set_rng_state, (read, *operand(generator)), value=())
+        seeds[generator_id(generator)] = None
+        return generator
+
+    def manual_seed(generator: Generator, seed: int) -> Generator:
+        seed = int(seed) if isinstance(seed, torch.SymInt) else seed
+        _manual_seed(Generator(generator.device), seed)  # eager's errors
+        recorder.emit(functional.manual_seed, (seed, *operand(generator)), value=())
+        seeds[generator_id(generator)] = seed
+        return generator
+
+    def initial_seed(generator: Generator) -> int:
+        key = generator_id(generator)
+        known = seeds.get(key)
+        if known is None and (key in seeds or key != generator_id(torch.default_generator)):
+            what = "the step asks for the seed of a generator of its own, or of one whose state it has set"
+            raise refused(UnsupportedError(what, user_line(), "ask for it outside of the step"))
+        return recorder.ask("torch.initial_seed()") if known is None else known
+
+    recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed, initial_seed]
+    refusing = [(Generator, name, refuse(name, remedy)) for name, remedy in REFUSED.items()]
+    return [*((Generator, method.__name__, method) for method in recorded), *refusing]

@@ -1,0 +1,229 @@
+"""What is patched in Python, for the thread that traces a step (`patches.py`).
+
+Some things that a step does never reach the dispatcher: reading the random generator's state, `math.sqrt`
+of a host number, the end of a `backward()`. For these the functions themselves are replaced for the time
+of the trace.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import checkpoint as checkpoints
+
+from wholestep.capture.exchange.detached_aliases import refuse_outside
+from wholestep.errors import UnsupportedError
+from wholestep.ir import Gradient
+from wholestep.patches import Replacement, patched, reading
+from wholestep.torch_compat import (
+    CHECKPOINT_OPERATORS,
+    FOREACH_SUPPORT,
+    BatchNorm,
+    FakeTensor,
+    checkpoint_contexts,
+    has_foreach_support,
+    unseen_fakes,
+)
+from wholestep.trace.numbers.host_numbers import AWARE, aware_choice
+from wholestep.trace.numbers.symbolic_sizes import is_made, is_size
+from wholestep.trace.operators import sparse_optimizers
+from wholestep.trace.operators.data_dependent_formulas import behind, by_data
+from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
+from wholestep.trace.patches import generator_methods
+from wholestep.trace.patches.engine_hook import handled
+from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.recorder import Recorder
+
+
+def _recorded_backward(
+    recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients
+) -> Callable[..., Any]:
+    """`torch.autograd.backward` that also notes which gradients it left, for data parallelism."""
+    run = torch.autograd.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        held = [p.grad for p in parameters]
+        before = [gradient_memory(recorder, grad) for grad in held]
+        run(*args, **kwargs)
+        changed = []
+        for parameter, grad, old in zip(parameters, held, before, strict=True):
+            new = gradient_memory(recorder, parameter.grad)
+            if new is None or new is old or id(parameter) not in recorder.by_id:
+                continue
+            if old is None and gradient_memory(recorder, grad) is not None:  # a gradient from outside, met just now
+                old = recorder.ref(grad).storage.first  # type: ignore[arg-type]
+            changed.append(parameter)
+            source = str(recorder.by_id[id(parameter)].source)
+            recorder.gradients.append(Gradient(source, old and old.name, new.name, _place(recorder, parameter.grad)))
+        gradients.accumulated(changed)
+
+    return backward
+
+
+def gradient_memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:
+    """The node that gives the memory in which a gradient lies now; None for one that the step has not met."""
+    if grad is None or (not is_made(grad) and id(grad) not in recorder.by_id):
+        return None
+    return recorder.ref(grad).storage.value
+
+
+def _place(recorder: Recorder, grad: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    ref = recorder.ref(grad)
+    assert ref.storage.root is not None
+    here = ref.geometry
+    return tuple(here.shape), tuple(here.stride), here.offset - ref.storage.root.geometry.offset
+
+
+def _batch_size(recorder: Recorder) -> Callable[[Any], int]:
+    """`int` for the size of a packed sequence's batch."""
+    return lambda value: recorder.as_list(value) if isinstance(value, torch.Tensor) else int(value)
+
+
+def _number_of(value: Any) -> Any:
+    """`float` for BatchNorm's cumulative average, which divides by a batch count."""
+    return value.item() if isinstance(value, torch.Tensor) else float(value)
+
+
+_NEW_PARAMETER = torch.nn.Parameter.__new__
+
+
+def _traced_parameter(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> torch.Tensor:
+    """`torch.nn.Parameter(data)`, which shares the memory of data from outside without the dispatcher's knowing."""
+    if isinstance(data, torch.Tensor) and not is_made(data):
+        data = data.detach()
+    return _NEW_PARAMETER(cls, data, requires_grad)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+
+
+def _is_overridden(relevant_args: Any) -> bool:
+    """`has_torch_function` blind to our own mode: where it is true, transformers leave the way that eager takes."""
+    return any(type(v) not in _PLAIN and hasattr(type(v), "__torch_function__") for v in relevant_args)
+
+
+LBFGS_REMEDY = "use another optimizer: LBFGS evaluates its closure as often as the data ask for"
+
+def _size_aware(recorder: Recorder) -> list[Replacement]:
+    """Functions of Python on numbers, which record what they do with host numbers.
+
+    Floats that follow from symbolic sizes are host numbers too: as expressions they would round in another order.
+    """
+
+    def number(value: Any) -> Any:
+        return recorder.size(value) if is_size(value) else value
+
+    def aware(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: function(*map(number, args), **kwargs)
+
+    def method(name: str) -> Callable[..., Any]:
+        original = getattr(torch.SymInt, name)
+
+        def call(size: Any, other: Any) -> Any:
+            floats = isinstance(other, (float, torch.SymFloat)) or "truediv" in name
+            if not floats or not is_size(size):
+                return original(size, other)
+            return getattr(recorder.size(size), name)(number(other))
+
+        return call
+
+    functions = [(owner, name, aware(function)) for owner, name, function in AWARE]
+    return functions if recorder.sizes is None else [*functions, *((torch.SymInt, n, method(n)) for n in SIZE_METHODS)]
+
+
+SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
+
+
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
+    """`torch.cond`: the branch of the call, a decision like any other."""
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def _refused(what: str, remedy: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"{what} inside of a captured step", user_line(), remedy)
+
+    return call
+
+
+def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """A checkpoint that gives gradients where a reentrant one does, and runs no backward inside of another."""
+    checkpoints.check_backward_validity(args)
+    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+        return checkpoints.checkpoint(function, *args, **options)
+    with torch.no_grad():
+        return function(*args)
+
+
+def _dynamos_checkpoint(operator: Any, body: Any, *args: Any, **kwargs: Any) -> Any:
+    """A checkpoint as the user wrote it: the operator's own call leaves random states to later passes of torch's.
+
+    Dynamo makes arguments of a module's buffers too; only what has gradients is one, since others may be written.
+    """
+    wanted = [isinstance(a, torch.Tensor) and a.requires_grad for a in args]
+
+    def run(*differentiable: Any) -> Any:
+        given = iter(differentiable)
+        return body(*(next(given) if graded else a for a, graded in zip(args, wanted, strict=True)))
+
+    options = kwargs | checkpoint_contexts(body) | {"use_reentrant": False}
+    return checkpoints.checkpoint(run, *(a for a, graded in zip(args, wanted, strict=True) if graded), **options)
+
+
+def _inside(run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls the autograd engine for a backward of the step's own, which ends where the step begins."""
+    roots = tuple(roots)
+    refuse_outside(roots, args[3], behind)
+    return by_data(run, roots, *args, **kwargs)
+
+
+def _sequences(recorder: Recorder) -> Iterator[Replacement]:
+    """The methods of recurrent modules that ask for the size of a packed sequence's batch."""
+    for kind, name in ((torch.nn.RNNBase, "get_expected_hidden_size"), (torch.nn.LSTM, "get_expected_cell_size")):
+        yield kind, name, reading(vars(kind)[name], int=_batch_size(recorder))
+
+
+@contextmanager
+def exchanged(
+    recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients, reentrant: bool = True,
+    more: Iterable[Replacement] = (),
+) -> Iterator[None]:
+    """Replaces what must be seen while tracing; everything is as before on exit, however it ends.
+
+    Args:
+        reentrant: see `trace_step`.
+        more: what else is replaced.
+    """
+    replacements: list[Replacement] = [
+        *more,
+        *_size_aware(recorder),
+        *_sequences(recorder),
+        *recorder.resizing(),
+        *sparse_optimizers.exchanges(),
+        *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
+        *generator_methods.methods(recorder),
+        (builtins, "max", aware_choice(max)),
+        (builtins, "min", aware_choice(min)),
+        (torch, "cond", _cond),
+        (torch, "save", _refused("torch.save", "save outside of the step")),
+        (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
+        (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),
+        (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
+        (BatchNorm, "forward", reading(vars(BatchNorm)["forward"], float=_number_of)),
+        (*FOREACH_SUPPORT, has_foreach_support),
+        (torch.overrides, "has_torch_function", _is_overridden),
+        (torch.distributions.Distribution, "_validate_args", False),
+        unseen_fakes(),
+        # fake tensors report each of eager's own errors as their own
+        (logging.getLogger(FakeTensor.__module__), "handle", lambda record: None),
+    ]
+    if not reentrant:
+        replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
+    with patched(replacements, recorder.whereabouts.thread.is_here), handled(_inside):
+        yield

@@ -1,0 +1,165 @@
+"""Where in the user's program an operator runs: file and line, module path, phase of the step."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from wholestep.capture.snapshot.library_code import is_library, is_system
+from wholestep.errors import UnsupportedError
+from wholestep.ir import Phase
+from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside
+
+
+def user_line() -> str:
+    """``file:line`` of the innermost frame of the user's code, and of the library's that it called, if it is in one."""
+    frame: FrameType | None = sys._getframe(1)
+    library = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_system(name) and name != "<string>":
+            if not is_library(name):
+                return _joined(f"{name}:{frame.f_lineno}", library)
+            library = library or f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return library
+
+
+def line_of(error: BaseException) -> str:
+    """The same for the frames that an error came through, and if none is the user's for those that call now."""
+    step, user, library = error.__traceback__, "", ""
+    while step is not None:
+        name = step.tb_frame.f_code.co_filename
+        if not is_system(name) and name != "<string>":
+            line = f"{name}:{step.tb_lineno}"
+            user, library = (user, line) if is_library(name) else (line, "")
+        step = step.tb_next
+    return _joined(user or user_line(), library)
+
+
+def called_from(*functions: Any) -> bool:
+    """Whether one of some functions is running."""
+    codes = [inspect.unwrap(function).__code__ for function in functions]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _joined(user: str, library: str) -> str:
+    return f"{user} (in {library})" if user and library else user or library
+
+
+class Thread:
+    """The thread that traces: what others do meanwhile is not part of the step.
+
+    Attributes:
+        mode: the recorder, once there is one.
+    """
+
+    def __init__(self) -> None:
+        self.ident = threading.get_ident()
+        self.mode: TorchDispatchMode | None = None
+
+    def is_here(self) -> bool:
+        """True in the thread itself, and in those that the autograd engine lends it."""
+        return threading.get_ident() == self.ident or (self.mode is not None and is_inside(self.mode))
+
+
+class Whereabouts:
+    """Follows modules and optimizers while the step runs, through torch's global hooks."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names = names
+        self.modules: list[str] = []
+        self.outermost: Callable[[nn.Module, bool], None] | None = None  # told of forwards inside of no other
+        self.optimizers = 0
+        self.module_of_seq: dict[int, str] = {}
+        self.thread = Thread()
+
+    def phase(self) -> Phase:
+        if self.optimizers:
+            return "optimizer"
+        return "backward" if current_autograd_node() is not None else "forward"
+
+    def _tell(self, module: nn.Module, begins: bool) -> None:
+        if self.outermost is not None and len(self.modules) == 1 and current_autograd_node() is None:
+            self.outermost(module, begins)
+
+    def module(self) -> str:
+        return self.modules[-1] if self.modules else ""
+
+    def seq(self) -> int | None:
+        node = current_autograd_node()
+        if node is not None:
+            return int(node._sequence_nr())
+        return None
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            if self.thread.is_here():
+                _refuse_wrappers(module)
+                self.modules.append(self.names.get(id(module), type(module).__name__))
+                self._tell(module, True)
+
+        def leave(module: nn.Module, args: Any, result: Any) -> None:
+            if self.thread.is_here():
+                self._tell(module, False)
+                self.modules.pop()
+
+        def start(*_: Any) -> None:
+            self.optimizers += self.thread.is_here()
+
+        def stop(*_: Any) -> None:
+            self.optimizers -= self.thread.is_here()
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+            register_optimizer_step_pre_hook(start),
+            register_optimizer_step_post_hook(stop),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+# Modules that reduce or gather in C++ and in hooks, past the dispatcher, known by the names of their classes.
+_WRAPPERS = {
+    ("torch.nn.parallel", "DistributedDataParallel"): "DataParallel",
+    ("torch.distributed", "FullyShardedDataParallel"): "FullyShard",
+    ("torch.distributed", "FSDPModule"): "FullyShard",
+}
+
+
+def _refuse_wrappers(module: nn.Module) -> None:
+    for base in type(module).__mro__:
+        for (package, name), plan in _WRAPPERS.items():
+            if base.__name__ == name and base.__module__.startswith(package):
+                raise UnsupportedError(
+                    f"{name} inside of a compiled step, which communicates where no graph can show it",
+                    user_line(),
+                    f"give the step the module as it was before, and its ranks a plan: plan=ws.{plan}(axis), mesh=…",
+                )
+
+
+def module_names(roots: dict[str, Any]) -> dict[int, str]:
+    """id of every submodule -> path, for the modules among the roots."""
+    names: dict[int, str] = {}
+    for root_name, root in roots.items():
+        if isinstance(root, nn.Module):
+            for name, module in root.named_modules():
+                names.setdefault(id(module), f"{root_name}.{name}" if name else root_name)
+    return names
