@@ -18,6 +18,11 @@ May import: nothing of the package.
 
 from __future__ import annotations
 
+import os
+
+PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+"""The folder of this package, whose lines no error names as the user's."""
+
 
 class WholestepError(Exception):
     """The root of all errors of this package."""

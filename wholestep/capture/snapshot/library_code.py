@@ -15,7 +15,8 @@ import sysconfig
 
 import torch
 
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+from wholestep.errors import PACKAGE
+
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _GENERATED = ("<frozen", "<__array", "<eval_with_key", "<wholestep")
@@ -41,12 +42,12 @@ def is_standard(filename: str) -> bool:
 @functools.cache
 def is_system(filename: str) -> bool:
     """True for code of torch, of this package and of the standard library, and for what they generate."""
-    return filename.startswith((_TORCH, _OURS, *_GENERATED)) or is_standard(filename)
+    return filename.startswith((_TORCH, PACKAGE, *_GENERATED)) or is_standard(filename)
 
 
 def is_ours(filename: str) -> bool:
     """True for code of this package, whose objects hold nothing that a step may look into."""
-    return filename.startswith(_OURS)
+    return filename.startswith(PACKAGE)
 
 
 @functools.cache

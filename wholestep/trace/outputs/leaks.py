@@ -7,7 +7,6 @@ would get values of no call. Weak references tell what is alive; who holds it is
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import types
 import weakref
@@ -16,10 +15,9 @@ from typing import Any
 
 import torch
 
-from wholestep.errors import LeakError
+from wholestep.errors import PACKAGE, LeakError
 from wholestep.torch_compat import no_modes
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 MAX_LEVELS = 12
 
 
@@ -125,7 +123,7 @@ def _name(holder: Any, running: set[int]) -> str | None:
     if isinstance(holder, type):
         return f"in class {holder.__qualname__}"
     if isinstance(holder, types.FrameType) and id(holder) in running:
-        ours = holder.f_code.co_filename.startswith(_OURS)
+        ours = holder.f_code.co_filename.startswith(PACKAGE)
         return None if ours else f"by a variable of {holder.f_code.co_qualname}"
     if isinstance(holder, dict) and holder.get("__name__") in sys.modules:
         return f"in module {holder['__name__']}"
