@@ -154,7 +154,7 @@ SCRIPT = """
     for scale in (2.0, 2.0, 3.0):
         helpers.SCALE = scale
         assert step(torch.ones(2)).tolist() == [scale, scale]
-    from wholestep.capture.libraries import is_library
+    from wholestep.capture.snapshot.library_code import is_library
     assert is_library(some_library.__file__) and not is_library(helpers.__file__)
 """
 

@@ -221,7 +221,7 @@ def test_a_dead_or_stopped_rank_ends_the_group_on_every_host(layout, victim, num
 JOB = """
 import json, pathlib, sys
 import torch
-from comm_programs import run_program
+from tests.support.comm_programs import run_program
 from wholestep import comm
 
 comm.init_process_group()

@@ -380,8 +380,8 @@ def test_signals_do_not_keep_shared_memory_from_being_made():
 FULL = """
 from datetime import timedelta
 from wholestep import comm
-from wholestep.comm import memory
-memory.SHARED_FOLDER = "/no/such/folder"
+from wholestep.comm import shared_tensors
+shared_tensors.SHARED_FOLDER = "/no/such/folder"
 try:
     comm.init_process_group("shm", timeout=timedelta(seconds=60))
 except comm.DistBackendError as full:
