@@ -21,7 +21,6 @@ from wholestep.capture import (
     births,
     compile_binder,
     forget,
-    new_values,
     read_by,
     refuse_shared_parts,
     snapshot,
@@ -274,7 +273,6 @@ def capture(
         while True:
             try:
                 _tracing.active = True
-                names = world.module_names()
                 world.young = young
                 world.put_wholes(parts)
                 world.put_twins(reshaped)
@@ -284,7 +282,7 @@ def capture(
                     symbols = Sizes()
                     sizes.append(symbols)
                 how = shared, guard_data, backward, symbols, reentrant, sync.begin if sync else None
-                traced = trace_step(step, args, kwargs, world, names, new_values, *how)
+                traced = trace_step(step, args, kwargs, world, *how)
                 if sync is None or not sync.again():
                     return world, traced
             except SharedMemory as request:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as rates
 
-from wholestep.capture import Call, Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, replay, snapshot
+from wholestep.capture import Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, snapshot
 from wholestep.errors import LeakError, UnsupportedError
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -34,7 +34,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> tuple[Snapshot, list[Effect]]:
 def again(snap: Snapshot, effects: list[Effect]) -> list[torch.Tensor]:
     """Replays effects with fresh values, which it gives back."""
     made = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in new_values(effects)]
-    replay(effects, snap.call, made)
+    compile_binder(snap, []).apply(effects, Const(None), snap.call.args, snap.call.kwargs, made)
     return made
 
 
@@ -211,7 +211,8 @@ def test_replay_reads_everything_before_it_assigns() -> None:
     snap, effects = traced(step, box)
     other = {"a": a.clone(), "b": b.clone()}
     want = other["b"], other["a"]
-    replay(effects, Call(step, (other,), {}), [])
+    binder = compile_binder(snapshot(step, (other,)), [])
+    binder.apply(effects, Const(None), (other,), {}, [])
     assert (other["a"], other["b"]) == want and box["a"] is a
 
 
@@ -303,10 +304,8 @@ def test_results_keep_the_identity_of_what_was_there_and_of_what_is_held_twice()
     snap.restore()
     assert kept.last is None
     binder = compile_binder(snap, [f.source for f in snap.tensors.values()])
-    for apply in (lambda made: replay(effects, snap.call, made, described),
-                  lambda made: binder.apply(effects, described, (kept, x), {}, made)):
-        made = [torch.zeros(1) for _ in new_values(effects, described)]
-        result = apply(made)
-        assert list(result) == ["kept", "list", "out", "x", "n"] and result["n"] == 3
-        assert result["kept"] is kept and result["list"] is kept.last and kept.last[0] is made[0] and result["x"] is x
-        assert type(result["out"]) is Output and result["out"].y is result["out"]["y"] is made[0]
+    made = [torch.zeros(1) for _ in new_values(effects, described)]
+    result = binder.apply(effects, described, (kept, x), {}, made)
+    assert list(result) == ["kept", "list", "out", "x", "n"] and result["n"] == 3
+    assert result["kept"] is kept and result["list"] is kept.last and kept.last[0] is made[0] and result["x"] is x
+    assert type(result["out"]) is Output and result["out"].y is result["out"]["y"] is made[0]

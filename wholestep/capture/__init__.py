@@ -18,8 +18,8 @@ from wholestep.capture.effects.effects import (
     forget,
     new_values,
     read_by,
+    state_outputs,
 )
-from wholestep.capture.effects.replay import replay
 from wholestep.capture.effects.values import Const, Existing, New, Tree
 from wholestep.capture.exchange.optimizer_state import InitialState
 from wholestep.capture.exchange.unbacked import hollow
@@ -64,7 +64,7 @@ __all__ = [
     "no_collection",
     "read_by",
     "refuse_shared_parts",
-    "replay",
     "sharing",
     "snapshot",
+    "state_outputs",
 ]

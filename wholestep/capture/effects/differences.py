@@ -21,7 +21,7 @@ from wholestep.capture.effects.effects import (
     SetItem,
 )
 from wholestep.capture.effects.recipes import recipe
-from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, new_in
+from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.exchange.exchange import Exchanged
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.outside.append_only_lists import REMEDY, Sink
@@ -195,7 +195,8 @@ def _place_effects(seen: Exchanged, place: Place, now: Contents, values: _Values
         tree = values.tree(dict if place.box is boxes.MAPPING else list, now, source.text)
         grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
         added = tree.values[len(before):] if grown and place.box is not boxes.MAPPING else ()
-        new = [*new_in(added), *(v.value for v in added if isinstance(v, Existing) and v.late)]
+        new = [v.value for v in nested(added) if isinstance(v, New)]
+        new += [v.value for v in added if isinstance(v, Existing) and v.late]
         if new:
             values.grown.append((source, len(now) - len(before), new[0]))
         elif added and place.box is not boxes.SET:

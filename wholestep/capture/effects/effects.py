@@ -1,19 +1,17 @@
-"""Effects: what a step changed in the Python world, as values that can be replayed without running it.
+"""Effects: what a step changed in the Python world, as values that can be done again without running it.
 
-`differences` describes them. `replay` does the same changes again in a later call: first it evaluates every new value
-and finds every holder, then it assigns, so that two effects that exchange values do not disturb each other. Each
-effect says how it is done twice: as Python (`assign`), and as the text of a statement that does the same.
+`differences` describes them, `replay_code` writes the code that does them in a later call. Each effect says by two
+templates how it reads and which statement does it: `container`, `key` and `value` are variables of that code.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wholestep.capture.effects.values import NOTHING, Existing, Made, New, Tree, Value, hollow_out, new_in, walk
+from wholestep.capture.effects.values import NOTHING, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.snapshot import boxes
 from wholestep.capture.sources.scopes import Global
 from wholestep.capture.sources.source import Source, Vars, base_of
@@ -21,33 +19,30 @@ from wholestep.ir import InputKind
 
 
 @dataclass(frozen=True, eq=False)
-class Effect(ABC):
-    """One change at ``source``, the holder; subclasses say which."""
+class Effect:
+    """One change at ``source``, the container; subclasses say which."""
 
     source: Source
+    code = text = ""
 
     @property
-    def parts(self) -> tuple[Value | None, Value | None]:
+    def parts(self) -> dict[str, Value]:
         """The key and the value that must be made before the change."""
-        return getattr(self, "key", None), getattr(self, "value", None)
+        return {name: getattr(self, name) for name in ("key", "value") if hasattr(self, name)}
 
-    @abstractmethod
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        """Does the change in one call.
-
-        Args:
-            holder: what is at ``source``.
-            key, value: what `parts` are in this call.
-        """
-
-    @abstractmethod
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        """A statement that does it.
+    def statement(self, variables: dict[str, str], constant: Callable[[Any], str]) -> str:
+        """The statement that does it.
 
         Args:
-            holder, key, value: names of what `assign` is given.
+            variables: those of the code, by the names that templates have for them.
             constant: gives the name of a constant.
         """
+        own = {name: getattr(self, name) for name in ("name", "box", "args") if hasattr(self, name)}
+        shown = {name: value if isinstance(value, str) else constant(value) for name, value in own.items()}
+        return self.code.format(**variables, **shown)
+
+    def __str__(self) -> str:
+        return self.text.format(**vars(self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +51,8 @@ class SetItem(Effect):
 
     key: Value
     value: Value
-
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        base_of(holder).__setitem__(holder, key, value)
-
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{constant(base_of)}({holder}).__setitem__({holder}, {key}, {value})"
-
-    def __str__(self) -> str:
-        return f"{self.source}[{self.key}] = {self.value}"
+    text = "{source}[{key}] = {value}"
+    code = "base_of({container}).__setitem__({container}, {key}, {value})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +60,8 @@ class DelItem(Effect):
     """``del source[key]``."""
 
     key: Value
-
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        base_of(holder).__delitem__(holder, key)
-
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{constant(base_of)}({holder}).__delitem__({holder}, {key})"
-
-    def __str__(self) -> str:
-        return f"del {self.source}[{self.key}]"
+    text = "del {source}[{key}]"
+    code = "base_of({container}).__delitem__({container}, {key})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,19 +70,11 @@ class SetAttr(Effect):
 
     name: str
     value: Value
+    text = "{source}.{name} = {value}"
 
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        if _is_table(self.source):
-            holder[self.name] = value
-        else:
-            setattr(holder, self.name, value)
-
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        table = _is_table(self.source)
-        return f"{holder}[{self.name!r}] = {value}" if table else f"{holder}.{self.name} = {value}"
-
-    def __str__(self) -> str:
-        return f"{self.source}.{self.name} = {self.value}"
+    @property
+    def code(self) -> str:  # type: ignore[override]
+        return "{container}[{name!r}] = {value}" if _is_table(self.source) else "{container}.{name} = {value}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,19 +82,11 @@ class DelAttr(Effect):
     """``del source.name``."""
 
     name: str
+    text = "del {source}.{name}"
 
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        if _is_table(self.source):
-            holder.pop(self.name, None)
-        else:
-            delattr(holder, self.name)
-
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        table = _is_table(self.source)
-        return f"{holder}.pop({self.name!r}, None)" if table else f"del {holder}.{self.name}"
-
-    def __str__(self) -> str:
-        return f"del {self.source}.{self.name}"
+    @property
+    def code(self) -> str:  # type: ignore[override]
+        return "{container}.pop({name!r}, None)" if _is_table(self.source) else "del {container}.{name}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,32 +94,18 @@ class SetGrad(Effect):
     """``source.grad = value``."""
 
     value: Value
-
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        holder.grad = value
-
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{holder}.grad = {value}"
-
-    def __str__(self) -> str:
-        return f"{self.source}.grad = {self.value}"
+    text = "{source}.grad = {value}"
+    code = "{container}.grad = {value}"
 
 
 @dataclass(frozen=True, eq=False)
 class SetContents(Effect):
-    """The whole contents of a list, set, deque or reordered dict, the holder staying the same object."""
+    """The whole contents of a list, set, deque or reordered dict, the container staying the same object."""
 
     box: boxes.Box
     value: Tree
-
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        _fill(self.box, holder, value)
-
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{constant(_fill)}({constant(self.box)}, {holder}, {value})"
-
-    def __str__(self) -> str:
-        return f"{self.source}[:] = {self.value}"
+    text = "{source}[:] = {value}"
+    code = "refill({box}, {container}, {value})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,15 +113,8 @@ class Extend(Effect):
     """``source.extend(values)``: a list or deque that the step appends to and does not read."""
 
     value: Tree
-
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        base_of(holder).extend(holder, value)
-
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{constant(base_of)}({holder}).extend({holder}, {value})"
-
-    def __str__(self) -> str:
-        return f"{self.source} += {self.value}"
+    text = "{source} += {value}"
+    code = "base_of({container}).extend({container}, {value})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,45 +123,50 @@ class CallMethod(Effect):
 
     name: str
     args: tuple[Any, ...] = ()
-
-    def assign(self, holder: Any, key: Any, value: Any) -> None:
-        getattr(holder, self.name)(*self.args)
-
-    def statement(self, holder: str, key: str, value: str, constant: Callable[[Any], str]) -> str:
-        return f"{holder}.{self.name}(*{constant(self.args)})"
+    code = "{container}.{name}(*{args})"
 
     def __str__(self) -> str:
         return f"{self.source}.{self.name}({', '.join(map(repr, self.args))})"
 
 
+def _is_table(source: Source) -> bool:
+    """Whether what is at a source is a table of names."""
+    return isinstance(source, Vars) or (isinstance(source, Global) and not source.name)
+
+
+def refill(box: boxes.Box, container: Any, built: Any) -> None:
+    """Makes the contents of a container those of a new one."""
+    box.write(container, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
+
+
+# What statements call.
+FUNCTIONS: dict[str, Any] = {"base_of": base_of, "refill": refill}
+
+
+def _values_of(effects: Sequence[Effect], result: Value) -> Iterator[Value]:
+    return nested([result, *(value for effect in effects for value in effect.parts.values())])
+
+
 def new_values(effects: Sequence[Effect], result: Value = NOTHING) -> list[Any]:
     """The distinct tensors and numbers made in the step that effects and result hold, in the order of `New.index`."""
-    return new_in(_values_of(effects, result))
+    found = {v.index: v.value for v in _values_of(effects, result) if isinstance(v, New)}
+    return [found[index] for index in sorted(found)]
 
 
 def forget(effects: Sequence[Effect], result: Value = NOTHING) -> None:
     """Lets go of the objects that effects and result were described from; they can be replayed as before."""
-    hollow_out(_values_of(effects, result))
+    for value in _values_of(effects, result):
+        if isinstance(value, (New, Existing)):
+            value.value = None
 
 
 def read_by(effects: Sequence[Effect], result: Value = NOTHING) -> set[str]:
     """The paths of what a replay of effects and result looks at in the call."""
-    paths = {effect.source.path for effect in effects}
-
-    def look(value: Value) -> None:
-        if isinstance(value, Existing):
-            paths.add(value.source.path)
-
-    for value in _values_of(effects, result):
-        walk(value, look)
-    return paths
+    existing = {value.source.path for value in _values_of(effects, result) if isinstance(value, Existing)}
+    return existing | {effect.source.path for effect in effects}
 
 
-def _values_of(effects: Sequence[Effect], result: Value) -> list[Value]:
-    return [result, *(v for effect in effects for v in effect.parts if v is not None)]
-
-
-def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
+def state_outputs(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
     """Where effects leave the gradients and the optimizer state that the step makes: `New.index` -> source, kind.
 
     Sources are written as those of inputs are, so that a later step finds the same words for what is there then.
@@ -241,16 +190,6 @@ def homes(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
         elif isinstance(effect, SetContents):
             look(effect.value, str(effect.source))
     return found
-
-
-def _is_table(source: Source) -> bool:
-    """Whether what is at a source is a table of names."""
-    return isinstance(source, Vars) or (isinstance(source, Global) and not source.name)
-
-
-def _fill(box: boxes.Box, holder: Any, built: Any) -> None:
-    """Makes the contents of a holder those of a container that `assemble` made."""
-    box.write(holder, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
 
 
 _STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")

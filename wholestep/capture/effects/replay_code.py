@@ -1,7 +1,8 @@
 """Generates the replay of a step's effects, and its result, around the holders that a binder has just let pass.
 
-It does what `replay.replay` does, without following a source for each change: anchored holders are referred to
-directly and anchored tensors through the binder's list of them, which it keeps up to date.
+It makes every new value and finds every holder before the first is assigned, so that two effects that exchange values
+do not disturb each other; those that are read late come last. Anchored holders are referred to directly, and anchored
+tensors through the binder's list of them, which it keeps up to date.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.effects.effects import Effect, SetGrad
+from wholestep.capture.effects.effects import FUNCTIONS, Effect, SetGrad
 from wholestep.capture.effects.recipes import fill
-from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, assemble, is_late
+from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, is_late
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.fast_path import FastPath, compiled
 from wholestep.capture.sources.source import Call, Source
@@ -34,7 +35,7 @@ class Applier:
     def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath, call: Call) -> None:
         self.path, self.call = path, call
         self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn,
-                                      "replaced": call.replaced, "assemble": assemble, "fill": fill}
+                                      "replaced": call.replaced, "fill": fill, **FUNCTIONS}
         path.spaces.append(self.space)
         self.dynamic = False
         self.built: dict[int, str] = {}  # id of a Tree or what is Made -> the variable that holds it
@@ -113,10 +114,10 @@ class Applier:
             return f"[{', '.join(items)}]"
         if tree.kind is tuple:
             return f"({''.join(f'{item}, ' for item in items)})"
-        keys = [self._value(key) for key in tree.keys]
         if tree.kind is dict:
+            keys = [self._value(key) for key in tree.keys]
             return f"{{{', '.join(f'{k}: {v}' for k, v in zip(keys, items, strict=True))}}}"
-        return f"assemble({self._constant(tree.kind)}, [{', '.join(keys)}], [{', '.join(items)}])"
+        return f"{tree.kind.__name__}([{', '.join(items)}])"
 
     def _made(self, made: Made) -> str:
         return f"{self._value(made.make)}({', '.join(map(self._value, made.args))})"
@@ -129,14 +130,12 @@ class Applier:
             self.replaced[id(tensor if grad is None else grad)] = held.replace("t[", "LAST[")
 
     def _effect(self, index: int, effect: Effect) -> None:
-        holder = f"h{index}"
-        self.reads.append(f"{holder} = {self._read(effect.source)}")
-        key, value = f"k{index}", f"v{index}"
-        late = any(part is not None and is_late(part) for part in effect.parts)
-        for name, part in zip((key, value), effect.parts, strict=True):
-            if part is not None:
-                expression = self._whole(part)
-                (self.late if late else self.reads).append(f"{name} = {expression}")
+        variables = {"container": f"h{index}", "key": f"k{index}", "value": f"v{index}"}
+        self.reads.append(f"h{index} = {self._read(effect.source)}")
+        late = is_late(*effect.parts.values())
+        for name, part in effect.parts.items():
+            expression = self._whole(part)
+            (self.late if late else self.reads).append(f"{variables[name]} = {expression}")
         if isinstance(effect, SetGrad):
             self._replace(effect.source)
-        (self.late if late else self.writes).append(effect.statement(holder, key, value, self._constant))
+        (self.late if late else self.writes).append(effect.statement(variables, self._constant))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,53 +77,22 @@ Value = New | Existing | Const | Tree | Made
 NOTHING = Const(None)
 
 
-def new_in(values: Iterable[Value]) -> list[Any]:
-    """The distinct tensors and numbers made in the step that values hold, in the order of `New.index`."""
-    found: dict[int, Any] = {}
-
-    def look(value: Any) -> None:
-        if isinstance(value, New):
-            found[value.index] = value.value
-
-    for value in values:
-        walk(value, look)
-    return [found[index] for index in sorted(found)]
-
-
-def is_late(value: Value) -> bool:
-    """Whether a value is, or holds, one that is read late."""
-    found: list[bool] = []
-    walk(value, lambda inner: found.append(isinstance(inner, Existing) and inner.late))
-    return any(found)
-
-
-def hollow_out(values: Iterable[Value]) -> None:
-    """Lets go of the objects that values were described from; they can be made again as before."""
-
-    def drop(value: Any) -> None:
-        if isinstance(value, (New, Existing)):
-            value.value = None
-
-    for value in values:
-        walk(value, drop)
-
-
-def walk(value: Value, visit: Callable[[Any], None]) -> None:
-    """Calls a function for a value and all inside of it, once each."""
+def nested(values: Sequence[Value]) -> Iterator[Value]:
+    """Values and all inside of them, once each."""
     seen: set[int] = set()
-    todo: list[Value] = [value]
+    todo = [*reversed(values)]
     while todo:
         value = todo.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        visit(value)
+        yield value
         if isinstance(value, Tree):
             todo += reversed((*value.keys, *value.values))
         elif isinstance(value, Made):
             todo += reversed((value.make, *value.args, *value.parts))
 
 
-def assemble(kind: type, keys: Sequence[Any], items: Sequence[Any]) -> Any:
-    """A plain container of a kind."""
-    return kind(zip(keys, items, strict=True)) if kind is dict else kind(items)
+def is_late(*values: Value) -> bool:
+    """Whether one of some values is, or holds, one that is read late."""
+    return any(isinstance(value, Existing) and value.late for value in nested(values))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.effects.differences import differences
-from wholestep.capture.effects.effects import CallMethod, Effect, homes
+from wholestep.capture.effects.effects import CallMethod, Effect
 from wholestep.capture.effects.values import Value
 from wholestep.capture.exchange.detached_aliases import Twins
 from wholestep.capture.exchange.exchange import Exchanged
@@ -19,7 +19,6 @@ from wholestep.capture.guards.guards import Guard
 from wholestep.capture.outside.lr_schedulers import Deferred
 from wholestep.capture.snapshot.visible import Replace
 from wholestep.capture.sources.source import Call, Child, Grad, Source
-from wholestep.ir import InputKind
 from wholestep.torch_compat import set_versions
 
 
@@ -86,10 +85,6 @@ class Snapshot(Exchanged):
                 for module in old.modules():
                     vars(module)["training"] = new.training
         self.train_alike()
-
-    def homes(self, effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]:
-        """Where effects leave gradients and optimizer state that the step makes: `New.index` -> source, kind."""
-        return homes(effects)
 
     def restore(self) -> None:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""

@@ -125,10 +125,6 @@ class Seen:
         """The value of a setting when the step begins, which becomes a guard."""
         return self.walk.outside.settings.ask(setting)
 
-    def source_of(self, value: Any) -> Source | None:
-        """The first source of an object, container or tensor that was there before the step; None for others."""
-        return None if is_plain(value) else self.walk.first.get(id(value))
-
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""
         names: dict[int, str] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture import new_values, state_outputs
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
 from wholestep.torch_compat import FakeTensor, no_modes
@@ -32,8 +33,6 @@ def trace_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     world: World,
-    names: dict[int, str],
-    new_values: Callable[[list[Any], Any], list[Any]],
     shared: frozenset[int] = frozenset(),
     guard_data: bool = False,
     differentiate: Differentiate | None = None,
@@ -46,8 +45,6 @@ def trace_step(
     Args:
         fn: the step.
         world: capture's snapshot, taken just before; the caller restores it afterwards.
-        names: id of a module -> its path.
-        new_values: gives the values made in the step that effects and result hold.
         shared: memories that an earlier attempt found to be shared.
         guard_data: numbers and shapes that depend on data are read from the real inputs and become guards.
         differentiate: traces the backward of what the step leaves behind.
@@ -60,7 +57,7 @@ def trace_step(
         SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
     """
     how = shared, guard_data, world.parts, sizes, world.twin_ids, world.generators, world.ask
-    recorder = Recorder(Setting(world.find, Whereabouts(names), *how))
+    recorder = Recorder(Setting(world.find, Whereabouts(world.module_names()), *how))
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
         world.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})
@@ -116,7 +113,7 @@ def trace_step(
     made = new_values(effects, value)
     outlet.observe(made)
     versions = _versions(recorder, before)
-    homes = {index: Input("", source, kind) for index, (source, kind) in world.homes(effects).items()}
+    homes = {index: Input("", source, kind) for index, (source, kind) in state_outputs(effects).items()}
     hoisted = hoist(recorder, made, homes)
     places = [outlet.place(v, index in homes) for index, v in enumerate(made)]
     differentiated = differentiate(recorder, outlet, made, recording) if differentiate else None
