@@ -18,7 +18,7 @@ from torch import nn
 from torch._higher_order_ops import map as control_map
 
 import wholestep as ws
-from wholestep.capture.snapshot.library_code import is_library
+from wholestep.capture.snapshot.library_code import is_library, is_ours
 from wholestep.errors import CaptureError
 
 MODEL = nn.Linear(4, 2)
@@ -183,3 +183,9 @@ def test_a_library_is_one_wherever_it_lies(tmp_path: Path, way: str) -> None:
     command = [sys.executable, "-c", run]
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_file_of_the_package_is_the_users() -> None:
+    files = [str(file) for file in Path(ws.__file__).parent.rglob("*.py")]
+    assert len(files) > 100 and [file for file in files if not is_ours(file)] == []
+    assert not is_ours(__file__)

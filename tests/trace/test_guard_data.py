@@ -118,9 +118,11 @@ def test_a_decision_on_random_numbers_is_refused_and_draws_none() -> None:
         return x if torch.rand(3).sum() > 1 else -x
 
     before = torch.get_rng_state()
-    with pytest.raises(DataDependentError, match="follows from random numbers"):
-        ws.compile(step, guard_data=True)(torch.ones(2))
-    assert torch.equal(torch.get_rng_state(), before)
+    for guard_data in (True, False):
+        with pytest.raises(DataDependentError, match="follows from random numbers") as caught:
+            ws.compile(step, guard_data=guard_data)(torch.ones(2))
+        assert "guard_data" not in caught.value.remedy  # which would not help
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_without_it_they_are_refused() -> None:

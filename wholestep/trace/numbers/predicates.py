@@ -8,8 +8,10 @@ asked for such guards too (`guard_data`): then whatever it follows from is compu
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +27,11 @@ from wholestep.trace.operators.tables import is_view
 from wholestep.trace.record.provenance import called_from
 
 aten = torch.ops.aten
+
+REMEDY = (
+    "use torch.where, or take the decision outside of the step; one that a library takes is switched off in its "
+    "settings (layer drop: a rate of 0), or the parts beside it are compiled"
+)
 
 MAX_NODES = 200
 MAX_ELEMENTS = 1 << 16  # of all tensors together: tens of microseconds at each call
@@ -159,30 +166,30 @@ def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:
 
 def follows_from_numbers(nodes: Sequence[fx.Node]) -> bool:
     """Whether the values of nodes follow from Python's numbers alone, so that they are the same at each call."""
-    needed, queue = set[fx.Node](), [*nodes]
-    while queue and len(needed) <= MAX_NODES:
-        current = queue.pop()
-        if current not in needed:
-            needed.add(current)
-            queue.extend(current.all_input_nodes)
+    needed = {*nodes, *itertools.islice(_ancestors(*nodes), MAX_NODES)}
     return len(needed) <= MAX_NODES and _is_constant(needed)
+
+
+def _ancestors(*nodes: fx.Node) -> Iterator[fx.Node]:
+    """All that some nodes follow from, each once, the nearest first."""
+    found, queue = set[fx.Node](), deque(nodes)
+    while queue:
+        for operand in queue.popleft().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                queue.append(operand)
+                yield operand
 
 
 def _slice(node: fx.Node, data: Callable[[fx.Node], bool], line: str, guard_data: bool) -> list[fx.Node]:
     """All nodes that a number follows from, in order."""
-    needed: set[fx.Node] = set()
-    queue = [node]
-    while queue and (guard_data or len(needed) <= MAX_NODES):
-        current = queue.pop()
-        if current not in needed:
-            needed.add(current)
-            queue.extend(current.all_input_nodes)
+    needed = {node, *itertools.islice(_ancestors(node), None if guard_data else MAX_NODES)}
     if not _can_be_known(needed, data, guard_data):
         what = "Python decides on a value that is only known when the step runs"
-        remedy = "use torch.where, take the decision outside of the step, or pass guard_data=True to ws.compile"
-        if guard_data:
+        remedy = f"{REMEDY}, or pass guard_data=True to ws.compile"
+        if guard_data or not _can_be_known({node, *_ancestors(node)}, data, guard_data=True):
             what = "Python decides on a value that follows from random numbers, or from other ranks, of the step itself"
-            remedy = "use torch.where, or take the decision outside of the step"
+            remedy = REMEDY
         if called_from(GradScaler.step, GradScaler.unscale_, GradScaler.update):
             what = "GradScaler decides whether to skip the optimizer's step, by gradients only known when the step runs"
             remedy = "give the optimizer fused=True, which decides on the device, or pass guard_data=True to ws.compile"
