@@ -15,6 +15,7 @@ from wholestep.launcher import World, launch
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="wholestep")
 def main() -> None:
     """Wholestep: whole PyTorch training steps, on any number of processes."""
 

@@ -14,7 +14,8 @@ import torch
 import wholestep
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+GUIDES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+DOCUMENTS = [*GUIDES, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
 def blocks(document: str) -> list[str]:
@@ -38,6 +39,12 @@ def test_the_readmes_example_runs_and_learns():
     assert losses[-1] < losses[0]
     compile(printed.getvalue(), "printed_program.py", "exec")
     assert "readme_example.py" in printed.getvalue(), "the program names the user's lines"
+
+
+def test_every_block_of_the_page_that_shows_the_whole_library_runs(capsys: pytest.CaptureFixture[str]):
+    execute("\n".join(blocks("docs/all-of-wholestep.md")), "all_of_wholestep.py")
+    printed = capsys.readouterr().out
+    assert "all_of_wholestep.py" in printed and "axis tp, 8 ranks" in printed
 
 
 def test_the_example_pass_in_contributing_leaves_a_real_step_right():
@@ -64,10 +71,11 @@ def test_every_relative_link_and_named_path_leads_somewhere(document: str):
     text = (ROOT / document).read_text(encoding="utf8")
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     paths = re.findall(r"`((?:docs|examples|benchmarks|tests|wholestep)/[\w./]*)`", text)
-    assert [link for link in links + paths if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (ROOT / document).parent.joinpath(link).exists()] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_every_make_target_that_is_named_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {t for d in DOCUMENTS for t in re.findall(r"\bmake ([a-z][\w-]*)", (ROOT / d).read_text(encoding="utf8"))}
+    named = {t for d in GUIDES for t in re.findall(r"\bmake ([a-z][\w-]*)", (ROOT / d).read_text(encoding="utf8"))}
     assert named and named <= targets

@@ -41,7 +41,7 @@ FORBIDDEN = ("a view of a leaf Variable", "Can't detach views in-place", "view w
 
 
 def served(program: Program, difference: str) -> bool:
-    """True where eager forbids a write to an input that is a view of another, and ours serves (README, Different)."""
+    """True where eager forbids a write to an input that is a view of another, and ours serves (docs/limits.md)."""
     forbids = difference.startswith("eager raises RuntimeError") and difference.endswith("compiled None")
     return forbids and any(w in difference for w in FORBIDDEN) and any(spec.of >= 0 for spec in program.inputs)
 
