@@ -178,6 +178,18 @@ def is_effectful(node: fx.Node) -> bool:
     return target in (get_rng_state, set_rng_state, manual_seed)
 
 
+def draws_nothing(node: fx.Node) -> bool:
+    """True for attention without dropout, whose operators are tagged as random for the dropout that they can do."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    place = names.index("dropout_p")
+    found = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return isinstance(found, (int, float)) and found == 0.0
+
+
 def _meets_others(started: Any) -> bool:
     """True for a send or a barrier, which is waited for even where nothing reads what it gives."""
     target = started.target if isinstance(started, fx.Node) else None

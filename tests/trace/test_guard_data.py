@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import wholestep as ws
 from wholestep.errors import DataDependentError
@@ -111,6 +111,19 @@ def test_nan_is_a_value_like_any_other() -> None:
     for _ in range(3):
         assert torch.equal(compiled(x).isnan(), scaled(x).isnan())
     assert compiled.recompiles == []
+
+
+def test_a_decision_after_attention_without_dropout_is_no_random_one() -> None:
+    def routed(x: Tensor) -> Tensor:
+        y = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.0, is_causal=True)
+        counts = (y.sum(-1) > 0).flatten().sum()
+        parts = y.reshape(-1).split([int(counts), y.numel() - int(counts)])
+        return parts[0].sum() - parts[1].sum()
+
+    compiled = ws.compile(routed, guard_data=True)
+    for seed in (0, 1, 0):
+        x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(compiled(x), routed(x))
 
 
 def test_a_decision_on_random_numbers_is_refused_and_draws_none() -> None:

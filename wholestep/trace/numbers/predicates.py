@@ -20,7 +20,7 @@ from torch import fx
 from torch.amp import GradScaler
 
 from wholestep.errors import DataDependentError
-from wholestep.ir import is_effectful
+from wholestep.ir import draws_nothing, is_effectful
 from wholestep.torch_compat import OpOverload, lazy_graph_module, no_modes
 from wholestep.trace.numbers.symbolic_sizes import decided
 from wholestep.trace.operators.tables import is_view
@@ -200,22 +200,26 @@ def _slice(node: fx.Node, data: Callable[[fx.Node], bool], line: str, guard_data
 def _can_be_known(nodes: set[fx.Node], data: Callable[[fx.Node], bool], guard_data: bool) -> bool:
     """Whether the value that follows from the nodes may be computed before each call."""
     if guard_data:
-        return not any(n.op == "call_function" and is_effectful(n) for n in nodes)
+        return not any(n.op == "call_function" and _is_effectful(n) for n in nodes)
     if len(nodes) > MAX_NODES:
         return False
     return _is_constant(nodes) or (all(_is_known(n, data) for n in nodes) and _is_small(nodes, MAX_ELEMENTS))
 
 
+def _is_effectful(node: fx.Node) -> bool:
+    return is_effectful(node) and not draws_nothing(node)
+
+
 def _is_constant(nodes: set[fx.Node]) -> bool:
     """Whether a value follows from Python's numbers alone."""
-    pure = all(n.op != "placeholder" and not is_effectful(n) and n.target not in UNDEFINED for n in nodes)
+    pure = all(n.op != "placeholder" and not _is_effectful(n) and n.target not in UNDEFINED for n in nodes)
     return pure and _is_small(nodes, MAX_CONSTANT_ELEMENTS)
 
 
 def _is_known(node: fx.Node, data: Callable[[fx.Node], bool]) -> bool:
     """Whether one step of a decision is cheap to repeat before each call."""
     tensors = _tensors(node.meta["info"].value)
-    if any(t.device.type != "cpu" for t in tensors) or is_effectful(node) and node.op != "placeholder":
+    if any(t.device.type != "cpu" for t in tensors) or _is_effectful(node) and node.op != "placeholder":
         return False
     if all(t.numel() == 1 for t in tensors) or node.op == "get_attr":
         return node.target not in UNDEFINED
