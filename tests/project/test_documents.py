@@ -47,6 +47,11 @@ def test_every_block_of_the_page_that_shows_the_whole_library_runs(capsys: pytes
     assert "all_of_wholestep.py" in printed and "axis tp, 8 ranks" in printed
 
 
+def test_the_example_engine_in_contributing_gathers():
+    gathered = execute(blocks("CONTRIBUTING.md")[1], "contributing_engine.py")["gathered"]
+    assert torch.equal(gathered[0], torch.ones(2))
+
+
 def test_the_example_pass_in_contributing_leaves_a_real_step_right():
     drop = execute(blocks("CONTRIBUTING.md")[0], "contributing_example.py")["drop_double_negation"]
     x = torch.randn(4)
