@@ -10,7 +10,7 @@ import sys
 import click
 
 from wholestep.comm import diagnose
-from wholestep.dry_run import Unexplained, rehearse
+from wholestep.dry_run import DryRunError, dry_run
 from wholestep.launcher import World, launch
 
 
@@ -68,8 +68,8 @@ def explain(ranks: int, rank: int, module: bool, target: str, arguments: tuple[s
     memory by class. Models of fake tensors do: torch's FakeTensorMode.
     """
     try:
-        click.echo(rehearse(target, arguments, module=module, ranks=ranks, rank=rank))
-    except Unexplained as error:
+        click.echo(dry_run(target, arguments, module=module, ranks=ranks, rank=rank))
+    except DryRunError as error:
         raise click.UsageError(str(error)) from None
 
 

@@ -192,7 +192,7 @@ class Compiled:
         except BaseException as error:
             self._undo()
             if isinstance(error, CaptureError) and not error.where:  # of what the step can see, or found at its end
-                error.put(line_of(error))
+                error.locate(line_of(error))
             raise
         give_back()
         reason = missed.reason

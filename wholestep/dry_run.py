@@ -1,4 +1,4 @@
-"""A script run as one rank of a world of any size, alone, up to its first compiled call, which is explained instead.
+"""Dry run of a script: one process plays one rank of any world, up to the first compiled call, which is explained.
 
 May import: comm, compiled, launcher, report.
 """
@@ -18,7 +18,7 @@ from wholestep.launcher import World
 from wholestep.report import Explanation
 
 
-class Unexplained(ValueError):
+class DryRunError(ValueError):
     """There is no compiled call to explain."""
 
 
@@ -28,7 +28,7 @@ class _Explained(BaseException):  # no `except Exception` of the script is to ca
         self.explanation = explanation
 
 
-def rehearse(target: str, arguments: Sequence[str], *, module: bool, ranks: int, rank: int) -> Explanation:
+def dry_run(target: str, arguments: Sequence[str], *, module: bool, ranks: int, rank: int) -> Explanation:
     """What the first compiled call of a script does on one rank; nothing of it runs or communicates.
 
     Args:
@@ -38,27 +38,27 @@ def rehearse(target: str, arguments: Sequence[str], *, module: bool, ranks: int,
         rank: the one that it sees itself as.
 
     Raises:
-        Unexplained: no such rank or file, or the script ended before it called anything compiled.
+        DryRunError: no such rank or file, or the script ended before it called anything compiled.
     """
     if not 0 <= rank < ranks:
-        raise Unexplained(f"rank {rank} is not one of {ranks}: 0 to {ranks - 1}")
+        raise DryRunError(f"rank {rank} is not one of {ranks}: 0 to {ranks - 1}")
     if not module and not os.path.isfile(target):
-        raise Unexplained(f"{target} is no file: the path of a Python script is required, or -m and a module")
+        raise DryRunError(f"{target} is no file: the path of a Python script is required, or -m and a module")
     place = World(ranks).environment(rank, 1, "")
     paths = [os.getcwd() if module else os.path.dirname(os.path.abspath(target)), *sys.path]
     run: Any = runpy.run_module if module else runpy.run_path
-    with _seen_as(place, [target, *arguments], paths), alone(), _explaining():
+    with _environment(place, [target, *arguments], paths), alone(), _explain_in_place_of_running():
         try:
             run(target, run_name="__main__")
         except _Explained as found:
             return found.explanation
         except SystemExit as end:
-            raise Unexplained(f"{target} ended ({end.code}) before it called a compiled step") from None
-    raise Unexplained(f"{target} ended before it called a compiled step: nothing that ws.compile gave was called")
+            raise DryRunError(f"{target} ended ({end.code}) before it called a compiled step") from None
+    raise DryRunError(f"{target} ended before it called a compiled step: nothing that ws.compile gave was called")
 
 
 @contextmanager
-def _explaining() -> Iterator[None]:
+def _explain_in_place_of_running() -> Iterator[None]:
     def serve(step: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Any = None) -> Any:
         raise _Explained(step.explain(*args, **kwargs))
 
@@ -71,7 +71,7 @@ def _explaining() -> Iterator[None]:
 
 
 @contextmanager
-def _seen_as(variables: dict[str, str], argv: list[str], paths: list[str]) -> Iterator[None]:
+def _environment(variables: dict[str, str], argv: list[str], paths: list[str]) -> Iterator[None]:
     """The surroundings in which a launcher starts a script."""
     kept = dict(os.environ), sys.argv, sys.path
     os.environ.update(variables)

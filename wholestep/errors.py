@@ -39,9 +39,9 @@ class CaptureError(WholestepError, RuntimeError):
 
     def __init__(self, what: str, where: str = "", remedy: str = "") -> None:
         self.what, self.remedy = what, remedy
-        self.put(where)
+        self.locate(where)
 
-    def put(self, where: str) -> None:
+    def locate(self, where: str) -> None:
         """Sets the place in the user's code."""
         self.where = where
         lines = [self.what]

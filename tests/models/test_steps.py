@@ -8,11 +8,11 @@ import torch
 import wholestep as ws
 from tests.support.equal import assert_same_run
 from tests.zoo.arguments import ARGUMENTS
+from tests.zoo.bookkeeping import BOOKKEEPING
 from tests.zoo.gradients import GRADIENTS
 from tests.zoo.hooks import HOOKS
 from tests.zoo.numbers import NUMBERS
 from tests.zoo.steps import STEPS
-from tests.zoo.strangers import STRANGERS
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -40,9 +40,9 @@ def test_numbers(name: str) -> None:
     assert_same_run(NUMBERS[name])
 
 
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("name", BOOKKEEPING)
 def test_as_others_write_them(name: str) -> None:
-    assert_same_run(STRANGERS[name])
+    assert_same_run(BOOKKEEPING[name])
 
 
 def test_numbers_that_vary_are_inputs() -> None:

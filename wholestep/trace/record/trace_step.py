@@ -83,7 +83,7 @@ def trace_step(
             with no_modes():
                 _refuse_shared_writes(recorder)  # had it been known, another error may have come first
             if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
-                error.put(line_of(error))
+                error.locate(line_of(error))
             if isinstance(error, TypeError) and is_for_plain(error) and recorder.refusal is None:
                 remedy = "give it float(…) or int(…) of the number, with guard_data=True if it comes from a tensor"
                 raise DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy) from error

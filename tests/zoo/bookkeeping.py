@@ -1,4 +1,4 @@
-"""Worlds as others write them: what a step keeps beside tensors, in lists, groups, arrays and generators."""
+"""Worlds whose steps keep books beside tensors: in lists, groups, arrays and generators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.zoo import register
 from tests.zoo.models import labelled
 from tests.zoo.nets import MLP
 
-STRANGERS: dict[str, Make] = {}
+BOOKKEEPING: dict[str, Make] = {}
 
 
 class Lookahead:
@@ -36,7 +36,7 @@ class Lookahead:
             group["counter"] = (group["counter"] + 1) % self.every
 
 
-@register(STRANGERS)
+@register(BOOKKEEPING)
 def counter_in_parameter_groups(seed: int) -> World:
     model = MLP()
     opt = torch.optim.Adam(model.parameters())
@@ -52,7 +52,7 @@ def counter_in_parameter_groups(seed: int) -> World:
     return World(step, labelled(), {"model": model, "opt": opt, "slow": outer.slow}, changing=True)
 
 
-@register(STRANGERS)
+@register(BOOKKEEPING)
 def flag_and_name_in_parameter_groups(seed: int) -> World:
     model = MLP()
     heads = [{"params": model.fc1.parameters(), "frozen": True}, {"params": model.fc2.parameters(), "frozen": False}]
@@ -74,7 +74,7 @@ def flag_and_name_in_parameter_groups(seed: int) -> World:
     return World(step, labelled(), {"model": model, "opt": opt}, after, changing=True)
 
 
-@register(STRANGERS)
+@register(BOOKKEEPING)
 def arrays_of_numpy(seed: int) -> World:
     """A batch of arrays, weights that change in place, and a number read from an array."""
     model = MLP()
@@ -97,7 +97,7 @@ def arrays_of_numpy(seed: int) -> World:
     return World(step, batches, {"model": model, "opt": opt}, after, changing=True)
 
 
-@register(STRANGERS)
+@register(BOOKKEEPING)
 def lists_that_grow(seed: int) -> World:
     model = MLP()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,7 +118,7 @@ def lists_that_grow(seed: int) -> World:
     return World(step, labelled(), watch)
 
 
-@register(STRANGERS)
+@register(BOOKKEEPING)
 def boolean_masks_of_constants(seed: int) -> World:
     """Contrastive learning: the mask says nothing of data, so the shapes that it gives are known."""
     model = MLP()
@@ -140,7 +140,7 @@ def boolean_masks_of_constants(seed: int) -> World:
     return World(step, labelled(), {"model": model, "opt": opt})
 
 
-@register(STRANGERS)
+@register(BOOKKEEPING)
 def parameters_as_one_vector(seed: int) -> World:
     """A perturbation tried and taken back; the judge sees values alone, since ``.data = v`` copies."""
     model = MLP()
@@ -159,7 +159,7 @@ def parameters_as_one_vector(seed: int) -> World:
     return World(step, labelled())
 
 
-@register(STRANGERS)
+@register(BOOKKEEPING)
 def own_generators(seed: int) -> World:
     model = MLP()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
