@@ -35,7 +35,7 @@ from wholestep.spmd import BufferSync, Launch
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
 from wholestep.trace.numbers.dynamic_shapes import Templates
 from wholestep.trace.numbers.symbolic_sizes import Sizes
-from wholestep.trace.outputs.leaks import Watch
+from wholestep.trace.outputs.leaks import Watch, empty_caches
 
 Look = Callable[..., Snapshot]  # called as `snapshot` is
 
@@ -282,7 +282,7 @@ def capture(
                     symbols = Sizes()
                     sizes.append(symbols)
                 how = shared, guard_data, backward, symbols, reentrant, sync.begin if sync else None
-                traced = trace_step(step, args, kwargs, world, *how)
+                traced = _traced(step, args, kwargs, world, *how)
                 if sync is None or not sync.again():
                     return world, traced
             except SharedMemory as request:
@@ -305,3 +305,12 @@ def capture(
             if varying != asked:
                 world, asked = look(fn, args, kwargs, varying=varying), varying
                 world.looked_into = optional - varying
+
+
+def _traced(*given: Any) -> Traced:
+    """What `trace_step` gives; when it raises, no cache holds what the attempt made."""
+    try:
+        return trace_step(*given)
+    except BaseException:
+        empty_caches()
+        raise

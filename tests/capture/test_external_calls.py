@@ -7,12 +7,14 @@ import configparser
 import ctypes
 import datetime
 import functools
+import importlib.util
 import io
 import logging
 import os
 import pathlib
 import queue
 import random
+import sys
 import threading
 import time
 import types
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 import wholestep as ws
-from wholestep.errors import DataDependentError, UnsupportedError
+from wholestep.errors import DataDependentError, LeakError, UnsupportedError
 
 
 class Watch:
@@ -198,3 +200,46 @@ def test_nothing_made_in_a_step_stays_in_a_cache_of_c() -> None:
         with pytest.raises(UnsupportedError, match=what):
             ws.compile(lambda x: x * mask(2))(torch.ones(2, 2))
         assert type(mask(2)) is Tensor
+
+
+TABLES = """
+import functools, torch
+
+@functools.lru_cache(maxsize=8)
+def one(n):
+    return torch.arange(n) * 2.0
+
+@functools.cache
+def both(n):
+    return [torch.ones(n), (torch.zeros(n),)]
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", ["one", "both"])
+def test_nothing_made_in_a_step_stays_in_a_librarys_cache(name: str, fails: bool, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "site-packages" / "tables.py"
+    file.parent.mkdir()
+    file.write_text(TABLES)
+    spec = importlib.util.spec_from_file_location(f"tables_{name}_{fails}", file)
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = tables
+    spec.loader.exec_module(tables)
+
+    def step(x: Tensor) -> Tensor:
+        table = getattr(tables, name)(3)
+        if fails and x.sum() > 0:
+            raise ArithmeticError("of the step")
+        return x * (table if name == "one" else table[0])
+
+    try:
+        for _ in range(2):
+            with pytest.raises(
+                ArithmeticError if fails else LeakError, match="of the step" if fails else "in a library"
+            ):
+                ws.compile(step)(torch.ones(3))
+        fails = False
+        assert type(step(torch.ones(3))) is Tensor  # eager goes on
+    finally:
+        del sys.modules[spec.name]

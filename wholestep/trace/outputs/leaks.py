@@ -6,19 +6,21 @@ would get values of no call. Weak references tell what is alive; who holds it is
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from wholestep.errors import PACKAGE, LeakError
-from wholestep.torch_compat import no_modes
+from wholestep.torch_compat import FakeTensor, no_modes
 
 MAX_LEVELS = 12
+CACHE = type(functools.lru_cache(len))
 
 
 class Watch:
@@ -49,11 +51,40 @@ class Watch:
         for value in alive:
             holder = _holder(value, alive)
             if holder is not None:
-                raise LeakError(
-                    f"{_named(value)} is kept {holder}, where a replay cannot put what takes its place",
-                    made_at(value),
-                    "return it from the step, or keep it in an attribute, list or dict that the step can see",
-                )
+                remedy = "return it from the step, or keep it in an attribute, list or dict that the step can see"
+                if CACHE.__name__ in holder:
+                    remedy = "call what keeps it outside of the step; in a library, compile the parts beside it"
+                    empty_caches()
+                what = f"{_named(value)} is kept {holder}, where a replay cannot put what takes its place"
+                raise LeakError(what, made_at(value), remedy)
+
+
+def empty_caches() -> None:
+    """Empties the caches of functions that keep what was made while tracing, for the calls that come after.
+
+    Those of libraries (`functools.lru_cache`) are in no snapshot, so that nothing else would take it out of there.
+    """
+    frozen = gc.get_freeze_count() > 0
+    if frozen:  # by a capture under way, or by the user
+        gc.unfreeze()
+    functions = [found for found in gc.get_objects() if type(found) is CACHE]
+    if frozen:
+        gc.freeze()
+    for function in functions:
+        if any(map(_is_traced, _contents(gc.get_referents(function), 3))):
+            function.cache_clear()
+
+
+def _contents(values: Iterable[Any], levels: int) -> Iterator[Any]:
+    """Values, and what those that are containers hold."""
+    for value in values:
+        yield value
+        if levels and isinstance(value, (dict, list, tuple)):
+            yield from _contents(dict.values(value) if isinstance(value, dict) else value, levels - 1)
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and hasattr(value, "wholestep_ref")
 
 
 def _named(value: Any) -> str:
