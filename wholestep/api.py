@@ -66,10 +66,12 @@ def compile(  # noqa: A001 - the ecosystem's name
     """
     if dynamic and mesh is not None:
         raise ValueError("dynamic=True is for one process: with a mesh, each set of shapes is a capture")
+    again = functools.partial(
+        compile, mesh=mesh, plan=plan, backend=backend, passes=passes, gm_transformation=gm_transformation,
+        module_override=module_override, guard_data=guard_data, dynamic=dynamic,
+    )  # fmt: skip
     if fn is None:
-        options: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": passes}
-        options |= {"module_override": module_override, "guard_data": guard_data, "dynamic": dynamic}
-        return functools.partial(compile, **options, gm_transformation=gm_transformation)
+        return again
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
@@ -78,11 +80,7 @@ def compile(  # noqa: A001 - the ecosystem's name
         options = Options(Launch(mesh, plan), chain, backend, guard_data)
         return Compiled(callee, options, module_override=module_override, dynamic=bool(dynamic))
 
-    if not isinstance(fn, nn.Module):
-        return make(fn)
-    again: dict[str, Any] = {"mesh": mesh, "plan": plan, "backend": backend, "passes": chain}
-    again |= {"module_override": module_override, "guard_data": guard_data, "dynamic": dynamic}
-    return compiled_module(fn, make, functools.partial(compile, **again))
+    return compiled_module(fn, make, again) if isinstance(fn, nn.Module) else make(fn)
 
 
 def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:

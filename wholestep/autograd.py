@@ -93,10 +93,11 @@ def aot_module(
     """`aot_function` of a module; the result shares its parameters, buffers, children and attributes."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
-    options: dict[str, Any] = {"bw_compiler": bw_compiler, "partition_fn": partition_fn, "guard_data": guard_data}
-    options |= {"dynamic": dynamic}
-    again = functools.partial(aot_module, fw_compiler=fw_compiler, decompositions=decompositions, **options)
-    make = functools.partial(aot_function, fw_compiler=fw_compiler, decompositions=decompositions, **options)
+    settings: dict[str, Any] = {
+        "fw_compiler": fw_compiler, "bw_compiler": bw_compiler, "partition_fn": partition_fn,
+        "decompositions": decompositions, "guard_data": guard_data, "dynamic": dynamic,
+    }  # fmt: skip
+    make, again = functools.partial(aot_function, **settings), functools.partial(aot_module, **settings)
     return compiled_module(module, make, again)
 
 
