@@ -7,6 +7,7 @@ these lines are the table that is tested, and they must be neither too narrow no
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ ENGINES = {"c10d.py", "torch_backend.py"}
 USABLE = ("torch.utils._pytree", "torch.utils._python_dispatch")
 # Operators carry these names in the public namespaces `torch` and `torch.ops`.
 OPERATOR_NAMES = ("_foreach_", "_fused_")
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf8"))
 
 
 def room_of(path: Path) -> str:
@@ -71,7 +77,7 @@ def home_of(room: str) -> Path:
 
 def allowed(room: str) -> set[str] | None:
     """What a room says that it may import; None where it says nothing."""
-    text = ast.get_docstring(ast.parse(home_of(room).read_text(encoding="utf8"))) or ""
+    text = ast.get_docstring(parsed(home_of(room))) or ""
     line = re.search(r"^May import: ([^.]*)\.$", text, re.M)
     return None if line is None else set(re.findall(r"\w+", line[1])) - set("nothing of the package".split())
 
@@ -109,14 +115,15 @@ def inner_imports(tree: ast.AST, path: Path) -> list[str]:
 
 
 def offences(rule, skip: tuple[str, ...] = ()) -> list[str]:
-    return [o for p in FILES if p.name not in skip for o in rule(ast.parse(p.read_text(encoding="utf8")), p)]
+    return [o for p in FILES if p.name not in skip for o in rule(parsed(p), p)]
 
 
+@functools.cache
 def table() -> dict[str, set[str]]:
     """Room -> the rooms that its files import."""
     found: dict[str, set[str]] = {room_of(path): set() for path in ROOMS}
     for path in ROOMS:
-        found[room_of(path)] |= {other for other, _ in other_rooms(ast.parse(path.read_text(encoding="utf8")), path)}
+        found[room_of(path)] |= {other for other, _ in other_rooms(parsed(path), path)}
     return found
 
 
@@ -154,7 +161,7 @@ def test_every_room_of_the_flow_says_what_it_takes_and_gives():
     for room in [*STAGES, "comm", "parallel", "simulate", "report"]:
         if not (PACKAGE / room).is_dir():
             continue  # a room appears when the work that needs it begins
-        text = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf8"))) or ""
+        text = ast.get_docstring(parsed(PACKAGE / room / "__init__.py")) or ""
         assert len(text.splitlines()) >= 3, f"{room}/__init__.py: say in five lines what the room is for"
         assert "->" in text or ("takes" in text.lower() and "gives" in text.lower()), f"{room}: takes what, gives what?"
 
@@ -163,7 +170,7 @@ def test_the_public_names_are_exactly_those_listed():
     listed = set(getattr(wholestep, "__all__", ()))
     missing = [name for name in listed if not hasattr(wholestep, name)]
     assert missing == []
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf8"))
+    tree = parsed(PACKAGE / "__init__.py")
     bound = {
         alias.asname or alias.name
         for node in tree.body
