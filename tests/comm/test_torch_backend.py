@@ -1,5 +1,6 @@
 """Our transport under torch.distributed: its collectives, stock DDP and FSDP2, against Gloo."""
 
+import gc
 import os
 import threading
 import time
@@ -13,14 +14,56 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import wholestep as ws
-import wholestep.comm.torch_backend  # noqa: F401 - the import registers the backend
 from wholestep import comm
+from wholestep.comm import torch_backend
 from wholestep.testing import run_ranks
 
 
 def model():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(10, 300), torch.nn.ReLU(), torch.nn.Linear(300, 5))
+
+
+def made_by_hand(rank, n, folder, of):
+    """What methods of a group give that no `init_process_group` made, as torch's own groups serve without it."""
+    store, limit = dist.FileStore(f"{folder}/{of}", n), timedelta(seconds=60)
+    group = torch_backend.ShmProcessGroup(store, rank, n, limit) if of == "shm" else dist.ProcessGroupGloo(
+        store, rank, n, limit)  # fmt: skip
+    x = torch.arange(3.0) + rank
+    group.broadcast([x]).wait()  # root 0, as of torch's options
+    group.allreduce([x]).wait()
+    gathered = [[torch.zeros(3) for _ in range(2 * n)] for _ in range(2)]
+    group.allgather(gathered, [x * rank, x + rank]).wait()
+    with pytest.raises(RuntimeError, match="same length"):
+        group.allgather(gathered[:1], [x, x])
+    with pytest.raises(RuntimeError, match="invalid output tensor list"):
+        group.allgather([gathered[0][1:], gathered[1]], [x, x])
+    with pytest.raises(RuntimeError, match="invalid tensor size"):
+        group.allreduce([x, torch.zeros(4)])
+    work = group.barrier()
+    work.wait()
+    if of == "shm":
+        name = group.group_name
+        assert group._get_backend(torch.device("cpu")) is group
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cuda"):
+            group._get_backend(torch.device("cuda"))
+        del group, work
+        gc.collect()
+        with pytest.raises(ValueError, match="not registered"):
+            comm.get_world_size(name)
+    return x, gathered
+
+
+def by_hand(folder):
+    rank, n = comm.get_rank(), comm.get_world_size()
+    return [made_by_hand(rank, n, folder, of) for of in ("gloo", "shm")]
+
+
+def test_groups_made_by_hand(tmp_path):
+    for theirs, ours in run_ranks(by_hand, 2, args=(str(tmp_path),)):
+        assert torch.equal(theirs[0], ours[0])
+        assert all(torch.equal(a, b) for one, two in zip(theirs[1], ours[1], strict=True)
+                   for a, b in zip(one, two, strict=True))  # fmt: skip
 
 
 def train(wrapped, rank):

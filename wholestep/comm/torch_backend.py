@@ -8,6 +8,8 @@ which checks and stages tensors, and in a traced step becomes an operator; here 
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from wholestep.comm.api import collectives, p2p, reduce_collectives, sparse_all_reduce
-from wholestep.comm.api.groups import world
+from wholestep.comm.api.groups import World, world
 from wholestep.comm.engines.reference_reduce import fold
 from wholestep.comm.engines.shared_memory import create_shared
 from wholestep.comm.futures import Waiter
 from wholestep.comm.ops.tracing import TracedWork
+from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.torch_store import TorchStore
 from wholestep.comm.work import All, Finished, Then, Work, seconds
@@ -127,7 +130,7 @@ def _only(what: str, values: Any, name: str) -> Any:
 
 
 def _same(what: str, values: Any) -> list[torch.Tensor]:
-    """Tensors of a list that stand for devices of a process: as in one call, of one dtype and shape.
+    """Tensors of a list that stand for devices of a process: as in one call, of one layout, dtype and shape.
 
     Raises:
         ValueError: they differ, or there are none.
@@ -135,8 +138,11 @@ def _same(what: str, values: Any) -> list[torch.Tensor]:
     tensors = [values] if isinstance(values, torch.Tensor) else list(values)
     if not tensors:
         raise ValueError(f"ProcessGroupShm::{what}: requires non-empty tensor list")
-    if any(one.dtype is not tensors[0].dtype or one.shape != tensors[0].shape for one in tensors):
-        raise ValueError(f"ProcessGroupShm::{what}: invalid tensor type or size: tensors must all have the same")
+    for name, of in (("layout", "layout"), ("type", "dtype"), ("size", "shape")):
+        expected, *rest = (getattr(one, of) for one in tensors)
+        other = [found for found in rest if found != expected]
+        if other:
+            raise ValueError(f"ProcessGroupShm::{what}: invalid tensor {name}: expected {expected}, found {other[0]}")
     return tensors
 
 
@@ -182,19 +188,28 @@ class ShmProcessGroup(_TorchGroup):
         self._waiter = Waiter()
         self._name, self._store = "", store
         self._ranks = _global_ranks(store, rank, size)
+        self._set_group_name(world().unique("shm"))  # torch gives another to all but groups that are made by hand
 
     def getBackendName(self) -> str:
         return "shm"
 
     def _set_group_name(self, name: str) -> None:
+        _forget(world(), self._name, self._group)
         self._name = name
         self._group.name_parts(name, self._ranks)
         world().guests[name], world().members[name] = self._group, self._ranks
+        weakref.finalize(self, _forget, world(), name, self._group)
 
     @property
     def group_name(self) -> str:
         """torch keeps the name in a C++ backend, which this group has none of."""
         return self._name
+
+    def _get_backend(self, device: Any) -> ShmProcessGroup:
+        """The group is its own backend."""
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {torch.device(device).type}")
+        return self
 
     def get_group_store(self) -> Any:
         return self._store
@@ -209,7 +224,7 @@ class ShmProcessGroup(_TorchGroup):
         return self._group._get_sequence_number_for_group()
 
     def _root(self, what: str, given: Any, tensors: int = 1) -> int:
-        root, place = getattr(given, "rootRank", given), getattr(given, "rootTensor", 0)
+        root, place = getattr(given, "rootRank", given or 0), getattr(given, "rootTensor", 0)
         if not 0 <= place < tensors:
             raise ValueError(f"ProcessGroupShm::{what}: invalid root tensor: {place} is not in a list of {tensors}")
         if not 0 <= root < self.size():
@@ -261,9 +276,36 @@ class ShmProcessGroup(_TorchGroup):
 
     @_collective
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
+        if not isinstance(inputs, torch.Tensor) and len(inputs) > 1:
+            return self._allgather_several(outputs, inputs, _limit(opts, timeout))
         outs, tensor = _rows("allgather", outputs, "output"), _only("allgather", inputs, "input")
         work = collectives.all_gather(outs, tensor, self._group, async_op=True)
         return self._work(work, outs, _limit(opts, timeout))
+
+    def _allgather_several(
+        self, outputs: Sequence[list[torch.Tensor]], inputs: Sequence[torch.Tensor], limit: float | None
+    ) -> TorchWork:
+        """All tensors of all ranks, for each tensor that is sent: the form for several devices of a process."""
+        tensors, size = _same("allgather", inputs), self.size()
+        if len(outputs) != len(tensors):
+            raise ValueError("ProcessGroupShm::allgather: requires input/output tensor lists to have the same length, "
+                             f"found {len(tensors)} and {len(outputs)}")
+        if any(len(row) != len(tensors) * size for row in outputs):
+            found = sorted({len(row) for row in outputs})
+            needed = f"expected {len(tensors)} tensors of each of {size} ranks, found {found}"
+            raise ValueError(f"ProcessGroupShm::allgather: invalid output tensor list: {needed}")
+        _same("allgather", [one for row in outputs for one in (tensors[0], *row)])
+        sent = torch.stack(tensors)
+        parts = [torch.empty_like(sent) for _ in range(size)]
+        work = collectives.all_gather(parts, sent, self._group, async_op=True)
+
+        def spread() -> None:
+            for row in outputs:
+                for out, value in zip(row, itertools.chain(*parts), strict=True):
+                    out.copy_(value)
+
+        flat = [one for row in outputs for one in row]
+        return self._work(Then(work or Finished(parts), spread, flat), list(outputs), limit)
 
     @_collective
     def allgather_coalesced(
@@ -396,6 +438,11 @@ class ShmProcessGroup(_TorchGroup):
 
     def abort(self) -> None:
         self._group.abort("its process group was aborted")
+
+
+def _forget(known: World, name: str, group: ProcessGroup) -> None:
+    if known.guests.get(name) is group:
+        del known.guests[name], known.members[name]
 
 
 def _global_ranks(store: Any, rank: int, size: int) -> list[int]:

@@ -69,7 +69,7 @@ class Entry:
         kept = {o: p for o, p in enumerate(program.kept) if isinstance(p, Part)}
         self.kept = {k: kept[s.output] for k, s in enumerate(traced.slots) if s.output in kept}
         self.flat = {
-            i: (x.value.numel(), x.members[0].storage_offset())  # type: ignore[union-attr]
+            i: x.value.numel()  # type: ignore[union-attr]
             for i, x in enumerate(traced.lifted)
             if x.members
         }
@@ -118,6 +118,10 @@ class Entry:
             return Missed(str(values.reason), values.varying)
         if self.begin is not None:
             self.begin(values)
+        for index, before in self.traced.offsets:
+            offset = values[index].storage_offset()
+            if offset != before:
+                return Missed(f"{self.sources[index]} storage offset: expected {before}, found {offset}")
         if self.flat:
             missed = self._flatten(values)
             if missed is not None:
@@ -252,9 +256,9 @@ class Entry:
 
     def _flatten(self, values: list[Any]) -> Missed | None:
         """Puts each shared memory, as one flat tensor, in the place of its first member."""
-        for index, (elements, offset) in self.flat.items():
+        for index, elements in self.flat.items():
             flat = flat_memory(values[index])
-            if flat.numel() != elements or values[index].storage_offset() != offset:
-                return Missed(f"memory of {self.sources[index]}: expected the layout of the first call, found another")
+            if flat.numel() != elements:
+                return Missed(f"memory of {self.sources[index]}: expected {elements} elements, found {flat.numel()}")
             values[index] = flat
         return None

@@ -54,7 +54,8 @@ class World(Protocol):
 
 
 class SharedMemory(Exception):  # noqa: N818 - a request, not an error
-    """Inputs that the step writes lie in memory that other inputs share; trace again, knowing that."""
+    """Memory of inputs has to be an input itself: several lie in it of which one is written, or the step reads
+    more of it than they hold. Trace again, knowing that."""
 
     def __init__(self, memories: frozenset[int]) -> None:
         super().__init__(f"{len(memories)} shared memories")
@@ -84,6 +85,7 @@ class Traced:
         derivative: what makes results differentiable; the graph is then a joint one, and its last placeholders, the
             tangents, are not in `lifted`.
         memories: (input index, bytes on entry, bytes afterwards) where the step asks for or changes an input's memory.
+        offsets: (input index, storage offset) where the step reads it, or several inputs are views of one memory.
         grad_mode: what the step leaves grad mode at, None when that is what it found.
         refused: (input, output, why) of each input whose new history cannot be differentiated.
         reshaped: (input, size, stride) of each input that the step makes a view of what it was.
@@ -102,6 +104,7 @@ class Traced:
     watch: Watch
     derivative: Derivative | None = None
     memories: list[tuple[int, int, int]] = field(default_factory=list)
+    offsets: list[tuple[int, int]] = field(default_factory=list)
     grad_mode: bool | None = None
     refused: list[tuple[int, int, str]] = field(default_factory=list)
     reshaped: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)

@@ -57,11 +57,15 @@ class Geometry:
         return elements(self.shape) > 0 and any(stride == 0 and size > 1 for size, stride in pairs)
 
     @property
+    def extent(self) -> int:
+        """How many elements of memory it reaches over."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
     def overlaps(self) -> bool:
         """Whether there are more elements than places, as after `unfold` with a small step."""
-        pairs = list(zip(self.shape, self.stride, strict=True))
         count = elements(self.shape)
-        return count > 0 and count > 1 + sum((size - 1) * stride for size, stride in pairs)
+        return count > 0 and count > self.extent
 
     @property
     def is_dense(self) -> bool:

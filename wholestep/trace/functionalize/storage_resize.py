@@ -75,7 +75,7 @@ class Storages(Numbers):
         ref = memory.item.ref
         assert ref is not None and ref.storage.root is not None
         here = ref.storage.root.geometry
-        needed = (here.offset + _extent(here)) * here.dtype.itemsize if elements(here.shape) else 0
+        needed = (here.offset + here.extent) * here.dtype.itemsize if elements(here.shape) else 0
         if 0 < size < needed:
             what = f"the memory of {memory.item.source} is resized to {size} bytes, of which it needs {needed}"
             raise UnsupportedError(what, user_line(), "resize it to 0, or to all that the tensor needs")
@@ -121,12 +121,7 @@ def _beside(first: Lifted, other: Lifted, tensor: torch.Tensor) -> Ref:
     root, here = first.ref.storage.root, Geometry.of(tensor)
     offset = here.offset - root.geometry.offset
     fits = root.geometry.is_dense and here.dtype == root.geometry.dtype and 0 <= offset
-    if not fits or offset + _extent(here) > _extent(root.geometry):
+    if not fits or offset + here.extent > root.geometry.extent:
         what = f"{first.source} and {other.source} overlap in memory that is not there yet"
         raise UnsupportedError(what, user_line(), "take views after the memory is there")
     return Ref(root.storage, here, root, aten.as_strided.default, (list(here.shape), list(here.stride), offset))
-
-
-def _extent(place: Geometry) -> int:
-    """How many elements of memory a tensor reaches over."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(place.shape, place.stride, strict=True))

@@ -62,11 +62,13 @@ def check_view(place: Geometry, shape: Sequence[int]) -> None:
         torch.empty_strided(place.shape, place.stride, device="meta").view(shape)
 
 
-def check_strided(tensor: torch.Tensor, shape: Any, stride: Any, offset: int | None = None) -> None:
-    """Eager's error for elements outside of the memory; fakes give them."""
-    start = tensor.storage_offset() if offset is None else offset
+def check_strided(
+    tensor: torch.Tensor, memory: torch.Tensor, shape: Any, stride: Any, storage_offset: int | None = None
+) -> None:
+    """Eager's error for elements outside of the memory, which is that of another tensor; fakes give them."""
+    start = tensor.storage_offset() if storage_offset is None else storage_offset
     last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    there = tensor.untyped_storage().nbytes() // tensor.element_size()
+    there = memory.untyped_storage().nbytes() // tensor.element_size()
     if last >= there and elements(shape):
         with no_modes():
             torch.empty(there, dtype=tensor.dtype).as_strided(shape, stride, start)

@@ -9,6 +9,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.record.tape import leaves, map_leaves
 
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("wholestep.")
 
 
 class CallWindow(TorchFunctionMode):
@@ -94,6 +99,8 @@ class CallWindow(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ESCAPES and args and isinstance(args[0], torch.Tensor):
             return self._escape(name, func, args)
+        if name == "storage_offset" and not _is_ours(sys._getframe(2)):
+            self.recorder.read_offset(args[0])
         if name in OWNERS and not is_made(args[0]):
             self.recorder.memory(args[0])
         if name in DESCRIPTORS and func in GRADIENTS and not is_made(args[0]):

@@ -69,6 +69,7 @@ def finish(
     known = {id(item) for item in lifted}
     reshaped = [(recorder.by_id[key], ref.geometry) for key, ref in recorder.reshaped.items()]
     served = [*recorder.lifted, *versions, *(i for i, _ in reshaped), *(m.item for m in recorder.memories.values())]
+    served += recorder.offsets.values()
     served += [*backward.inputs, *(i for i, _, _ in (*backward.rewritten, *backward.refused))] if backward else []
     lifted += [item for item in dict.fromkeys(served) if id(item) not in known]
     new_index = {id(item): index for index, item in enumerate(lifted)}
@@ -112,6 +113,7 @@ def finish(
         derivative,
         [(new_index[id(m.item)], m.before, m.now) for m in recorder.memories.values()],
         refused=[(new_index[id(item)], output, why) for item, output, why in refused],
+        offsets=[(new_index[id(item)], item.value.storage_offset()) for item in recorder.offsets.values()],  # type: ignore[union-attr,misc]
         reshaped=[(new_index[id(item)], tuple(place.shape), tuple(place.stride)) for item, place in reshaped],
     )
 

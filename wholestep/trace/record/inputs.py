@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, UnsupportedError
-from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, below_autograd
-from wholestep.trace.functionalize.aliases import Geometry, Ref
+from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, below_autograd, no_modes
+from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.options import Found, Setting
 from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.tape import Tape, fake_value, leaves, map_leaves
@@ -51,6 +51,8 @@ class Inputs(Tape):
         self.find, self.shared, self.parts = setting.find, setting.shared, setting.parts
         self.twins, self.generators, self.ask = setting.twins, setting.generators, setting.ask
         self.flat: dict[int, Lifted] = {}
+        self.reached: dict[int, Lifted] = {}  # memory -> an input in it beyond whose elements the step reads
+        self.offsets: dict[int, Lifted] = {}  # inputs whose storage offset the graph or Python has read
         self.lifted: list[Lifted] = []
         self.by_id: dict[int, Lifted] = {}
         self.reshaped: dict[int, Ref] = {}  # id of a twin that became a view of what it was -> its way into memory
@@ -159,8 +161,33 @@ class Inputs(Tape):
         with self.fake_mode, torch.no_grad():
             twin = torch.as_strided(base.fake, *geometry)
         ref = Ref(base.ref.storage, Geometry.of(tensor), base.ref, aten.as_strided.default, geometry)
-        self.by_id[id(tensor)] = Lifted(base.node, found.source, tensor, ref, twin)
-        return self.by_id[id(tensor)]
+        item = self.by_id[id(tensor)] = Lifted(base.node, found.source, tensor, ref, twin)
+        self.offsets[id(item)] = item
+        return item
+
+    def check_reach(self, place: Geometry, root: Ref) -> None:
+        """Notes that a view reaches beyond the elements of an input: its memory has to be an input then."""
+        here, index = root.geometry, root.storage.input
+        inside = here.offset <= place.offset and place.offset + place.extent <= here.offset + here.extent
+        if index is None or inside or place.dtype != here.dtype or not elements(place.shape):
+            return
+        item = self.lifted[index]
+        if isinstance(item.value, torch.Tensor) and not isinstance(item.value, FakeTensor) and not item.members:
+            self.reached[memory_of(item.value)] = item
+
+    def read_offset(self, tensor: torch.Tensor) -> None:
+        """The storage offset of an input, or of a view of one, decides what the step does: it becomes a guard."""
+        if isinstance(tensor, FakeTensor):
+            ref = getattr(tensor, "wholestep_ref", None)
+        else:
+            with no_modes():  # Python asks, with the recorder on
+                ref = self.ref(tensor) if self.find(tensor) is not None else None
+        index = ref.storage.input if ref is not None else None
+        item = self.lifted[index] if index is not None else None
+        if item is not None and isinstance(item.value, FakeTensor):
+            raise UnsupportedError(f"the storage offset of {item.source}, of symbolic size, is read", user_line())
+        if item is not None and not item.members:
+            self.offsets[id(item)] = item
 
     def known(self, real: torch.Tensor) -> Lifted:
         """A tensor with values that the step may hold, and C++ may read, as a constant of the graph."""

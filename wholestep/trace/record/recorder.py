@@ -154,6 +154,7 @@ class Recorder(Writes, TorchDispatchMode):
             return out  # gave its argument back; so does a collective's wait, which is a step of its own all the same
         place = STRIDED_COPIES.get(func, len(args))
         if place < len(args) and args[place] is not None:
+            self.read_offset(args[0])
             args = (*args[:place], args[place] - args[0].storage_offset(), *args[place + 1 :])
         reads = map_leaves(self._reads, args), map_leaves(self._reads, kwargs)
         if isinstance(out, torch.Tensor):
@@ -216,8 +217,10 @@ class Recorder(Writes, TorchDispatchMode):
         if func is aten.view.default and (base.geometry.repeats or self.sizes is None):
             check_view(base.geometry, args[1])
         if func is aten.as_strided.default and self.sizes is None:
-            check_strided(self._fakes(args[0]), *args[1:], **kwargs)
+            check_strided(self._fakes(args[0]), self._memory_behind(args[0], base), *args[1:], **kwargs)
         self.note()
+        if func is aten.as_strided.default and (len(args) > 3 and args[3] is not None or kwargs.get("storage_offset")):
+            self.read_offset(args[0])
         out = self._execute(func, args, kwargs)
         if func is aten.view.default and any(type(size) is int and size == 0 for size in out.shape):
             # torch caches the fake of such a view as memory of its own, which begins at 0
@@ -230,6 +233,12 @@ class Recorder(Writes, TorchDispatchMode):
                 self._alias(item, base, func, args, kwargs, index)
         return out
 
+    def _memory_behind(self, tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
+        """A tensor with as much memory as a tensor of the step has: of an input, fakes know its own elements alone."""
+        item = self.lifted[ref.storage.input] if ref.storage.input is not None else None
+        known = item is not None and all(m.item is not item for m in self.memories.values())
+        return item.value if known else self._fakes(tensor)  # type: ignore[union-attr,return-value]
+
     def _alias(self, out: torch.Tensor, base: Ref, func: Any, args: Any, kwargs: Any, index: int | None) -> None:
         if func in TRANSPARENT:
             out.wholestep_ref = base  # type: ignore[attr-defined]
@@ -239,6 +248,7 @@ class Recorder(Writes, TorchDispatchMode):
             # its numbers count from the start of the memory, whatever view it is taken from
             root = base.storage.root
             assert root is not None
+            self.check_reach(Geometry.of(out), root)
             offset = out.storage_offset() - root.geometry.offset
             base, rest, kwargs = root, (list(out.shape), list(out.stride()), offset), {}
         ref = Ref(base.storage, Geometry.of(out), base, func, rest, map_leaves(self._reads, kwargs), index)

@@ -147,11 +147,15 @@ def _refuse_shared_writes(recorder: Recorder) -> None:
         if tensor.numel() and memory_of(tensor):
             by_memory.setdefault(memory_of(tensor), []).append(item)
     written = [m for m, items in by_memory.items() if len(items) > 1 and any(is_written(i) for i in items)]
+    for item in (item for item in recorder.reached.values() if id(item.value) in recorder.parts):
+        what = f"the step reads memory beyond the elements of {item.source}, of which each rank holds a part"
+        raise UnsupportedError(what, remedy="pass all of that memory as an argument")
     for item in (item for memory in written for item in by_memory[memory] if id(item.value) in recorder.parts):
         raise UnsupportedError(
             f"the step writes to memory that {item.source}, of which each rank holds a part, shares with others",
             remedy="pass a copy: tensor.clone()",
         )
+    written += recorder.reached.keys()
     if written:
         raise SharedMemory(recorder.shared | frozenset(written))
 

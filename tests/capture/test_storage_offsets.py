@@ -1,0 +1,74 @@
+"""Where a tensor begins in its memory: what a step computes from it holds for that place alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import wholestep as ws
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "read by Python": lambda x: x * x.storage_offset(),
+    "read of a view": lambda x: x * x[1:].storage_offset(),
+    "as_strided": lambda x: torch.as_strided(x, (2, 2), (2, 1), 6) * 2,
+    "as_strided before the first element": lambda x: torch.as_strided(x, (2, 2), (2, 1), 1) * 2,
+    "as_strided behind the last element": lambda x: torch.as_strided(x, (2, 2), (2, 1), 24) * 2,
+    "as_strided after a write": lambda x: (x.add_(1), torch.as_strided(x, (30,), (1,), 0) * 2)[1],
+    "as_strided_copy": lambda x: torch.as_strided_copy(x, (2, 2), (2, 1), 6) * 2,
+    "as_strided_scatter": lambda x: torch.as_strided_scatter(x, torch.zeros(2, 2), (2, 2), (2, 1), 6) * 2,
+}
+
+
+def _at(offset: int) -> tuple[Tensor, Tensor]:
+    memory = torch.arange(40.0)
+    return memory, memory[offset : offset + 12].view(3, 4)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_reads_a_storage_offset_holds_for_that_one(name: str, dynamic: bool) -> None:
+    step = STEPS[name]
+    compiled = ws.compile(step, dynamic=dynamic)
+    for offset in (5, 3, 5, 0):
+        (one, x), (two, y) = _at(offset), _at(offset)
+        assert torch.equal(step(x), compiled(y)) and torch.equal(one, two)
+    assert compiled.captures == 3 and "storage offset: expected 5, found 3" in compiled.recompiles[0]
+
+
+def test_views_without_an_offset_serve_wherever_the_tensor_begins() -> None:
+    def step(x: Tensor) -> Tensor:
+        return torch.as_strided(x, (2, 2), (4, 1)) * x[1:].t().sum()
+
+    compiled = ws.compile(step)
+    for offset in (5, 3, 0):
+        assert torch.equal(step(_at(offset)[1]), compiled(_at(offset)[1]))
+    assert compiled.captures == 1
+
+
+def test_gradients_of_elements_outside_of_an_input() -> None:
+    def step(x: Tensor) -> Tensor:
+        return torch.as_strided(x, (3, 3), (4, 1), 2).square()
+
+    grads = []
+    for run in (step, ws.compile(step)):
+        x = _at(5)[1].requires_grad_()
+        run(x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+def test_two_views_of_a_memory_of_which_one_is_written() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return y * 2
+
+    compiled = ws.compile(step)
+    for offset in (2, 3, 0, 8):
+        (one, two), found = (torch.arange(20.0), torch.arange(20.0)), []
+        for run, memory in ((step, one), (compiled, two)):
+            found.append(run(memory[:4], memory[offset : offset + 4]))
+        assert torch.equal(*found) and torch.equal(one, two)
