@@ -29,7 +29,7 @@ from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot.new_objects import births
 from wholestep.capture.snapshot.places import Found, Number
 from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
-from wholestep.capture.sources.source import Call, Source
+from wholestep.capture.sources import Call, Source
 
 __all__ = [
     "Binder",

@@ -31,7 +31,7 @@ from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.boxes import Contents
 from wholestep.capture.snapshot.new_objects import kept_in_module
 from wholestep.capture.snapshot.places import Place
-from wholestep.capture.sources.source import Source, Version
+from wholestep.capture.sources import Source, Version
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.functional import Count
 from wholestep.torch_compat import HOOK_TABLES

@@ -13,8 +13,7 @@ from typing import Any
 
 from wholestep.capture.effects.values import NOTHING, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.snapshot import boxes
-from wholestep.capture.sources.scopes import Global
-from wholestep.capture.sources.source import Source, Vars, base_of
+from wholestep.capture.sources import Globals, Source, Vars, base_of
 from wholestep.ir import InputKind
 
 
@@ -131,7 +130,7 @@ class CallMethod(Effect):
 
 def _is_table(source: Source) -> bool:
     """Whether what is at a source is a table of names."""
-    return isinstance(source, Vars) or (isinstance(source, Global) and not source.name)
+    return isinstance(source, (Vars, Globals))
 
 
 def refill(box: boxes.Box, container: Any, built: Any) -> None:

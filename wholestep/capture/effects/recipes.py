@@ -19,7 +19,7 @@ import torch
 
 from wholestep.capture.effects.values import Const
 from wholestep.capture.snapshot import boxes
-from wholestep.capture.sources.source import inside
+from wholestep.capture.sources import referent
 
 
 @dataclass
@@ -167,7 +167,7 @@ def _new_exception(kind: Any, base: Any, args: tuple[Any, ...]) -> BaseException
 
 
 def _view(value: Any) -> Recipe:
-    holder = inside(value.mapping)
+    holder = referent(value.mapping)
     way = next(name for name in ("keys", "values", "items") if isinstance(value, type(getattr({}, name)())))
     return Recipe(getattr(OrderedDict if isinstance(holder, OrderedDict) else dict, way), (holder,), attributes={})
 
@@ -191,7 +191,7 @@ RECIPES: dict[Any, Callable[[Any], Recipe | None]] = {
     types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),
     types.BuiltinFunctionType: _builtin,
     types.MethodWrapperType: _builtin,
-    types.MappingProxyType: lambda v: Recipe(types.MappingProxyType, (inside(v),), attributes={}),
+    types.MappingProxyType: lambda v: Recipe(types.MappingProxyType, (referent(v),), attributes={}),
     (type({}.keys()), type({}.values()), type({}.items())): _view,
     BaseException: _exception,
     weakref.ref: _weak,

@@ -18,7 +18,7 @@ from wholestep.capture.effects.recipes import fill
 from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, is_late
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.fast_path import FastPath, compiled
-from wholestep.capture.sources.source import Call, Source
+from wholestep.capture.sources import Call, Source
 
 Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wholestep.capture.sources.source import Source
+from wholestep.capture.sources import Source
 
 
 @dataclass(eq=False)

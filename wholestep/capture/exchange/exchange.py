@@ -20,8 +20,7 @@ from wholestep.capture.outside.lr_schedulers import Deferred, Noted, Pending, al
 from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.places import Found, Place
 from wholestep.capture.snapshot.visible import Replace, Seen
-from wholestep.capture.sources.scopes import Local
-from wholestep.capture.sources.source import Call, Child, Item, Source, Vars, in_replacement
+from wholestep.capture.sources import Call, Item, Replacement, Root, Source, Vars, lineage
 from wholestep.patches import Patches
 from wholestep.tensor_parts import Part
 from wholestep.torch_compat import HOOK_TABLES
@@ -82,8 +81,8 @@ class Exchanged(Seen):
                 place = number.place
                 place.box.write(place.holder, {**place.box.read(place.holder), number.key: stand_in})
                 self.lifted[id(place.holder), number.key] = stand_in
-            elif isinstance(number.source, Local):
-                at: Any = number.source.at
+            elif isinstance(number.source, Root):
+                at: Any = number.source.argument
                 (args if isinstance(at, int) else kwargs)[at] = stand_in
         for scheduler, source in self.walk.schedulers:
             vars(scheduler)["step"] = Deferred(scheduler, source, self._note)
@@ -155,11 +154,9 @@ class Exchanged(Seen):
 
     def _is_argument(self, source: Source) -> bool:
         """Whether a source is an argument, or inside of one that is no module or optimizer."""
-        while isinstance(source, Child):
-            source = source.base
-            if isinstance(source.read(self.call), (torch.nn.Module, torch.optim.Optimizer)):
-                return False
-        return isinstance(source, Local)
+        *_, root = above = [*lineage(source)]
+        held = any(isinstance(s.read(self.call), (torch.nn.Module, torch.optim.Optimizer)) for s in above[1:])
+        return not held and isinstance(root, Root) and root.argument is not None
 
     def exchange(self, tensors: dict[int, torch.Tensor]) -> None:
         """Puts tensors in the place of others, given by id, until `restore`; `lift` gives those among arguments."""
@@ -174,9 +171,9 @@ class Exchanged(Seen):
 
     def _exchange(self, place: Place) -> None:
         contents = {key: self.twins.exchange(value) for key, value in place.before.items()}
-        if self.replaced and in_replacement(place.source):  # a replacement may run the module that it replaces
-            modules = {key: value for key, value in place.before.items() if isinstance(value, torch.nn.Module)}
-            contents |= modules
+        if self.replaced and any(isinstance(s, Replacement) for s in lineage(place.source)):
+            # a replacement may run the module that it replaces
+            contents |= {key: value for key, value in place.before.items() if isinstance(value, torch.nn.Module)}
         changed = {key: new for key, new in contents.items() if new is not place.before[key]}
         if changed:
             place.box.write(place.holder, contents)

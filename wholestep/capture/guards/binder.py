@@ -19,7 +19,7 @@ from wholestep.capture.guards.fast_path import Fast, FastPath
 from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.guards.identity_checks import memory
 from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
-from wholestep.capture.sources.source import Call, Source
+from wholestep.capture.sources import Call, Source
 from wholestep.errors import UnsupportedError
 
 

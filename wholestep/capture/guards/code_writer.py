@@ -13,7 +13,7 @@ from wholestep.capture.guards.identity_checks import identical, memory, same_pla
 from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.places import Place
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources.source import is_exact, item
+from wholestep.capture.sources import is_exact, item
 
 
 class Draft:

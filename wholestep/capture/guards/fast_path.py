@@ -16,7 +16,7 @@ from wholestep.capture.guards.identity_checks import Anchored, memory, sharing_p
 from wholestep.capture.guards.persistent_objects import Anchors
 from wholestep.capture.snapshot.places import Number
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources.source import Source
+from wholestep.capture.sources import Source
 
 Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 

@@ -18,8 +18,7 @@ from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.handlers import OPERATORS
 from wholestep.capture.snapshot.places import Place
 from wholestep.capture.snapshot.walk import Walk
-from wholestep.capture.sources.scopes import Variable
-from wholestep.capture.sources.source import Source
+from wholestep.capture.sources import Source, variable
 from wholestep.torch_compat import HOOK_TABLES
 
 STATE = "global state"
@@ -101,7 +100,7 @@ def guards(walk: Walk) -> list[Guard]:
     found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, walk.state, strict=True)]
     call = walk.call
     found.append(Guard(None, "arguments", (len(call.args), tuple(call.kwargs))))
-    found += [Guard(Variable(name), "value", value) for name, value in walk.outside.environment.items()]
+    found += [Guard(variable(name), "value", value) for name, value in walk.outside.environment.items()]
     arguments = {number.source.path for number in walk.numbers if number.group is None and number.place is None}
     for source, value in walk.roots:
         if source.path in arguments:

@@ -19,7 +19,7 @@ from wholestep.capture.outside.external_calls import variables
 from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.numpy_arrays import as_stamped
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources.source import REGISTRIES, contents, is_exact
+from wholestep.capture.sources import REGISTRIES, contents, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
 _ANCHORS = (torch.nn.Module, torch.optim.Optimizer)

@@ -17,7 +17,7 @@ from wholestep.capture.guards.per_call_objects import Volatile
 from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.places import Place
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources.source import Grad, Source, contents, is_exact
+from wholestep.capture.sources import Attr, Source, contents, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
 _SHAPE, _CONTIGUOUS = attrgetter("shape"), torch.Tensor.is_contiguous
@@ -72,7 +72,7 @@ class Anchors(Volatile):
         by_path |= {id(value) for _, value in self.snap.walk.roots}
         for found in self.snap.tensors.values():  # in tuples, sets and keys, whose identity is compared elsewhere
             if id(found.tensor) not in self.anchored_tensors and id(found.tensor) not in by_path \
-                    and not isinstance(found.source, Grad):
+                    and not (isinstance(found.source, Attr) and found.source.key == "grad"):
                 self.anchored_tensors[id(found.tensor)] = f"t[{len(tensors)}]"
                 tensors.append(found.tensor)
                 singles.append(self._name(found.tensor))

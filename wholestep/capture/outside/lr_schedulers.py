@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.sources.source import Item, Source
+from wholestep.capture.sources import Item, Source
 from wholestep.errors import UnsupportedError
 
 

@@ -15,8 +15,17 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.sources.scopes import Closure, Global
-from wholestep.capture.sources.source import Attr, Element, Got, Grad, Item, Member, Source, base_of
+from wholestep.capture.sources import (
+    Attr,
+    CellContents,
+    ContextValue,
+    Element,
+    Global,
+    Item,
+    Member,
+    Source,
+    base_of,
+)
 from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]
@@ -195,10 +204,6 @@ def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:
             setattr(tensor, name, value)
 
 
-def _tensor_child(source: Source, key: str) -> Source:
-    return Grad(source) if key == "grad" else Attr(source, key)
-
-
 def _write_context(variable: ContextVar[Any], contents: Contents) -> None:
     if variable.get(None) is not contents["value"]:
         variable.set(contents["value"])
@@ -213,8 +218,8 @@ SET = Box("set", _numbered, _write_set, Member)
 FROZENSET = Box("frozenset", _numbered, _nothing, Member)
 DEQUE = Box("deque", _numbered, _write_deque, Element)
 SLOTS = Box("slots", _read_slots, _write_slots, Attr)
-CELL = Box("cell", _read_cell, _write_cell, lambda source, key: Closure(source))
-NAMES = Box("globals", _read_names, _write_names, lambda source, key: Global(source.base, key, source.module))  # type: ignore[attr-defined]
+CELL = Box("cell", _read_cell, _write_cell, CellContents)
+NAMES = Box("globals", _read_names, _write_names, Global)
 CLASS = Box("class", class_values, _write_class, Attr)
-CONTEXT = Box("context variable", lambda v: {"value": v.get(None)}, _write_context, lambda source, key: Got(source))
-TENSOR = Box("tensor", _read_tensor, _write_tensor, _tensor_child)
+CONTEXT = Box("context variable", lambda v: {"value": v.get(None)}, _write_context, ContextValue)
+TENSOR = Box("tensor", _read_tensor, _write_tensor, Attr)

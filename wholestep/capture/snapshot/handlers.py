@@ -37,8 +37,20 @@ from wholestep.capture.snapshot.names_read import global_names, is_installed, is
 from wholestep.capture.snapshot.numpy_arrays import BUFFERS, Array, stamp
 from wholestep.capture.snapshot.optimizer_handler import optimizer
 from wholestep.capture.snapshot.places import Found, Places
-from wholestep.capture.sources.scopes import Cell, Global, Local
-from wholestep.capture.sources.source import Attr, Inside, Item, Member, Method, Source, Vars, base_of, inside
+from wholestep.capture.sources import (
+    Attr,
+    Cell,
+    Globals,
+    Item,
+    Member,
+    Method,
+    Referent,
+    Root,
+    Source,
+    Vars,
+    base_of,
+    referent,
+)
 from wholestep.errors import LazyError, UnsupportedError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES, generator_id
@@ -104,20 +116,20 @@ def _context_variable(walk: Places, variable: contextvars.ContextVar[Any], sourc
 
 
 def _proxy(walk: Places, proxy: types.MappingProxyType[Any, Any], source: Source) -> None:
-    inner = inside(proxy)
+    inner = referent(proxy)
     if isinstance(inner, dict):
-        walk.queue(inner, Inside(source))
+        walk.queue(inner, Referent(source))
 
 
 def _weak(walk: Places, reference: Any, source: Source) -> None:
     """Where only a weak reference leads; what libraries keep by such is their own."""
-    inner = inside(reference)
+    inner = referent(reference)
     if isinstance(inner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(inner)):
-        walk.queue(inner, Inside(source))
+        walk.queue(inner, Referent(source))
 
 
 def _tensor_kind(walk: Places, tensor: torch.Tensor, source: Source) -> InputKind:
-    if isinstance(source, Attr) and source.name == "grad":
+    if isinstance(source, Attr) and source.key == "grad":
         return "grad"
     if isinstance(tensor, torch.nn.Parameter):
         return "parameter"
@@ -136,10 +148,10 @@ def _tensor_kind(walk: Places, tensor: torch.Tensor, source: Source) -> InputKin
 def _is_batch(walk: Places, source: Source) -> bool:
     """True for what an argument is or holds: data in containers, not what an object keeps between calls."""
     while isinstance(source, (Item, Vars, Attr)) and source.path not in walk.holders:
-        if isinstance(source, Attr) and source.name.startswith("__"):  # of a function
+        if isinstance(source, Attr) and source.key.startswith("__"):  # of a function
             return False
         source = source.base
-    return isinstance(source, Local) and source.path not in walk.holders
+    return isinstance(source, Root) and source.argument is not None and source.path not in walk.holders
 
 
 def _mapping(walk: Places, holder: dict[Any, Any], source: Source) -> None:
@@ -199,7 +211,7 @@ def _scheduler(walk: Places, scheduler: LRScheduler, source: Source) -> None:
 def _function(walk: Places, function: types.FunctionType, source: Source) -> None:
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
         if id(cell) not in walk.first:
-            walk.add(cell, Cell(source, index, name), boxes.CELL)
+            walk.add(cell, Cell(source, (index, name)), boxes.CELL)
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
             walk.queue(getattr(function, name), Attr(source, name))
@@ -212,7 +224,7 @@ def _function(walk: Places, function: types.FunctionType, source: Source) -> Non
         fresh = tuple(name for name in names if (table, name) not in walk.named)
         walk.named.update((table, name) for name in fresh)
         if fresh:
-            walk.add(Names(function, fresh), Global(source, "", function.__module__ or ""), boxes.NAMES)
+            walk.add(Names(function, fresh), Globals(source, function.__module__ or ""), boxes.NAMES)
     else:
         _builtin(walk, function, source)
 

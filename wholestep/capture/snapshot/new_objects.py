@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from wholestep.capture.sources.scopes import InModule
+from wholestep.capture.sources import Source, in_module
 
 
 @contextmanager
@@ -27,10 +27,10 @@ def births() -> Iterator[Callable[[], set[int]]]:
             gc.unfreeze()
 
 
-def kept_in_module(value: Any) -> InModule | None:
+def kept_in_module(value: Any) -> Source | None:
     """The name under which a module holds an object, such as ``sys.stdout``, which may be another in a later call."""
     for module in list(sys.modules.values()):
         for name, held in list(getattr(module, "__dict__", {}).items()):
             if held is value and name.isidentifier():
-                return InModule(module.__name__, name)
+                return in_module(module.__name__, name)
     return None

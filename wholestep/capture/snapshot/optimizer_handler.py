@@ -7,7 +7,7 @@ import torch
 from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.names_read import is_user_class
 from wholestep.capture.snapshot.places import Number, Places
-from wholestep.capture.sources.source import Attr, Item, Source, Vars
+from wholestep.capture.sources import Attr, Item, Source, Vars
 
 # What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
 SCHEDULED = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})

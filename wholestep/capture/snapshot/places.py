@@ -17,7 +17,7 @@ from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.boxes import Box, Contents
 from wholestep.capture.snapshot.names_read import Reach, hideable
 from wholestep.capture.snapshot.numpy_arrays import Array
-from wholestep.capture.sources.source import Attr, Call, Item, Nth, Source
+from wholestep.capture.sources import Attr, Call, Item, Nth, Source
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -156,4 +156,4 @@ class Places:
 
 
 def _is_of_hooks(source: Source) -> bool:
-    return isinstance(source, Attr) and source.name in HOOKS or isinstance(source, Item) and source.key in HOOKS
+    return isinstance(source, Attr) and source.key in HOOKS or isinstance(source, Item) and source.key in HOOKS

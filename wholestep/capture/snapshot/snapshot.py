@@ -18,7 +18,7 @@ from wholestep.capture.guards import guards as guarding
 from wholestep.capture.guards.guards import Guard
 from wholestep.capture.outside.lr_schedulers import Deferred
 from wholestep.capture.snapshot.visible import Replace
-from wholestep.capture.sources.source import Call, Child, Grad, Source
+from wholestep.capture.sources import Attr, Call, Source, lineage
 from wholestep.torch_compat import set_versions
 
 
@@ -39,20 +39,17 @@ class Snapshot(Exchanged):
 
     def replaces_gradient_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that the walk found is one of those."""
-        return bool(self.replaced_gradients) and Grad(self.tensors[id(tensor)].source).path in self.replaced_gradients
+        grads = self.replaced_gradients
+        return bool(grads) and Attr(self.tensors[id(tensor)].source, "grad").path in grads
 
     def _is_replaced(self, source: Source | None) -> bool:
         """Whether a source is a gradient that the step replaces unread, or something of it."""
-        while self.replaced_gradients and isinstance(source, Child):
-            if source.path in self.replaced_gradients:
-                return True
-            source = source.base
-        return False
+        return bool(self.replaced_gradients) and any(s.path in self.replaced_gradients for s in lineage(source))
 
     def replaces_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
         """Whether these tensors have a ``.grad`` before the step is no matter: it replaces them unread."""
         found = [self.tensors[id(tensor)] for tensor in tensors if id(tensor) in self.tensors]
-        self.replaced_gradients = frozenset(Grad(f.source).path for f in found)
+        self.replaced_gradients = frozenset(Attr(f.source, "grad").path for f in found)
 
     def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any = None) -> tuple[list[Effect], Value]:
         """What has changed in the Python world since the snapshot, and the step's result in the same terms.

@@ -15,7 +15,7 @@ from wholestep.capture.exchange.detached_aliases import Twins
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.snapshot.places import Found, Number, Place
 from wholestep.capture.snapshot.walk import Walk
-from wholestep.capture.sources.source import Call, Replacement, Source
+from wholestep.capture.sources import Call, Replacement, Source
 from wholestep.errors import UnsupportedError
 from wholestep.tensor_parts import part_of
 

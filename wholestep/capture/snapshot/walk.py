@@ -21,8 +21,7 @@ from wholestep.capture.snapshot import boxes
 from wholestep.capture.snapshot.handlers import WAITING, handler
 from wholestep.capture.snapshot.library_code import is_library, own
 from wholestep.capture.snapshot.places import Number, Places
-from wholestep.capture.sources.scopes import Function, Local
-from wholestep.capture.sources.source import Call, Source
+from wholestep.capture.sources import FUNCTION, Call, Source, argument
 
 _VARYING = (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SLOTS, boxes.LIST, boxes.CELL, boxes.NAMES, boxes.MODULE)
 
@@ -42,11 +41,11 @@ def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
         variadic = "args"
     for position, value in enumerate(call.args):
         if position < len(names):
-            yield Local(names[position], position), value
+            yield argument(names[position], position), value
         else:
-            yield Local(variadic or "args", position, position - len(names)), value
+            yield argument(variadic or "args", position, position - len(names)), value
     for key, value in call.kwargs.items():
-        yield Local(key, key), value
+        yield argument(key, key), value
 
 
 class Walk(Places):
@@ -55,7 +54,7 @@ class Walk(Places):
     def __init__(self, call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset()) -> None:
         super().__init__(call, names, varying)
         self._waiting: tuple[deque[tuple[Any, Source]], ...] = (deque(), deque())
-        self.roots = [*arguments(call), (Function(), call.fn)]
+        self.roots = [*arguments(call), (FUNCTION, call.fn)]
         if isinstance(call.fn, types.FunctionType):
             own(call.fn.__code__.co_filename)
         for name in ("__call__", "forward"):

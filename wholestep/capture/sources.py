@@ -1,0 +1,317 @@
+"""Sources: where a captured value is found, printed as a user would write it.
+
+A source is a chain from the step's function or arguments down to the value. ``text`` is what people read
+(``L['model'].fc.weight``, ``L['opt'].state[L['model'].fc.weight]['exp_avg']``), ``path`` is unambiguous
+(``args[0].__dict__['_modules']['fc']…``) and serves as the key, and `read` follows the chain.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+
+from wholestep.capture.outside.torch_settings import READERS
+
+REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
+
+# Containers, read past the methods of a class of the user's ---------------------------------------------
+
+_CONTAINERS: tuple[type, ...] = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+_READING = ("__getitem__", "__iter__", "__len__", "__contains__", "__eq__", "keys", "values", "items")
+
+
+def base_of(container: Any) -> Any:
+    """The class of C whose methods read and write a container, past those of a class of the user's."""
+    return next((base for base in _CONTAINERS if isinstance(container, base)), type(container))
+
+
+def item(container: Any, key: Any) -> Any:
+    """``container[key]``."""
+    return base_of(container).__getitem__(container, key)
+
+
+def contents(container: Any) -> Any:
+    """A plain copy of a container."""
+    base = base_of(container)
+    return dict(base.items(container)) if issubclass(base, dict) else list(base.__iter__(container))
+
+
+def is_exact(container: Any) -> bool:
+    """Whether a container is read as those of its class of C are."""
+    base, kind = base_of(container), type(container)
+    return kind is base or all(getattr(kind, name, None) is getattr(base, name, None) for name in _READING)
+
+
+def referent(reference: Any) -> Any:
+    """What a weak reference leads to, None when it is gone; the mapping that a read-only one shows."""
+    if isinstance(reference, weakref.ref):
+        return reference()
+    if isinstance(reference, MappingProxyType):
+        return gc.get_referents(reference)[0]
+    try:
+        return reference.__init__.__self__  # a proxy's own attributes are those of what it stands for
+    except ReferenceError:
+        return None
+
+
+# Where a chain begins -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a step: the function and what it was called with.
+
+    Attributes:
+        replaced: path of a module -> the module that stands in its place while the step is traced.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    replaced: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Source:
+    """A chain of accesses; two sources are equal when their paths are."""
+
+    path: str
+    text: str
+
+    def read(self, call: Call) -> Any:
+        """Follows the chain in one call and gives the value that is there now."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Source) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, eq=False)
+class Root(Source):
+    """The beginning of a chain.
+
+    Attributes:
+        argument: position or name of an argument of the call, None for what is none.
+    """
+
+    path: str
+    text: str
+    get: Callable[[Call], Any]
+    argument: int | str | None = None
+
+    def read(self, call: Call) -> Any:
+        return self.get(call)
+
+
+FUNCTION = Root("fn", "L['self']", lambda call: call.fn)
+
+
+def argument(name: str, at: int | str, index: int | None = None) -> Root:
+    """An argument: parameter ``name``, passed at a position or by keyword; ``index`` counts in one like ``*args``."""
+    text = f"L[{name!r}]" if index is None else f"L[{name!r}][{index}]"
+    if isinstance(at, int):
+        return Root(f"args[{at}]", text, lambda call: call.args[at], at)
+    return Root(f"kwargs[{at!r}]", text, lambda call: call.kwargs[at], at)
+
+
+def variable(name: str) -> Root:
+    """A variable of the environment, None where there is none, or a setting of torch."""
+    if name in READERS:
+        return Root(name, name, lambda call: READERS[name]())
+    path = f"os.environ[{name!r}]"
+    return Root(path, path, lambda call: os.environ.get(name))
+
+
+def in_module(module: str, name: str) -> Root:
+    """What a module, of a library as a rule, holds under a name."""
+    path = f"sys.modules[{module!r}].{name}"
+    return Root(path, path, lambda call: getattr(sys.modules[module], name))
+
+
+# One step further ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Child(Source):
+    """Any source that is one step below another; a class for each kind of step.
+
+    Attributes:
+        key: where in it; itself a source for a key that is a captured object.
+        paths, texts: formats of path and text, given ``base`` and ``key``.
+        step: the value, given the object that ``base`` stands for and the key.
+    """
+
+    base: Source
+    key: Any = None
+    paths: ClassVar[str] = ""
+    texts: ClassVar[str] = "{0.text}"
+    step: ClassVar[Any]
+
+    @cached_property
+    def path(self) -> str:  # type: ignore[override]
+        return self.paths.format(self.base, self.key)
+
+    @cached_property
+    def text(self) -> str:  # type: ignore[override]
+        return self.texts.format(self.base, self.key)
+
+    def read(self, call: Call) -> Any:
+        key = self.key.read(call) if isinstance(self.key, Source) else self.key
+        return self.step(self.base.read(call), key)
+
+
+def lineage(source: Source | None) -> Iterator[Source]:
+    """A source and those that it is below, the nearest first."""
+    while source is not None:
+        yield source
+        source = source.base if isinstance(source, Child) else None
+
+
+class Vars(Child):
+    """The attribute dictionary of an object."""
+
+    paths = "{0.path}.__dict__"
+    step = staticmethod(lambda owner, key: vars(owner))
+
+
+class Item(Child):
+    """``base[key]``."""
+
+    step = staticmethod(item)
+
+    @cached_property
+    def path(self) -> str:  # type: ignore[override]
+        return f"{self.base.path}[{self.key.path if isinstance(self.key, Source) else _plain(self.key, id)}]"
+
+    @cached_property
+    def text(self) -> str:  # type: ignore[override]
+        base = self.base
+        if isinstance(base, Vars):
+            return f"{base.text}.{self.key}"
+        if isinstance(base, Item) and isinstance(base.base, Vars) and base.key in REGISTRIES:
+            return f"{base.base.text}.{self.key}"
+        return f"{base.text}[{self.key if isinstance(self.key, Source) else _plain(self.key, _shape)}]"
+
+
+def _plain(key: Any, of_tensor: Callable[[torch.Tensor], object]) -> str:
+    """A key as text; a tensor's values change, so something that stays stands for it."""
+    return f"tensor {of_tensor(key)}" if isinstance(key, torch.Tensor) else repr(key)
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+class Attr(Child):
+    """``base.key`` for what is not in an attribute dictionary: slots, ``.grad``, ``__self__``."""
+
+    paths = "{0.path}.{1}"
+    step = staticmethod(getattr)
+
+    @cached_property
+    def text(self) -> str:  # type: ignore[override]
+        hidden = self.key in ("__self__", "__func__") or self.key.startswith("__wrapped")
+        return self.base.text if hidden else f"{self.base.text}.{self.key}"
+
+
+class Method(Attr):
+    """A function of a class, which runs only where its name is used."""
+
+
+class Replacement(Child):
+    """The module that stands in the place of another one while the step is traced."""
+
+    paths, texts = "replaced[{0.path}]", "{0.text}.replacement"
+
+    def read(self, call: Call) -> Any:
+        return call.replaced[self.base.path]
+
+
+class Version(Child):
+    """The version counter of a tensor, less by ``key`` than it is then."""
+
+    paths, texts = "{0.path}._version - {1}", "{0.text}._version - {1}"
+    step = staticmethod(lambda tensor, less: tensor._version - less)
+
+
+class Referent(Child):
+    """What `referent` gives."""
+
+    paths = "inside({0.path})"
+    step = staticmethod(lambda reference, key: referent(reference))
+
+
+class ContextValue(Child):
+    """The value of a context variable."""
+
+    paths, texts = "{0.path}.get(None)", "{0.text}.get()"
+    step = staticmethod(lambda variable, key: variable.get(None))
+
+
+class Element(Child):
+    """A member of a deque, by position."""
+
+    paths, texts = "{0.path}[{1}]", "{0.text}[{1}]"
+    step = staticmethod(item)
+
+
+class Nth(Child):
+    """A value of a dictionary, by position."""
+
+    paths, texts = "list({0.path}.values())[{1}]", "{0.text}[{1}]"
+    step = staticmethod(lambda container, index: list(base_of(container).values(container))[index])
+
+
+class Member(Child):
+    """A member of a set, in the set's own order of iteration."""
+
+    paths, texts = "list({0.path})[{1}]", "list({0.text})[{1}]"
+    step = staticmethod(lambda container, index: list(base_of(container).__iter__(container))[index])
+
+
+class Cell(Child):
+    """A closure cell of a function; the key is its index, and the variable's name."""
+
+    paths = "{0.path}.__closure__[{1[0]}]"
+    step = staticmethod(lambda function, key: function.__closure__[key[0]])
+
+    @cached_property
+    def text(self) -> str:  # type: ignore[override]
+        name = self.key[1]
+        return f"L[{name!r}]" if self.base is FUNCTION else f"{self.base.text}.closure[{name!r}]"
+
+
+class CellContents(Child):
+    """What a closure cell holds."""
+
+    paths = "{0.path}.cell_contents"
+    step = staticmethod(lambda cell, key: cell.cell_contents)
+
+
+class Globals(Child):
+    """The table of a function's global variables; the key is the module's name."""
+
+    paths, texts = "{0.path}.__globals__", "G"
+    step = staticmethod(lambda function, key: function.__globals__)
+
+
+class Global(Child):
+    """A global variable; ``base`` is the table."""
+
+    paths, texts = "globals({0.key!r})[{1!r}]", "G[{1!r}]"
+    step = staticmethod(item)

@@ -1,1 +1,0 @@
-"""Where a captured value lives, as an expression that a user would write: ``L['model'].fc.weight``."""
