@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.capture import hollow, no_collection, snapshot
+from wholestep.capture import materialize_fakes, no_collection, snapshot
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.pipeline import Known, Look, Options, build, capture, is_tracing, of_one_rank, stages_of_one_rank
@@ -247,7 +247,7 @@ class Compiled:
     def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, bool]:
         """A capture that no call is served from, and whether it is of real tensors."""
         given, launch = args, self._launch
-        fn, args, kwargs = hollow(self._fn, args, kwargs)
+        fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
         look = self._view if args is given else _view(self._look, self._module_override)
         how = self._varying, self._options.guard_data, launch.plain, look, launch.parts, launch.sync
         return capture(fn, args, kwargs, *how)[1], args is given

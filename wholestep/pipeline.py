@@ -130,7 +130,7 @@ def _entry(
     take = known.templates or capture
     initial = known.initial = InitialState(look(fn, args, kwargs, varying=varying))
     world, traced = take(fn, args, kwargs, varying, options.guard_data, launch.plain, look, launch.parts, launch.sync)
-    read = {id(world.original(item.value)) for item in traced.lifted}
+    read = {id(world.substitutes.original(item.value)) for item in traced.lifted}
     dropped = initial.drop(unless=lambda tensor: id(tensor) in read)
     if overrides:  # which may look at it
         initial.fill()
@@ -138,12 +138,12 @@ def _entry(
     traced.step.signature.dying = spent.dying if spent else frozenset()
     program = _program(traced, options, known, overrides)
     inputs = traced.step.signature.inputs[: traced.n_inputs]
-    values = [world.original(item.value) for item in traced.lifted[: len(inputs)]]
+    values = [world.substitutes.original(item.value) for item in traced.lifted[: len(inputs)]]
     written = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
     mutated = [source for source in written if source is not None]
     refuse_shared_parts(world, mutated)
-    terms = launch.start(traced.step, program.packed.whole, inputs, values, world.parts, initial)
-    cut = launch.cut(program.placements, inputs, values, world.parts)
+    terms = launch.start(traced.step, program.packed.whole, inputs, values, world.substitutes.parts, initial)
+    cut = launch.cut(program.placements, inputs, values, world.substitutes.parts)
     if cut.moved:
         initial.fill()
         return _entry(fn, args, kwargs, options, known, varying, look, overrides)
@@ -273,10 +273,9 @@ def capture(
         while True:
             try:
                 _tracing.active = True
-                world.young = young
-                world.put_wholes(parts)
-                world.put_twins(reshaped)
-                step = world.twins.exchange(fn)
+                world.new_ids = young
+                world.substitutes.put(parts, world.differentiable, reshaped)
+                step = world.substitutes.aliases.exchange(fn)
                 symbols = None
                 if sizes is not None:
                     symbols = Sizes()
@@ -304,7 +303,7 @@ def capture(
                 world.restore()
             if varying != asked:
                 world, asked = look(fn, args, kwargs, varying=varying), varying
-                world.looked_into = optional - varying
+                world.read_lists = optional - varying
 
 
 def _traced(*given: Any) -> Traced:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as rates
 
-from wholestep.capture import Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, snapshot
+from wholestep.capture import Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, outcome, snapshot
 from wholestep.errors import LeakError, UnsupportedError
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -25,7 +25,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> tuple[Snapshot, list[Effect]]:
     known = {id(t): t for t in (f.tensor for f in snap.tensors.values())}
     try:
         fn(*args)
-        effects, _ = snap.outcome(lambda t: id(t) not in known)
+        effects, _ = outcome(snap, lambda t: id(t) not in known)
     finally:
         snap.restore()
     return snap, effects
@@ -242,9 +242,9 @@ def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Call
     step(*ours)
     snap = snapshot(step, ours)
     before = dict(vars(ours[2])), dict(ours[1].param_groups[0])
-    snap.lift([n.value for n in snap.numbers])
+    snap.substitutes.lift([n.value for n in snap.numbers])
     step(*ours)
-    effects, _ = snap.outcome(lambda t: True)
+    effects, _ = outcome(snap, lambda t: True)
     snap.restore()
     assert (dict(vars(ours[2])), dict(ours[1].param_groups[0])) == before
     assert [str(e) for e in effects] == ["L['scheduler'].step()"]
@@ -274,7 +274,7 @@ def test_reading_a_rate_after_its_scheduler_moved_is_refused() -> None:
 
     for step, what in ((early, r"\['lr'\] was read after"), (data, "only known when the step runs")):
         snap = snapshot(step)
-        snap.lift([n.value for n in snap.numbers])
+        snap.substitutes.lift([n.value for n in snap.numbers])
         with pytest.raises(UnsupportedError, match=what):
             step()
         snap.restore()
@@ -300,7 +300,7 @@ def test_results_keep_the_identity_of_what_was_there_and_of_what_is_held_twice()
 
     x = torch.ones(1)
     snap = snapshot(step, (kept, x))
-    effects, described = snap.outcome(lambda t: t is not x, step(kept, x))
+    effects, described = outcome(snap, lambda t: t is not x, step(kept, x))
     snap.restore()
     assert kept.last is None
     binder = compile_binder(snap, [f.source for f in snap.tensors.values()])

@@ -18,7 +18,7 @@ from torch import nn
 from torch._higher_order_ops import map as control_map
 
 import wholestep as ws
-from wholestep.capture.snapshot.library_code import is_library, is_ours
+from wholestep.capture.snapshot.user_code import is_library, origin
 from wholestep.errors import CaptureError
 
 MODEL = nn.Linear(4, 2)
@@ -154,7 +154,7 @@ SCRIPT = """
     for scale in (2.0, 2.0, 3.0):
         helpers.SCALE = scale
         assert step(torch.ones(2)).tolist() == [scale, scale]
-    from wholestep.capture.snapshot.library_code import is_library
+    from wholestep.capture.snapshot.user_code import is_library
     assert is_library(some_library.__file__) and not is_library(helpers.__file__)
 """
 
@@ -187,5 +187,5 @@ def test_a_library_is_one_wherever_it_lies(tmp_path: Path, way: str) -> None:
 
 def test_no_file_of_the_package_is_the_users() -> None:
     files = [str(file) for file in Path(ws.__file__).parent.rglob("*.py")]
-    assert len(files) > 100 and [file for file in files if not is_ours(file)] == []
-    assert not is_ours(__file__)
+    assert len(files) > 100 and [file for file in files if origin(file) != "wholestep"] == []
+    assert origin(__file__) != "wholestep"

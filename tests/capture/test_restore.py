@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from wholestep.capture import Const, GuardFailure, compile_binder, new_values, snapshot
+from wholestep.capture import Const, GuardFailure, compile_binder, new_values, outcome, snapshot
 from wholestep.capture.guards.guards import compare
 from wholestep.errors import LeakError
 
@@ -170,13 +170,13 @@ def test_lifted_numbers_come_back() -> None:
         "['lr']": 1.0, "['betas'][0]": 0.5, "['betas'][1]": 0.75, "['eps']": 1e-8, "['initial_lr']": 0.25,
     }
     marks = [float(i) + 100 for i in range(len(snap.numbers))]
-    snap.lift(marks)
+    snap.substitutes.lift(marks)
     assert isinstance(opt.param_groups[0]["betas"], tuple) and all(b > 99 for b in opt.param_groups[0]["betas"])
-    assert snap.outcome(lambda t: False)[0] == []
+    assert outcome(snap, lambda t: False)[0] == []
     snap.restore()
     assert opt.param_groups[0] == groups and opt.param_groups[0]["betas"] is groups["betas"]
     with pytest.raises(ValueError, match="1 stand-ins for"):
-        snap.lift([1.0])
+        snap.substitutes.lift([1.0])
 
 
 def test_a_cycle_of_objects_and_shared_modules_end() -> None:
@@ -290,7 +290,7 @@ def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes:
     step(root)
     after = picture(root)
     try:
-        effects, _ = snap.outcome(lambda t: id(t) not in known)
+        effects, _ = outcome(snap, lambda t: id(t) not in known)
     except LeakError:  # a list grew by tensors made in the step
         effects = None
     snap.restore()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wholestep.capture.exchange.unsharded_views import whole_strides
+from wholestep.capture.substitutes.unsharded_views import whole_strides
 from wholestep.errors import UnsupportedError
 from wholestep.ir import info
 from wholestep.pipeline import capture

@@ -133,7 +133,7 @@ def rewritten_inputs(recorder: Recorder) -> list[Output]:
 
 
 def leaves_of(outputs: list[Output]) -> list[torch.Tensor]:
-    """The leaves and twins that an autograd graph leads to: inputs that only a backward reads are among them."""
+    """The leaves and detached aliases that an autograd graph leads to, inputs that only a backward reads among them."""
     seen: set[Any] = set()
     found: list[torch.Tensor] = []
     queue: list[Any] = [o.tensor.grad_fn for o in outputs]
@@ -144,8 +144,8 @@ def leaves_of(outputs: list[Output]) -> list[torch.Tensor]:
         seen.add(node)
         if hasattr(node, "variable"):
             found.append(node.variable)
-        elif hasattr(node, "twin"):
-            found.append(node.twin())
+        elif hasattr(node, "alias"):
+            found.append(node.alias())
         else:
             queue += [above for above, _ in node.next_functions]
     return found

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from wholestep.aot_autograd.autograd_graph import Engine, Structure, free, structure
-from wholestep.capture import Call, Found, Snapshot
+from wholestep.capture import Call, Snapshot, TensorInput
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, dispatch_modes_active, storage_id
 from wholestep.trace.operators.data_dependent_formulas import by_data
@@ -69,7 +69,7 @@ class SavedSnapshot(Snapshot):
         tensors, *_ = call.args
         self.by_place = {_place(t): self.tensors[id(t)] for t in reversed(tensors)}
 
-    def find(self, tensor: torch.Tensor) -> Found | None:
+    def find(self, tensor: torch.Tensor) -> TensorInput | None:
         found = super().find(tensor)
         if found is None and not isinstance(tensor, FakeTensor):
             found = self.by_place.get(_place(tensor))

@@ -6,6 +6,7 @@ the fast check that a call passes before a captured program serves it.
 May import: errors, functional, ir, patches, tensor_parts, torch_compat.
 """
 
+from wholestep.capture.effects.differences import outcome
 from wholestep.capture.effects.effects import (
     CallMethod,
     DelAttr,
@@ -21,15 +22,15 @@ from wholestep.capture.effects.effects import (
     state_outputs,
 )
 from wholestep.capture.effects.values import Const, Existing, New, Tree
-from wholestep.capture.exchange.optimizer_state import InitialState
-from wholestep.capture.exchange.unbacked import hollow
-from wholestep.capture.exchange.unsharded_views import PartsOf, Wholes
 from wholestep.capture.guards.binder import Binder, compile_binder, refuse_shared_parts, sharing
 from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.snapshot.new_objects import births
-from wholestep.capture.snapshot.places import Found, Number
+from wholestep.capture.snapshot.reachable import NumberInput, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
 from wholestep.capture.sources import Call, Source
+from wholestep.capture.substitutes.optimizer_state import InitialState
+from wholestep.capture.substitutes.unbacked import materialize_fakes
+from wholestep.capture.substitutes.unsharded_views import PartsOf
 
 __all__ = [
     "Binder",
@@ -40,12 +41,11 @@ __all__ = [
     "DelItem",
     "Effect",
     "Existing",
-    "Found",
     "Guard",
     "GuardFailure",
     "InitialState",
     "New",
-    "Number",
+    "NumberInput",
     "PartsOf",
     "SetAttr",
     "SetContents",
@@ -53,15 +53,16 @@ __all__ = [
     "SetItem",
     "Snapshot",
     "Source",
+    "TensorInput",
     "Tree",
-    "Wholes",
     "births",
     "compare",
     "compile_binder",
     "forget",
-    "hollow",
+    "materialize_fakes",
     "new_values",
     "no_collection",
+    "outcome",
     "read_by",
     "refuse_shared_parts",
     "sharing",

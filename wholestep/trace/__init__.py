@@ -10,7 +10,7 @@ from wholestep.trace.patches.python_patches import gradient_memory
 from wholestep.trace.record.inputs import ReshapedInput
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.record.trace_step import trace_step
-from wholestep.trace.traced import ReentrantCheckpoint, SharedMemory, Traced, World
+from wholestep.trace.traced import ReentrantCheckpoint, SharedMemory, Traced
 
 __all__ = [
     "Recorder",
@@ -18,7 +18,6 @@ __all__ = [
     "ReshapedInput",
     "SharedMemory",
     "Traced",
-    "World",
     "gradient_memory",
     "trace_step",
 ]

@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from wholestep.ir import StepGraph
-from wholestep.tensor_parts import Part
 from wholestep.trace.numbers.predicates import Predicate
 from wholestep.trace.outputs.hoisted_state import Hoisted
 from wholestep.trace.outputs.leaks import Watch
 from wholestep.trace.outputs.results import Outlet
 from wholestep.trace.outputs.state_outputs import Derivative, Differentiated, Made, Slot
 from wholestep.trace.record.inputs import Lifted
-from wholestep.trace.record.options import Found
 from wholestep.trace.record.recorder import Recorder
 
 # Traces the backward of a step, given what its forward left behind; see `autograd.differentiate`.
 Differentiate = Callable[
     [Recorder, Outlet, list[Any], Callable[[], AbstractContextManager[Any]]], Differentiated | None
 ]
-
-
-class World(Protocol):
-    """What tracing needs of capture's snapshot."""
-
-    @property
-    def tensors(self) -> dict[int, Any]: ...
-    @property
-    def numbers(self) -> list[Any]: ...
-    @property
-    def twin_ids(self) -> Container[int]: ...
-    def versions(self) -> dict[int, int]: ...
-    def find(self, tensor: torch.Tensor) -> Found | None: ...
-    def lift(self, stand_ins: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
-    @property
-    def parts(self) -> dict[int, Part]: ...
-    @property
-    def spread(self) -> bool: ...
-    @property
-    def generators(self) -> Mapping[int, tuple[torch.Generator, Any]]: ...
-    def ask(self, setting: str) -> Any: ...
-    def module_names(self) -> dict[int, str]: ...
-    def sizable(self) -> list[Any]: ...
-    def standing(self) -> list[Any]: ...
-    def exchange(self, tensors: dict[int, torch.Tensor]) -> None: ...
-    def replaces_gradients(self, tensors: list[torch.Tensor]) -> None: ...
-    def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any) -> tuple[list[Any], Any]: ...
 
 
 class SharedMemory(Exception):  # noqa: N818 - a request, not an error

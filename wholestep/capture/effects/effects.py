@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wholestep.capture.effects.values import NOTHING, Existing, Made, New, Tree, Value, nested
-from wholestep.capture.snapshot import boxes
+from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.sources import Globals, Source, Vars, base_of
 from wholestep.ir import InputKind
 
@@ -101,7 +101,7 @@ class SetGrad(Effect):
 class SetContents(Effect):
     """The whole contents of a list, set, deque or reordered dict, the container staying the same object."""
 
-    box: boxes.Box
+    box: kinds.ContainerKind
     value: Tree
     text = "{source}[:] = {value}"
     code = "refill({box}, {container}, {value})"
@@ -133,7 +133,7 @@ def _is_table(source: Source) -> bool:
     return isinstance(source, (Vars, Globals))
 
 
-def refill(box: boxes.Box, container: Any, built: Any) -> None:
+def refill(box: kinds.ContainerKind, container: Any, built: Any) -> None:
     """Makes the contents of a container those of a new one."""
     box.write(container, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
 

@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from wholestep.capture.effects.values import Const
-from wholestep.capture.snapshot import boxes
+from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.sources import referent
 
 
@@ -83,8 +83,8 @@ def recipe(value: Any) -> Recipe | None:
         return None
     if found.attributes is None:
         found.attributes = dict(getattr(value, "__dict__", None) or {})
-    if kind.__flags__ & _HEAP and boxes.slot_names(kind):
-        found.fields = boxes.SLOTS.read(value) | (found.fields or {})
+    if kind.__flags__ & _HEAP and kinds.slot_names(kind):
+        found.fields = kinds.SLOTS.read(value) | (found.fields or {})
     return found
 
 
@@ -187,7 +187,7 @@ RECIPES: dict[Any, Callable[[Any], Recipe | None]] = {
     frozenset: lambda v: Recipe(frozenset.__new__, (type(v), list(frozenset.__iter__(v)))),
     deque: _deque,
     types.FunctionType: _function,
-    types.CellType: lambda v: Recipe(types.CellType, fields=boxes.CELL.read(v)),
+    types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),
     types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),
     types.BuiltinFunctionType: _builtin,
     types.MethodWrapperType: _builtin,

@@ -4,7 +4,7 @@ The fast path is generated Python that holds direct references to what was there
 attributes, optimizer state and parameters are compared with it by identity, whole lists at a time; batches, which
 are new objects at each call, are followed by path. When anything is not the very same, the slow path walks the
 call anew and compares guard by guard: either it names the first that fails, or all hold (an equal tensor or
-container took the place of another) and the fast path is made again around the new objects.
+container took the container of another) and the fast path is made again around the new objects.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def refuse_shared_parts(snap: Snapshot, mutated: Sequence[Source]) -> None:
     Raises:
         UnsupportedError: the step writes to memory that a part shares with another tensor.
     """
-    parts = {f.source.text for f in snap.tensors.values() if id(f.tensor) in snap.parts}
+    parts = {f.source.text for f in snap.tensors.values() if id(f.tensor) in snap.substitutes.parts}
     for pair in sorted(sharing(snap, frozenset(source.path for source in mutated))) if parts else ():
         if not parts.isdisjoint(pair):
             raise UnsupportedError(

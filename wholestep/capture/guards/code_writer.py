@@ -10,8 +10,8 @@ import torch
 
 from wholestep.capture.guards.compared_values import global_state
 from wholestep.capture.guards.identity_checks import identical, memory, same_plain
-from wholestep.capture.snapshot import boxes
-from wholestep.capture.snapshot.places import Place
+from wholestep.capture.snapshot import container_kinds as kinds
+from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import is_exact, item
 
@@ -35,12 +35,12 @@ class Draft:
         self.names: dict[int, str] = {}
         self.space: dict[str, Any] = {
             "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
-            "call": call, "global_state": global_state, "STATE": snap.walk.state, "memory": memory,
+            "call": call, "global_state": global_state, "STATE": snap.reachable.state, "memory": memory,
         }
         self.spaces = [self.space]
-        self.places: dict[int, list[Place]] = {}
-        for place in snap.places:
-            self.places.setdefault(id(place.owner), []).append(place)
+        self.places: dict[int, list[Container]] = {}
+        for container in snap.containers:
+            self.places.setdefault(id(container.owner), []).append(container)
         self.lines: list[str] = []
         self.volatile: set[int] = set()
         self.volatile_tables: set[int] = set()
@@ -65,18 +65,18 @@ class Draft:
     def _require(self, condition: str) -> None:
         self.lines.append(f"if not ({condition}): return None")
 
-    def _at(self, place: Place, key: Any) -> str:
+    def _at(self, container: Container, key: Any) -> str:
         """An expression for what an anchored or volatile holder has at a key."""
-        holder = self._name(place.holder)
-        if place.box is boxes.CELL:
+        holder = self._name(container.value)
+        if container.kind is kinds.CELL:
             return f"{holder}.cell_contents"
-        if place.box is boxes.CONTEXT:
+        if container.kind is kinds.CONTEXT:
             return f"{holder}.get(None)"
-        if place.box is boxes.NAMES:
-            return f"{self._name(place.holder.function.__globals__)}[{key!r}]"
-        if place.box is boxes.SLOTS:
+        if container.kind is kinds.GLOBALS:
+            return f"{self._name(container.value.table)}[{key!r}]"
+        if container.kind is kinds.SLOTS:
             return f"{holder}.{key}"
-        if place.box is boxes.CLASS:
+        if container.kind is kinds.CLASS:
             return f"{holder}.__dict__[{key!r}]"
         key = str(key) if type(key) is int else repr(key) if type(key) is str else self._name(key)
-        return f"{holder}[{key}]" if is_exact(place.holder) else f"{self._name(item)}({holder}, {key})"
+        return f"{holder}[{key}]" if is_exact(container.value) else f"{self._name(item)}({holder}, {key})"

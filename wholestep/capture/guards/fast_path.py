@@ -14,7 +14,7 @@ from typing import Any
 
 from wholestep.capture.guards.identity_checks import Anchored, memory, sharing_pattern
 from wholestep.capture.guards.persistent_objects import Anchors
-from wholestep.capture.snapshot.places import Number
+from wholestep.capture.snapshot.reachable import NumberInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Source
 
@@ -70,7 +70,7 @@ class FastPath(Anchors):
         tensors = {f.source.path: f.tensor for f in self.snap.tensors.values()}
         numbers = {n.source.path: n for n in self.snap.numbers}
         volatile = {id(t): name for name, t in self.volatile_tensors}
-        generators = {source.path: generator for generator, source in self.snap.walk.generators.values()}
+        generators = {source.path: generator for generator, source in self.snap.reachable.generators.values()}
         for number in self.snap.numbers:
             self._require(self._is_number(number))
         parts = []
@@ -78,7 +78,7 @@ class FastPath(Anchors):
             if source.path in numbers:
                 n = numbers[source.path]
                 at = self._number(n)
-                parts.append(at if n.group is None else f"float({at})" if n.index is None else f"{at}[{n.index}]")
+                parts.append(at if not n.setting else f"float({at})" if n.index is None else f"{at}[{n.index}]")
             elif source.path in tensors:
                 tensor = tensors[source.path]
                 parts.append(self.anchored_tensors.get(id(tensor)) or volatile[id(tensor)])
@@ -88,18 +88,16 @@ class FastPath(Anchors):
                 raise ValueError(f"{source} is not a tensor or number that the snapshot found")
         self.lines.append(f"return [{', '.join(parts)}]")
 
-    def _number(self, number: Number) -> str:
+    def _number(self, number: NumberInput) -> str:
         """An expression for a number that is an input, or for the tuple that it is in."""
-        if number.place is not None:
-            return self._at(number.place, number.key)
-        return number.source.path if number.group is None else f"{self._name(number.group)}[{number.key!r}]"
+        return number.source.path if number.container is None else self._at(number.container, number.key)
 
-    def _is_number(self, number: Number) -> str:
+    def _is_number(self, number: NumberInput) -> str:
         at = self._number(number)
-        if number.group is None:
+        if not number.setting:
             return f"type({at}) is {type(number.value).__name__}"
         if number.index is not None:
-            length = len(number.group[number.key])
+            length = len(number.container.before[number.key])  # type: ignore[union-attr]
             return f"type({at}) is tuple and len({at}) == {length} and type({at}[{number.index}]) is float"
         return f"type({at}) is float" + f" or type({at}) is int" * (number.key == "lr")
 

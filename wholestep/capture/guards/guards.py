@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from wholestep.capture.guards.compared_values import META, is_one_of_a_kind, is_plain
-from wholestep.capture.snapshot import boxes
+from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import OPERATORS
-from wholestep.capture.snapshot.places import Place
-from wholestep.capture.snapshot.walk import Walk
+from wholestep.capture.snapshot.reachable import Container, Reachable
 from wholestep.capture.sources import Source, variable
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -82,46 +81,47 @@ class Hooks:
         return f"{count} numbered {', '.join(map(str, self.numbers))}" if self.changed and self.numbers else count
 
 
-def _structure(walk: Walk, place: Place) -> Any:
-    kind = type(place.owner)
-    if place.numbered:
-        return Hooks(tuple(place.before), place.changed)
-    if not place.ordered:
-        return kind, tuple(sorted(k for k in place.before if k not in place.ignored or k in place.lifted))
-    keys = tuple(
-        key if is_plain(key) else walk.first.get(id(key), f"{type(key).__name__} object")
-        for key in place.before if key not in place.ignored or key in place.lifted
-    ) if place.box not in (boxes.LIST, boxes.TUPLE, boxes.SET, boxes.FROZENSET, boxes.DEQUE) else len(place.before)
-    return kind, keys
+def _structure(reached: Reachable, container: Container) -> Any:
+    kind = type(container.owner)
+    if container.numbered:
+        return Hooks(tuple(container.before), container.changed)
+    if not container.ordered:
+        return kind, tuple(sorted(k for k in container.before if k not in container.ignored or k in container.lifted))
+    if container.kind in (kinds.LIST, kinds.TUPLE, kinds.SET, kinds.FROZENSET, kinds.DEQUE):
+        return kind, len(container.before)
+    return kind, tuple(
+        key if is_plain(key) else reached.first.get(id(key), f"{type(key).__name__} object")
+        for key in container.before if key not in container.ignored or key in container.lifted
+    )
 
 
-def guards(walk: Walk) -> list[Guard]:
+def guards(reached: Reachable) -> list[Guard]:
     """All guards of what a walk met, parents before children."""
-    found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, walk.state, strict=True)]
-    call = walk.call
+    found: list[Guard] = [Guard(None, name, value) for name, value in zip(STATE_NAMES, reached.state, strict=True)]
+    call = reached.call
     found.append(Guard(None, "arguments", (len(call.args), tuple(call.kwargs))))
-    found += [Guard(variable(name), "value", value) for name, value in walk.outside.environment.items()]
-    arguments = {number.source.path for number in walk.numbers if number.group is None and number.place is None}
-    for source, value in walk.roots:
+    found += [Guard(variable(name), "value", value) for name, value in reached.outside.environment.items()]
+    arguments = {number.source.path for number in reached.numbers if number.container is None}
+    for source, value in reached.roots:
         if source.path in arguments:
             found.append(Guard(source, "number", type(value)))
         else:
-            _value_guard(walk, source, value, found)
-    for place in walk.places:
-        if place.box is boxes.TENSOR:
-            found.append(Guard(place.source, "tensor", walk.metadata[id(place.holder)]))
+            _value_guard(reached, source, value, found)
+    for container in reached.containers:
+        if container.kind is kinds.TENSOR:
+            found.append(Guard(container.source, "tensor", reached.metadata[id(container.value)]))
         else:
-            found.append(Guard(place.source, f"structure of {place.box.name}", _structure(walk, place)))
-        names = dict(place.children)
-        for key, value in place.before.items():
-            source = names.get(key) or walk.child(place, key)
-            if key in place.lifted:
+            found.append(Guard(container.source, f"structure of {container.kind.name}", _structure(reached, container)))
+        names = dict(container.children)
+        for key, value in container.before.items():
+            source = names.get(key) or reached.child(container, key)
+            if key in container.lifted:
                 found.append(Guard(source, "number", _number_type(key, value)))
-            elif place.box is boxes.TENSOR and key != "grad":
-                if key in HOOK_TABLES and key not in place.ignored and value is None:
-                    found.append(Guard(source, f"structure of {boxes.MAPPING.name}", Hooks((), False)))
-            elif key not in place.ignored:
-                _value_guard(walk, source, value, found)
+            elif container.kind is kinds.TENSOR and key != "grad":
+                if key in HOOK_TABLES and key not in container.ignored and value is None:
+                    found.append(Guard(source, f"structure of {kinds.MAPPING.name}", Hooks((), False)))
+            elif key not in container.ignored:
+                _value_guard(reached, source, value, found)
     return found
 
 
@@ -131,8 +131,8 @@ def _number_type(key: Any, value: Any) -> Any:
     return float if key == "lr" else type(value)  # a learning rate of 1 is one of 1.0
 
 
-def _value_guard(walk: Walk, source: Source, value: Any, found: list[Guard]) -> None:
-    first = walk.first.get(id(value))
+def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Guard]) -> None:
+    first = reached.first.get(id(value))
     if is_plain(value):
         found.append(Guard(source, "value", value))
     elif isinstance(value, types.FunctionType):
@@ -140,9 +140,9 @@ def _value_guard(walk: Walk, source: Source, value: Any, found: list[Guard]) -> 
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
-    elif id(value) in walk.arrays:
+    elif id(value) in reached.arrays:
         found.append(Guard(source, "type", type(value)))
-        found.append(Guard(source, "array", walk.arrays[id(value)].stamp))
+        found.append(Guard(source, "array", reached.arrays[id(value)].stamp))
     elif first is None or isinstance(value, (tuple, frozenset, types.MethodType)):
         found.append(Guard(source, "type", type(value)))
     elif first.path == source.path:

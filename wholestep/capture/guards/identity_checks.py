@@ -33,7 +33,7 @@ def same_plain(found: Any, expected: Any) -> bool:
 class Anchored:
     """The tensors held by anchored holders, at the last call that passed.
 
-    Another tensor with equal metadata may take the place of one of them; `rebind` checks it and remembers it.
+    Another tensor with equal metadata may take the container of one of them; `rebind` checks it and remembers it.
 
     Args:
         gradients: positions of those that are not kept alive between two calls.
@@ -72,7 +72,7 @@ class Anchored:
             self.last[i] = known()
 
     def rebind(self, tensors: list[torch.Tensor]) -> bool:
-        """Takes new tensors in place of the last ones, when a program cannot tell them apart."""
+        """Takes new tensors in container of the last ones, when a program cannot tell them apart."""
         for tensor, last, meta in zip(tensors, self.last, self.meta, strict=True):
             if tensor is not last and last is not None and last.requires_grad:
                 return False  # an optimizer may still hold, or know by key, the one that was there

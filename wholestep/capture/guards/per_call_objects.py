@@ -16,14 +16,14 @@ import torch
 from wholestep.capture.guards.code_writer import Draft
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.outside.external_calls import variables
-from wholestep.capture.snapshot import boxes
+from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.numpy_arrays import as_stamped
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import REGISTRIES, contents, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
 _ANCHORS = (torch.nn.Module, torch.optim.Optimizer)
-_NAMED = (boxes.ATTRIBUTES, boxes.SLOTS, boxes.CELL, boxes.NAMES)
+_NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.CELL, kinds.GLOBALS)
 _CONTAINERS = (dict, list, tuple, deque)
 
 
@@ -37,12 +37,12 @@ class Volatile(Draft):
     # which holders are volatile ------------------------------------------------------------------------
 
     def _mark_volatile(self) -> None:
-        for _, value in self.snap.walk.roots[:-1]:
+        for _, value in self.snap.reachable.roots[:-1]:
             self._mark(value)
-        for place in self.snap.places:
-            if isinstance(place.owner, torch.optim.Optimizer) or place.box not in _NAMED:
+        for container in self.snap.containers:
+            if isinstance(container.owner, torch.optim.Optimizer) or container.kind not in _NAMED:
                 continue
-            for key, value in place.before.items():
+            for key, value in container.before.items():
                 if type(value) in _CONTAINERS and key not in REGISTRIES and self._holds_tensor(value, set()):
                     self._mark(value)
 
@@ -52,19 +52,19 @@ class Volatile(Draft):
         if isinstance(value, FunctionType):
             self._mark_function(value)
             return
-        holders = [p for p in self.places.get(id(value), ()) if p.box not in (boxes.CELL, boxes.NAMES, boxes.CLASS)]
+        holders = [p for p in self.places.get(id(value), ()) if p.kind not in (kinds.CELL, kinds.GLOBALS, kinds.CLASS)]
         if not holders or callable(value):
             return
         self.volatile.add(id(value))
-        for place in holders:
-            self.volatile_tables.add(id(place.holder))
-            for inner in place.before.values():
+        for container in holders:
+            self.volatile_tables.add(id(container.value))
+            for inner in container.before.values():
                 self._mark(inner)
 
     def _mark_function(self, function: FunctionType) -> None:
         """A function made anew for each call, such as a hook, is known by its code and by what its cells hold."""
         cells = function.__closure__ or ()
-        if vars(function) or any(not boxes.CELL.read(cell) for cell in cells):
+        if vars(function) or any(not kinds.CELL.read(cell) for cell in cells):
             return
         self.volatile |= {id(function), *map(id, cells)}
         for held in (function.__defaults__, function.__kwdefaults__, *(cell.cell_contents for cell in cells)):
@@ -85,17 +85,17 @@ class Volatile(Draft):
         self._require(f"len(args) == {len(call.args)} and " +
                       (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs"))
         self._require("global_state() == STATE")
-        arrays = self.snap.walk.arrays.values()
+        arrays = self.snap.reachable.arrays.values()
         if arrays:  # each is the very same, or the guards are compared one by one
             self.space["as_stamped"] = as_stamped
             self._require(f"as_stamped({self._fresh([a.value for a in arrays])}, "
                           f"{self._fresh([a.stamp for a in arrays])})")
-        environment = self.snap.walk.outside.environment
+        environment = self.snap.reachable.outside.environment
         if environment:
             self.space["variables"] = variables
             self._require(f"variables({self._fresh([*environment])}) == {self._fresh([*environment.values()])}")
         numbers = {number.source.path for number in self.snap.numbers}
-        for source, value in self.snap.walk.roots[:-1]:
+        for source, value in self.snap.reachable.roots[:-1]:
             if source.path not in numbers:
                 self._value(source.path, value)
 
@@ -150,32 +150,32 @@ class Volatile(Draft):
         name = self.names[id(value)] = f"v{len(self.names)}"
         self.lines.append(f"{name} = {expression}")
         self._require(f"type({name}) is {self._name(type(value))}")
-        for place in self.places[id(value)]:
+        for container in self.places[id(value)]:
             holder = name
-            if not is_exact(place.holder):
+            if not is_exact(container.value):
                 holder = f"{name}_c"
                 self.lines.append(f"{holder} = {self._name(contents)}({name})")
-            if place.holder is not value:  # its attributes
+            if container.value is not value:  # its attributes
                 holder = f"{name}_d"
                 self.lines.append(f"{holder} = {name}.__dict__")
-                self.names[id(place.holder)] = holder
-            if place.box in (boxes.MAPPING, boxes.ATTRIBUTES):
-                keys = list(place.before)
+                self.names[id(container.value)] = holder
+            if container.kind in (kinds.MAPPING, kinds.ATTRIBUTES):
+                keys = list(container.before)
                 strings = all(type(key) in (str, int) for key in keys)
                 self._require(f"[*{holder}] == {self._fresh(keys)}" if strings else
                               f"len({holder}) == {len(keys)} and identical({holder}, {self._fresh(keys)})")
-            elif place.box is not boxes.SLOTS:
-                self._require(f"len({holder}) == {len(place.before)}")
-            if place.box in (boxes.SET, boxes.FROZENSET):
+            elif container.kind is not kinds.SLOTS:
+                self._require(f"len({holder}) == {len(container.before)}")
+            if container.kind in (kinds.SET, kinds.FROZENSET):
                 self._require(f"{holder} == {self._fresh(type(value)(value))}")
                 continue
-            if len(place.before) > 8 and not place.ignored and all(is_plain(v) for v in place.before.values()):
-                values = f"{holder}.values()" if isinstance(place.holder, dict) else holder
-                self._require(f"all(map(same, {values}, {self._fresh(list(place.before.values()))}))")
+            if len(container.before) > 8 and not container.ignored and all(is_plain(v) for v in container.before.values()):
+                values = f"{holder}.values()" if isinstance(container.value, dict) else holder
+                self._require(f"all(map(same, {values}, {self._fresh(list(container.before.values()))}))")
                 continue
-            for key, inner in place.before.items():
-                if key not in place.ignored:
-                    self._value(self._at(place, key), inner)
+            for key, inner in container.before.items():
+                if key not in container.ignored:
+                    self._value(self._at(container, key), inner)
 
     def _volatile_tensor(self, expression: str, tensor: torch.Tensor) -> None:
         if id(tensor) in self.anchored_tensors:

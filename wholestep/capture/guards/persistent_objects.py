@@ -14,8 +14,8 @@ import torch
 
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.per_call_objects import Volatile
-from wholestep.capture.snapshot import boxes
-from wholestep.capture.snapshot.places import Place
+from wholestep.capture.snapshot import container_kinds as kinds
+from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Attr, Source, contents, is_exact
 from wholestep.torch_compat import HOOK_TABLES
@@ -43,33 +43,33 @@ class Anchors(Volatile):
 
     # their tensors -------------------------------------------------------------------------------------
 
-    def _is_anchored(self, place: Place) -> bool:
-        return id(place.owner) not in self.volatile and place.box not in (boxes.TENSOR, boxes.TUPLE, boxes.FROZENSET)
+    def _is_anchored(self, container: Container) -> bool:
+        return id(container.owner) not in self.volatile and container.kind not in (kinds.TENSOR, kinds.TUPLE, kinds.FROZENSET)
 
     def _gather(self) -> None:
         """Reads every tensor of an anchored holder into the list ``t``: whole dicts first, then one by one."""
         whole: list[dict[Any, Any]] = []
         singles: list[str] = []
         tensors: list[torch.Tensor] = []
-        for place in filter(self._is_anchored, self.snap.places):
-            values = list(place.before.values())
-            if place.box in (boxes.MAPPING, boxes.ATTRIBUTES) and values and not place.ignored and \
+        for container in filter(self._is_anchored, self.snap.containers):
+            values = list(container.before.values())
+            if container.kind in (kinds.MAPPING, kinds.ATTRIBUTES) and values and not container.ignored and \
                     all(isinstance(v, torch.Tensor) and id(v) not in self.anchored_tensors for v in values) and \
                     len({id(v) for v in values}) == len(values):
-                whole.append(place.holder)
+                whole.append(container.value)
                 for value in values:
                     self.anchored_tensors[id(value)] = f"t[{len(tensors)}]"
                     tensors.append(value)
-        for place in filter(self._is_anchored, self.snap.places):
-            for key, value in place.before.items():
+        for container in filter(self._is_anchored, self.snap.containers):
+            for key, value in container.before.items():
                 if isinstance(value, torch.Tensor) and id(value) not in self.anchored_tensors \
-                        and key not in place.ignored and place.box is not boxes.SET:
+                        and key not in container.ignored and container.kind is not kinds.SET:
                     self.anchored_tensors[id(value)] = f"t[{len(tensors)}]"
                     tensors.append(value)
-                    singles.append(self._at(place, key))
-        by_path = {id(v) for p in self.snap.places if id(p.owner) in self.volatile
+                    singles.append(self._at(container, key))
+        by_path = {id(v) for p in self.snap.containers if id(p.owner) in self.volatile
                    for k, v in p.before.items() if k not in p.ignored}
-        by_path |= {id(value) for _, value in self.snap.walk.roots}
+        by_path |= {id(value) for _, value in self.snap.reachable.roots}
         for found in self.snap.tensors.values():  # in tuples, sets and keys, whose identity is compared elsewhere
             if id(found.tensor) not in self.anchored_tensors and id(found.tensor) not in by_path \
                     and not (isinstance(found.source, Attr) and found.source.key == "grad"):
@@ -143,34 +143,34 @@ class Anchors(Volatile):
         stable: list[Any] = []  # all values of these
         parts: list[tuple[Any, Any]] = []  # what a getter takes from these
         lists: list[Any] = []
-        for place in filter(self._is_anchored, self.snap.places):
-            special = [k for k, v in place.before.items() if k not in place.ignored and self._special(v, place)]
-            if not is_exact(place.holder) and place.box in (boxes.MAPPING, boxes.LIST):
-                copied = f"{self._name(contents)}({self._name(place.holder)})"
-                expected = self._fresh([*place.before]) if place.box is boxes.MAPPING else copied
-                self._require(f"len({copied}) == {len(place.before)} and identical({copied}, {expected})")
-                self._one_by_one(place, [key for key in place.before if key not in place.ignored])
-            elif not place.before and place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SET, boxes.LIST):
-                empty.append(place.holder)
-            elif place.box in (boxes.MAPPING, boxes.ATTRIBUTES, boxes.MODULE):
-                if place.box is boxes.ATTRIBUTES:
-                    sizes.append(place.holder)  # and looked up by key: nothing follows from their order
-                elif all(type(key) in (str, int) for key in place.before):
-                    dicts.append(place.holder)
+        for container in filter(self._is_anchored, self.snap.containers):
+            special = [k for k, v in container.before.items() if k not in container.ignored and self._special(v, container)]
+            if not is_exact(container.value) and container.kind in (kinds.MAPPING, kinds.LIST):
+                copied = f"{self._name(contents)}({self._name(container.value)})"
+                expected = self._fresh([*container.before]) if container.kind is kinds.MAPPING else copied
+                self._require(f"len({copied}) == {len(container.before)} and identical({copied}, {expected})")
+                self._one_by_one(container, [key for key in container.before if key not in container.ignored])
+            elif not container.before and container.kind in (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SET, kinds.LIST):
+                empty.append(container.value)
+            elif container.kind in (kinds.MAPPING, kinds.ATTRIBUTES, kinds.MODULE):
+                if container.kind is kinds.ATTRIBUTES:
+                    sizes.append(container.value)  # and looked up by key: nothing follows from their order
+                elif all(type(key) in (str, int) for key in container.before):
+                    dicts.append(container.value)
                 else:
-                    holder, keys = self._name(place.holder), list(place.before)
+                    holder, keys = self._name(container.value), list(container.before)
                     self._require(f"len({holder}) == {len(keys)} and identical({holder}, {self._fresh(keys)})")
-                plain = [k for k in place.before if k not in place.ignored and k not in special]
-                if len(plain) == len(place.before) and place.box is not boxes.ATTRIBUTES:
-                    stable.append(place.holder)
+                plain = [k for k in container.before if k not in container.ignored and k not in special]
+                if len(plain) == len(container.before) and container.kind is not kinds.ATTRIBUTES:
+                    stable.append(container.value)
                 elif plain:
-                    parts.append((itemgetter(*plain, plain[0]), place.holder))
-                if id(place.holder) not in self.whole:
-                    self._one_by_one(place, special)
-            elif place.box is boxes.LIST and not special and not place.ignored:
-                lists.append(place.holder)
+                    parts.append((itemgetter(*plain, plain[0]), container.value))
+                if id(container.value) not in self.whole:
+                    self._one_by_one(container, special)
+            elif container.kind is kinds.LIST and not special and not container.ignored:
+                lists.append(container.value)
             else:
-                self._odd(place, special)
+                self._odd(container, special)
         if dicts:
             self._require(f"[*chain({self._fresh(dicts)})] == {self._fresh([k for d in dicts for k in d])}")
         if sizes:
@@ -189,20 +189,20 @@ class Anchors(Volatile):
         if empty:
             self._require(f"not any({self._fresh(empty)})")
 
-    def _special(self, value: Any, place: Place) -> bool:
+    def _special(self, value: Any, container: Container) -> bool:
         """True for a value that is not compared by identity with the last one: it has a path of its own."""
         if isinstance(value, torch.Tensor):
-            return place.box is not boxes.LIST or self._reads(value, place)
+            return container.kind is not kinds.LIST or self._reads(value, container)
         return id(value) in self.volatile
 
-    def _reads(self, tensor: torch.Tensor, place: Place) -> bool:
+    def _reads(self, tensor: torch.Tensor, container: Container) -> bool:
         """True when a list is where an anchored tensor is read from, not another way to reach it."""
-        return self.snap.tensors[id(tensor)].source.path.startswith(place.source.path)
+        return self.snap.tensors[id(tensor)].source.path.startswith(container.source.path)
 
-    def _one_by_one(self, place: Place, keys: Sequence[Any]) -> None:
+    def _one_by_one(self, container: Container, keys: Sequence[Any]) -> None:
         """Compares single values of an anchored holder."""
         for key in keys:
-            value, expression = place.before[key], self._at(place, key)
+            value, expression = container.before[key], self._at(container, key)
             if isinstance(value, torch.Tensor):
                 self._require(f"{expression} is {self.anchored_tensors[id(value)]}")
             elif id(value) in self.volatile:
@@ -210,17 +210,17 @@ class Anchors(Volatile):
             else:
                 self._require(f"{expression} is {self._name(value) if not is_plain(value) else self._fresh(value)}")
 
-    def _odd(self, place: Place, special: Sequence[Any]) -> None:
+    def _odd(self, container: Container, special: Sequence[Any]) -> None:
         """Compares a holder that is neither a dict nor a plain list."""
-        holder = self._name(place.holder)
-        if place.box in (boxes.SET, boxes.DEQUE, boxes.LIST):
-            self._require(f"len({holder}) == {len(place.before)}")
-        if place.box is boxes.SET or (place.box is boxes.DEQUE and not special):
-            self._require(f"identical({holder}, {self._fresh(list(place.holder))})")
+        holder = self._name(container.value)
+        if container.kind in (kinds.SET, kinds.DEQUE, kinds.LIST):
+            self._require(f"len({holder}) == {len(container.before)}")
+        if container.kind is kinds.SET or (container.kind is kinds.DEQUE and not special):
+            self._require(f"identical({holder}, {self._fresh(list(container.value))})")
             return
-        self._one_by_one(place, [key for key in place.before if key not in place.ignored])
-        if place.box is boxes.NAMES:
-            absent = [name for name in place.holder.names if name not in place.before]
+        self._one_by_one(container, [key for key in container.before if key not in container.ignored])
+        if container.kind is kinds.GLOBALS:
+            absent = [name for name in container.value.names if name not in container.before]
             if absent:
-                table = self._name(place.holder.function.__globals__)
+                table = self._name(container.value.table)
                 self._require(f"{table}.keys().isdisjoint({self._fresh(absent)})")

@@ -1,7 +1,7 @@
-"""Sinks: lists that a step appends to and does not read.
+"""Append-only lists: those that a step appends to and does not read.
 
 Such a list is another one at each call, and yet the step is the same. So it is not looked into: while the step is
-traced an empty sink stands in its place, takes what is appended, and refuses to be read.
+traced an empty stand-in takes its place, takes what is appended, and refuses to be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from wholestep.errors import LeakError
 REMEDY = "read it outside of the step, clear it first, or return the values and append them outside"
 
 
-class Sink:
+class AppendOnlyList:
     """Stands for a list or deque that a step appends to.
 
     Attributes:
@@ -58,12 +58,13 @@ def _reading(name: str) -> Callable[..., Any]:
     return read
 
 
-_OWN = {*vars(Sink), *vars(object), "__class_getitem__"} - {"__eq__", "__ne__", "__repr__", "__str__", "__reduce_ex__"}
+_READ = {"__eq__", "__ne__", "__repr__", "__str__", "__reduce_ex__"}
+_OWN = {*vars(AppendOnlyList), *vars(object), "__class_getitem__"} - _READ
 for _name in ({*dir(list), *dir(deque), "__bool__", "__copy__", "__deepcopy__"} - _OWN):
-    setattr(Sink, _name, _reading(_name))
+    setattr(AppendOnlyList, _name, _reading(_name))
 
 
-class Sinks:
+class AppendOnlyLists:
     """The lists that one snapshot does not look into.
 
     Attributes:
@@ -73,12 +74,12 @@ class Sinks:
 
     def __init__(self) -> None:
         self.found: dict[int, tuple[Any, Any]] = {}
-        self.standing: dict[int, Sink] = {}
+        self.standing: dict[int, AppendOnlyList] = {}
         self._before: dict[int, list[Any]] = {}
 
-    def put(self) -> dict[int, Sink]:
-        """Makes a sink for each; gives them by the id of the list."""
-        self.standing = {key: Sink(holder, source) for key, (holder, source) in self.found.items()}
+    def put(self) -> dict[int, AppendOnlyList]:
+        """Makes a stand-in for each; gives them by the id of the list."""
+        self.standing = {key: AppendOnlyList(holder, source) for key, (holder, source) in self.found.items()}
         self._before = {key: list(holder) for key, (holder, _) in self.found.items()}
         return self.standing
 
@@ -86,15 +87,15 @@ class Sinks:
         """Source and new values of each list that the step has appended to.
 
         Raises:
-            LeakError: it has read one of them, or has reached one past its sink.
+            LeakError: it has read one of them, or has reached one past its stand-in.
         """
-        for key, sink in self.standing.items():
+        for key, stand_in in self.standing.items():
             holder, before = self.found[key][0], self._before[key]
             if len(holder) != len(before) or any(a is not b for a, b in zip(holder, before, strict=True)):
-                raise _refuse(sink)
-            if vars(sink)["refusal"] is not None:
-                raise vars(sink)["refusal"]
-        states = [vars(sink) for sink in self.standing.values()]
+                raise _refuse(stand_in)
+            if vars(stand_in)["refusal"] is not None:
+                raise vars(stand_in)["refusal"]
+        states = [vars(stand_in) for stand_in in self.standing.values()]
         return [(state["source"], state["taken"]) for state in states if state["taken"]]
 
     def restore(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from wholestep import patches
 from wholestep.capture.outside.torch_settings import READERS, Settings
-from wholestep.capture.snapshot.library_code import is_library
+from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, DataDependentError
 from wholestep.patches import Replacement, original
 

@@ -30,13 +30,12 @@ from torch.utils.hooks import BackwardHook
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
 from wholestep.capture.outside import external_calls
 from wholestep.capture.outside.iterators import MOVING, RANDOM
-from wholestep.capture.snapshot import boxes
-from wholestep.capture.snapshot.boxes import Box, Names
-from wholestep.capture.snapshot.library_code import is_library
-from wholestep.capture.snapshot.names_read import global_names, is_installed, is_user_class, is_user_module
+from wholestep.capture.snapshot import container_kinds as kinds
+from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
+from wholestep.capture.snapshot.names_read import global_names
 from wholestep.capture.snapshot.numpy_arrays import BUFFERS, Array, stamp
-from wholestep.capture.snapshot.optimizer_handler import optimizer
-from wholestep.capture.snapshot.places import Found, Places
+from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorInput
+from wholestep.capture.snapshot.user_code import is_installed, is_library, is_user_class, is_user_module
 from wholestep.capture.sources import (
     Attr,
     Cell,
@@ -55,80 +54,82 @@ from wholestep.errors import LazyError, UnsupportedError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES, generator_id
 
+# What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
+SCHEDULED = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})
+BOOKKEEPING = frozenset({
+    "_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
+    "_need_device_dtype_check_for_fused",
+})
 _BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
 
-Handler = Callable[[Places, Any, Source], None]
+Handler = Callable[[Reachable, Any, Source], Any]
 
 
-def _tensor(walk: Places, tensor: torch.Tensor, source: Source) -> None:
+def _tensor(found: Reachable, tensor: torch.Tensor, source: Source) -> None:
     if is_lazy(tensor):
         raise LazyError(f"{source} has no shape yet", remedy="call the module once, which gives it one")
-    walk.tensors[id(tensor)] = Found(tensor, source, _tensor_kind(walk, tensor, source))
+    found.tensors[id(tensor)] = TensorInput(tensor, source, _tensor_kind(found, tensor, source))
     try:
-        walk.metadata[id(tensor)] = metadata(tensor)
+        found.metadata[id(tensor)] = metadata(tensor)
     except RuntimeError as error:  # of a view whose base was written since, as FullyShardedDataParallel writes it
         what = f"{source} is a view of memory that was written since, of which autograd will not speak"
         raise UnsupportedError(what, remedy="copy it; of FSDP, compile the plain module with ws.FullyShard") from error
     # hooks of a tensor that an earlier computation made belong to that computation, not to the step
-    walk.add(tensor, source, boxes.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
+    found.add(tensor, source, kinds.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
     attributes = vars(tensor)
     if attributes:
-        walk.add(attributes, Vars(source), boxes.ATTRIBUTES, tensor)
+        found.add(attributes, Vars(source), kinds.ATTRIBUTES, tensor)
 
 
-def _array(walk: Places, array: numpy.ndarray[Any, Any], source: Source) -> None:
-    walk.arrays[id(array)] = Array(array, source, stamp(array))
+def _array(found: Reachable, array: numpy.ndarray[Any, Any], source: Source) -> None:
+    found.arrays[id(array)] = Array(array, source, stamp(array))
 
 
-def _generator(walk: Places, generator: torch.Generator, source: Source) -> None:
-    walk.generators[generator_id(generator)] = generator, source
+def _generator(found: Reachable, generator: torch.Generator, source: Source) -> None:
+    found.generators[generator_id(generator)] = generator, source
 
 
-def _random(walk: Places, generator: Any, source: Source) -> None:
-    walk.stoppers.randoms.setdefault(id(generator), (generator, source))
-    _plain_attributes(walk, generator, source)
+def _random(found: Reachable, generator: Any, source: Source) -> None:
+    found.stoppers.randoms.setdefault(id(generator), (generator, source))
+    _plain_attributes(found, generator, source)
 
 
-def _iterator(walk: Places, iterator: Any, source: Source) -> None:
-    walk.stoppers.iterators[id(iterator)] = iterator, source
+def _iterator(found: Reachable, iterator: Any, source: Source) -> None:
+    found.stoppers.iterators[id(iterator)] = iterator, source
 
 
-def _builtin(walk: Places, function: Any, source: Source) -> None:
+def _builtin(found: Reachable, function: Any, source: Source) -> None:
     if id(function) in external_calls.NAMES:
-        walk.reach.names.add(external_calls.NAMES[id(function)])
-    _held(walk, function, source)
+        found.names_read.names.add(external_calls.NAMES[id(function)])
+    _held(found, function, source)
 
 
-def _held(walk: Places, method: Any, source: Source) -> None:
+def _held(found: Reachable, method: Any, source: Source) -> None:
     """A bound method of a random generator, whose class is asked for it at each call while the step is traced."""
     if isinstance(getattr(method, "__self__", None), (*RANDOM, torch.Generator)):
-        walk.stoppers.held[id(method)] = method
-        walk.queue(method.__self__, Attr(source, "__self__"))
+        found.stoppers.held[id(method)] = method
+        found.queue(method.__self__, Attr(source, "__self__"))
 
 
-def _cached(walk: Places, function: Any, source: Source) -> None:
-    walk.stoppers.caches[id(function)] = function, source
-    walk.queue(function.__wrapped__, Attr(source, "__wrapped__"))
+def _cached(found: Reachable, function: Any, source: Source) -> None:
+    found.stoppers.caches[id(function)] = function, source
+    found.queue(function.__wrapped__, Attr(source, "__wrapped__"))
 
 
-def _context_variable(walk: Places, variable: contextvars.ContextVar[Any], source: Source) -> None:
-    walk.add(variable, source, boxes.CONTEXT)
-
-
-def _proxy(walk: Places, proxy: types.MappingProxyType[Any, Any], source: Source) -> None:
+def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: Source) -> None:
     inner = referent(proxy)
     if isinstance(inner, dict):
-        walk.queue(inner, Referent(source))
+        found.queue(inner, Referent(source))
 
 
-def _weak(walk: Places, reference: Any, source: Source) -> None:
+def _weak(found: Reachable, reference: Any, source: Source) -> None:
     """Where only a weak reference leads; what libraries keep by such is their own."""
     inner = referent(reference)
     if isinstance(inner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(inner)):
-        walk.queue(inner, Referent(source))
+        found.queue(inner, Referent(source))
 
 
-def _tensor_kind(walk: Places, tensor: torch.Tensor, source: Source) -> InputKind:
+def _tensor_kind(found: Reachable, tensor: torch.Tensor, source: Source) -> InputKind:
     if isinstance(source, Attr) and source.key == "grad":
         return "grad"
     if isinstance(tensor, torch.nn.Parameter):
@@ -142,116 +143,147 @@ def _tensor_kind(walk: Places, tensor: torch.Tensor, source: Source) -> InputKin
         return "buffer"
     if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], Source):
         return "state"
-    return "batch" if _is_batch(walk, source) else "tensor"
+    return "batch" if _is_batch(found, source) else "tensor"
 
 
-def _is_batch(walk: Places, source: Source) -> bool:
+def _is_batch(found: Reachable, source: Source) -> bool:
     """True for what an argument is or holds: data in containers, not what an object keeps between calls."""
-    while isinstance(source, (Item, Vars, Attr)) and source.path not in walk.holders:
+    while isinstance(source, (Item, Vars, Attr)) and source.path not in found.owners:
         if isinstance(source, Attr) and source.key.startswith("__"):  # of a function
             return False
         source = source.base
-    return isinstance(source, Root) and source.argument is not None and source.path not in walk.holders
+    return isinstance(source, Root) and source.argument is not None and source.path not in found.owners
 
 
-def _mapping(walk: Places, holder: dict[Any, Any], source: Source) -> None:
-    for index, key in enumerate(base_of(holder).__iter__(holder)):
+def _mapping(found: Reachable, value: dict[Any, Any], source: Source) -> None:
+    for index, key in enumerate(base_of(value).__iter__(value)):
         if type(key) not in EXACT_PLAIN:
-            walk.queue(key, Member(source, index))
-    walk.add(holder, source, boxes.MAPPING)
-    _plain_attributes(walk, holder, source)
+            found.queue(key, Member(source, index))
+    found.add(value, source, kinds.MAPPING)
+    _plain_attributes(found, value, source)
 
 
-def _sequence(box: Box) -> Handler:
-    def handle(walk: Places, holder: Any, source: Source) -> None:
-        if source.path in walk.varying and type(holder) in (list, deque):
-            walk.sinks.found[id(holder)] = holder, source
-            return
-        walk.add(holder, source, box)
-        _plain_attributes(walk, holder, source)
+def _attributes(*names: str) -> Handler:
+    def handle(found: Reachable, value: Any, source: Source) -> None:
+        for name in names:
+            found.queue(getattr(value, name), Attr(source, name))
     return handle
 
 
-def _plain_attributes(walk: Places, value: Any, source: Source) -> None:
+def _sequence(kind: ContainerKind) -> Handler:
+    def handle(found: Reachable, value: Any, source: Source) -> None:
+        if source.path in found.varying and type(value) in (list, deque):
+            found.lists.found[id(value)] = value, source
+            return
+        found.add(value, source, kind)
+        _plain_attributes(found, value, source)
+    return handle
+
+
+def _plain_attributes(found: Reachable, value: Any, source: Source) -> None:
     if type(value) in _BARE:
         return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        walk.add(attributes, Vars(source), boxes.ATTRIBUTES, value)
+        found.add(attributes, Vars(source), kinds.ATTRIBUTES, value)
 
 
-def _object(walk: Places, value: Any, source: Source) -> None:
+def _object(found: Reachable, value: Any, source: Source) -> None:
     kind = type(value)
     if not (issubclass(kind, DATA) or is_dataclass(kind)):
-        walk.holders.add(source.path)
-    _plain_attributes(walk, value, source)
-    if boxes.slot_names(kind):
-        walk.add(value, source, boxes.SLOTS)
-    for base in kind.__mro__:
+        found.owners.add(source.path)
+    _plain_attributes(found, value, source)
+    if kinds.slot_names(kind):
+        found.add(value, source, kinds.SLOTS)
+    _classes(found, value, source)
+
+
+def _classes(found: Reachable, value: Any, source: Source) -> None:
+    for base in type(value).__mro__:
         if is_user_class(base):
-            walk.queue(base, Attr(source, "__class__") if base is kind else Attr(source, base.__name__))
+            found.queue(base, Attr(source, "__class__" if base is type(value) else base.__name__))
 
 
-def _class(walk: Places, kind: type, source: Source) -> None:
+def _class(found: Reachable, kind: type, source: Source) -> None:
     if not is_user_class(kind):
         return
-    if boxes.class_values(kind):
-        walk.add(kind, source, boxes.CLASS)
+    if kinds.class_values(kind):
+        found.add(kind, source, kinds.CLASS)
     for name, member in vars(kind).items():
         plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(plain, types.FunctionType):
-            walk.queue(plain, Method(source, name))
+            found.queue(plain, Method(source, name))
 
 
-def _scheduler(walk: Places, scheduler: LRScheduler, source: Source) -> None:
-    walk.schedulers.append((scheduler, source))
-    _object(walk, scheduler, source)
+def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: Source) -> None:
+    """The numbers among an optimizer's settings are inputs of the step."""
+    found.owners.add(source.path)
+    for index, group in enumerate(optimizer.param_groups):
+        where = Item(Item(Vars(source), "param_groups"), index)
+        numbers: list[tuple[str, int | None, float]] = []
+        for key, value in group.items():
+            if isinstance(value, float) or (key == "lr" and type(value) is int):
+                numbers.append((key, None, float(value)))
+            elif type(value) is tuple and value and all(isinstance(v, float) for v in value):
+                numbers += [(key, i, v) for i, v in enumerate(value)]
+        lifted = {key for key, _, _ in numbers}
+        later = frozenset(key for key in group if key in SCHEDULED and key not in optimizer.defaults)
+        found.first[id(group)] = where
+        container = found.add(group, where, kinds.MAPPING, None, later | lifted)
+        container.lifted, container.ordered = frozenset(lifted - later), False
+        for key, i, number in numbers:
+            place = Item(where, key) if i is None else Item(Item(where, key), i)
+            found.numbers.append(NumberInput(place, number, container, key, i, setting=True))
+    found.add(vars(optimizer), Vars(source), kinds.ATTRIBUTES, optimizer, BOOKKEEPING)
+    if isinstance(optimizer, torch.optim.SparseAdam):  # the one that counts steps in ints
+        found.counting |= set(map(id, optimizer.state.values()))
+    _classes(found, optimizer, source)
 
 
-def _function(walk: Places, function: types.FunctionType, source: Source) -> None:
+def _scheduler(found: Reachable, scheduler: LRScheduler, source: Source) -> None:
+    found.schedulers.append((scheduler, source))
+    _object(found, scheduler, source)
+
+
+def _function(found: Reachable, function: types.FunctionType, source: Source) -> None:
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
-        if id(cell) not in walk.first:
-            walk.add(cell, Cell(source, (index, name)), boxes.CELL)
+        if id(cell) not in found.first:
+            found.add(cell, Cell(source, (index, name)), kinds.CELL)
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
-            walk.queue(getattr(function, name), Attr(source, name))
+            found.queue(getattr(function, name), Attr(source, name))
     if vars(function):
-        walk.add(vars(function), Vars(source), boxes.ATTRIBUTES, function)
+        found.add(vars(function), Vars(source), kinds.ATTRIBUTES, function)
     if not is_library(function.__code__.co_filename):
-        walk.reach.add(function, isinstance(source, Method))
+        found.names_read.add(function, isinstance(source, Method))
         names = global_names(function.__code__)
         table = id(function.__globals__)
-        fresh = tuple(name for name in names if (table, name) not in walk.named)
-        walk.named.update((table, name) for name in fresh)
+        fresh = tuple(name for name in names if (table, name) not in found.used_globals)
+        found.used_globals.update((table, name) for name in fresh)
         if fresh:
-            walk.add(Names(function, fresh), Globals(source, function.__module__ or ""), boxes.NAMES)
+            found.add(UsedGlobals(function, fresh), Globals(source, function.__module__ or ""), kinds.GLOBALS)
     else:
-        _builtin(walk, function, source)
+        _builtin(found, function, source)
 
 
-def _module(walk: Places, module: types.ModuleType, source: Source) -> None:
+def _module(found: Reachable, module: types.ModuleType, source: Source) -> None:
     if is_user_module(module):
-        walk.add(vars(module), Vars(source), boxes.MODULE, module)
+        found.add(vars(module), Vars(source), kinds.MODULE, module)
 
 
-def _context(walk: Places, context: Any, source: Source) -> None:
+def _context(found: Reachable, context: Any, source: Source) -> None:
     """What an `autograd.Function` keeps for its backward, which is code that may run."""
-    _plain_attributes(walk, context, source)
+    _plain_attributes(found, context, source)
     forward = Attr(Attr(source, "__class__"), "_forward_cls")
-    walk.queue(context._forward_cls, forward)
+    found.queue(context._forward_cls, forward)
     for name in ("backward", "vjp"):
-        walk.queue(getattr(context._forward_cls, name), Attr(forward, name))
+        found.queue(getattr(context._forward_cls, name), Attr(forward, name))
 
 
-def _method(walk: Places, method: types.MethodType, source: Source) -> None:
-    _held(walk, method, source)
-    walk.queue(method.__self__, Attr(source, "__self__"))
-    walk.queue(method.__func__, Attr(source, "__func__"))
-
-
-def _partial(walk: Places, value: functools.partial[Any], source: Source) -> None:
-    for name in ("func", "args", "keywords"):
-        walk.queue(getattr(value, name), Attr(source, name))
+def _method(found: Reachable, method: types.MethodType, source: Source) -> None:
+    _held(found, method, source)
+    found.queue(method.__self__, Attr(source, "__self__"))
+    found.queue(method.__func__, Attr(source, "__func__"))
 
 
 HANDLERS: dict[type, Handler] = {
@@ -260,19 +292,19 @@ HANDLERS: dict[type, Handler] = {
     **dict.fromkeys(BUFFERS, _array),
     torch.Generator: _generator,
     **dict.fromkeys(RANDOM, _random),
-    torch.optim.Optimizer: optimizer,
+    torch.optim.Optimizer: _optimizer,
     LRScheduler: _scheduler,
     dict: _mapping,
-    list: _sequence(boxes.LIST),
-    tuple: _sequence(boxes.TUPLE),
-    set: _sequence(boxes.SET),
-    frozenset: _sequence(boxes.FROZENSET),
-    deque: _sequence(boxes.DEQUE),
+    list: _sequence(kinds.LIST),
+    tuple: _sequence(kinds.TUPLE),
+    set: _sequence(kinds.SET),
+    frozenset: _sequence(kinds.FROZENSET),
+    deque: _sequence(kinds.DEQUE),
     types.FunctionType: _function,
     types.BuiltinFunctionType: _builtin,
     types.MethodType: _method,
     types.ModuleType: _module,
-    functools.partial: _partial,
+    functools.partial: _attributes("func", "args", "keywords"),
     BackwardCFunction: _context,
     BackwardHook: _object,
     types.SimpleNamespace: _object,
@@ -286,7 +318,7 @@ HANDLERS: dict[type, Handler] = {
     weakref.ProxyType: _weak,
     weakref.CallableProxyType: _weak,
     types.MappingProxyType: _proxy,
-    contextvars.ContextVar: _context_variable,
+    contextvars.ContextVar: lambda found, value, source: found.add(value, source, kinds.CONTEXT),
     type(functools.cache(len)): _cached,
     **dict.fromkeys(MOVING, _iterator),
     type: _class,
@@ -294,7 +326,7 @@ HANDLERS: dict[type, Handler] = {
 DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
 # Classes wait until all else is walked, optimizers and schedulers until classes are, so that a parameter is named after
 # its module: the queue in which each waits.
-WAITING: dict[Handler, int] = {_class: 0, optimizer: 1, _scheduler: 1}
+WAITING: dict[Handler, int] = {_class: 0, _optimizer: 1, _scheduler: 1}
 # Registered operators and their namespaces keep books of their own, which change when one is first run.
 OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)),)
 OPAQUE: tuple[type, ...] = (torch.library.CustomOpDef, *OPERATORS)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 import types
 from collections.abc import Iterable, Iterator
 
 import torch
 
-from wholestep.capture.snapshot.library_code import is_library, is_ours, is_standard
+from wholestep.capture.snapshot.user_code import is_user_class
 
 _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
 # Code that names one of these can read any attribute.
@@ -22,29 +21,6 @@ READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fiel
                        "exec", "deepcopy", "copy", "dir", "__getattribute__", "__getstate__"})
 IMPLIED = {"get_last_lr": ("_last_lr",)}
 _MODULE_KEYS = frozenset(vars(torch.nn.Module()))
-
-
-def is_installed(kind: type) -> bool:
-    """True for classes of installed packages and of torch, whose instances hold what a step uses."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return bool(file) and not (is_standard(str(file)) or is_ours(str(file))) and is_library(str(file))
-
-
-@functools.cache
-def _is_user_module(name: str) -> bool:
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
-    return not is_library(file) if file else module is None or name == "__main__"
-
-
-def is_user_class(kind: type) -> bool:
-    """True for classes whose module is neither built in nor a library."""
-    return _is_user_module(kind.__module__)
-
-
-def is_user_module(module: types.ModuleType) -> bool:
-    """True for a Python module that is neither built in nor of a library."""
-    return bool(getattr(module, "__file__", None)) and _is_user_module(module.__name__)
 
 
 @functools.cache
@@ -86,7 +62,7 @@ def named(code: types.CodeType) -> frozenset[str]:
                      (*inner.co_names, *(c for c in inner.co_consts if isinstance(c, str))))
 
 
-class Reach:
+class NamesRead:
     """The names that a step's code can use, as the walk meets its functions.
 
     A function met as a value may run; a method may run when its name is in use.

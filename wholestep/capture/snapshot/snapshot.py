@@ -2,39 +2,171 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import re
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from wholestep.capture.effects.differences import differences
-from wholestep.capture.effects.effects import CallMethod, Effect
-from wholestep.capture.effects.values import Value
-from wholestep.capture.exchange.detached_aliases import Twins
-from wholestep.capture.exchange.exchange import Exchanged
 from wholestep.capture.guards import guards as guarding
+from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.guards import Guard
-from wholestep.capture.outside.lr_schedulers import Deferred
-from wholestep.capture.snapshot.visible import Replace
-from wholestep.capture.sources import Attr, Call, Source, lineage
-from wholestep.torch_compat import set_versions
+from wholestep.capture.guards.identity_checks import memory
+from wholestep.capture.snapshot.reachable import TensorInput
+from wholestep.capture.snapshot.walk import reachable, walk
+from wholestep.capture.sources import Attr, Call, Replacement, Root, Source, lineage
+from wholestep.capture.substitutes.substitutes import Substitutes
+from wholestep.errors import UnsupportedError
+from wholestep.tensor_parts import part_of
+from wholestep.torch_compat import HOOK_TABLES, set_versions
+
+# Path of a module below the outermost one in sight, and the module -> the module to trace in its place.
+Replace = Callable[[str, torch.nn.Module], torch.nn.Module]
 
 
-class Snapshot(Exchanged):
-    """Everything that one call of a step can see, before it runs."""
+class Snapshot:
+    """Everything that one call of a step can see, before it runs.
+
+    Attributes:
+        call: the function and its arguments.
+        reachable: every container with its contents, every tensor and number.
+        replaced: modules, each with the one that takes its place while the step is traced.
+        substitutes: what stands in the place of others while the step is traced.
+        differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
+        replaced_gradients: paths of gradients that the step replaces, and that nothing in it reads.
+        read_lists: paths of lists that the step appends to and is known to read.
+        new_ids: gives the ids of what was made since tracing began; None for all that the walk has not met.
+    """
+
+    differentiable = True
+    new_ids: Callable[[], set[int]] | None = None
 
     def __init__(self, call: Call, names: frozenset[str] = frozenset(),
                  varying: frozenset[str] = frozenset(), replace: Replace | None = None) -> None:
-        super().__init__(call, names, varying, replace)
+        self.call, self.names, self.varying, self.replace = call, names, varying, replace
+        self.reachable = reachable(call, names, varying)
+        self.containers, self.tensors = self.reachable.containers, self.reachable.tensors
+        self.numbers = self.reachable.numbers
+        self.replaced: list[tuple[torch.nn.Module, torch.nn.Module]] = []
+        if replace is not None:
+            self._replace(replace)
+        self.substitutes = Substitutes(self.reachable, self.replaced)
+        self.read_lists: frozenset[str] = frozenset()
+        self.replaced_gradients: frozenset[str] = frozenset()
+        self._hidden: dict[int, str] | None = None
+        self._versions: list[tuple[torch.Tensor, int, Any]] = []
+        self._count_versions()
         self._grad_mode = torch.is_grad_enabled()
         self._guards: list[Guard] | None = None
+
+    def _replace(self, replace: Replace) -> None:
+        """Asks for each module in sight what takes its place, and walks that too."""
+        asked: dict[int, str] = {}
+        modules: dict[str, torch.nn.Module] = {}
+        for container in list(self.containers):
+            if not isinstance(container.owner, torch.nn.Module) or id(container.owner) in asked:
+                continue
+            for path, module in container.owner.named_modules():
+                source = self.reachable.first.get(id(module))
+                if id(module) in asked or source is None:
+                    continue
+                asked[id(module)] = path
+                new = replace(path, module)
+                if new is not module:
+                    self.replaced.append((module, new))
+                    modules[source.path] = new
+                    self.reachable.queue(new, Replacement(source))
+        self.call = self.reachable.call = dataclasses.replace(self.call, replaced=modules)
+        walk(self.reachable)
+
+    # what was found ------------------------------------------------------------------------------------
+
+    def find(self, tensor: torch.Tensor) -> TensorInput | None:
+        """Where a tensor was found; None for one that the step made itself.
+
+        A tensor in an attribute that only a library reads is looked for when it is met, and its attribute then
+        counts as named by the step.
+        """
+        found = self.tensors.get(id(tensor)) or self.substitutes.aliases.found.get(id(tensor))
+        if found is None and self.reachable.hidden:
+            name = self._out_of_sight().get(id(tensor))
+            if name is not None:
+                self.names |= {name}
+                self.reachable.names_read.names.add(name)
+                walk(self.reachable)
+                self._count_versions()
+                self._hidden = None
+                found = self.tensors.get(id(tensor))
+                if found is not None and part_of(found.tensor) is not None:
+                    raise UnsupportedError(
+                        f"{found.source}, of which each rank holds a part, is only found when it is used",
+                        remedy="pass it to the step as an argument",
+                    )
+        return found if found is not None and found.tensor is tensor else None
+
+    def _out_of_sight(self) -> dict[int, str]:
+        """id of each tensor below an attribute that no code names -> that attribute."""
+        if self._hidden is None:
+            self._hidden = {}
+            for container, key, _ in self.reachable.hidden:
+                for held in tensors_below(container.before[key]):
+                    self._hidden.setdefault(id(held), key)
+        return self._hidden
+
+    def _count_versions(self) -> None:
+        """Notes version counters and histories of tensors met since the last time."""
+        known = len(self._versions)
+        new = [f.tensor for f in self.tensors.values() if not f.tensor.is_inference()][known:]
+        self._versions += [(tensor, tensor._version, tensor.grad_fn) for tensor in new]
+
+    def versions(self) -> dict[int, int]:
+        """id of each tensor that the step may be given, detached aliases included -> its version counter."""
+        known = [*self.tensors.items(), *self.substitutes.aliases.found.items()]
+        return {key: f.tensor._version for key, f in known if not f.tensor.is_inference()}
+
+    @property
+    def generators(self) -> dict[int, tuple[torch.Generator, Source]]:
+        """The random generators that the step can see."""
+        return self.reachable.generators
+
+    def ask(self, setting: str) -> Any:
+        """The value of a setting when the step begins, which becomes a guard."""
+        return self.reachable.outside.settings.ask(setting)
+
+    def module_names(self) -> dict[int, str]:
+        """id of each module that the step can see -> its path, as in ``model.layers.0``."""
+        names: dict[int, str] = {}
+        for container in self.containers:
+            if isinstance(container.owner, torch.nn.Module):
+                path = re.sub(r"^\w+\['(\w+)'\]", r"\1", str(container.source))
+                names.setdefault(id(container.owner), path.removesuffix(".__dict__"))
+        return names
+
+    def sizable(self) -> list[TensorInput]:
+        """The tensors among the arguments that no other tensor shares memory with, and that have no history."""
+        users = Counter(memory(f.tensor) for f in self.tensors.values())
+        free = [f for f in self.tensors.values() if _is_bare(f.tensor) and users[memory(f.tensor)] == 1]
+        return [f for f in free if f.kind in ("tensor", "batch") and self._is_argument(f.source)]
+
+    def _is_argument(self, source: Source) -> bool:
+        """Whether a source is an argument, or inside of one that is no module or optimizer."""
+        *_, root = above = [*lineage(source)]
+        held = any(isinstance(s.read(self.call), (torch.nn.Module, torch.optim.Optimizer)) for s in above[1:])
+        return not held and isinstance(root, Root) and root.argument is not None
+
+    # what must hold ------------------------------------------------------------------------------------
 
     def guards(self) -> list[Guard]:
         """What must hold in a later call: derived from the contents at the time of the snapshot."""
         if self._guards is None:
-            self._guards = [g for g in guarding.guards(self.walk) if not self._is_replaced(g.source)]
+            replaced = self.replaced_gradients
+            found = guarding.guards(self.reachable)
+            self._guards = [g for g in found if not replaced or all(s.path not in replaced for s in lineage(g.source))]
         return self._guards
 
     def replaces_gradient_of(self, tensor: torch.Tensor) -> bool:
@@ -42,76 +174,62 @@ class Snapshot(Exchanged):
         grads = self.replaced_gradients
         return bool(grads) and Attr(self.tensors[id(tensor)].source, "grad").path in grads
 
-    def _is_replaced(self, source: Source | None) -> bool:
-        """Whether a source is a gradient that the step replaces unread, or something of it."""
-        return bool(self.replaced_gradients) and any(s.path in self.replaced_gradients for s in lineage(source))
-
     def replaces_gradients(self, tensors: Sequence[torch.Tensor]) -> None:
         """Whether these tensors have a ``.grad`` before the step is no matter: it replaces them unread."""
         found = [self.tensors[id(tensor)] for tensor in tensors if id(tensor) in self.tensors]
         self.replaced_gradients = frozenset(Attr(f.source, "grad").path for f in found)
 
-    def outcome(self, is_new: Callable[[torch.Tensor], bool], result: Any = None) -> tuple[list[Effect], Value]:
-        """What has changed in the Python world since the snapshot, and the step's result in the same terms.
-
-        Args:
-            is_new: tells tensors that the step made from those that were there before.
-            result: what the step returned.
-
-        Raises:
-            LeakError: a new tensor is held where a replay cannot put its successor.
-        """
-        for array in self.walk.arrays.values():
-            array.refuse_changed()
-        self.walk.stoppers.refuse_moved()
-        for error in self.walk.outside.settings.refused:  # the step went on past it
-            raise error
-        self.names |= self.walk.outside.names
-        if self.replaced:
-            self._hand_back_training()
-        for scheduler, _ in self.walk.schedulers:
-            if isinstance(vars(scheduler).get("step"), Deferred):
-                del vars(scheduler)["step"]
-        effects, described = differences(self, is_new, result)
-        return [*effects, *(CallMethod(n.source, "step", n.args) for n in self.noted)], described
-
-    def _hand_back_training(self) -> None:
-        """A `train()` or `eval()` in the step has met the replacement; it was meant for the module itself."""
-        for old, new in self.replaced:
-            if new.training is not old.training:
-                for module in old.modules():
-                    vars(module)["training"] = new.training
-        self.train_alike()
-
     def restore(self) -> None:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""
         torch.set_grad_enabled(self._grad_mode)
         torch.clear_autocast_cache()
-        self.wholes.back()
-        for array in self.walk.arrays.values():
+        self.substitutes.shard()
+        for array in self.reachable.arrays.values():
             array.restore()
         failures: list[Exception] = []
-        for place in self.places:
+        for container in self.containers:
             try:
-                if not same(place.box.read(place.holder), place.before):
-                    place.box.write(place.holder, place.before)
+                if not same(container.kind.read(container.value), container.before):
+                    container.kind.write(container.value, container.before)
             except Exception as error:  # an object that refuses: the rest must come back all the same
                 failures.append(error)
         moved = [(tensor, version) for tensor, version, _ in self._versions if tensor._version != version]
         if moved:
             set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
-        self.walk.sinks.restore()
-        self._patches.restore()
-        self.lifted.clear()
-        self.stand_ins.clear()
-        self.noted.clear()
-        self.twins = Twins(())
+        self.substitutes.restore()
         if failures:
             raise failures[0]
 
 
+def _is_bare(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements in memory of its own, no history, no gradient and no hooks."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() > 0
+    if not plain or tensor.grad is not None or any(getattr(tensor, name) for name in HOOK_TABLES):
+        return False
+    return tensor.is_leaf and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_inference()
+
+
+def tensors_below(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in containers and objects below a value."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if is_plain(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            todo += value
+        elif not isinstance(value, (type, ModuleType)):
+            todo += getattr(value, "__dict__", {}).values()
+
+
 def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    """True when two views of a holder have the same keys in the same order with the very same values."""
+    """True when two views of a container have the same keys in the same order with the very same values."""
     return len(now) == len(before) and all(
         k is j or (type(k) is type(j) and type(k) in (str, int) and k == j) for k, j in zip(now, before, strict=True)
     ) and all(v is w for v, w in zip(now.values(), before.values(), strict=True))

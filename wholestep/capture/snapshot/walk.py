@@ -1,15 +1,12 @@
-"""The walk: everything that a training step can see, as a flat list of places.
+"""The walk: from a step's function and arguments to all that it can reach.
 
-A place is one holder (a dict, a module's attributes, a tensor, a closure cell, …) met on the way from the
-function and its arguments, with its source and a copy of its contents. What a holder contains is found by a
-table from type to handler (`handlers.py`).
+What a container holds is found by a table from type to handler (`handlers.py`).
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +14,16 @@ from typing import Any
 import torch
 
 from wholestep.capture.guards.compared_values import EXACT_PLAIN
-from wholestep.capture.snapshot import boxes
+from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import WAITING, handler
-from wholestep.capture.snapshot.library_code import is_library, own
-from wholestep.capture.snapshot.places import Number, Places
-from wholestep.capture.sources import FUNCTION, Call, Source, argument
+from wholestep.capture.snapshot.reachable import NumberInput, Reachable
+from wholestep.capture.snapshot.user_code import is_library, own
+from wholestep.capture.sources import Call, Source, argument
 
-_VARYING = (boxes.MAPPING, boxes.ATTRIBUTES, boxes.SLOTS, boxes.LIST, boxes.CELL, boxes.NAMES, boxes.MODULE)
+_VARYING = (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SLOTS, kinds.LIST, kinds.CELL, kinds.GLOBALS, kinds.MODULE)
 
 
-def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
+def _arguments(call: Call) -> Iterator[tuple[Source, Any]]:
     """The arguments of a call with their sources, named as the function's signature names them."""
     names: list[str] = []
     variadic = None
@@ -48,69 +45,71 @@ def arguments(call: Call) -> Iterator[tuple[Source, Any]]:
         yield argument(key, key), value
 
 
-class Walk(Places):
-    """A walk over all that a call can see, from its function and arguments on."""
+def reachable(call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset()) -> Reachable:
+    """All that a call can see, from its function and arguments on."""
+    found = Reachable(call, names, varying)
+    found.roots[:0] = _arguments(call)
+    if isinstance(call.fn, types.FunctionType):
+        own(call.fn.__code__.co_filename)
+    for name in ("__call__", "forward"):
+        entry = getattr(type(call.fn), name, None)
+        if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):
+            found.names_read.add(entry, False)
+    found.queued.extend((value, source) for source, value in reversed(found.roots))
+    walk(found)
+    if varying or found.counting:
+        _vary(found)
+    return found
 
-    def __init__(self, call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset()) -> None:
-        super().__init__(call, names, varying)
-        self._waiting: tuple[deque[tuple[Any, Source]], ...] = (deque(), deque())
-        self.roots = [*arguments(call), (FUNCTION, call.fn)]
-        if isinstance(call.fn, types.FunctionType):
-            own(call.fn.__code__.co_filename)
-        for name in ("__call__", "forward"):
-            entry = getattr(type(call.fn), name, None)
-            if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):
-                self.reach.add(entry, False)
-        self._todo.extend((value, source) for source, value in reversed(self.roots))
-        self.run()
-        if varying or self.counting:
-            self._vary()
 
-    def _vary(self) -> None:
-        """Makes inputs of the plain numbers whose sources are known to vary."""
-        for source, value in self.roots:
-            if type(value) in (int, float) and source.path in self.varying:
-                self.numbers.append(Number(source, value))
-        for place in self.places:
-            for key, value in place.before.items():
-                if type(value) in (int, float) and place.box in _VARYING and key not in place.ignored:
-                    source = self.child(place, key)
-                    if source.path in self.varying or (key == "step" and id(place.holder) in self.counting):
-                        self.numbers.append(Number(source, value, key=key, place=place))
-                        place.lifted |= {key}
-                        place.ignored |= {key}
+def _vary(found: Reachable) -> None:
+    """Makes inputs of the plain numbers whose sources are known to vary."""
+    for source, value in found.roots:
+        if type(value) in (int, float) and source.path in found.varying:
+            found.numbers.append(NumberInput(source, value))
+    for container in found.containers:
+        counting = id(container.value) in found.counting
+        for key, value in container.before.items() if container.kind in _VARYING else ():
+            if type(value) in (int, float) and key not in container.ignored:
+                source = found.child(container, key)
+                if source.path in found.varying or (key == "step" and counting):
+                    found.numbers.append(NumberInput(source, value, container, key))
+                    container.lifted |= {key}
+                    container.ignored |= {key}
 
-    def run(self) -> None:
-        """Walks until nothing is left that the step's code can name."""
-        early, late = self._waiting
-        while self._todo or self._reveal() or early or late:
-            value, source = self._todo.pop() if self._todo else (early or late).popleft()
-            if type(value) in EXACT_PLAIN or id(value) in self.first:
-                continue
-            handle = handler(type(value))  # type: ignore[arg-type]
-            if handle is None:
-                continue
-            if handle in WAITING and not isinstance(source, _Later):
-                self._waiting[WAITING[handle]].append((value, _Later(source)))
-                continue
-            source = source.source if isinstance(source, _Later) else source
-            self.first[id(value)] = source
-            self._keep.append(value)
-            mark = len(self._todo)
-            handle(self, value, source)
-            self._todo[mark:] = reversed(self._todo[mark:])  # a stack: what was queued first is walked first
 
-    def _reveal(self) -> bool:
-        """Queues attributes whose names have come into use; True when there are any."""
-        if not self.hidden:
-            return False
-        names, anything = self.reach.settle(), self.reach.anything
-        seen = [entry for entry in self.hidden if anything or entry[1] in names]
-        self.hidden = [entry for entry in self.hidden if not (anything or entry[1] in names)]
-        for place, key, source in reversed(seen):
-            place.ignored -= {key}
-            self._todo.append((place.before[key], source))
-        return bool(seen)
+def walk(found: Reachable) -> None:
+    """Walks until nothing is left that the step's code can name."""
+    early, late = found.waiting
+    while found.queued or _reveal(found) or early or late:
+        value, source = found.queued.pop() if found.queued else (early or late).popleft()
+        if type(value) in EXACT_PLAIN or id(value) in found.first:
+            continue
+        handle = handler(type(value))  # type: ignore[arg-type]
+        if handle is None:
+            continue
+        if handle in WAITING and not isinstance(source, _Later):
+            found.waiting[WAITING[handle]].append((value, _Later(source)))
+            continue
+        source = source.source if isinstance(source, _Later) else source
+        found.first[id(value)] = source
+        found.kept.append(value)
+        mark = len(found.queued)
+        handle(found, value, source)
+        found.queued[mark:] = reversed(found.queued[mark:])  # a stack: what was queued first is walked first
+
+
+def _reveal(found: Reachable) -> bool:
+    """Queues attributes whose names have come into use; True when there are any."""
+    if not found.hidden:
+        return False
+    names, anything = found.names_read.settle(), found.names_read.anything
+    seen = [entry for entry in found.hidden if anything or entry[1] in names]
+    found.hidden = [entry for entry in found.hidden if not (anything or entry[1] in names)]
+    for container, key, source in reversed(seen):
+        container.ignored -= {key}
+        found.queued.append((container.before[key], source))
+    return bool(seen)
 
 
 @dataclass(frozen=True, eq=False)

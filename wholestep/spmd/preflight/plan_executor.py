@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from wholestep import comm
-from wholestep.capture import Found, InitialState
+from wholestep.capture import InitialState, TensorInput
 from wholestep.errors import PlanError
 from wholestep.ir import Input, Pass, StepGraph
 from wholestep.spmd.expand.uneven_shards import Trio
@@ -112,13 +112,13 @@ class Launch:
         return not self._passes
 
     @property
-    def parts(self) -> Callable[[Sequence[Found]], list[Part | None]] | None:
+    def parts(self) -> Callable[[Sequence[TensorInput]], list[Part | None]] | None:
         """What tensors that carry no mark are of whole ones; None outside of the global view."""
         view = self.view
         if view is None:
             return None
 
-        def of(tensors: Sequence[Found]) -> list[Part | None]:
+        def of(tensors: Sequence[TensorInput]) -> list[Part | None]:
             view.check_batch([found.source.text for found in tensors if found.kind == "batch"])
             return [_given(view, found) for found in tensors]
 
@@ -339,7 +339,7 @@ class Launch:
         return known is not None and known() is tensor
 
 
-def _given(view: View, found: Found) -> Part | None:
+def _given(view: View, found: TensorInput) -> Part | None:
     if found.kind != "batch" or not found.tensor.dim():
         return None
     return view.given(Input("", found.source.text, found.kind), found.tensor)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpoints
 
-from wholestep.capture.exchange.detached_aliases import refuse_outside
+from wholestep.capture.substitutes.detached_aliases import refuse_outside
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Gradient
 from wholestep.patches import Replacement, patched, reading

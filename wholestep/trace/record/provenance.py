@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from wholestep.capture.snapshot.library_code import is_library, is_system
+from wholestep.capture.snapshot.user_code import is_library, is_system
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Phase
 from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside

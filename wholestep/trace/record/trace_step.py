@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture import new_values, state_outputs
+from wholestep.capture import Snapshot, new_values, outcome, state_outputs
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
 from wholestep.torch_compat import FakeTensor, no_modes
@@ -25,14 +25,14 @@ from wholestep.trace.record.inputs import Lifted, memory_of
 from wholestep.trace.record.options import Setting
 from wholestep.trace.record.provenance import Whereabouts, line_of
 from wholestep.trace.record.recorder import Recorder
-from wholestep.trace.traced import Differentiate, SharedMemory, Traced, World
+from wholestep.trace.traced import Differentiate, SharedMemory, Traced
 
 
 def trace_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    world: World,
+    world: Snapshot,
     shared: frozenset[int] = frozenset(),
     guard_data: bool = False,
     differentiate: Differentiate | None = None,
@@ -56,11 +56,11 @@ def trace_step(
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
     """
-    how = shared, guard_data, world.parts, sizes, world.twin_ids, world.generators, world.ask
+    how = shared, guard_data, world.substitutes.parts, sizes, world.substitutes.ids, world.generators, world.ask
     recorder = Recorder(Setting(world.find, Whereabouts(world.module_names()), *how))
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
-        world.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})
+        world.substitutes.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})
     if begin is not None:
         begin(recorder)
     gradients = ReplacedGradients(parameters)
@@ -76,7 +76,7 @@ def trace_step(
 
     grad_mode = torch.is_grad_enabled()
     with recording():
-        args, kwargs = world.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
+        args, kwargs = world.substitutes.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
         try:
             result = fn(*args, **kwargs)
         except Exception as error:
@@ -101,11 +101,11 @@ def trace_step(
     recorder.refuse_changed()
     _refuse_shared_writes(recorder)
     _refuse_memories(recorder, world)
-    outlet = Outlet(recorder, world.spread)
+    outlet = Outlet(recorder, world.substitutes.spread)
     world.replaces_gradients(gradients.tensors)
-    recorder.watch.add(value for value in world.standing() if not isinstance(value, FakeTensor))
+    recorder.watch.add(value for value in world.substitutes.standing() if not isinstance(value, FakeTensor))
     try:
-        effects, value = world.outcome(is_made, result)
+        effects, value = outcome(world, is_made, result)
     except LeakError as error:
         leak = LeakError(error.what, error.where or made_at(error.held) or made_at(fn) or line_of(error), error.remedy)
         leak.grown, leak.optional = error.grown, error.optional
@@ -127,10 +127,10 @@ def trace_step(
     return traced
 
 
-def _refuse_late_effects(world: World, effects: list[Any]) -> None:
+def _refuse_late_effects(world: Snapshot, effects: list[Any]) -> None:
     """A backward that runs outside of the step writes tensors, and changes no other object."""
     before = {str(effect) for effect in effects}
-    late = [e for e in world.outcome(is_made, None)[0] if str(e) not in before]
+    late = [e for e in outcome(world, is_made)[0] if str(e) not in before]
     if late:
         raise UnsupportedError(
             f"a hook that runs in the backward of a compiled function changes {late[0].source}: {late[0]}",
@@ -160,9 +160,9 @@ def _refuse_shared_writes(recorder: Recorder) -> None:
         raise SharedMemory(recorder.shared | frozenset(written))
 
 
-def _refuse_memories(recorder: Recorder, world: World) -> None:
+def _refuse_memories(recorder: Recorder, world: Snapshot) -> None:
     for memory in recorder.memories.values():
-        if world.spread or id(memory.item.value) in world.parts:
+        if world.substitutes.spread or id(memory.item.value) in world.substitutes.parts:
             raise UnsupportedError(
                 f"the step asks for the memory of {memory.item.source}, of which each rank holds a part",
                 remedy="leave storages alone in a step that is spread over ranks",

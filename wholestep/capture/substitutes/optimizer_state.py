@@ -104,9 +104,9 @@ class InitialState:
     def __init__(self, snap: Snapshot) -> None:
         self._made: list[_Made] = []
         self._filled = False
-        if not _LOOKING.isdisjoint(snap.walk.reach.names):
+        if not _LOOKING.isdisjoint(snap.reachable.names_read.names):
             return
-        owners = {id(place.owner): place.owner for place in snap.places}
+        owners = {id(container.owner): container.owner for container in snap.containers}
         for owner in owners.values():
             if isinstance(owner, torch.optim.Optimizer) and not owner.state:
                 self._made += _state_of(owner)
@@ -172,7 +172,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:
 
 
 def _described(optimizer: torch.optim.Optimizer, index: int, parameter: torch.Tensor) -> _Described | None:
-    """The state of one parameter as a group's first step creates it: runs the step on a tiny one in its place.
+    """The state of one parameter as a group's first step creates it: runs the step on a tiny one in its container.
 
     Returns:
         `_Filled` or None by key; None where something else is in it.

@@ -1,4 +1,6 @@
-"""Hollow calls: copies of a model and its optimizer whose tensors have sizes and no content, to look at a step alone.
+"""Fake-to-unbacked materialisation: copies of a model and its optimizer whose tensors have sizes and no content.
+
+With them a step can be looked at alone.
 
 A model built under a `FakeTensorMode` has no memory. What a capture reads are tensors with an identity and a layout, so
 each fake one becomes a tensor of the same layout in memory that nobody touches: the kernel gives pages when they are
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.snapshot.visible import tensors_below
+from wholestep.capture.snapshot.snapshot import tensors_below
 from wholestep.errors import UnsupportedError
 from wholestep.tensor_parts import mark_part, part_of
 from wholestep.torch_compat import FakeTensor
@@ -22,7 +24,7 @@ from wholestep.torch_compat import FakeTensor
 Called = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def hollow(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+def materialize_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
     """A call with copies in which no tensor is fake; the call itself where there are no fake tensors.
 
     Raises:
@@ -32,15 +34,15 @@ def hollow(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     fakes = [tensor for tensor in tensors_below(below) if isinstance(tensor, FakeTensor)]
     if not fakes:
         return fn, args, kwargs
-    memo: dict[int, Any] = {id(fake): _hollow(fake) for fake in fakes}
+    memo: dict[int, Any] = {id(fake): _materialized(fake) for fake in fakes}
     for fake in fakes:
         if fake.is_leaf and fake.grad is not None:
-            memo[id(fake)].grad = memo.get(id(fake.grad), None) or _hollow(fake.grad)
+            memo[id(fake)].grad = memo.get(id(fake.grad), None) or _materialized(fake.grad)
     found: Called = copy.deepcopy((fn, args, kwargs), memo)
     return found
 
 
-def _hollow(fake: torch.Tensor) -> torch.Tensor:
+def _materialized(fake: torch.Tensor) -> torch.Tensor:
     if fake.device.type != "cpu" or fake.layout != torch.strided:
         raise UnsupportedError(
             f"a fake tensor of shape {list(fake.shape)} on {fake.device}, {fake.layout}: only those of the CPU can be "

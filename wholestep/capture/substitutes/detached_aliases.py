@@ -1,8 +1,8 @@
-"""Twins: what takes the place of tensors with an autograd history while a step is traced.
+"""Detached aliases: what takes the place of tensors with an autograd history while a step is traced.
 
 A result of an earlier differentiable computation would lead autograd out of the step, into the graph behind it; an
-in-place write would change that graph for good. So the step is given a twin: a tensor of the same memory whose history
-begins at the step. A view of another tensor in reach is given a view of that one's twin.
+in-place write would change that graph for good. So the step is given an alias: a tensor of the same memory whose
+history begins at the step. A view of another tensor in reach is given a view of that one's alias.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.effects.recorded_views import view_again
-from wholestep.capture.snapshot.places import Found
+from wholestep.capture.snapshot.reachable import TensorInput
+from wholestep.capture.substitutes.recorded_views import view_again
 from wholestep.errors import UnsupportedError
 
 
 class Beginning(torch.autograd.Function):
-    """Where the history of a twin begins: gradients end here, be it one of the step's own backward or of what follows.
+    """Where the history of an alias begins: gradients end here, be it one of the step's own backward or of what follows.
 
-    The node has attributes: ``twin``, a weak reference; ``source``; ``outside``, the node of the original.
+    The node has attributes: ``alias``, a weak reference; ``source``; ``outside``, the node of the original.
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ def _leads_outside(beginning: Any) -> UnsupportedError:
 
 
 def refuse_outside(roots: Iterable[Any], inputs: Sequence[Any], behind: Callable[..., Iterable[Any]]) -> None:
-    """Refuses gradients of the step's own backward to which the history of a twin's original would add.
+    """Refuses gradients of the step's own backward to which the history of an alias's original would add.
 
     Args:
         roots: where the backward begins.
@@ -60,34 +60,34 @@ def refuse_outside(roots: Iterable[Any], inputs: Sequence[Any], behind: Callable
             raise _leads_outside(beginning)
 
 
-class Twins:
-    """The twins of one snapshot's tensors.
+class DetachedAliases:
+    """The aliases of one snapshot's tensors.
 
     Args:
         replaced: id of a module -> the module that takes its place.
         reshaped: ids of tensors that the step makes views of what they were.
 
     Attributes:
-        of: id of an original -> its twin.
-        found: id of a twin -> where its original was found.
+        of: id of an original -> its alias.
+        found: id of an alias -> where its original was found.
     """
 
     def __init__(
         self,
-        tensors: Iterable[Found],
+        tensors: Iterable[TensorInput],
         replaced: Mapping[int, torch.nn.Module] | None = None,
         reshaped: Container[int] = (),
     ) -> None:
         self._reshaped = reshaped
         self.of: dict[int, Any] = dict(replaced or {})
-        self.found: dict[int, Found] = {}
+        self.found: dict[int, TensorInput] = {}
         self._known = {id(f.tensor): f for f in tensors}
         views = [f for f in self._known.values() if f.tensor._base is not None]
         self._views = {_node(f.tensor): f for f in views}
         self._hidden = Counter(id(f.tensor._base) for f in views)
         for found in self._known.values():
             if self._needs(found.tensor):
-                self._twin(found)
+                self._alias(found)
 
     def _needs(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_inference():
@@ -98,37 +98,37 @@ class Twins:
             return tensor._base is None and tensor.requires_grad and not tensor.is_leaf
         return (tensor.is_floating_point() or tensor.is_complex()) and not (tensor.requires_grad and tensor.is_leaf)
 
-    def _twin(self, found: Found) -> torch.Tensor:
+    def _alias(self, found: TensorInput) -> torch.Tensor:
         tensor = found.tensor
         if id(tensor) in self.of:
             return self.of[id(tensor)]  # type: ignore[no-any-return]
         base = self._known.get(id(tensor._base)) if tensor._base is not None else None
         above = self._above(tensor, base.tensor) if base is not None else None
         if above is not None:
-            whole = self._twin(above)
+            whole = self._alias(above)
         elif base is not None and type(base.tensor) is torch.Tensor and not (base.tensor.requires_grad
                                                                              and base.tensor.is_leaf):
-            whole = self._twin(base)
+            whole = self._alias(base)
         else:
             whole = base.tensor if base is not None else tensor
         if base is not None and tensor.dtype == whole.dtype:
             with torch.set_grad_enabled(tensor.requires_grad or not whole.requires_grad):
-                twin = view_again(tensor, (above or base).tensor, whole)
+                alias = view_again(tensor, (above or base).tensor, whole)
         elif tensor.requires_grad:
             with torch.enable_grad():
-                twin = Beginning.apply(torch.zeros((), requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
+                alias = Beginning.apply(torch.zeros((), requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
         else:
-            twin = tensor.detach()
-        vars(twin).update(vars(tensor))
-        self.of[id(tensor)] = twin
-        beginning: Any = twin.grad_fn if base is None else None
+            alias = tensor.detach()
+        vars(alias).update(vars(tensor))
+        self.of[id(tensor)] = alias
+        beginning: Any = alias.grad_fn if base is None else None
         if beginning is not None:
-            beginning.twin, beginning.source, beginning.outside = weakref.ref(twin), found.source, _node(tensor)
+            beginning.alias, beginning.source, beginning.outside = weakref.ref(alias), found.source, _node(tensor)
         entangled = base is None and tensor._base is not None and self._hidden[id(tensor._base)] > 1
-        self.found[id(twin)] = Found(twin, found.source, found.kind, beginning, entangled)
-        return twin
+        self.found[id(alias)] = TensorInput(alias, found.source, found.kind, beginning, entangled)
+        return alias
 
-    def _above(self, tensor: torch.Tensor, base: torch.Tensor) -> Found | None:
+    def _above(self, tensor: torch.Tensor, base: torch.Tensor) -> TensorInput | None:
         """Among the views of a base that the step is given, the nearest that a tensor is a view of in turn."""
         node = _node(tensor)
         while node is not None and node is not base.grad_fn and len(node.next_functions) == 1:
@@ -138,7 +138,7 @@ class Twins:
         return None
 
     def exchange(self, value: Any) -> Any:
-        """A value with what has a twin replaced by it; tuples are made anew around theirs, others stay."""
+        """A value with what has an alias replaced by it; tuples are made anew around theirs, others stay."""
         if id(value) in self.of:
             return self.of[id(value)]
         if isinstance(value, tuple) and not isinstance(value, torch.Size):
@@ -151,7 +151,7 @@ class Twins:
 
 
 def _node(tensor: torch.Tensor) -> Any:
-    """A tensor's place in the autograd graph; None for one that autograd lets nobody use."""
+    """A tensor's container in the autograd graph; None for one that autograd lets nobody use."""
     try:
         return tensor.grad_fn
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Wholes: what a rank holds as a part has the shape of the whole tensor while a step is traced.
+"""Unsharded views: what a rank holds as a part has the shape of the whole tensor while a step is traced.
 
 The user's Python reads `x.shape` and `weight.numel()`, and autograd's C++ reads the sizes of leaves and of gradients,
 so the objects themselves must have whole shapes. Their data is exchanged for memory of the whole size that nobody
@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from wholestep.capture.snapshot.places import Found
+from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.errors import UnsupportedError
 from wholestep.tensor_parts import Part, give_data, part_of
 
 # What tensors hold, by the plans, where they carry no mark that says so.
-PartsOf = Callable[[Sequence[Found]], Sequence[Part | None]]
+PartsOf = Callable[[Sequence[TensorInput]], Sequence[Part | None]]
 
 
-class Wholes:
+class UnshardedViews:
     """The tensors of one snapshot that stand for whole ones.
 
     Attributes:
         parts: id of a tensor -> what it holds.
     """
 
-    def __init__(self, tensors: Iterable[Found], parts: PartsOf | None) -> None:
+    def __init__(self, tensors: Iterable[TensorInput], parts: PartsOf | None) -> None:
         known = list(tensors)
         meant = parts(known) if parts is not None else [None] * len(known)
         self.parts: dict[int, Part] = {}

@@ -1,0 +1,203 @@
+"""Kinds of containers: how to read, put back and point into each kind of thing that Python code can change.
+
+A kind presents a container as a flat ``dict`` of key -> value, so that taking a snapshot, comparing with it and
+restoring it are the same few lines for a dictionary, a list, a closure cell or a tensor's ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+import torch
+
+from wholestep.capture.sources import (
+    Attr,
+    CellContents,
+    ContextValue,
+    Element,
+    Global,
+    Item,
+    Member,
+    Source,
+    base_of,
+)
+from wholestep.torch_compat import HOOK_TABLES
+
+Contents = dict[Any, Any]
+Write = Callable[[Any, Contents], None]
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class ContainerKind:
+    """One kind of container.
+
+    Attributes:
+        name: for guards and messages.
+        read: the contents as key -> value, in order.
+        write: makes the contents equal to a dict that `read` gave.
+        child: the source of the value at a key, given the container's own source.
+    """
+
+    name: str
+    read: Callable[[Any], Contents]
+    write: Write
+    child: Callable[[Source, Any], Source]
+
+
+def _one_by_one(
+    read: Callable[[Any], Contents],
+    put: Callable[[Any, str, Any], Any] = setattr,
+    delete: Callable[[Any, str], Any] = delattr,
+    within: Callable[[Any], Any] = lambda container: container,
+) -> Write:
+    """Contents without an order: what is gone is deleted, what differs is set, so that nothing is empty in between."""
+
+    def write(container: Any, contents: Contents) -> None:
+        now, target = read(container), within(container)
+        for name in now.keys() - contents.keys():
+            delete(target, name)
+        for name, value in contents.items():
+            if now.get(name, _MISSING) is not value:
+                put(target, name, value)
+
+    return write
+
+
+def _anew(kind: Any, add: Callable[[Any, Iterable[Any]], None]) -> Write:
+    """Contents with an order of their own."""
+
+    def write(container: Any, contents: Contents) -> None:
+        kind.clear(container)
+        add(container, contents.values())
+
+    return write
+
+
+def _write_dict(container: Any, contents: Contents) -> None:
+    kind = base_of(container)
+    kind.clear(container)
+    for key, value in contents.items():
+        kind.__setitem__(container, key, value)
+
+
+def _constant(container: Any, contents: Contents) -> None:
+    """Tuples and frozen sets cannot change."""
+
+
+def _numbered(container: Iterable[Any]) -> Contents:
+    return dict(enumerate(base_of(container).__iter__(container)))
+
+
+def _read_dict(container: dict[Any, Any]) -> Contents:
+    return dict(base_of(container).items(container))
+
+
+def slot_names(kind: type) -> list[str]:
+    """All slots of a class and its bases, under the names by which they are reached."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name in ("__dict__", "__weakref__"):
+                continue
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return names
+
+
+def _read_slots(owner: Any) -> Contents:
+    found = ((name, getattr(owner, name, _MISSING)) for name in slot_names(type(owner)))
+    return {name: value for name, value in found if value is not _MISSING}
+
+
+def _read_cell(cell: CellType) -> Contents:
+    try:
+        return {"cell_contents": cell.cell_contents}
+    except ValueError:  # a variable not assigned yet
+        return {}
+
+
+@dataclass(frozen=True)
+class UsedGlobals:
+    """The global variables of one module that user code names, and the function that named them."""
+
+    function: Any
+    names: tuple[str, ...]
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """All global variables of the module."""
+        return self.function.__globals__  # type: ignore[no-any-return]
+
+
+def _read_globals(used: UsedGlobals) -> Contents:
+    return {name: used.table[name] for name in used.names if name in used.table}
+
+
+def class_values(kind: type) -> Contents:
+    """What a user's class holds besides its functions: values that code may read through the class."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
+        and not isinstance(value, (staticmethod, classmethod, property, type))
+        and not callable(value) and not hasattr(value, "__get__")
+    }
+
+
+def _has_grad(tensor: torch.Tensor) -> bool:
+    """Whether autograd keeps a gradient for a tensor.
+
+    A view is not asked whether it is a leaf: when its base was written, autograd would make it another history.
+    """
+    view = tensor.requires_grad and tensor._is_view() and tensor._base is not None and tensor._base.requires_grad
+    return tensor.retains_grad or (not view and tensor.is_leaf)
+
+
+def _read_tensor(tensor: torch.Tensor) -> Contents:
+    contents: Contents = {"grad": tensor.grad if _has_grad(tensor) else None, "requires_grad": tensor.requires_grad}
+    # a table without hooks is as none: unpickled tensors have one
+    return contents | {name: getattr(tensor, name) or None for name in HOOK_TABLES}
+
+
+def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:
+    """Puts back ``.grad``, hooks and ``requires_grad``; an in-place write may have made the leaf a non-leaf."""
+    for name, value in contents.items():
+        if name == "grad" and _has_grad(tensor) and tensor.grad is not value:
+            tensor.grad = value
+        elif name == "requires_grad" and tensor.requires_grad != value:
+            if tensor.grad_fn is not None and not value:
+                tensor.detach_()
+            tensor.requires_grad_(value)
+        elif name.startswith("_") and getattr(tensor, name) is not value:
+            setattr(tensor, name, value)
+
+
+def _read_context(variable: Any) -> Contents:
+    return {"value": variable.get(None)}
+
+
+MAPPING = ContainerKind("dict", _read_dict, _write_dict, Item)
+ATTRIBUTES = ContainerKind("attributes", dict, _write_dict, Item)
+MODULE = ContainerKind("module", dict, _one_by_one(dict, dict.__setitem__, dict.__delitem__), Item)
+LIST = ContainerKind("list", _numbered, _anew(list, list.extend), Item)
+TUPLE = ContainerKind("tuple", _numbered, _constant, Item)
+SET = ContainerKind("set", _numbered, _anew(set, set.update), Member)
+FROZENSET = ContainerKind("frozenset", _numbered, _constant, Member)
+DEQUE = ContainerKind("deque", _numbered, _anew(deque, deque.extend), Element)
+SLOTS = ContainerKind("slots", _read_slots, _one_by_one(_read_slots, object.__setattr__, object.__delattr__), Attr)
+CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), CellContents)
+GLOBALS = ContainerKind(
+    "globals", _read_globals, _one_by_one(_read_globals, dict.__setitem__, dict.__delitem__, lambda u: u.table), Global
+)
+CLASS = ContainerKind("class", class_values, _one_by_one(class_values), Attr)
+CONTEXT = ContainerKind(
+    "context variable", _read_context, _one_by_one(_read_context, lambda v, _, value: v.set(value)), ContextValue
+)
+TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, Attr)

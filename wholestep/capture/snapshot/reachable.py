@@ -1,0 +1,166 @@
+"""Everything that a step can reach: containers, tensors and numbers, each with its source, as flat lists."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from wholestep.capture.guards.compared_values import EXACT_PLAIN, global_state
+from wholestep.capture.outside.append_only_lists import AppendOnlyLists
+from wholestep.capture.outside.external_calls import Outside
+from wholestep.capture.outside.iterators import Stoppers
+from wholestep.capture.snapshot import container_kinds as kinds
+from wholestep.capture.snapshot.container_kinds import ContainerKind, Contents
+from wholestep.capture.snapshot.names_read import NamesRead, hideable
+from wholestep.capture.snapshot.numpy_arrays import Array
+from wholestep.capture.sources import FUNCTION, Attr, Call, Item, Nth, Source
+from wholestep.ir import InputKind
+from wholestep.torch_compat import HOOK_TABLES
+
+_NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.MODULE)
+
+# The tables of hooks that tensors, modules and optimizers have.
+HOOKS = frozenset({
+    *HOOK_TABLES, "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+})
+
+
+@dataclass(eq=False)
+class Container:
+    """One container, with a copy of its contents.
+
+    Attributes:
+        value: the thing itself; for an object its ``__dict__``.
+        owner: the object whose ``__dict__`` it is, else the container.
+        ignored: keys that are restored and replayed but not guarded.
+        lifted: keys of these that hold numbers which are inputs, so that only their type is guarded.
+        ordered: whether another order of keys is another structure; loading a state dict reorders groups.
+        numbered: whether keys are the numbers that hooks got when they were added: others each time they are.
+        changed: whether the step adds or removes some; then these numbers matter.
+    """
+
+    value: Any
+    owner: Any
+    source: Source
+    kind: ContainerKind
+    before: Contents
+    ignored: frozenset[Any] = frozenset()
+    lifted: frozenset[Any] = frozenset()
+    ordered: bool = True
+    numbered: bool = False
+    changed: bool = False
+    children: list[tuple[Any, Source]] = field(default_factory=list)
+
+    @property
+    def compared(self) -> list[Any]:
+        """The keys that are guarded."""
+        return [key for key in self.before if key not in self.ignored]
+
+
+@dataclass(frozen=True)
+class TensorInput:
+    """A tensor: the first source that leads to it and what it is for.
+
+    Attributes:
+        beginning: for the detached alias of a tensor with a history, the autograd node where the alias' begins.
+        entangled: whether it is a view of a tensor out of reach, of which another input is a view too.
+        detached: whether a step may read it as mere data although an earlier computation made it.
+    """
+
+    tensor: torch.Tensor
+    source: Source
+    kind: InputKind
+    beginning: Any = None
+    entangled: bool = False
+    detached: bool = False
+
+
+@dataclass(frozen=True)
+class NumberInput:
+    """A number that is an input, not a guard: an optimizer's setting, or what was another in an earlier call.
+
+    Attributes:
+        container, key: where it is; no container for an argument.
+        index: position in a tuple that is there.
+        setting: whether it is an optimizer's.
+    """
+
+    source: Source
+    value: float
+    container: Container | None = None
+    key: Any = None
+    index: int | None = None
+    setting: bool = False
+
+
+class Reachable:
+    """What was met so far, in the order in which sources are first met.
+
+    Attributes:
+        roots: the arguments and the function, with their sources.
+        containers: every container, with a copy of its contents.
+        first: id of an object -> the first source that led to it.
+        owners: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
+        used_globals: globals met: id of the module's table, name.
+        hidden: attributes that no code named so far.
+        counting: ids of the dicts whose ``"step"`` is another number at each call.
+        waiting: what is walked when all else is: classes, then optimizers and schedulers.
+    """
+
+    def __init__(self, call: Call, names: Iterable[str], varying: frozenset[str]) -> None:
+        self.call, self.varying = call, varying
+        self.roots: list[tuple[Source, Any]] = [(FUNCTION, call.fn)]
+        self.containers: list[Container] = []
+        self.first: dict[int, Source] = {}
+        self.tensors: dict[int, TensorInput] = {}
+        self.state = global_state()
+        self.metadata: dict[int, tuple[Any, ...]] = {}
+        self.arrays: dict[int, Array] = {}
+        self.generators: dict[int, tuple[torch.Generator, Source]] = {}
+        self.lists, self.stoppers, self.outside = AppendOnlyLists(), Stoppers(), Outside(names)
+        self.numbers: list[NumberInput] = []
+        self.owners: set[str] = set()
+        self.used_globals: set[tuple[int, str]] = set()
+        self.names_read = NamesRead(names)
+        self.schedulers: list[tuple[LRScheduler, Source]] = []
+        self.hidden: list[tuple[Container, Any, Source]] = []
+        self.counting: set[int] = set()
+        self.kept: list[Any] = []  # ids stay valid while this lives
+        self.queued: list[tuple[Any, Source]] = []
+        self.waiting: tuple[deque[tuple[Any, Source]], ...] = (deque(), deque())
+
+    def queue(self, value: Any, source: Source) -> None:
+        """Has a value walked at its turn."""
+        self.queued.append((value, source))
+
+    def add(self, value: Any, source: Source, kind: ContainerKind, owner: Any = None,
+            ignored: frozenset[Any] = frozenset()) -> Container:
+        """Records a container and queues what it contains."""
+        contents = kind.read(value)
+        owner = value if owner is None else owner
+        out_of_sight = hideable(owner, contents) if kind in _NAMED else frozenset()
+        numbered = kind is kinds.MAPPING and isinstance(source, (Attr, Item)) and source.key in HOOKS
+        container = Container(value, owner, source, kind, contents, ignored | out_of_sight, numbered=numbered)
+        self.containers.append(container)
+        self.first.setdefault(id(value), source)
+        self.kept.append(value)
+        container.children = [(key, self.child(container, key)) for key, inner in contents.items()
+                              if type(inner) not in EXACT_PLAIN]
+        if out_of_sight:
+            self.hidden += [(container, key, self.child(container, key)) for key in contents if key in out_of_sight]
+        self.queued.extend((contents[key], child) for key, child in container.children if key not in container.ignored)
+        return container
+
+    def child(self, container: Container, key: Any) -> Source:
+        """The source of what a container holds, or may come to hold, at a key."""
+        if container.numbered and key in container.before:
+            return Nth(container.source, list(container.before).index(key))
+        return container.kind.child(
+            container.source, key if type(key) in (str, int) else self.first.get(id(key), key)
+        )

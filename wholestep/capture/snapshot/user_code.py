@@ -1,0 +1,104 @@
+"""What tells a library from the user's own code: one rule for guards, for what may be asked, and for lines in errors.
+
+A library is torch, the standard library and this package; what lies below a folder of installed or of vendored
+packages, in whatever environment; and packages of another project than the script's: those found through PYTHONPATH, a
+``.pth`` file or an editable install. Code of the script's own project is the user's, installed or not, and so is what
+is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from wholestep.errors import PACKAGE
+
+_TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
+_STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
+_GENERATED = ("<frozen", "<__array", "<eval_with_key", "<wholestep")
+# Folders that hold what others wrote.
+FOLDERS = frozenset({"site-packages", "dist-packages", "third_party", "thirdparty", "vendor", "vendored", "_vendor"})
+MARKERS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
+_own: set[str] = set()  # files of functions that were compiled
+
+
+def own(filename: str) -> None:
+    """Notes a file that is the user's: its project is."""
+    if filename not in _own and not filename.startswith("<"):
+        _own.add(filename)
+        origin.cache_clear()
+
+
+@functools.cache
+def origin(filename: str) -> Literal["wholestep", "torch", "standard", "installed", "user"]:
+    """Whose code a file is, as far as its place tells; what these libraries generate counts as standard."""
+    if filename.startswith(PACKAGE):
+        return "wholestep"
+    if filename.startswith(_TORCH):
+        return "torch"
+    installed = not FOLDERS.isdisjoint(filename.split(os.sep))
+    if filename.startswith(_GENERATED) or (filename.startswith(_STANDARD) and not installed):
+        return "standard"
+    if installed:
+        return "installed"
+    folder = os.path.dirname(filename)
+    if not os.path.isabs(filename) or not os.path.exists(os.path.join(folder, "__init__.py")):
+        return "user"  # a script, a module by itself, a notebook's cell
+    project = os.path.join(_project(folder), "")
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    ours = (*_own, os.path.abspath(main or ""), os.path.join(os.getcwd(), ""))
+    return "user" if any(path.startswith(project) for path in ours) else "installed"
+
+
+def is_library(filename: str) -> bool:
+    """True for code that the user did not write."""
+    return origin(filename) != "user"
+
+
+@functools.cache
+def is_system(filename: str) -> bool:
+    """True for code of torch, of this package and of the standard library, and for what they generate."""
+    return origin(filename) in ("wholestep", "torch", "standard")
+
+
+@functools.cache
+def _is_user_module(name: str) -> bool:
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    return not is_library(file) if file else module is None or name == "__main__"
+
+
+def is_user_class(kind: type) -> bool:
+    """True for classes whose module is neither built in nor a library."""
+    return _is_user_module(kind.__module__)
+
+
+def is_user_module(module: ModuleType) -> bool:
+    """True for a Python module that is neither built in nor of a library."""
+    return bool(getattr(module, "__file__", None)) and _is_user_module(module.__name__)
+
+
+def is_installed(kind: type) -> bool:
+    """True for classes of installed packages and of torch, whose instances hold what a step uses."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return bool(file) and origin(str(file)) in ("torch", "installed")
+
+
+@functools.cache
+def _project(folder: str) -> str:
+    """The folder of a package's project: the nearest with a marker, else the one above the package."""
+    outermost = folder
+    while os.path.exists(os.path.join(outermost, "__init__.py")):
+        outermost = os.path.dirname(outermost)
+    place = folder
+    while os.path.dirname(place) != place:
+        if any(os.path.exists(os.path.join(place, name)) for name in MARKERS):
+            return place
+        place = os.path.dirname(place)
+    return outermost

@@ -1,0 +1,211 @@
+"""What is put in the place of what a step sees while it is traced: stand-ins for numbers, detached aliases, patches."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Container as Ids
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep.capture.outside.append_only_lists import AppendOnlyList
+from wholestep.capture.outside.iterators import Cached, Stopped
+from wholestep.capture.outside.lr_schedulers import Deferred, Noted, Pending, all_of, is_of_numbers
+from wholestep.capture.snapshot import container_kinds as kinds
+from wholestep.capture.snapshot.reachable import Container, Reachable
+from wholestep.capture.sources import Item, Replacement, Root, Vars, lineage
+from wholestep.capture.substitutes.detached_aliases import DetachedAliases
+from wholestep.capture.substitutes.unsharded_views import PartsOf, UnshardedViews
+from wholestep.patches import Patches
+from wholestep.tensor_parts import Part
+
+
+class Substitutes:
+    """What stands in the place of what a call can see, until `restore`.
+
+    Args:
+        replaced: modules, each with the one that takes its place while the step is traced.
+
+    Attributes:
+        aliases: what takes the place of tensors.
+        stand_ins: what stands for the numbers that are inputs, in their order.
+        lifted: (id of a container, key) -> what is there now.
+        noted: calls of schedulers.
+        spread: whether each rank may come to hold a part of any tensor.
+    """
+
+    def __init__(self, reachable: Reachable, replaced: Sequence[tuple[nn.Module, nn.Module]]) -> None:
+        self._reachable, self._replaced = reachable, replaced
+        self.aliases = DetachedAliases(())
+        self.stand_ins: list[object] = []
+        self.lifted: dict[tuple[int, Any], Any] = {}
+        self.noted: list[Noted] = []
+        self.spread = False
+        self._patches = Patches()
+        self._unsharded = UnshardedViews((), None)
+        self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def parts(self) -> dict[int, Part]:
+        """id of a tensor -> what it holds of the whole one that it stands for."""
+        return self._unsharded.parts
+
+    @property
+    def ids(self) -> Ids[int]:
+        """The ids of the tensors that stand in the place of others now."""
+        return self.aliases.found.keys()
+
+    def original(self, value: Any) -> Any:
+        """The tensor that an alias took the place of while the step was traced; any other value as it is."""
+        return self._originals[id(value)][1] if id(value) in self._originals else value
+
+    def standing(self) -> list[Any]:
+        """What stands in the place of tensors, iterators, lists and cached functions."""
+        kinds_of = Stopped, Cached, AppendOnlyList
+        return [v for v in self.aliases.of.values() if type(v) in kinds_of or isinstance(v, torch.Tensor)]
+
+    def put(self, parts: PartsOf | None, differentiable: bool = True, reshaped: Ids[int] = ()) -> None:
+        """Puts whole shapes, detached aliases and stand-ins in place; `lift` gives those among the arguments.
+
+        Args:
+            parts: what tensors that carry no mark hold all the same; None when the step is not spread over ranks.
+            differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
+            reshaped: ids of other tensors that need an alias: the step makes them views of what they were.
+        """
+        found = self._reachable
+        self.spread = parts is not None
+        self._unsharded = UnshardedViews(found.tensors.values(), parts)
+        self._unsharded.put()
+        replaced = {id(old): new for old, new in self._replaced}
+        self.aliases = aliases = DetachedAliases(found.tensors.values() if differentiable else (), replaced, reshaped)
+        for key, tensor in found.tensors.items():
+            if key in aliases.of:
+                self._originals[id(aliases.of[key])] = aliases.of[key], tensor.tensor
+                if key in self.parts:
+                    self.parts[id(aliases.of[key])] = self.parts[key]
+        aliases.of.update(found.lists.put() | found.stoppers.put() | self._patch())
+        if aliases.of:
+            self._exchange()
+        self.match_training()
+
+    def _patch(self) -> dict[int, Any]:
+        """Patches what asks the world outside, for this thread; gives what is there now by the id of what modules had,
+        which the step may hold too."""
+        found, thread = self._reachable, threading.get_ident()
+        replacements = [*found.outside.replacements(found.names_read.settle()), *found.stoppers.replacements()]
+        before = [vars(owner).get(name) for owner, name, _ in replacements]
+        self._patches.put(replacements, lambda: threading.get_ident() == thread)
+        pairs = zip(before, replacements, strict=True)
+        return {id(old): vars(owner)[name] for old, (owner, name, _) in pairs if isinstance(owner, ModuleType)}
+
+    def lift(self, stand_ins: Sequence[object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Puts stand-ins in place of the numbers that are inputs, in their order; tuples are rebuilt around theirs.
+
+        Returns:
+            the call's arguments, with stand-ins for those that are numbers.
+
+        Raises:
+            ValueError: not one stand-in for each number.
+        """
+        found = self._reachable
+        if len(stand_ins) != len(found.numbers):
+            raise ValueError(f"{len(stand_ins)} stand-ins for {len(found.numbers)} numbers; give one for each")
+        self.stand_ins = list(stand_ins)
+        for array in found.arrays.values():
+            array.keep()
+        args = [self.aliases.exchange(value) for value in found.call.args]
+        kwargs = {name: self.aliases.exchange(value) for name, value in found.call.kwargs.items()}
+        for number, stand_in in zip(found.numbers, stand_ins, strict=True):
+            container, value = number.container, stand_in
+            if container is not None:
+                now = container.kind.read(container.value)
+                if number.index is not None:
+                    value = (*now[number.key][: number.index], stand_in, *now[number.key][number.index + 1 :])
+                container.kind.write(container.value, {**now, number.key: value})
+                self.lifted[id(container.value), number.key] = value
+            elif isinstance(number.source, Root):
+                at: Any = number.source.argument
+                (args if isinstance(at, int) else kwargs)[at] = stand_in
+        for scheduler, source in found.schedulers:
+            vars(scheduler)["step"] = Deferred(scheduler, source, self._note)
+        return tuple(args), kwargs
+
+    def exchange(self, tensors: dict[int, torch.Tensor]) -> None:
+        """Puts tensors in the place of others, given by id; `lift` gives those among arguments."""
+        for key, tensor in tensors.items():
+            found = self._reachable.tensors[key]
+            vars(tensor).update(vars(found.tensor))
+            self.aliases.of[key] = tensor
+            self.aliases.found[id(tensor)] = dataclasses.replace(found, tensor=tensor)
+        self._exchange()
+
+    def _exchange(self) -> None:
+        for container in self._reachable.containers:
+            if container.kind not in (kinds.TENSOR, kinds.TUPLE):
+                self._exchange_in(container)
+
+    def _exchange_in(self, container: Container) -> None:
+        before = container.before
+        contents = {key: self.aliases.exchange(value) for key, value in before.items()}
+        if self._replaced and any(isinstance(s, Replacement) for s in lineage(container.source)):
+            # a replacement may run the module that it replaces
+            contents |= {key: value for key, value in before.items() if isinstance(value, nn.Module)}
+        changed = {key: new for key, new in contents.items() if new is not before[key]}
+        if changed:
+            container.kind.write(container.value, contents)
+            self.lifted.update({(id(container.value), key): new for key, new in changed.items()})
+
+    def match_training(self) -> None:
+        """Replacements are in training where those whose place they take are."""
+        ours = {id(inner) for old, _ in self._replaced for inner in old.modules()}
+        for old, new in self._replaced:
+            for module in new.modules():
+                if id(module) not in ours:
+                    vars(module)["training"] = self.lifted[id(vars(module)), "training"] = old.training
+
+    def hand_back(self) -> None:
+        """What the step did to a stand-in was meant for what it stands for: a replacement's `train()` or `eval()`."""
+        for old, new in self._replaced:
+            if new.training is not old.training:
+                for module in old.modules():
+                    vars(module)["training"] = new.training
+        self.match_training()
+        for scheduler, _ in self._reachable.schedulers:
+            if isinstance(vars(scheduler).get("step"), Deferred):
+                del vars(scheduler)["step"]
+
+    def _note(self, noted: Noted) -> None:
+        """A scheduler's step was called: until it really is, nobody may read what it sets."""
+        self.noted.append(noted)
+        found = self._reachable
+        for number in found.numbers:
+            group: Any = number.container.value if number.container is not None else None
+            if any(group is g for g in noted.scheduler.optimizer.param_groups):
+                source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
+                self.lifted[id(group), number.key] = group[number.key] = Pending(source, group[number.key])
+        kinds_of = {int, float, *map(type, self.stand_ins)}
+        moved = set(map(id, all_of(noted.scheduler)))
+        for scheduler, source in found.schedulers:
+            state = vars(scheduler) if id(scheduler) in moved else {}
+            for key, value in state.items():
+                if is_of_numbers(value, kinds_of):
+                    self.lifted[id(state), key] = state[key] = Pending(Item(Vars(source), key), value)
+
+    def shard(self) -> None:
+        """Gives tensors their own data back."""
+        self._unsharded.back()
+
+    def restore(self) -> None:
+        """Takes everything out of its place but what containers hold, which the snapshot puts back."""
+        self._reachable.lists.restore()
+        self._patches.restore()
+        self.lifted.clear()
+        self.stand_ins.clear()
+        self.noted.clear()
+        self.aliases = DetachedAliases(())
+
+
