@@ -1,8 +1,8 @@
-"""Generates the replay of a step's effects, and its result, around the holders that a binder has just let pass.
+"""Generates the replay of a step's effects, and its result, around the objects that a binder has just let pass.
 
-It makes every new value and finds every holder before the first is assigned, so that two effects that exchange values
-do not disturb each other; those that are read late come last. Anchored holders are referred to directly, and anchored
-tensors through the binder's list of them, which it keeps up to date.
+It makes every new value and finds every container before the first is assigned, so that two effects that exchange
+values do not disturb each other; those that are read late come last. Persistent objects are referred to directly, and
+their tensors through the binder's list of them, which it keeps up to date.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from wholestep.capture.effects.effects import FUNCTIONS, Effect, SetGrad
 from wholestep.capture.effects.recipes import fill
 from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, is_late
+from wholestep.capture.guards.code_writer import compiled
 from wholestep.capture.guards.compared_values import is_plain
-from wholestep.capture.guards.fast_path import FastPath, compiled
+from wholestep.capture.guards.fast_path import FastPath
 from wholestep.capture.sources import Call, Source
 
 Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]
@@ -34,9 +35,9 @@ class Applier:
 
     def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath, call: Call) -> None:
         self.path, self.call = path, call
-        self.space: dict[str, Any] = {"LAST": path.anchored.last, "Call": Call, "fn": call.fn,
+        self.space: dict[str, Any] = {"LAST": path.last.last, "Call": Call, "fn": call.fn,
                                       "replaced": call.replaced, "fill": fill, **FUNCTIONS}
-        path.spaces.append(self.space)
+        path.writer.spaces.append(self.space)
         self.dynamic = False
         self.built: dict[int, str] = {}  # id of a Tree or what is Made -> the variable that holds it
         self.cells: list[tuple[Made, list[str]]] = []
@@ -49,7 +50,7 @@ class Applier:
         for index, effect in enumerate(effects):
             self._effect(index, effect)
         head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
-        self.space["let_go"] = path.anchored.let_go
+        self.space["let_go"] = path.last.let_go
         ended = ["let_go()"] if path.gradients else []
         lines = [*head, *self.reads, *self.writes, *self.late, f"result = {outcome}", *ended, "return result"]
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
@@ -69,10 +70,10 @@ class Applier:
         """An expression for what is at a source: direct when it cannot change under the binder's eyes."""
         value = source.read(self.call)
         if isinstance(value, torch.Tensor):
-            held = self.path.anchored_tensors.get(id(value))
+            held = self.path.writer.tensors.get(id(value))
             if held is not None:
                 return held.replace("t[", "LAST[")
-        elif not is_plain(value) and self.path.is_anchored(value):
+        elif not is_plain(value) and self.path.is_persistent(value):
             return self._constant(value)
         self.dynamic = True
         return f"{self._constant(source)}.read(call)"
@@ -124,9 +125,9 @@ class Applier:
 
     def _replace(self, source: Source) -> None:
         tensor = source.read(self.call)
-        held, grad = self.path.anchored_tensors.get(id(tensor)), tensor.grad
+        held, grad = self.path.writer.tensors.get(id(tensor)), tensor.grad
         unread = self.path.snap.replaces_gradient_of(tensor)
-        if held is not None and (unread or grad is not None) and id(grad) not in self.path.anchored_tensors:
+        if held is not None and (unread or grad is not None) and id(grad) not in self.path.writer.tensors:
             self.replaced[id(tensor if grad is None else grad)] = held.replace("t[", "LAST[")
 
     def _effect(self, index: int, effect: Effect) -> None:

@@ -47,7 +47,7 @@ class Binder:
         self._path: FastPath | None = FastPath(snap, self.inputs, self.mutated)
         path, self._replaced = self._path, snap.call.replaced
         self._applied: Sequence[Effect] | None = None
-        self.code = path.code
+        self.code = path.writer.code
         return path.function
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:

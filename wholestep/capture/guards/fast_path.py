@@ -1,19 +1,19 @@
 """Generates the binder's fast path for one snapshot: a function that answers "all as it was" in microseconds.
 
-Holders are *anchored* or *volatile*. An anchored holder (a module's attributes, an optimizer's state) is the same
-object at each call (`persistent_objects.py`), a volatile one (a batch, a tuple of hidden states) another
+What a step can see is *persistent*, the same object at each call, as a module's attributes and an optimizer's state
+are (`persistent_objects.py`), or *per call*: another one, as a batch or a tuple of hidden states
 (`per_call_objects.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from types import CodeType
 from typing import Any
 
-from wholestep.capture.guards.identity_checks import Anchored, memory, sharing_pattern
-from wholestep.capture.guards.persistent_objects import Anchors
+from wholestep.capture.guards.code_writer import CodeWriter
+from wholestep.capture.guards.identity_checks import PersistentTensors, memory, sharing_pattern
+from wholestep.capture.guards.per_call_objects import PerCallObjects
+from wholestep.capture.guards.persistent_objects import PersistentObjects
 from wholestep.capture.snapshot.reachable import NumberInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Source
@@ -21,88 +21,86 @@ from wholestep.capture.sources import Source
 Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 
 
-class FastPath(Anchors):
+class FastPath:
     """Builds the generated function for one snapshot.
 
     Attributes:
-        code: its text.
+        writer: the code, and what it refers to.
+        last: the tensors of persistent objects at the last call.
+        gradients: whether the program reads gradients of theirs, which are not kept between calls.
         function: ``(args, kwargs) -> inputs``, or None when anything differs.
     """
 
     def __init__(self, snap: Snapshot, inputs: Sequence[Source], mutated: frozenset[str]) -> None:
-        super().__init__(snap, inputs)
-        self._gather()
-        self._arguments()
-        self._anchored()
-        self._memory(mutated)
-        self._inputs(inputs)
-        body = "\n        ".join(self.lines)
-        self.code = f"def bind(args, kwargs):\n    try:\n        {body}\n    except (KeyError, AttributeError, " \
-                    "IndexError, TypeError, ValueError, RuntimeError, NameError):\n        return None\n"
-        exec(compiled(self.code), self.space)
-        self.function: Fast = self.space["bind"]
+        self.snap, self.writer = snap, CodeWriter(snap.reachable.state)
+        self._per_call = PerCallObjects(snap, self.writer)
+        self._persistent = PersistentObjects(snap, self.writer, self._per_call, inputs)
+        self._persistent.gather()
+        self._per_call.compare()
+        self._persistent.compare()
+        self.last = self._compare_memory(mutated)
+        self.gradients = bool(self._persistent.gradients)
+        self._give(inputs)
+        self.function: Fast = self.writer.function("args, kwargs", "bind")
 
-    def _memory(self, mutated: frozenset[str]) -> None:
-        """Volatile tensors are new objects, and share no memory that the step writes, unless they did so before."""
-        written = {i for i, t in enumerate(self.tensors) if self.snap.tensors[id(t)].source.path in mutated}
-        volatile_written = [self.snap.tensors[id(t)].source.path in mutated for _, t in self.volatile_tensors]
-        anchored = Anchored(self.tensors, self.watched, written, any(volatile_written), self.gradients)
-        self.anchored = anchored
-        self.space |= {"anchored": anchored, "rebind": anchored.rebind, "recall": anchored.recall}
-        self.space["LAST"] = anchored.last
-        if not self.volatile_tensors:
-            return
-        names = ", ".join(name for name, _ in self.volatile_tensors)
-        self.lines.append(f"ids = {{*map(id, ({names},))}}")
-        self._require(f"len(ids) == {len(self.volatile_tensors)} and anchored.ids.isdisjoint(ids)")
-        if not written and not any(volatile_written):  # memory is no matter
-            return
-        addresses = [memory(t) for _, t in self.volatile_tensors]
-        self.lines.append(f"m = [*map(memory, ({names},))]")
-        if any(volatile_written) or not anchored.memory.isdisjoint(addresses):
-            self.space["pattern"] = sharing_pattern
-            expected = sharing_pattern(addresses, volatile_written, self.tensors)
-            self._require(f"pattern(m, {self._fresh(volatile_written)}, t) == {self._fresh(expected)}")
+    def is_persistent(self, value: Any) -> bool:
+        """True for an object or attribute table that stays the very same while the fast path lets calls pass."""
+        return id(value) not in self._per_call.ids and id(value) not in self._per_call.tables
+
+    def _compare_memory(self, mutated: frozenset[str]) -> PersistentTensors:
+        """Per-call tensors are new objects, and share no memory that the step writes, unless they did so before."""
+        write, found, tensors = self.writer, self.snap.tensors, self._persistent.tensors
+        written = {i for i, t in enumerate(tensors) if found[id(t)].source.path in mutated}
+        names = ", ".join(name for name, _ in self._per_call.tensors)
+        new = [tensor for _, tensor in self._per_call.tensors]
+        new_written = [found[id(t)].source.path in mutated for t in new]
+        last = PersistentTensors(
+            tensors, self._persistent.watched, written, any(new_written), self._persistent.gradients
+        )
+        write.space |= {"persistent": last, "rebind": last.rebind, "recall": last.recall, "LAST": last.last}
+        if not new:
+            return last
+        write.lines.append(f"ids = {{*map(id, ({names},))}}")
+        write.require(f"len(ids) == {len(new)} and persistent.ids.isdisjoint(ids)")
+        if not written and not any(new_written):  # memory is no matter
+            return last
+        addresses = [memory(t) for t in new]
+        write.lines.append(f"m = [*map(memory, ({names},))]")
+        if any(new_written) or not last.memory.isdisjoint(addresses):
+            write.space["pattern"] = sharing_pattern
+            expected = sharing_pattern(addresses, new_written, tensors)
+            write.require(f"pattern(m, {write.constant(new_written)}, t) == {write.constant(expected)}")
         else:
-            self._require("anchored.memory.isdisjoint(m)")
+            write.require("persistent.memory.isdisjoint(m)")
+        return last
 
-    def _inputs(self, inputs: Sequence[Source]) -> None:
-        tensors = {f.source.path: f.tensor for f in self.snap.tensors.values()}
-        numbers = {n.source.path: n for n in self.snap.numbers}
-        volatile = {id(t): name for name, t in self.volatile_tensors}
-        generators = {source.path: generator for generator, source in self.snap.reachable.generators.values()}
-        for number in self.snap.numbers:
-            self._require(self._is_number(number))
-        parts = []
+    def _give(self, inputs: Sequence[Source]) -> None:
+        """Returns the inputs."""
+        write, snap = self.writer, self.snap
+        per_call = {id(t): name for name, t in self._per_call.tensors}
+        found: dict[str, str] = {}
+        for generator, source in snap.generators.values():
+            found[source.path] = write.name(generator)  # guarded by identity
+        for tensor in snap.tensors.values():
+            found[tensor.source.path] = write.tensors.get(id(tensor.tensor)) or per_call.get(id(tensor.tensor), "")
+        for number in snap.numbers:
+            at = found[number.source.path] = self._number(number)
+            write.require(self._is_number(number, at))
+            if number.setting:
+                found[number.source.path] = f"float({at})" if number.index is None else f"{at}[{number.index}]"
         for source in inputs:
-            if source.path in numbers:
-                n = numbers[source.path]
-                at = self._number(n)
-                parts.append(at if not n.setting else f"float({at})" if n.index is None else f"{at}[{n.index}]")
-            elif source.path in tensors:
-                tensor = tensors[source.path]
-                parts.append(self.anchored_tensors.get(id(tensor)) or volatile[id(tensor)])
-            elif source.path in generators:
-                parts.append(self._name(generators[source.path]))  # guarded by identity
-            else:
+            if not found.get(source.path):
                 raise ValueError(f"{source} is not a tensor or number that the snapshot found")
-        self.lines.append(f"return [{', '.join(parts)}]")
+        write.lines.append(f"return [{', '.join(found[source.path] for source in inputs)}]")
 
     def _number(self, number: NumberInput) -> str:
         """An expression for a number that is an input, or for the tuple that it is in."""
-        return number.source.path if number.container is None else self._at(number.container, number.key)
+        return number.source.path if number.container is None else self.writer.at(number.container, number.key)
 
-    def _is_number(self, number: NumberInput) -> str:
-        at = self._number(number)
+    def _is_number(self, number: NumberInput, at: str) -> str:
         if not number.setting:
             return f"type({at}) is {type(number.value).__name__}"
         if number.index is not None:
             length = len(number.container.before[number.key])  # type: ignore[union-attr]
             return f"type({at}) is tuple and len({at}) == {length} and type({at}[{number.index}]) is float"
         return f"type({at}) is float" + f" or type({at}) is int" * (number.key == "lr")
-
-
-@lru_cache(maxsize=64)
-def compiled(text: str) -> CodeType:
-    """The code object of generated text; captures that differ in their constants alone share it."""
-    return compile(text, "<wholestep binder>", "exec")

@@ -1,4 +1,4 @@
-"""What the generated fast path calls: identity in bulk, and the tensors that anchored holders had at the last call."""
+"""What the generated fast path calls: identity in bulk, and the tensors of persistent objects at the last call."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def same_plain(found: Any, expected: Any) -> bool:
     return found is expected or (type(found) is type(expected) and bool(found == expected))
 
 
-class Anchored:
-    """The tensors held by anchored holders, at the last call that passed.
+class PersistentTensors:
+    """The tensors of persistent objects, at the last call that passed.
 
     Another tensor with equal metadata may take the container of one of them; `rebind` checks it and remembers it.
 
@@ -46,7 +46,7 @@ class Anchored:
         self.meta = [metadata(t) for t in tensors]
         self.watched = watched
         self.mutated = mutated
-        self.written = written  # the step writes to a volatile tensor: then all memory counts
+        self.written = written  # the step writes to a per-call tensor: then all memory counts
         self.ids: set[int] = set()
         self.memory: set[int] = set()
         self._sharing: list[int] = []
@@ -89,11 +89,11 @@ class Anchored:
         return False
 
 
-def sharing_pattern(addresses: list[int], written: list[bool], anchored: list[torch.Tensor]) -> list[int]:
-    """For each volatile tensor, the first tensor in the same memory; only memory that the step writes counts."""
+def sharing_pattern(addresses: list[int], written: list[bool], persistent: list[torch.Tensor]) -> list[int]:
+    """For each per-call tensor, the first tensor in the same memory; only memory that the step writes counts."""
     first: dict[int, int] = {}
-    for i, address in enumerate((*map(memory, anchored), *addresses)):
+    for i, address in enumerate((*map(memory, persistent), *addresses)):
         if address:
             first.setdefault(address, i)
-    base = len(anchored)
+    base = len(persistent)
     return [first.get(a, base + i) for i, a in enumerate(addresses)]

@@ -1,7 +1,6 @@
-"""Volatile holders: which of them are new objects at each call, and the code that follows and compares them by path.
+"""Per-call objects: what is new at each call, followed by path, and compared one by one.
 
-A batch or a tuple of hidden states is a new object at each call: its path is followed and its contents are compared one
-by one.
+A batch or a tuple of hidden states is a new object at each call.
 """
 
 from __future__ import annotations
@@ -13,33 +12,42 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.guards.code_writer import Draft
+from wholestep.capture.guards.code_writer import CodeWriter
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.outside.external_calls import variables
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.numpy_arrays import as_stamped
+from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import REGISTRIES, contents, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
-_ANCHORS = (torch.nn.Module, torch.optim.Optimizer)
+_PERSISTENT = (torch.nn.Module, torch.optim.Optimizer)
 _NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.CELL, kinds.GLOBALS)
 _CONTAINERS = (dict, list, tuple, deque)
 
 
-class Volatile(Draft):
-    """A draft that compares arguments and other volatile holders."""
+class PerCallObjects:
+    """The objects of one snapshot that are others at each call, or may be.
 
-    def __init__(self, snap: Snapshot) -> None:
-        super().__init__(snap)
-        self._mark_volatile()
+    Attributes:
+        ids: theirs.
+        tables: ids of their attribute tables.
+        tensors: the variable of each tensor among them.
+    """
 
-    # which holders are volatile ------------------------------------------------------------------------
-
-    def _mark_volatile(self) -> None:
-        for _, value in self.snap.reachable.roots[:-1]:
+    def __init__(self, snap: Snapshot, writer: CodeWriter) -> None:
+        self._snap, self._writer = snap, writer
+        self._roots = snap.reachable.roots[:-1]
+        self._containers: dict[int, list[Container]] = {}
+        for container in snap.containers:
+            self._containers.setdefault(id(container.owner), []).append(container)
+        self.ids: set[int] = set()
+        self.tables: set[int] = set()
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        for _, value in self._roots:
             self._mark(value)
-        for container in self.snap.containers:
+        for container in snap.containers:
             if isinstance(container.owner, torch.optim.Optimizer) or container.kind not in _NAMED:
                 continue
             for key, value in container.before.items():
@@ -47,17 +55,18 @@ class Volatile(Draft):
                     self._mark(value)
 
     def _mark(self, value: Any) -> None:
-        if id(value) in self.volatile or isinstance(value, (*_ANCHORS, torch.Tensor)):
+        if id(value) in self.ids or isinstance(value, (*_PERSISTENT, torch.Tensor)):
             return
         if isinstance(value, FunctionType):
             self._mark_function(value)
             return
-        holders = [p for p in self.places.get(id(value), ()) if p.kind not in (kinds.CELL, kinds.GLOBALS, kinds.CLASS)]
-        if not holders or callable(value):
+        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS)
+        shown = [c for c in self._containers.get(id(value), ()) if c.kind not in apart]
+        if not shown or callable(value):
             return
-        self.volatile.add(id(value))
-        for container in holders:
-            self.volatile_tables.add(id(container.value))
+        self.ids.add(id(value))
+        for container in shown:
+            self.tables.add(id(container.value))
             for inner in container.before.values():
                 self._mark(inner)
 
@@ -66,7 +75,7 @@ class Volatile(Draft):
         cells = function.__closure__ or ()
         if vars(function) or any(not kinds.CELL.read(cell) for cell in cells):
             return
-        self.volatile |= {id(function), *map(id, cells)}
+        self.ids |= {id(function), *map(id, cells)}
         for held in (function.__defaults__, function.__kwdefaults__, *(cell.cell_contents for cell in cells)):
             self._mark(held)
 
@@ -78,124 +87,118 @@ class Volatile(Draft):
         seen.add(id(value))
         return any(self._holds_tensor(v, seen) for v in (value.values() if isinstance(value, dict) else value))
 
-    # their contents ------------------------------------------------------------------------------------
+    # the code that compares them -----------------------------------------------------------------------
 
-    def _arguments(self) -> None:
-        call = self.snap.call
-        self._require(f"len(args) == {len(call.args)} and " +
+    def compare(self) -> None:
+        """Compares the arguments, and what the step has read of the world outside."""
+        call, write, reached = self._snap.call, self._writer, self._snap.reachable
+        write.require(f"len(args) == {len(call.args)} and " +
                       (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs"))
-        self._require("global_state() == STATE")
-        arrays = self.snap.reachable.arrays.values()
+        write.require("global_state() == STATE")
+        arrays, environment = reached.arrays.values(), reached.outside.environment
         if arrays:  # each is the very same, or the guards are compared one by one
-            self.space["as_stamped"] = as_stamped
-            self._require(f"as_stamped({self._fresh([a.value for a in arrays])}, "
-                          f"{self._fresh([a.stamp for a in arrays])})")
-        environment = self.snap.reachable.outside.environment
+            write.space["as_stamped"] = as_stamped
+            write.require(f"as_stamped({write.constant([a.value for a in arrays])}, "
+                          f"{write.constant([a.stamp for a in arrays])})")
         if environment:
-            self.space["variables"] = variables
-            self._require(f"variables({self._fresh([*environment])}) == {self._fresh([*environment.values()])}")
-        numbers = {number.source.path for number in self.snap.numbers}
-        for source, value in self.snap.reachable.roots[:-1]:
+            write.space["variables"] = variables
+            write.require(f"variables({write.constant([*environment])}) == {write.constant([*environment.values()])}")
+        numbers = {number.source.path for number in self._snap.numbers}
+        for source, value in self._roots:
             if source.path not in numbers:
-                self._value(source.path, value)
+                self.compare_value(source.path, value)
 
-    def _value(self, expression: str, value: Any) -> None:
+    def compare_value(self, expression: str, value: Any) -> None:
         """Requires that an expression gives an equal of ``value``."""
+        write = self._writer
         if is_plain(value):
-            self._require(f"same({expression}, {self._fresh(value)})")
+            write.require(f"same({expression}, {write.constant(value)})")
         elif isinstance(value, torch.Tensor):
-            self._volatile_tensor(expression, value)
-        elif id(value) in self.names and id(value) in self.volatile:
-            self._require(f"{expression} is {self.names[id(value)]}")
-        elif isinstance(value, FunctionType) and id(value) in self.volatile:
-            self._volatile_function(expression, value)
-        elif id(value) in self.volatile:
-            self._volatile_holder(expression, value)
+            self._compare_tensor(expression, value)
+        elif id(value) not in self.ids:
+            write.require(f"{expression} is {self._weakly(value)}")
+        elif id(value) in write.names:
+            write.require(f"{expression} is {write.names[id(value)]}")
+        elif isinstance(value, FunctionType):
+            self._compare_function(expression, value)
         else:
-            self._require(f"{expression} is {self._argument(value)}")
+            self._compare_containers(expression, value)
 
-    def _argument(self, value: Any) -> str:
+    def _weakly(self, value: Any) -> str:
         """An expression for an object that a call is given, by which the code does not keep it alive.
 
         With it goes all that the code holds of it, and so the code itself.
         """
-        spaces = self.spaces
+        spaces = self._writer.spaces
 
         def drop(_: Any) -> None:
             for space in spaces:
                 space.clear()
 
         try:
-            return f"{self._fresh(weakref.ref(value, drop))}()"
+            return f"{self._writer.constant(weakref.ref(value, drop))}()"
         except TypeError:
-            return self._name(value)
+            return self._writer.name(value)
 
-    def _volatile_function(self, expression: str, function: FunctionType) -> None:
-        name = self.names[id(function)] = f"v{len(self.names)}"
-        self.lines.append(f"{name} = {expression}")
-        self._require(f"type({name}) is {self._name(FunctionType)} and {name}.__code__ is "
-                      f"{self._name(function.__code__)} and {name}.__globals__ is {self._name(function.__globals__)}"
+    def _compare_function(self, expression: str, function: FunctionType) -> None:
+        write = self._writer
+        name = write.variable(function, expression)
+        write.require(f"type({name}) is {write.name(FunctionType)} and {name}.__code__ is "
+                      f"{write.name(function.__code__)} and {name}.__globals__ is {write.name(function.__globals__)}"
                       f" and not {name}.__dict__")
         for attribute in ("__defaults__", "__kwdefaults__"):
-            self._value(f"{name}.{attribute}", getattr(function, attribute))
+            self.compare_value(f"{name}.{attribute}", getattr(function, attribute))
         for index, cell in enumerate(function.__closure__ or ()):
-            if id(cell) in self.names:
-                self._require(f"{name}.__closure__[{index}] is {self.names[id(cell)]}")
+            if id(cell) in write.names:
+                write.require(f"{name}.__closure__[{index}] is {write.names[id(cell)]}")
             else:
-                held = self.names[id(cell)] = f"v{len(self.names)}"
-                self.lines.append(f"{held} = {name}.__closure__[{index}]")
-                self._value(f"{held}.cell_contents", cell.cell_contents)
+                held = write.variable(cell, f"{name}.__closure__[{index}]")
+                self.compare_value(f"{held}.cell_contents", cell.cell_contents)
 
-    def _volatile_holder(self, expression: str, value: Any) -> None:
-        name = self.names[id(value)] = f"v{len(self.names)}"
-        self.lines.append(f"{name} = {expression}")
-        self._require(f"type({name}) is {self._name(type(value))}")
-        for container in self.places[id(value)]:
-            holder = name
+    def _compare_containers(self, expression: str, value: Any) -> None:
+        write = self._writer
+        name = write.variable(value, expression)
+        write.require(f"type({name}) is {write.name(type(value))}")
+        for container in self._containers[id(value)]:
+            kind, before, variable = container.kind, container.before, name
             if not is_exact(container.value):
-                holder = f"{name}_c"
-                self.lines.append(f"{holder} = {self._name(contents)}({name})")
+                variable = f"{name}_c"
+                write.lines.append(f"{variable} = {write.name(contents)}({name})")
             if container.value is not value:  # its attributes
-                holder = f"{name}_d"
-                self.lines.append(f"{holder} = {name}.__dict__")
-                self.names[id(container.value)] = holder
-            if container.kind in (kinds.MAPPING, kinds.ATTRIBUTES):
-                keys = list(container.before)
-                strings = all(type(key) in (str, int) for key in keys)
-                self._require(f"[*{holder}] == {self._fresh(keys)}" if strings else
-                              f"len({holder}) == {len(keys)} and identical({holder}, {self._fresh(keys)})")
-            elif container.kind is not kinds.SLOTS:
-                self._require(f"len({holder}) == {len(container.before)}")
-            if container.kind in (kinds.SET, kinds.FROZENSET):
-                self._require(f"{holder} == {self._fresh(type(value)(value))}")
-                continue
-            if len(container.before) > 8 and not container.ignored and all(is_plain(v) for v in container.before.values()):
-                values = f"{holder}.values()" if isinstance(container.value, dict) else holder
-                self._require(f"all(map(same, {values}, {self._fresh(list(container.before.values()))}))")
-                continue
-            for key, inner in container.before.items():
-                if key not in container.ignored:
-                    self._value(self._at(container, key), inner)
+                variable = write.names[id(container.value)] = f"{name}_d"
+                write.lines.append(f"{variable} = {name}.__dict__")
+            if kind in (kinds.MAPPING, kinds.ATTRIBUTES):
+                strings = all(type(key) in (str, int) for key in before)
+                keys = write.constant(list(before))
+                write.require(f"[*{variable}] == {keys}" if strings else
+                              f"len({variable}) == {len(before)} and identical({variable}, {keys})")
+            elif kind is not kinds.SLOTS:
+                write.require(f"len({variable}) == {len(before)}")
+            if kind in (kinds.SET, kinds.FROZENSET):
+                write.require(f"{variable} == {write.constant(type(value)(value))}")
+            elif len(before) > 8 and not container.ignored and all(is_plain(v) for v in before.values()):
+                values = f"{variable}.values()" if isinstance(container.value, dict) else variable
+                write.require(f"all(map(same, {values}, {write.constant(list(before.values()))}))")
+            else:
+                for key in container.compared:
+                    self.compare_value(write.at(container, key), before[key])
 
-    def _volatile_tensor(self, expression: str, tensor: torch.Tensor) -> None:
-        if id(tensor) in self.anchored_tensors:
-            self._require(f"{expression} is {self.anchored_tensors[id(tensor)]}")
+    def _compare_tensor(self, expression: str, tensor: torch.Tensor) -> None:
+        write = self._writer
+        known = write.tensors.get(id(tensor)) or write.names.get(id(tensor))
+        if known is not None:
+            write.require(f"{expression} is {known}")
             return
-        if id(tensor) in self.names:
-            self._require(f"{expression} is {self.names[id(tensor)]}")
-            return
-        name = self.names[id(tensor)] = f"x{len(self.names)}"
-        self.volatile_tensors.append((name, tensor))
-        self.lines.append(f"{name} = {expression}")
-        self._require(f"type({name}) is {self._name(type(tensor))} and {name}.shape == {self._fresh(tensor.shape)}"
-                      f" and {name}.dtype is {self._fresh(tensor.dtype)}"
-                      f" and {name}.device == {self._fresh(tensor.device)}"
+        name = write.variable(tensor, expression, "x")
+        self.tensors.append((name, tensor))
+        write.require(f"type({name}) is {write.name(type(tensor))} and {name}.shape == {write.constant(tensor.shape)}"
+                      f" and {name}.dtype is {write.constant(tensor.dtype)}"
+                      f" and {name}.device == {write.constant(tensor.device)}"
                       f" and {name}.requires_grad is {tensor.requires_grad} and {name}.is_leaf is {tensor.is_leaf}"
-                      f" and {name}.layout is {self._fresh(tensor.layout)}")
+                      f" and {name}.layout is {write.constant(tensor.layout)}")
         if tensor.layout == torch.strided:
-            self._require(f"{name}.stride() == {tensor.stride()}")
+            write.require(f"{name}.stride() == {tensor.stride()}")
         if tensor.requires_grad:
             for key in ("grad", *HOOK_TABLES):
-                if not (tensor.is_leaf or (key == "grad" and tensor.retains_grad)):
-                    continue
-                self._value(f"{name}.{key}", getattr(tensor, key))
+                if tensor.is_leaf or (key == "grad" and tensor.retains_grad):
+                    self.compare_value(f"{name}.{key}", getattr(tensor, key))

@@ -20,7 +20,7 @@ from wholestep.errors import UnsupportedError
 
 
 class Beginning(torch.autograd.Function):
-    """Where the history of an alias begins: gradients end here, be it one of the step's own backward or of what follows.
+    """Where the history of an alias begins: gradients of the step's own backward, or of what follows, end here.
 
     The node has attributes: ``alias``, a weak reference; ``source``; ``outside``, the node of the original.
     """
