@@ -129,7 +129,8 @@ class Stoppers:
                 source = self.randoms[id(generator)][1]
                 self._refusal = self._refusal or DataDependentError(
                     f"the step draws from {source}, a {type(generator).__name__}, whose numbers a replay would repeat",
-                    remedy="draw with torch, or draw outside of the step and pass the number as an argument",
+                    remedy="draw with torch, or draw outside of the step and pass the number as an argument; what a "
+                    "library draws is switched off in its settings (SpecAugment: a probability of 0)",
                 )
                 raise self._refusal
             return method(generator, *args, **kwargs)
