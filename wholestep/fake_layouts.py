@@ -47,7 +47,7 @@ class KernelMode(FakeTensorMode):
         try:
             found = super().__torch_dispatch__(func, types, args, kwargs)
         except (ValueError, RuntimeError) as error:
-            refused = isinstance(error, RuntimeError) and fake_refusal(error)
+            refused = isinstance(error, RuntimeError) and fake_refusal(error) and func not in SIZED_BY_LISTS
             kept = None if refused or func._schema.is_mutable else layouts(func, args, kwargs)
             if not kept or None in kept:
                 raise
@@ -76,7 +76,7 @@ def strict_fake_mode(env: ShapeEnvironment | None = None) -> FakeTensorMode:
 
 def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
     """How a call's results lie, given tensors like its operands; None where its kernel was not, or cannot be, asked."""
-    if func.namespace != "aten" or func.is_view or _UNASKED & {*func.tags}:
+    if func.namespace != "aten" or func.is_view or (_UNASKED & {*func.tags} and func not in SIZED_BY_LISTS):
         return None
     if all(result.alias_info for result in func._schema.returns):  # it gives its arguments back
         return None
@@ -104,6 +104,9 @@ def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
         return False
     return any(place is not None and (t.shape, t.stride()) != place[:2] for t, place in zip(tensors, kept, strict=True))
 
+
+# Tagged as sized by data, as its form is that takes lengths in tensors; this one takes lists.
+SIZED_BY_LISTS = {torch.ops.aten._ctc_loss.default}
 
 # Results of these depend on more than layouts.
 _UNASKED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}

@@ -126,6 +126,32 @@ def test_a_decision_after_attention_without_dropout_is_no_random_one() -> None:
         assert torch.equal(compiled(x), routed(x))
 
 
+@pytest.mark.parametrize("in_tensors", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_ctc_after_dropout_is_sized_by_its_lengths(in_tensors: bool, padded: bool, reduction: str) -> None:
+    model = nn.Linear(8, 6)
+
+    def step(x: Tensor, targets: Tensor, frames: Any, lengths: Any) -> tuple[Tensor, Tensor]:
+        chances = nn.functional.dropout(model(x), 0.1).log_softmax(-1).transpose(0, 1)
+        found = nn.functional.ctc_loss(chances, targets, frames, lengths, reduction=reduction, zero_infinity=padded)
+        (gradient,) = torch.autograd.grad(found.sum(), model.weight)
+        return found.detach(), gradient
+
+    compiled = ws.compile(step, guard_data=in_tensors)
+    for lengths in ([3, 2], [3, 2], [1, 3]):
+        targets = torch.randint(1, 6, (2, 4) if padded else (sum(lengths),))
+        given = [[9, 7], lengths]
+        one, two = (torch.tensor(row) if in_tensors else row for row in given)
+        x = torch.randn(2, 9, 8)
+        state = torch.get_rng_state()
+        want = step(x, targets, one, two)
+        torch.set_rng_state(state)
+        got = compiled(x, targets, one, two)
+        assert all(map(torch.equal, got, want))
+    assert len(compiled.recompiles) == 1
+
+
 def test_a_decision_on_random_numbers_is_refused_and_draws_none() -> None:
     def step(x: Tensor) -> Tensor:
         return x if torch.rand(3).sum() > 1 else -x
