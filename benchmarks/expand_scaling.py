@@ -26,7 +26,7 @@ from wholestep import comm
 from wholestep.capture import no_collection
 from wholestep.ir import StepGraph
 from wholestep.pipeline import capture
-from wholestep.spmd import Launch
+from wholestep.spmd import PlanExecutor
 
 ROLES: dict[str, Any] = {"*.qkv": "column", "*.up": "column", "*.merge": "row", "*.down": "row"}
 
@@ -38,14 +38,13 @@ def expansion(layers: int) -> tuple[int, Callable[[], StepGraph]]:
     tokens = torch.randint(config.vocabulary, (2, config.context))
     batch = {"x": tokens, "y": tokens}
     mesh = ws.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    launch = Launch(mesh, [ws.TensorParallel("tp", ROLES), ws.FullyShard("dp")])
-    step = capture(train_step, (model, AdamW(model.parameters()), batch), {}, differentiable=False, parts=launch.parts)[
-        1
-    ].step
+    executor = PlanExecutor(mesh, [ws.TensorParallel("tp", ROLES), ws.FullyShard("dp")])
+    arguments = model, AdamW(model.parameters()), batch
+    step = capture(train_step, arguments, {}, differentiable=False, parts=executor.parts)[1].step
 
     def expand() -> StepGraph:
         made = step
-        for transform in launch.passes_of(step):
+        for transform in executor.passes_of(step):
             made = transform(made)
         return made
 

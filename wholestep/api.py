@@ -18,7 +18,7 @@ from wholestep.override import Override
 from wholestep.passes import transformed
 from wholestep.pipeline import Options, capture
 from wholestep.runtime import compiled_module
-from wholestep.spmd import DeviceMesh, Launch, Plan
+from wholestep.spmd import DeviceMesh, Plan, PlanExecutor
 
 
 def compile(  # noqa: A001 - the ecosystem's name
@@ -77,7 +77,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
 
     def make(callee: Callable[..., Any]) -> Compiled:
-        options = Options(Launch(mesh, plan), chain, backend, guard_data)
+        options = Options(PlanExecutor(mesh, plan), chain, backend, guard_data)
         return Compiled(callee, options, module_override=module_override, dynamic=bool(dynamic))
 
     return compiled_module(fn, make, again) if isinstance(fn, nn.Module) else make(fn)

@@ -27,9 +27,9 @@ from wholestep.compiled import Compiled
 from wholestep.ir import Pass, check
 from wholestep.lower import Backend
 from wholestep.passes.decompose import decompose
-from wholestep.pipeline import Halving, Look, Options, capture, joint_of
+from wholestep.pipeline import Options, Partitioning, TakeSnapshot, capture, joint_of
 from wholestep.runtime import compiled_module
-from wholestep.spmd import Launch
+from wholestep.spmd import PlanExecutor
 
 __all__ = [
     "CompiledBackward",
@@ -77,7 +77,8 @@ def aot_function(
     if not callable(fn):
         raise TypeError(f"aot_function takes a function, a method or a module, not {type(fn).__name__}")
     passes = [decompose(decompositions)] if decompositions else []
-    options = Options(Launch(None, None), passes, fw_compiler, guard_data, Halving(partition_fn, bw_compiler))
+    partitioning = Partitioning(partition_fn, bw_compiler)
+    options = Options(PlanExecutor(None, None), passes, fw_compiler, guard_data, partitioning)
     return Compiled(fn, options, dynamic=bool(dynamic))
 
 
@@ -142,9 +143,9 @@ def compiled_backward(backend: Backend = "aten") -> CompiledBackward:
     return CompiledBackward(backend, _compile_backward)
 
 
-def _compile_backward(fn: Callable[..., Any], backend: Backend, look: Look) -> Compiled:
+def _compile_backward(fn: Callable[..., Any], backend: Backend, take: TakeSnapshot) -> Compiled:
     """The pipeline for a backward: as for a step of one process, from a snapshot of its own."""
-    return Compiled(fn, Options(Launch(None, None), backend=backend, spends=True), look)
+    return Compiled(fn, Options(PlanExecutor(None, None), backend=backend, donates=True), take)
 
 
 def dynamo_backend(
@@ -204,4 +205,4 @@ def _dynamo_options(
     if memory_budget is not None:
         partition = functools.partial(min_cut_partition, memory_budget=memory_budget)
     chain = [*([decompose(decompositions)] if decompositions else []), *passes]
-    return Options(Launch(None, None), chain, backend, guard_data, Halving(partition, bw_compiler))
+    return Options(PlanExecutor(None, None), chain, backend, guard_data, Partitioning(partition, bw_compiler))

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.capture import materialize_fakes, no_collection, snapshot
+from wholestep import pipeline
+from wholestep.capture import GuardFailure, materialize_fakes, no_collection, snapshot
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
-from wholestep.pipeline import Known, Look, Options, build, capture, is_tracing, of_one_rank, stages_of_one_rank
 from wholestep.report import Explanation, Stage, explain
-from wholestep.runtime import Entry, Missed, Program, give_back
+from wholestep.runtime import Entry, Program, give_back
 from wholestep.torch_compat import transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
@@ -40,16 +40,16 @@ class Compiled:
     def __init__(
         self,
         fn: Callable[..., Any],
-        options: Options,
-        look: Look = snapshot,
+        options: pipeline.Options,
+        take: pipeline.TakeSnapshot = snapshot,
         module_override: Sequence[Override] = (),
         dynamic: bool = False,
     ) -> None:
         fn = fn._fn if isinstance(fn, Compiled) else fn
         functools.update_wrapper(self, fn, updated=())
         self._fn: Callable[..., Any] = fn
-        self._options, self._launch = options, options.launch
-        self._look, self._module_override, self._dynamic = look, module_override, dynamic
+        self._options, self._executor = options, options.executor
+        self._take, self._module_override, self._dynamic = take, module_override, dynamic
         self._lock = threading.RLock()
         self.reset()
 
@@ -61,22 +61,32 @@ class Compiled:
         return name if found is self else super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._fn, self._options, self._look, self._module_override, self._dynamic
+        return self._fn, self._options, self._take, self._module_override, self._dynamic
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        """Its name, how often it was captured, and the arguments that the last program used serves."""
+        served = f"\n  {', '.join(self._entries[0].binder.arguments) or 'no tensors'}" if self._entries else ""
+        return f"<Compiled {self._title}, captures: {self.captures}, recompiles: {len(self.recompiles)}>{served}"
+
+    @property
+    def _title(self) -> str:
+        return f"{getattr(self, '__name__', type(self._fn).__name__)}{self._executor}"
 
     def reset(self) -> None:
         """Forgets all captures, and which modules are replaced."""
         self._overrides = Overrides(self._module_override)
         self._entries: list[Entry] = []
-        self._known = Known(templates=Templates(capture) if self._dynamic else None)
+        self._known = pipeline.Known(templates=Templates(pipeline.capture) if self._dynamic else None)
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
         self.recompiles: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing() or transforms_active():  # part of another step's capture, or of a transform of `torch.func`
+        # part of another step's capture, or of a transform of `torch.func`
+        if pipeline.is_tracing() or transforms_active():
             return self._fn(*args, **kwargs)
         return self.serve(args, kwargs)
 
@@ -87,31 +97,31 @@ class Compiled:
             ready: called once it is clear which program serves, before it runs.
         """
         with self._lock:
-            if not self._launch.joint:
+            if not self._executor.is_distributed:
                 return self._serve(args, kwargs, ready, Entry.__call__)
-            self._launch.enter(getattr(self, "__qualname__", type(self._fn).__name__))
+            self._executor.enter_call(getattr(self, "__qualname__", type(self._fn).__name__))
             try:
                 return self._serve(args, kwargs, ready, self._run)
             except BaseException as error:
-                self._launch.withdraw(error)
+                self._executor.abort_call(error)
                 raise
 
     def _serve(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None, run: Callable[..., Any]
     ) -> Any:
-        missed = Missed("")
+        failure = GuardFailure("")
         for entry in self._candidates(args, kwargs):
             outcome = run(entry, args, kwargs, ready)
-            if type(outcome) is not Missed:
+            if type(outcome) is not GuardFailure:
                 if entry is not self._entries[0]:
                     self._prefer(entry)
                 return outcome
-            missed = missed if missed.reason else outcome
-        self._launch.miss()
+            failure = failure if failure.reason else outcome
+        self._executor.announce_capture()
         try:
-            entry = self._capture(args, kwargs, missed)
+            entry = self._capture(args, kwargs, failure)
         except LazyError:  # the call that gives lazy modules their parameters
-            if self._launch.view:
+            if self._executor.view:
                 raise
             return self._fn(*args, **kwargs)
         return self._first(entry, args, kwargs, ready, run)
@@ -120,7 +130,7 @@ class Compiled:
         """Serves the call that an entry was captured for; where that fails, optimizers have no state, as before."""
         try:
             outcome = run(entry, args, kwargs, ready)
-            if type(outcome) is Missed:
+            if type(outcome) is GuardFailure:
                 raise WholestepError(f"internal error: guards failed on the call they were made from: {outcome.reason}")
             if self._known.initial is not None:
                 self._known.initial.keep()
@@ -150,7 +160,7 @@ class Compiled:
             serving = [e.program for e in self._entries[:AT_HAND]]
             for unused in self._entries[AT_HAND:]:
                 if unused.program not in serving:
-                    unused.program.rest()
+                    unused.program.release_memory()
             for gone in self._entries[MAX_SIZES:]:
                 self._entries.remove(gone)
                 self._known.programs = {k: p for k, p in self._known.programs.items() if p is not gone.program}
@@ -163,7 +173,7 @@ class Compiled:
 
         def begin() -> None:
             nonlocal running
-            self._launch.begin(entry.terms)
+            self._executor.check_call(entry.terms)
             if ready is not None:
                 ready()
             running = True
@@ -172,30 +182,30 @@ class Compiled:
             return entry(args, kwargs, begin)
         except BaseException as error:
             if running:
-                self._launch.abort(error)
+                self._executor.abort_group(error)
             raise
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], missed: Missed) -> Entry:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure) -> Entry:
         if (len(self._entries) if self._known.templates is None else self._known.templates.captures) >= MAX_ENTRIES:
             way = "keep the number that changes in a tensor"
-            if " shape: " in missed.reason and not self._dynamic:
+            if " shape: " in failure.reason and not self._dynamic:
                 way = "compile with dynamic=True, pad to a few sizes"
             raise CaptureError(
-                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {missed.reason}",
+                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {failure.reason}",
                 remedy=f"{way}, or compile a smaller part of the step",
             )
         for program in self._known.programs.values():
-            program.rest()  # their arenas are empty between calls, and tracing needs memory too
+            program.release_memory()  # their arenas are empty between calls, and tracing needs memory too
         try:
             with no_collection():  # hundreds of thousands of small objects, few of them garbage
-                entry = self._build(args, kwargs, missed.varying - self._fixed)
+                entry = self._build(args, kwargs, failure.varying - self._fixed)
         except BaseException as error:
             self._undo()
             if isinstance(error, CaptureError) and not error.where:  # of what the step can see, or found at its end
                 error.locate(line_of(error))
             raise
         give_back()
-        reason = missed.reason
+        reason = failure.reason
         if self._known.templates is not None:
             reason = reason if self._known.templates.reason is None else self._known.templates.reason
             entry.shapes = shapes((args, kwargs))
@@ -206,16 +216,12 @@ class Compiled:
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
         """Captures with a number that was another before as an input, or as it is where that cannot be."""
-        make = functools.partial(
-            build,
-            self._fn,
-            args,
-            kwargs,
-            self._options,
-            self._known,
-            look=self._view,
-            overrides=self._overrides.transforming,
-        )
+        def make(inputs: frozenset[str]) -> Entry:
+            how = self._options, self._known, inputs, self._taking(), self._overrides.transforming
+            entry = pipeline.build(self._fn, args, kwargs, *how)
+            pipeline.refuse_leaks(entry)
+            return entry
+
         if varying <= self._varying:
             return make(self._varying)
         try:
@@ -229,28 +235,28 @@ class Compiled:
         self._varying |= varying
         return entry
 
-    @property
-    def _view(self) -> Look:
-        """How this step takes snapshots."""
-        return _view(self._look, self._module_override, self._overrides)
+    def _taking(self, overrides: Overrides | None = None) -> pipeline.TakeSnapshot:
+        """How this step takes snapshots, in which modules are replaced; by default as they were so far."""
+        replacing = overrides or self._overrides
+        return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
 
     def _can_vary(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
     ) -> frozenset[str]:
         """The path, if the number there can be an input."""
         try:
-            capture(self._fn, args, kwargs, others | {path}, self._options.guard_data, look=self._view)
+            pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.guard_data, take=self._taking())
         except Exception:
             return frozenset()
         return frozenset([path])
 
-    def _look_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, bool]:
+    def _dry_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, bool]:
         """A capture that no call is served from, and whether it is of real tensors."""
-        given, launch = args, self._launch
+        given, executor = args, self._executor
         fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
-        look = self._view if args is given else _view(self._look, self._module_override)
-        how = self._varying, self._options.guard_data, launch.plain, look, launch.parts, launch.sync
-        return capture(fn, args, kwargs, *how)[1], args is given
+        take = self._taking() if args is given else self._taking(Overrides(self._module_override))
+        how = self._varying, self._options.guard_data, executor.plain, take, executor.parts, executor.buffer_broadcast
+        return pipeline.capture(fn, args, kwargs, *how)[1], args is given
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call would do, before it does: collectives, bytes, memory, and where they come from.
@@ -269,18 +275,17 @@ class Compiled:
             CaptureError: the step cannot be captured.
         """
         with self._lock, no_collection():
-            traced, real = self._look_at(args, kwargs)
-            launch = self._launch
-            key = launch.key(traced.step, traced.fingerprint)
+            traced, real = self._dry_capture(args, kwargs)
+            executor = self._executor
+            key = executor.key(traced.step, traced.fingerprint)
             program = self._known.programs.get(key)
             step = program.step if program is not None else self._known.steps.get(key)
             if step is None:
-                step = of_one_rank(traced, self._options, self._overrides.transforming)
+                step = pipeline.of_one_rank(traced, self._options, self._overrides.transforming)
                 if real:  # not copies that stand for fake tensors
                     self._known.steps[key] = step
-            title = f"{getattr(self, '__name__', type(self._fn).__name__)}{launch}"
-            whole = traced.step if launch.view else None
-            return explain(title, step, whole, launch.axes, self.captures, self.recompiles)
+            whole = traced.step if executor.view else None
+            return explain(self._title, step, whole, executor.axes, self.captures, self.recompiles)
 
     def stages(self, *args: Any, **kwargs: Any) -> list[Stage]:
         """What each pass makes of the graph of a call: print one to see the difference. Nothing runs, as in `explain`.
@@ -295,9 +300,9 @@ class Compiled:
             CaptureError: the step cannot be captured.
         """
         with self._lock, no_collection():
-            traced, _ = self._look_at(args, kwargs)
+            traced, _ = self._dry_capture(args, kwargs)
             found: list[Stage] = []
-            for name, step in stages_of_one_rank(traced, self._options, self._overrides.transforming):
+            for name, step in pipeline.stages_of_one_rank(traced, self._options, self._overrides.transforming):
                 found.append(Stage.of(name, step, found[-1] if found else None))
             return found
 
@@ -331,12 +336,3 @@ class Compiled:
     def code(self) -> str:
         """The generated program that served last, as readable Python."""
         return self._latest().code
-
-
-def _view(look: Look, overrides: Sequence[Override], known: Overrides | None = None) -> Look:
-    """A way to take snapshots in which modules are replaced.
-
-    Args:
-        known: the overrides with what they have replaced so far.
-    """
-    return functools.partial(look, replace=(known or Overrides(overrides)).replace) if overrides else look

@@ -10,7 +10,13 @@ WholestepError
 ├── LoweringError (also RuntimeError)     a backend could not turn a graph into a callable
 ├── PlanError (also ValueError)           a plan, mesh or placement that does not fit
 ├── CheckpointError (also ValueError)     a checkpoint that is not whole, or of another model
-└── DistError (also RuntimeError)         communication failed; its children live in `comm/`
+└── DistError (also RuntimeError)         communication failed
+    ├── DistStoreError                    a key-value store did not answer in time
+    ├── DistNetworkError                  a connection could not be made, or ended
+    ├── DistBackendError                  a backend cannot do what was asked
+    ├── DistMismatchError                 ranks called different collectives, or one on different tensors
+    ├── DistTimeoutError                  a collective did not end within its time-out
+    └── DistRankError                     another rank has exited, was killed, or cannot go on
 
 A mistake in calling our functions is a plain `ValueError` or `TypeError`.
 May import: nothing of the package.
@@ -98,3 +104,27 @@ class CheckpointError(WholestepError, ValueError):
 
 class DistError(WholestepError, RuntimeError):
     """Communication failed."""
+
+
+class DistStoreError(DistError):
+    """A store did not answer, or a key did not appear, within the time-out."""
+
+
+class DistNetworkError(DistError):
+    """A connection could not be made, was refused, or ended."""
+
+
+class DistBackendError(DistError):
+    """A backend cannot do what was asked, or its engine reported a failure."""
+
+
+class DistMismatchError(DistError):
+    """Ranks of a group called different collectives, or the same one with different tensors."""
+
+
+class DistTimeoutError(DistError):
+    """A collective did not end within its time-out."""
+
+
+class DistRankError(DistError):
+    """A rank of the group has exited, was killed, or said that it cannot go on."""

@@ -1,4 +1,4 @@
-"""Fake tensors whose results lie in memory as kernels lay them.
+"""Fake tensors with the layouts that kernels give their results.
 
 torch's rules for fake tensors give other strides than its kernels here and there, while autograd, user code and the
 memory plan go by strides, and kernels round by them. So each call of a new signature (operator, layouts of operands,
@@ -33,8 +33,8 @@ _MOST = 1 << 16  # signatures kept
 _known: dict[Any, Layouts | None] = {}
 
 
-class NoStandIn(Exception):  # noqa: N818 - not for users
-    """An argument without a stand-in."""
+class CannotTry(Exception):  # noqa: N818 - not for users
+    """An argument that no scratch tensor can stand for."""
 
 
 class KernelMode(FakeTensorMode):
@@ -75,7 +75,7 @@ def strict_fake_mode(env: ShapeEnvironment | None = None) -> FakeTensorMode:
 
 
 def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
-    """How a call's results lie, given tensors like its operands; None where its kernel was not, or cannot be, asked."""
+    """The layouts of a call's results, given tensors like its operands; None where its kernel cannot be asked."""
     if func.namespace != "aten" or func.is_view or (_UNASKED & {*func.tags} and func not in SIZED_BY_LISTS):
         return None
     if all(result.alias_info for result in func._schema.returns):  # it gives its arguments back
@@ -92,12 +92,12 @@ def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
             settled = _is_settled(func, [*tensors_of((args, kwargs))])
             _known[key] = None if settled else _asked(func, args, kwargs)
         return _known[key]
-    except (NoStandIn, TypeError):  # TypeError: an argument without a hash
+    except (CannotTry, TypeError):  # TypeError: an argument without a hash
         return None
 
 
 def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
-    """Whether a call's results, as a graph has them, lie otherwise than its kernel lays them."""
+    """Whether a call's results, as a graph has them, have other layouts than its kernel gives them."""
     kept = layouts(func, args, kwargs) if isinstance(func, OpOverload) else None
     tensors = [*tensors_of(found)]
     if kept is None or len(kept) != len(tensors):
@@ -116,7 +116,7 @@ def _signature(tree: Any) -> Iterator[Any]:
     for leaf in tree.values() if isinstance(tree, dict) else tree:
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided:
-                raise NoStandIn
+                raise CannotTry
             signs = leaf.dtype.is_complex and leaf.is_conj(), leaf.is_neg()
             yield leaf.shape, leaf.stride(), leaf.dtype, leaf.device, signs
         elif isinstance(leaf, (list, tuple, dict)):
@@ -127,10 +127,10 @@ def _signature(tree: Any) -> Iterator[Any]:
 
 
 def _is_settled(func: OpOverload, operands: list[torch.Tensor]) -> bool:
-    """Whether torch's rule will do: elementwise operators keep row by row what lies so. Also where a kernel must not be
+    """Whether torch's rule will do: elementwise operators keep contiguous what is. Also where a kernel must not be
     asked: it would read a workspace of zeros.
     """
-    row_by_row = torch.Tag.pointwise in func.tags and all(map(_is_row_by_row, operands))
+    row_by_row = torch.Tag.pointwise in func.tags and all(map(_is_contiguous, operands))
     return row_by_row or not operands or _is_opaque(operands)
 
 
@@ -139,7 +139,7 @@ def _is_opaque(tensors: list[torch.Tensor]) -> bool:
     return len({t.dtype is torch.uint8 for t in tensors}) > 1
 
 
-def _is_row_by_row(tensor: torch.Tensor) -> bool:
+def _is_contiguous(tensor: torch.Tensor) -> bool:
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:
@@ -150,7 +150,7 @@ def _is_row_by_row(tensor: torch.Tensor) -> bool:
 
 def _asked(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
     with no_modes():
-        given = stand_ins(args), stand_ins(kwargs)
+        given = scratch_tensors(args), scratch_tensors(kwargs)
         try:
             if torch.Tag.nondeterministic_seeded in func.tags:
                 given[1]["generator"] = torch.Generator()
@@ -165,28 +165,31 @@ def _asked(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
         return tuple([None if inside else (t.shape, t.stride(), t.dtype, t.device) for t, inside in pairs])
 
 
-def stand_ins(tree: Any) -> Any:
+def scratch_tensors(tree: Any) -> Any:
     """Real tensors in the layouts of those among a call's arguments, which are as they are otherwise.
 
     Raises:
-        NoStandIn: an argument is none of size, number or plain tensor, or they are too large.
+        CannotTry: an argument is none of size, number or plain tensor, or they are too large.
     """
     if sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(tree)) > LARGEST:
-        raise NoStandIn
+        raise CannotTry
     if isinstance(tree, (list, tuple)):
-        return tuple(map(stand_ins, tree)) if type(tree) is tuple else [*map(stand_ins, tree)]
+        return tuple(map(scratch_tensors, tree)) if type(tree) is tuple else [*map(scratch_tensors, tree)]
     if isinstance(tree, dict):
-        return {name: stand_ins(leaf) for name, leaf in tree.items()}
+        return {name: scratch_tensors(leaf) for name, leaf in tree.items()}
     if isinstance(tree, torch.Tensor):
         plain = tree.layout == torch.strided and tree.device.type != "meta" and not tree.is_neg()
         if not plain or any(type(n) is not int for n in tree.shape):
-            raise NoStandIn
+            raise CannotTry
         made = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device=tree.device)
+        if 0 in tree.shape:  # some kernels ask what memory is there
+            there = min(tree.untyped_storage().nbytes(), LARGEST) // tree.itemsize
+            made = torch.empty(there, dtype=tree.dtype, device=tree.device).as_strided(tree.shape, tree.stride())
         made.fill_(tree.dtype is torch.int32)  # pivots of LAPACK begin at 1 and are not checked; indices begin at 0
         return made.conj() if tree.is_conj() else made
     known = tree is None or isinstance(tree, (bool, int, float, complex, str)) or type(tree).__module__ == "torch"
     if not known or isinstance(tree, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise NoStandIn
+        raise CannotTry
     return tree
 
 

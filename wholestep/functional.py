@@ -1,17 +1,41 @@
-"""What a graph calls besides operators: pure forms of those that write, and the state of the random generator.
+"""What a graph calls besides operators: functional variants of those that write, and the state of the random generator.
 
 May import: errors, torch_compat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from wholestep.errors import CaptureError
 from wholestep.torch_compat import OpOverload
+
+
+@cache
+def base_name(op: OpOverload) -> str:
+    """``aten::add_.Tensor`` -> ``add_``."""
+    return op._schema.name.split("::")[-1]
+
+
+@cache
+def written_arguments(op: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that an operator declares to write."""
+    return tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
+
+
+def overloads(namespace: str, name: str) -> list[OpOverload]:
+    """All overloads of an operator; none where there is no such operator."""
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+
+
+def parameters(op: OpOverload, without: Sequence[int] = ()) -> list[tuple[str, str]]:
+    """Names and types of an operator's arguments: equal for the functional, in-place and out= variants of one."""
+    return [(a.name, str(a.type)) for i, a in enumerate(op._schema.arguments) if i not in without]
 
 
 def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,7 +48,7 @@ def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Functionalized:
-    """A pure form of an operator that writes to its arguments and has no functional twin.
+    """A functional variant of an operator that writes to its arguments and has none among ATen's.
 
     Calling it clones each written argument, runs the operator, and returns a tuple: the operator's own
     results that are not one of the written arguments, then the new values of the written arguments, in
@@ -40,8 +64,7 @@ class Functionalized:
         self.__name__ = f"functional_{op.name().split('::')[-1].replace('.', '_')}"
         self.__qualname__ = self.__name__
         self.__module__ = "wholestep.functional"
-        declared = tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
-        self.written = declared if written is None else written
+        self.written = written_arguments(op) if written is None else written
 
     def __repr__(self) -> str:
         return f"functional({self.op})"

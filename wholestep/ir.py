@@ -17,7 +17,7 @@ May import: errors, functional, torch_compat.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -98,23 +98,23 @@ class Signature:
             lowered program writes into the input's own memory. All other outputs are fresh memory that
             the caller owns.
         gradients: one per parameter and `backward()`, for data parallelism.
-        homes: output index -> the gradient or optimizer state that the step leaves there, named as an input is.
-        dying: indices of inputs that nobody else reads once the program has: given in a list, which it empties, their
-            memory is free after their last reader.
-        kept: how many of the last outputs are held until a backward: their memory is not reused by the next call.
+        state_outputs: output index -> the gradient or optimizer state that the step leaves there, named as an input is.
+        donated: indices of inputs that nobody else reads once the program has: given in a list, which it empties, their
+            memory is free after their last use.
+        saved: how many of the last outputs are held until a backward: their memory is not reused by the next call.
         uneven: whether dimensions were cut into pieces of several sizes, which differ from rank to rank.
-        alike: whether a plan made it, so that all ranks issue their collectives, of all groups, in one order.
+        same_order: whether a plan made it, so that all ranks issue their collectives, of all groups, in one order.
     """
 
     inputs: list[Input] = field(default_factory=list)
     n_outputs: int = 0
     mutations: dict[int, int] = field(default_factory=dict)
     gradients: list[Gradient] = field(default_factory=list)
-    homes: dict[int, Input] = field(default_factory=dict)
-    dying: frozenset[int] = frozenset()
-    kept: int = 0
+    state_outputs: dict[int, Input] = field(default_factory=dict)
+    donated: frozenset[int] = frozenset()
+    saved: int = 0
     uneven: bool = False
-    alike: bool = False
+    same_order: bool = False
 
 
 @dataclass
@@ -164,8 +164,8 @@ def set_info(node: fx.Node, record: NodeInfo) -> fx.Node:
 def is_effectful(node: fx.Node) -> bool:
     """True for nodes that must stay, in order, even when nothing reads them.
 
-    Those are random and RNG-state calls, collectives, which every rank must issue alike, and checks, which give no
-    result but an error.
+    Those are random and RNG-state calls, collectives, which every rank must issue in one order, and checks, which give
+    no result but an error.
     """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
@@ -215,13 +215,23 @@ def nbytes(value: Any) -> int:
     return sum(t.numel() * t.itemsize for t in fake_tensors(value))
 
 
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """True when the elements fill one block of memory, each place once."""
+    expected = 1
+    for step, length in sorted((st, sz) for st, sz in zip(stride, size, strict=True) if sz > 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
 def check(step: StepGraph, stage: str) -> StepGraph:
     """Checks the invariants that hold between stages and returns the graph unchanged.
 
     1. The graph lints; every node but the output carries a `NodeInfo`.
     2. Placeholders and `signature.inputs` agree in number and name; so do outputs and `n_outputs`.
     3. Each call is pure: no overload whose schema writes to an argument.
-    4. `mutations` and `gradients` name things that exist, with equal shape and dtype.
+    4. `mutations` lead from outputs to inputs of equal shape and dtype.
 
     Raises:
         GraphError: naming the stage, the node and the ten lines around it.
@@ -257,6 +267,26 @@ def _fail(stage: str, nodes: list[fx.Node], position: int, why: str) -> None:
         for i in range(max(0, position - 5), min(len(nodes), position + 5))
     )
     raise GraphError(f"after {stage}: {why}\n{around}")
+
+
+def ancestors(
+    nodes: Iterable[fx.Node], most: int | None = None, until: Callable[[fx.Node], bool] | None = None
+) -> set[fx.Node]:
+    """Some nodes and all that they follow from.
+
+    Args:
+        most: stops when there are more.
+        until: nodes beyond which it does not look.
+    """
+    found: set[fx.Node] = set()
+    queue = list(nodes)
+    while queue and (most is None or len(found) <= most):
+        node = queue.pop()
+        if node not in found:
+            found.add(node)
+            if until is None or not until(node):
+                queue += node.all_input_nodes
+    return found
 
 
 def dead_code(step: StepGraph) -> StepGraph:

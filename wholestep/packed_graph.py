@@ -1,4 +1,4 @@
-"""Graphs at rest: a `StepGraph` in some hundred bytes a node, made whole again when somebody looks at it.
+"""Packed graphs: a `StepGraph` pickled to some hundred bytes a node, unpacked when somebody looks at it.
 
 Once it is lowered, a program needs its graph no more, and fx nodes with their fake tensors take some 6 KB a call.
 Tensors, operators and functions are kept by reference, all else is pickled.
@@ -30,7 +30,7 @@ PLAIN = {
 
 
 class Packed:
-    """One graph at rest."""
+    """One graph, pickled and compressed."""
 
     def __init__(self, step: StepGraph) -> None:
         self.signature, self.stage = step.signature, step.stage
@@ -46,15 +46,15 @@ class Packed:
             if node.op == "get_attr":
                 self._constants[str(node.target)] = operator.attrgetter(str(node.target))(step.gm)
         self._text = zlib.compress(file.getvalue(), 1)
-        self._whole: weakref.ref[fx.GraphModule] | None = None
+        self._unpacked: weakref.ref[fx.GraphModule] | None = None
 
-    def whole(self) -> StepGraph:
+    def unpack(self) -> StepGraph:
         """The graph again, the same object as long as somebody holds it."""
-        gm = self._whole() if self._whole is not None else None
+        gm = self._unpacked() if self._unpacked is not None else None
         if gm is None:
             with no_modes():
                 gm = lazy_graph_module(self._constants, self._graph())
-            self._whole = weakref.ref(gm)
+            self._unpacked = weakref.ref(gm)
         return StepGraph(gm, self.signature, self.stage)
 
     def _graph(self) -> fx.Graph:

@@ -9,18 +9,18 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wholestep.aot_autograd import Joint, Partition, default_partition
 from wholestep.aot_autograd.differentiate import differentiate
 from wholestep.capture import (
+    Binder,
     InitialState,
     PartsOf,
     Snapshot,
-    births,
-    compile_binder,
     forget,
+    new_objects,
     read_by,
     refuse_shared_parts,
     snapshot,
@@ -30,14 +30,14 @@ from wholestep.ir import Pass, StepGraph, check, info
 from wholestep.lower import Backend, lower
 from wholestep.override import Override
 from wholestep.passes import transformed
-from wholestep.runtime import Backward, Entry, Program, saved_places, spending
-from wholestep.spmd import BufferSync, Launch
+from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_places
+from wholestep.spmd import BufferBroadcast, PlanExecutor
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
 from wholestep.trace.numbers.dynamic_shapes import Templates
 from wholestep.trace.numbers.symbolic_sizes import Sizes
-from wholestep.trace.outputs.leaks import Watch, empty_caches
+from wholestep.trace.outputs.leaks import empty_caches
 
-Look = Callable[..., Snapshot]  # called as `snapshot` is
+TakeSnapshot = Callable[..., Snapshot]  # called as `snapshot` is
 
 # Backends whose results are eager's, bit for bit.
 EXACT = ("aten", "naive")
@@ -47,7 +47,7 @@ _capturing = threading.RLock()  # a capture puts fake numbers and aliases where 
 
 
 @dataclass(frozen=True)
-class Halving:
+class Partitioning:
     """How a joint graph is cut, and the backend of its backward (None: that of the forward)."""
 
     partition: Partition = default_partition
@@ -59,19 +59,19 @@ class Options:
     """What is asked of a compiled step.
 
     Attributes:
-        launch: mesh and plans, whose passes come first.
+        executor: mesh and plans, whose passes come first.
         guard_data: numbers and shapes that depend on data become guards, not errors.
-        halving: how a joint graph of forward and backward becomes two programs.
-        spends: the step's first argument is a list of tensors that a call gives up: memory that nobody else holds is
+        partitioning: how a joint graph of forward and backward becomes two programs.
+        donates: the step's first argument is a list of tensors that a call donates: memory that nobody else holds is
             free as soon as the program has read it.
     """
 
-    launch: Launch
+    executor: PlanExecutor
     passes: Sequence[Pass] = ()
     backend: Backend = "aten"
     guard_data: bool = False
-    halving: Halving = Halving()
-    spends: bool = False
+    partitioning: Partitioning = Partitioning()
+    donates: bool = False
 
 
 @dataclass
@@ -98,7 +98,7 @@ def build(
     options: Options,
     known: Known,
     varying: frozenset[str] = frozenset(),
-    look: Look = snapshot,
+    take: TakeSnapshot = snapshot,
     overrides: Sequence[Override] = (),
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.
@@ -106,72 +106,61 @@ def build(
     Args:
         known: is added to.
         varying: paths of numbers that are inputs of the step rather than guards.
-        look: takes the snapshot.
+        take: takes the snapshot.
         overrides: transform the graph that the plans have made.
     """
-    entry, watch = _entry(fn, args, kwargs, options, known, varying, look, overrides)
-    with _capturing:  # no other thread's capture has set garbage aside
-        watch.refuse()  # all that may hold what was made for the capture has let go
-    return entry
-
-
-def _entry(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    known: Known,
-    varying: frozenset[str],
-    look: Look,
-    overrides: Sequence[Override],
-) -> tuple[Entry, Watch]:
-    """What `build` gives, with what tells whether somebody holds what was only there for the capture."""
-    launch = options.launch
-    take = known.templates or capture
-    initial = known.initial = InitialState(look(fn, args, kwargs, varying=varying))
-    world, traced = take(fn, args, kwargs, varying, options.guard_data, launch.plain, look, launch.parts, launch.sync)
-    read = {id(world.substitutes.original(item.value)) for item in traced.lifted}
-    dropped = initial.drop(unless=lambda tensor: id(tensor) in read)
-    if overrides:  # which may look at it
+    executor, capture_for = options.executor, known.templates or capture
+    while True:
+        initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
+        how = options.guard_data, executor.plain, take, executor.parts, executor.buffer_broadcast
+        world, traced = capture_for(fn, args, kwargs, varying, *how)
+        original, parts, signature = world.substitutes.original, world.substitutes.parts, traced.step.signature
+        read = {id(original(item.value)) for item in traced.inputs}
+        dropped = initial.drop(kept=read)
+        if overrides:  # which may look at it
+            initial.fill()
+        donated = None
+        if options.donates:
+            donated = donated_inputs(traced, len(args[0]), read_by(traced.effects, traced.result))
+            signature.donated = donated.freed
+        program = _program(traced, options, known, overrides)
+        inputs = signature.inputs[: traced.n_inputs]
+        values = [original(item.value) for item in traced.inputs[: len(inputs)]]
+        written = [traced.inputs[i].source for i in signature.mutations.values()]
+        mutated = [source for source in written if source is not None]
+        refuse_shared_parts(world, mutated)
+        terms = executor.start(traced.step, program.packed.unpack, inputs, values, parts, initial)
+        cut = executor.shard_inputs(program.placements, inputs, values, parts)
         initial.fill()
-    spent = spending(traced, len(args[0]), read_by(traced.effects, traced.result)) if options.spends else None
-    traced.step.signature.dying = spent.dying if spent else frozenset()
-    program = _program(traced, options, known, overrides)
-    inputs = traced.step.signature.inputs[: traced.n_inputs]
-    values = [world.substitutes.original(item.value) for item in traced.lifted[: len(inputs)]]
-    written = [traced.lifted[i].source for i in traced.step.signature.mutations.values()]
-    mutated = [source for source in written if source is not None]
-    refuse_shared_parts(world, mutated)
-    terms = launch.start(traced.step, program.packed.whole, inputs, values, world.substitutes.parts, initial)
-    cut = launch.cut(program.placements, inputs, values, world.substitutes.parts)
-    if cut.moved:
-        initial.fill()
-        return _entry(fn, args, kwargs, options, known, varying, look, overrides)
-    initial.fill()
+        if not cut.moved:
+            break  # else the program is for another layout than tensors have as parts
     if cut.any or dropped:
         unread = world.replaced_gradients
-        world = look(fn, args, kwargs, names=world.names, varying=world.varying)
+        world = take(fn, args, kwargs, names=world.names, varying=world.varying)
         world.replaced_gradients = unread
-    bound = [item.source for item in traced.lifted if item.source is not None]
-    binder = compile_binder(world, bound, mutated=mutated)
-    binder.prepare(traced.effects, traced.result, args, kwargs)
+    bound = [item.source for item in traced.inputs if item.source is not None]
+    binder = Binder(world, bound, mutated, traced.effects, traced.result)
     forget(traced.effects, traced.result)
-    entry = Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, spending=spent)
-    del world, look
-    return entry, traced.watch
+    return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, donated=donated)
+
+
+def refuse_leaks(entry: Entry) -> None:
+    """Refuses a step of which somebody holds what was only there for the capture, once `build` has let go of it."""
+    with _capturing:  # no other thread's capture has set garbage aside
+        entry.traced.watch.refuse()
 
 
 def _program(traced: Traced, options: Options, known: Known, overrides: Sequence[Override]) -> Program:
     """The program of what was traced: one made before for the same, or passes and lowering."""
-    key = options.launch.key(traced.step, traced.fingerprint)
-    if options.spends:
-        key = f"{key}\n{sorted(traced.step.signature.dying)}"
+    key = options.executor.key(traced.step, traced.fingerprint)
+    if options.donates:
+        key = f"{key}\n{sorted(traced.step.signature.donated)}"
     if key not in known.programs:
         step = known.steps.pop(key, None) or of_one_rank(traced, options, overrides)
         if traced.derivative is None:
             known.programs[key] = Program(step, _lowered(step, options.backend), traced.fingerprint)
         else:
-            known.programs[key] = in_halves(step, traced, options.backend, options.halving)
+            known.programs[key] = _partitioned(step, traced, options.backend, options.partitioning)
     return known.programs[key]
 
 
@@ -188,30 +177,30 @@ def stages_of_one_rank(
     """The names of the passes, "trace" first, each with the graph that it gives."""
     step = check(traced.step, "trace")
     yield "trace", step
-    for transform in (*options.launch.passes_of(step), *_last_words(overrides, traced), *options.passes):
+    for transform in (*options.executor.passes_of(step), *_overriding(overrides, traced), *options.passes):
         step = check(transform(step), _name(transform))
         yield _name(transform), step
 
 
-def _last_words(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
+def _overriding(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
     """The overrides' transformations as passes."""
     if not overrides:
         return []
-    beginnings = dict(zip(map(id, traced.hoisted.state), traced.hoisted.begin(), strict=True))
-    flat = [beginnings.get(id(item), item.value) for item in traced.lifted[: traced.n_inputs]]
+    initial = dict(zip(map(id, traced.hoisted.state), traced.hoisted.initial_values(), strict=True))
+    flat = [initial.get(id(item), item.value) for item in traced.inputs[: traced.n_inputs]]
 
-    def last_word(override: Override) -> Pass:
+    def overriding(override: Override) -> Pass:
         name = f"{type(override).__qualname__}.transform"
         return functools.partial(transformed, transform=lambda gm: override.transform(gm, flat), name=name)
 
-    return [last_word(override) for override in overrides]
+    return [overriding(override) for override in overrides]
 
 
-def in_halves(step: StepGraph, traced: Traced, backend: Backend, halving: Halving) -> Program:
+def _partitioned(step: StepGraph, traced: Traced, backend: Backend, partitioning: Partitioning) -> Program:
     """Partitions a joint graph and lowers forward and backward."""
     joint = joint_of(step, traced)
-    halves = halving.partition(joint)
-    behind = halving.backend or backend
+    halves = partitioning.partition(joint)
+    behind = partitioning.backend or backend
     forward = _lowered(halves.forward, backend)
     made = functools.partial(_lowered, backend=behind)
     backward = Backward(halves, saved_places(joint, halves), made, behind in EXACT)
@@ -248,9 +237,9 @@ def capture(
     varying: frozenset[str] = frozenset(),
     guard_data: bool = False,
     differentiable: bool = True,
-    look: Look = snapshot,
+    take: TakeSnapshot = snapshot,
     parts: PartsOf | None = None,
-    sync: BufferSync | None = None,
+    sync: BufferBroadcast | None = None,
     sizes: list[Sizes] | None = None,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
@@ -262,48 +251,74 @@ def capture(
         sync: in the local view, what broadcasts buffers.
         sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
     """
-    with _capturing, births() as young:
-        world = look(fn, args, kwargs, varying=varying)
-        asked, optional = varying, frozenset[str]()
-        shared: frozenset[int] = frozenset()
-        reshaped: frozenset[int] = frozenset()
-        reentrant = True
-        first: LeakError | None = None
+    with _capturing, new_objects() as new_ids:
+        world = take(fn, args, kwargs, varying=varying)
         backward = differentiate if differentiable and world.differentiable else None
+        attempt = _Attempt(varying)
         while True:
+            world.new_ids = new_ids
+            symbols = None
+            if sizes is not None:
+                symbols = Sizes()
+                sizes.append(symbols)
+            how = guard_data, backward, symbols, attempt.reentrant, sync.begin if sync else None
+            following = attempt
             try:
                 _tracing.active = True
-                world.new_ids = young
-                world.substitutes.put(parts, world.differentiable, reshaped)
+                world.substitutes.put(parts, world.differentiable, attempt.reshaped)
                 step = world.substitutes.aliases.exchange(fn)
-                symbols = None
-                if sizes is not None:
-                    symbols = Sizes()
-                    sizes.append(symbols)
-                how = shared, guard_data, backward, symbols, reentrant, sync.begin if sync else None
-                traced = _traced(step, args, kwargs, world, *how)
+                traced = _traced(step, args, kwargs, world, attempt.shared, *how)
                 if sync is None or not sync.again():
                     return world, traced
-            except SharedMemory as request:
-                shared = request.memories
-            except ReshapedInput as request:
-                reshaped |= {id(request.tensor)}
-            except ReentrantCheckpoint:
-                reentrant = False
-            except LeakError as leak:  # once more, not looking into lists that the step appends to
-                if leak.read and optional & varying:
-                    varying, first = varying - optional, None
-                elif leak.grown <= varying:  # none, or none that can stay unseen
-                    raise (first or leak) if leak.read else leak  # noqa: B904
-                else:
-                    first, varying = leak, varying | leak.grown
-                    optional = leak.grown if leak.optional else optional
+            except (SharedMemory, ReshapedInput, ReentrantCheckpoint, LeakError) as request:
+                following = attempt.after(request)
             finally:
                 _tracing.active = False
                 world.restore()
-            if varying != asked:
-                world, asked = look(fn, args, kwargs, varying=varying), varying
-                world.read_lists = optional - varying
+            if following.varying != attempt.varying:
+                world = take(fn, args, kwargs, varying=following.varying)
+                world.read_lists = following.optional - following.varying
+            attempt = following
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """How a step is traced, by what earlier attempts have found out.
+
+    Attributes:
+        varying: paths of numbers that are inputs, and of lists that are only appended to.
+        optional: those of these lists that could be looked into.
+        leak: why lists are among them.
+        shared: memories that several inputs share.
+        reshaped: ids of inputs that the step makes views of what they were.
+        reentrant: whether checkpoints run as written.
+    """
+
+    varying: frozenset[str]
+    optional: frozenset[str] = frozenset()
+    leak: LeakError | None = None
+    shared: frozenset[int] = frozenset()
+    reshaped: frozenset[int] = frozenset()
+    reentrant: bool = True
+
+    def after(self, request: Exception) -> _Attempt:
+        """The next attempt.
+
+        Raises:
+            LeakError: none would help.
+        """
+        if isinstance(request, SharedMemory):
+            return replace(self, shared=request.memories)
+        if isinstance(request, ReshapedInput):
+            return replace(self, reshaped=self.reshaped | {id(request.tensor)})
+        if not isinstance(request, LeakError):
+            return replace(self, reentrant=False)
+        if request.read and self.optional & self.varying:
+            return replace(self, varying=self.varying - self.optional, leak=None)
+        if request.grown <= self.varying:  # none, or none that can stay unseen
+            raise (self.leak or request) if request.read else request
+        optional = request.grown if request.optional else self.optional
+        return replace(self, varying=self.varying | request.grown, optional=optional, leak=request)
 
 
 def _traced(*given: Any) -> Traced:

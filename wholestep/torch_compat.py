@@ -1,5 +1,7 @@
-"""The only file that touches private names of torch. Seen in torch 2.11 to 2.13.
+"""The only file that names private modules, functions and classes of torch. Seen in torch 2.11 to 2.13.
 
+Private attributes of torch's objects are also read where they are needed: ``_base``, ``_version``, ``_is_view()`` and
+``_backward_hooks`` of tensors, ``_schema`` of operators, ``_saved_…`` of autograd nodes, ``_forward_cls`` of contexts.
 Each name says what it is for; `tests/project/test_torch_compat.py` fails when one of them moves.
 May import: nothing of the package.
 """
@@ -93,6 +95,11 @@ def current_autograd_node() -> Any:
     return torch._C._current_autograd_node()  # type: ignore[attr-defined, no-any-return]
 
 
+def node_sequence_number(node: Any) -> int:
+    """The sequence number of an autograd node; a backward node has that of its forward operator."""
+    return int(node._sequence_nr())
+
+
 def sequence_number() -> int:
     """The number that autograd gives to the next node it makes."""
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -102,6 +109,12 @@ def saved_as_it_is(node: Any, name: str) -> torch.Tensor | None:
     """What a node of torch's own saved under a name; None where a hook packed it, or it was freed."""
     raw = getattr(node, f"_raw_saved_{name}")
     return None if raw.unpack_hook is not None else getattr(node, f"_saved_{name}")
+
+
+def saved_numbers(node: Any, name: str) -> tuple[Any, ...]:
+    """The numbers that an autograd node saved under the name of one of its operator's arguments."""
+    found = getattr(node, f"_saved_{name}", None)
+    return found if isinstance(found, tuple) else (found,)
 
 
 CUMPROD_BY_DATA = torch.__version__.startswith("2.11.")

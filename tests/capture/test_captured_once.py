@@ -214,3 +214,16 @@ def test_every_later_capture_says_why() -> None:
 
 def test_the_table_has_every_optimizer_and_those_of_two_programs() -> None:
     assert TWO and {name.partition("(")[0] for name in OPTIMIZERS} >= {kind.__name__ for kind in SETTINGS}
+
+
+def test_a_compiled_step_shows_what_it_serves() -> None:
+    @ws.compile
+    def scaled(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"]) * 2
+
+    assert repr(scaled) == "<Compiled scaled, captures: 0, recompiles: 0>"
+    model = nn.Linear(2, 2)
+    scaled(model, {"x": torch.ones(3, 2)})
+    assert repr(scaled) == "<Compiled scaled, captures: 1, recompiles: 0>\n  L['batch']['x']: float32[3, 2]"
+    scaled(model, {"x": torch.ones(4, 2)})
+    assert repr(scaled) == "<Compiled scaled, captures: 2, recompiles: 1>\n  L['batch']['x']: float32[4, 2]"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as rates
 
-from wholestep.capture import Const, Effect, GuardFailure, Snapshot, compile_binder, new_values, outcome, snapshot
+from wholestep.capture import Binder, Effect, GuardFailure, Snapshot, new_values, outcome, snapshot
 from wholestep.errors import LeakError, UnsupportedError
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -34,7 +34,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> tuple[Snapshot, list[Effect]]:
 def again(snap: Snapshot, effects: list[Effect]) -> list[torch.Tensor]:
     """Replays effects with fresh values, which it gives back."""
     made = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in new_values(effects)]
-    compile_binder(snap, []).apply(effects, Const(None), snap.call.args, snap.call.kwargs, made)
+    Binder(snap, [], effects=effects).apply(snap.call.args, snap.call.kwargs, made)
     return made
 
 
@@ -173,9 +173,9 @@ def test_a_counter_is_an_effect_and_a_guard() -> None:
         net.calls += 1
 
     snap, effects = traced(step, net)
-    binder = compile_binder(snap, [])
+    binder = Binder(snap, [], effects=effects)
     assert binder((net,), {}) == []
-    binder.apply(effects, Const(None), (net,), {}, [])
+    binder.apply((net,), {}, [])
     assert net.calls == 1
     assert binder((net,), {}) == GuardFailure("L['net'].calls: expected 0, found 1")
 
@@ -192,11 +192,11 @@ def test_bookkeeping_of_optimizers_and_schedulers_never_recompiles() -> None:
 
     x = torch.ones(1, 2)
     snap, effects = traced(step, x)
-    binder = compile_binder(snap, [n.source for n in snap.numbers])
+    binder = Binder(snap, [n.source for n in snap.numbers], effects=effects)
     for _ in range(3):
         values = binder((x,), {})
         assert not isinstance(values, GuardFailure) and values[0] == opt.param_groups[0]["lr"]
-        binder.apply(effects, Const(None), (x,), {}, new_values(effects))
+        binder.apply((x,), {}, new_values(effects))
         scheduler.step()
     assert opt.param_groups[0]["lr"] == 0.0125
 
@@ -211,8 +211,8 @@ def test_replay_reads_everything_before_it_assigns() -> None:
     snap, effects = traced(step, box)
     other = {"a": a.clone(), "b": b.clone()}
     want = other["b"], other["a"]
-    binder = compile_binder(snapshot(step, (other,)), [])
-    binder.apply(effects, Const(None), (other,), {}, [])
+    binder = Binder(snapshot(step, (other,)), [], effects=effects)
+    binder.apply((other,), {}, [])
     assert (other["a"], other["b"]) == want and box["a"] is a
 
 
@@ -248,11 +248,11 @@ def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Call
     snap.restore()
     assert (dict(vars(ours[2])), dict(ours[1].param_groups[0])) == before
     assert [str(e) for e in effects] == ["L['scheduler'].step()"]
-    binder = compile_binder(snap, [n.source for n in snap.numbers])
+    binder = Binder(snap, [n.source for n in snap.numbers], effects=effects)
     for _ in range(4):
         step(*eager)
         assert not isinstance(binder(ours, {}), GuardFailure)
-        binder.apply(effects, Const(None), ours, {}, [])
+        binder.apply(ours, {}, [])
         assert ours[1].param_groups[0]["lr"] == eager[1].param_groups[0]["lr"]
         assert ours[2].last_epoch == eager[2].last_epoch
     assert binder.slow_calls == 0
@@ -303,9 +303,9 @@ def test_results_keep_the_identity_of_what_was_there_and_of_what_is_held_twice()
     effects, described = outcome(snap, lambda t: t is not x, step(kept, x))
     snap.restore()
     assert kept.last is None
-    binder = compile_binder(snap, [f.source for f in snap.tensors.values()])
+    binder = Binder(snap, [f.source for f in snap.tensors.values()], effects=effects, result=described)
     made = [torch.zeros(1) for _ in new_values(effects, described)]
-    result = binder.apply(effects, described, (kept, x), {}, made)
+    result = binder.apply((kept, x), {}, made)
     assert list(result) == ["kept", "list", "out", "x", "n"] and result["n"] == 3
     assert result["kept"] is kept and result["list"] is kept.last and kept.last[0] is made[0] and result["x"] is x
     assert type(result["out"]) is Output and result["out"].y is result["out"]["y"] is made[0]

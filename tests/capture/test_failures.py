@@ -16,7 +16,7 @@ import wholestep as ws
 from tests.support.equal import World, assert_same_failure, assert_same_run
 from tests.zoo.models import training
 from tests.zoo.nets import MLP
-from wholestep.errors import DataDependentError
+from wholestep.errors import DataDependentError, UnsupportedError
 
 
 def on_a_thread(function: Callable[[], Any]) -> Any:
@@ -214,3 +214,27 @@ def test_a_refused_step_leaves_an_eager_world_that_trains_on() -> None:
         return fallback
 
     assert_same_run(make, compile=compile)
+
+
+class TensorError(Exception):
+    """An exception that holds what it is given."""
+
+
+def test_an_exception_with_a_tensor_that_the_step_made_does_not_reach_the_user() -> None:
+    def step(x: torch.Tensor) -> None:
+        raise TensorError("no", [x * 2])
+
+    with pytest.raises(UnsupportedError, match=r"raises TensorError with a tensor(?s:.)*test_failures.py"):
+        ws.compile(step)(torch.ones(3))
+
+
+def test_slices_of_tensors_are_made_anew_in_each_call() -> None:
+    def step(x: torch.Tensor) -> object:
+        return slice(x * 2, None), slice(1, 2), [slice(0, x)]
+
+    compiled = ws.compile(step)
+    for number in (1.0, 2.0):
+        x = torch.tensor(number)
+        made, plain, (given,) = compiled(x)
+        assert made.start.item() == 2 * number and plain == slice(1, 2) and given.stop is x
+    assert compiled.captures == 1

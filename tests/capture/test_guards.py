@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from wholestep.capture import Binder, GuardFailure, compile_binder, snapshot
+from wholestep.capture import Binder, GuardFailure, snapshot
 from wholestep.capture.snapshot.snapshot import Snapshot
 
 
@@ -21,7 +21,7 @@ def bound(fn: Callable[..., Any], *args: Any, mutated: tuple[str, ...] = (), **k
     """A binder for all tensors and numbers that a call can see."""
     snap = snapshot(fn, args, kwargs)
     sources = [*(f.source for f in snap.tensors.values()), *(n.source for n in snap.numbers)]
-    return snap, compile_binder(snap, sources, mutated=[s for s in sources if s.text in mutated])
+    return snap, Binder(snap, sources, mutated=[s for s in sources if s.text in mutated])
 
 
 def reason(binder: Binder, *args: Any, **kwargs: Any) -> str:
@@ -359,7 +359,7 @@ def test_a_tensor_that_only_a_library_reads_is_found_when_met() -> None:
     found = snap.find(tensor)
     assert found is not None and str(found.source) == "L['h'].unnamed['deep'][0]"
     assert snap.find(torch.ones(1)) is None
-    binder = compile_binder(snap, [found.source])
+    binder = Binder(snap, [found.source])
     assert binder((holder,), {}) == [tensor]
     holder.count += 1
     holder.unnamed["deep"][0] = torch.zeros(2)

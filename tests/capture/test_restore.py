@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from wholestep.capture import Const, GuardFailure, compile_binder, new_values, outcome, snapshot
+from wholestep.capture import Binder, GuardFailure, new_values, outcome, snapshot
 from wholestep.capture.guards.guards import compare
 from wholestep.errors import LeakError
 
@@ -252,7 +252,7 @@ def test_random_graphs_are_restored_and_changes_are_guarded(
 
     before = picture(root)
     snap = snapshot(step, (root,))
-    binder = compile_binder(snap, [f.source for f in snap.tensors.values()])
+    binder = Binder(snap, [f.source for f in snap.tensors.values()])
     values = binder((root,), {})
     assert not isinstance(values, GuardFailure) and [id(v) for v in values] == list(snap.tensors)
     for which, how, value in changes:
@@ -286,7 +286,6 @@ def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes:
     snap = snapshot(step, (root,))
     known = set(snap.tensors)
     values = [found.tensor for found in snap.tensors.values()]
-    binder = compile_binder(snap, [found.source for found in snap.tensors.values()])
     step(root)
     after = picture(root)
     try:
@@ -296,6 +295,7 @@ def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes:
     snap.restore()
     assert picture(root) == before
     if effects is not None:
+        binder = Binder(snap, [found.source for found in snap.tensors.values()], effects=effects)
         assert [id(v) for v in binder((root,), {})] == [id(v) for v in values]
-        binder.apply(effects, Const(None), (root,), {}, new_values(effects))
+        binder.apply((root,), {}, new_values(effects))
         assert picture(root) == after

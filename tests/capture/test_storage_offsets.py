@@ -72,3 +72,32 @@ def test_two_views_of_a_memory_of_which_one_is_written() -> None:
         for run, memory in ((step, one), (compiled, two)):
             found.append(run(memory[:4], memory[offset : offset + 4]))
         assert torch.equal(*found) and torch.equal(one, two)
+
+
+@pytest.mark.parametrize("backend", ["aten", "naive"])
+def test_gradients_whose_formula_counts_from_the_start_of_their_memory(backend: str) -> None:
+    """Eager's formula of `as_strided_scatter` looks at the memory of the gradient, not at its first element."""
+
+    def step(x: Tensor, part: Tensor) -> Tensor:
+        return torch.as_strided_scatter(x, part, (2, 2), (2, 1), 1)
+
+    compiled = ws.compile(step, backend=backend)
+    for offset in (0, 4, 5, 4):
+        grads = []
+        for run in (step, compiled):
+            x, part = torch.arange(12.0).view(3, 4).requires_grad_(), torch.ones(2, 2, requires_grad=True)
+            coming = torch.arange(20.0)[offset : offset + 12].view(3, 4)
+            grads.append(torch.autograd.grad(run(x, part), (x, part), coming))
+        assert all(map(torch.equal, *grads))
+
+
+def test_gradients_that_come_as_pieces_of_one() -> None:
+    def step(x: Tensor) -> Tensor:
+        return torch.as_strided_scatter(x, x[:2, :2], (2, 2), (2, 1), 1) * 1
+
+    grads = []
+    for run in (step, ws.compile(step)):
+        x, y = (torch.arange(12.0).view(3, 4).requires_grad_() for _ in range(2))
+        torch.cat([run(x), run(y)]).square().sum().backward()
+        grads.append((x.grad, y.grad))
+    assert all(map(torch.equal, *grads))

@@ -92,7 +92,7 @@ def test_what_a_step_leaves_behind_is_named_as_a_later_step_finds_it():
         opt.step()
         return loss.detach()
 
-    homes = capture(step, (model, opt, torch.ones(2, 3)), {})[1].step.signature.homes
+    homes = capture(step, (model, opt, torch.ones(2, 3)), {})[1].step.signature.state_outputs
     weight = "L['model'].weight"
     assert {item.source: item.kind for item in homes.values() if "weight" in item.source} == {
         f"{weight}.grad": "grad",

@@ -249,7 +249,7 @@ def test_interrupted_before_any_operation_on_files_the_last_one_is_intact(tmp_pa
     ws.save(path, numbered(1.0))
     operations = len(seen)
     assert {"write", "fsync", "rename", "replace", "rmdir"} <= set(seen)
-    monkeypatch.setattr(directory, "withdraw", lambda *_: None)  # a killed process withdraws nothing
+    monkeypatch.setattr(directory, "discard", lambda *_: None)  # a killed process discards nothing
     last = 1.0
     for at in range(operations):
         count, limit = 0, at

@@ -121,6 +121,9 @@ def odd_tensors():
     averaged = torch.tensor([-7, 7]) * (1 - rank)
     comm.all_reduce(averaged, "avg")
     assert averaged.tolist() == [-3, 3]
+    halved = torch.tensor([4, 7]) * (1 - rank)
+    comm.all_reduce(halved, comm.premul_sum(0.5))
+    assert halved.tolist() == [2, 3]
     nan = torch.tensor([float("nan") if rank == 0 else 1.0])
     comm.all_reduce(nan, "max")
     assert nan.isnan().item()

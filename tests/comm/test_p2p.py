@@ -12,7 +12,7 @@ import torch
 from tests.comm.test_faults import end_world, until_it_fails, world_of
 from tests.comm.test_plan_cache import never
 from wholestep import comm
-from wholestep.comm.api import p2p
+from wholestep.comm.api import issue
 from wholestep.comm.diagnostics import flight_recorder
 from wholestep.testing import run_ranks
 
@@ -37,12 +37,12 @@ def ring_of_messages(size):
 def messages_in_turn():
     sizes = (1, 1000, 8192, 8193, 300_000)
     first = [ring_of_messages(size) for size in sizes]
-    kept, p2p.launch = p2p.launch, never
+    kept, issue.launch = issue.launch, never
     try:
         again = [ring_of_messages(size) for size in sizes]
         last = flight_recorder.records()[-1]
     finally:
-        p2p.launch = kept
+        issue.launch = kept
     return first + again, last["op"], last["state"], last["where"].startswith(__file__)
 
 

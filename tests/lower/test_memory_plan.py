@@ -47,7 +47,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [4, 1 << 18])  # beyond 2**18 elements, the products are computed by tiles
-def test_dying_inputs_are_free_after_their_last_reader(size: int) -> None:
+def test_donated_inputs_are_free_after_their_last_use(size: int) -> None:
     b = Builder()
     x, y, z = [b.input(name, torch.randn(size), "tensor") for name in "xyz"]
     watch = torch.ops.tests.count_alive.default
@@ -59,7 +59,7 @@ def test_dying_inputs_are_free_after_their_last_reader(size: int) -> None:
     last = b.call(aten.add.Tensor, first, b.call(aten.sum.default, b.call(aten.mul.Tensor, z, z)))
     step, real = b.finish([b.call(watch, last), small], {})
     want = interpret(step, real)
-    step.signature.dying = frozenset([0, 1, 2])
+    step.signature.donated = frozenset([0, 1, 2])
     program_ = lower_aten(step)
     SEEN.clear()
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_kept_results_are_not_recycled() -> None:
     b = Builder()
     (x,) = inputs(b, "tensor", shape=(1 << 19,))
     step, real = b.finish([b.call(aten.mul.Tensor, x, 2.0), b.call(aten.mul.Tensor, x, 3.0)], {})
-    step.signature.kept = 1
+    step.signature.saved = 1
     program_ = lower_aten(step, tiling=False)
     memories = []
     for _ in range(2):
@@ -141,26 +141,26 @@ def test_outputs_that_are_inputs_views_and_constants_are_copies() -> None:
     assert len(owners) == 16
 
 
-@pytest.mark.parametrize("dying", [True, False])
-def test_scatters_write_into_a_view(dying: bool) -> None:
+@pytest.mark.parametrize("last_use", [True, False])
+def test_scatters_write_into_a_view(last_use: bool) -> None:
     b = Builder()
     x, y = inputs(b, "state", "tensor")
     row = b.call(aten.select.int, y, 0, 0)
     new = b.call(aten.select_scatter.default, x, row, 0, 2)
     new = b.call(aten.slice_scatter.default, new, b.call(aten.slice.Tensor, y, 1, 0, 2), 1, 1, 3)
-    outs = [new] if dying else [new, b.call(aten.mul.Tensor, x, 2.0)]
+    outs = [new] if last_use else [new, b.call(aten.mul.Tensor, x, 2.0)]
     fast = compare(*b.finish(outs, {0: 0}))
-    assert fast.arena_bytes == 0 or not dying
+    assert fast.arena_bytes == 0 or not last_use
 
 
-@pytest.mark.parametrize("dying", [True, False])
-def test_functionalized_operator_runs_in_place(dying: bool) -> None:
+@pytest.mark.parametrize("last_use", [True, False])
+def test_functionalized_operator_runs_in_place(last_use: bool) -> None:
     b = Builder()
     (x,) = inputs(b, "state")
     noise = b.call(GETITEM, b.call(Functionalized(aten.bernoulli_.float), x, 0.5), 0)
-    outs = [noise] if dying else [noise, b.call(aten.neg.default, x)]
+    outs = [noise] if last_use else [noise, b.call(aten.neg.default, x)]
     fast = compare(*b.finish(outs, {0: 0}))
-    assert (".clone()" in fast.code) is not dying
+    assert (".clone()" in fast.code) is not last_use
 
 
 def test_batch_norm_updates_its_buffers() -> None:

@@ -160,13 +160,13 @@ def test_collectives_run_beside_other_work_or_at_once(kind: str, little: int, mo
     monkeypatch.setattr(blocking_collectives, "LITTLE", little)  # bytes of work worth overlapping with
     for (code,) in run_ranks(bucket, 2, "thread", (kind,)):
         assert ("wholestep_wait" in code) == (little < 0)
-        assert (f"{kind}_at_once(" in code) == (little > 0)
+        assert (f"{kind}_blocking(" in code) == (little > 0)
         assert ("wholestep_all_reduce_(cat_default" in code) == (kind == "all_reduce" and little < 0)
 
 
-@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("same_order", [False, True])
 @pytest.mark.parametrize("between", ["send", "all_reduce", "nothing"])
-def test_nothing_that_communicates_stands_between_what_runs_at_once(between: str, alike: bool) -> None:
+def test_nothing_that_communicates_stands_between_what_runs_at_once(between: str, same_order: bool) -> None:
     """A rank that ran the first to its end here could be waited for, with the second, by one that starts otherwise."""
     operators = torch.ops.wholestep
     b = Builder()
@@ -179,10 +179,10 @@ def test_nothing_that_communicates_stands_between_what_runs_at_once(between: str
         other = b.call(operators.wait.default, b.call(operators.all_reduce.default, other, "sum", ""))
     done = b.call(operators.wait.default, started)
     step, _ = b.finish([b.call(aten.neg.default, done), b.call(aten.neg.default, other)], {})
-    step.signature.alike = alike  # what plans have made is in one order on all ranks
+    step.signature.same_order = same_order  # what plans have made is in one order on all ranks
     code = lower_aten(step).code
-    first = code.count("all_reduce_at_once(sin")
-    assert first == (between == "nothing" or (alike and between == "all_reduce"))
+    first = code.count("all_reduce_blocking(sin")
+    assert first == (between == "nothing" or (same_order and between == "all_reduce"))
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -9,10 +9,10 @@ import torch
 
 from tests.lower.test_interpreter import compare
 from tests.support.lower_programs import Builder, clone_inputs, program
-from wholestep.ir import StepGraph
+from wholestep.ir import StepGraph, check
 from wholestep.lower.backends.aten import lower_aten
 from wholestep.lower.backends.interpreter import interpret
-from wholestep.passes import fuse_optimizer, run_passes, same_values
+from wholestep.passes import fuse_optimizer, same_values
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def test_equal_values_are_computed_once() -> None:
     before = clone_inputs(real)
     torch.manual_seed(0)
     expected = interpret(step, before)
-    small = run_passes(step, [same_values])
+    small = check(same_values(step), "same_values")
     assert targets(small).count(aten.mm.default) == 1 and targets(small).count(aten.bernoulli.p) == 2
     torch.manual_seed(0)
     assert all(torch.equal(a, c) for a, c in zip(interpret(small, real), expected, strict=True))
@@ -58,7 +58,7 @@ def test_fused_optimizer_gives_what_eager_fused_gives(name: str) -> None:
     """The program's gradients, given to torch's own fused optimizer, must lead to the same parameters."""
     overload, kind, options = FUSED[name]
     step, real = program("mlp", name, keep_grads=True)
-    fused = run_passes(step, [fuse_optimizer])
+    fused = check(fuse_optimizer(step), "fuse_optimizer")
     assert targets(fused).count(overload) == 1
     assert not {aten.addcdiv.default, aten.addcmul.default} & set(targets(fused))
     kinds = [i.kind for i in step.signature.inputs]
@@ -88,7 +88,7 @@ def test_fused_programs_lower_bitwise(name: str) -> None:
 
 def test_two_updates_of_one_parameter_stay_in_order() -> None:
     step, real = program("mlp", "sgd_twice")
-    fused = run_passes(step, [fuse_optimizer])
+    fused = check(fuse_optimizer(step), "fuse_optimizer")
     assert targets(fused).count(aten._fused_sgd.default) == 2
     ours, theirs = clone_inputs(real), clone_inputs(real)
     got, expected = lower_aten(fused)(*ours), interpret(step, theirs)

@@ -65,8 +65,10 @@ from wholestep.torch_compat import (
     make_one_of_several,
     mkl_square_root,
     no_modes,
+    node_sequence_number,
     refuse_addresses,
     saved_as_it_is,
+    saved_numbers,
     sequence_number,
     set_grad_mode,
     set_versions,
@@ -335,11 +337,18 @@ def test_what_a_node_saved_is_given_unless_a_hook_packed_it():
         assert saved_as_it_is(x.prod().grad_fn, "self") is None
 
 
+def test_a_node_shows_the_numbers_that_it_saved():
+    x = torch.ones(2, 3, requires_grad=True)
+    assert saved_numbers(x.logit(eps=0.25).grad_fn, "eps") == (0.25,)
+    assert saved_numbers(x.sum((0, 1)).grad_fn, "dim") == (0, 1)
+    assert saved_numbers(x.exp().grad_fn, "eps") == (None,)
+
+
 def test_sequence_numbers_count_the_nodes_that_autograd_makes():
     x = torch.ones(2, requires_grad=True)
     number = sequence_number()
     first, second = x.exp(), x.sin()
-    assert first.grad_fn._sequence_nr() == number and second.grad_fn._sequence_nr() == number + 1
+    assert node_sequence_number(first.grad_fn) == number and node_sequence_number(second.grad_fn) == number + 1
     assert sequence_number() == number + 2
 
 

@@ -123,14 +123,14 @@ def test_the_first_calls_tensors_do_not_live_on() -> None:
     assert ref() is None
 
 
-def test_a_rested_program_begins_anew() -> None:
+def test_a_program_that_released_its_memory_begins_anew() -> None:
     b = Builder()
     x = b.input("x", torch.randn(600, 600), "parameter")
     doubled = b.call(aten.mm.default, x, b.call(aten.mm.default, x, x))
     step, inputs = b.finish([doubled], {})
     fast = lower_aten(step)
     first = fast(*clone_inputs(inputs))[0].clone()
-    fast.rest()
+    fast.release_memory()
     assert torch.equal(fast(*clone_inputs(inputs))[0], first) and fast.rebinds == 2
 
 
@@ -172,7 +172,7 @@ def test_the_arena_lends_memory_for_gradients_that_a_step_replaces() -> None:
     assert weight.untyped_storage().nbytes() == weight.nbytes and weight.storage_offset() == 0
     assert not weight._is_view() and weight.is_leaf
     rest = weight.clone()
-    run.rest()
+    run.release_memory()
     del arena, run
     gc.collect()
     assert torch.equal(weight, rest), "who holds a gradient holds its memory"

@@ -34,7 +34,7 @@ def world() -> tuple[Any, ...]:
 
 def test_a_graph_comes_back_as_it_was():
     step = capture(train, world(), {})[1].step
-    again = Packed(step).whole()
+    again = Packed(step).unpack()
     check(again, "packed")
     assert str(again.graph) == str(step.graph) and again.gm.code == step.gm.code
     assert again.signature == step.signature

@@ -10,13 +10,11 @@ from torch import nn
 
 import tests.support.spmd_programs as programs
 import wholestep as ws
+from tests.support.spmd_passes import rank_graph
 from wholestep import comm
 from wholestep.errors import PlanError
-from wholestep.ir import check
 from wholestep.lower import lower
-from wholestep.pipeline import capture
-from wholestep.spmd.plans.data_parallel import reduce_gradients
-from wholestep.spmd.preflight.preflight_check import communication
+from wholestep.spmd.preflight.contract import communication
 from wholestep.testing import run_ranks
 
 
@@ -134,10 +132,8 @@ def test_bad_meshes(shape, names):
 # The graph --------------------------------------------------------------------------------------------------------
 
 
-def spread(step, args, caps=(1 << 20, 25 << 20), reduce="mean"):
-    """The step's graph with its collectives; nothing is sent."""
-    traced = capture(step, args, {})[1].step
-    return check(reduce_gradients(traced, group="world", ranks=2, reduce=reduce, caps=caps), "reduce_gradients")
+def spread(step, args, caps=(1 << 20, 25 << 20)):
+    return rank_graph(step, args, ws.DataParallel("dp", first_bucket_bytes=caps[0], bucket_bytes=caps[1]))
 
 
 def deep():
@@ -206,5 +202,5 @@ def test_gradients_read_between_two_backwards_are_reduced_for_that_reader():
 
 def test_gradients_are_computed_in_their_bucket():
     code = lower(spread(train, deep()), (), "aten").code
-    assert "all_reduce_at_once(cat" in code, "the collective works in place, and nothing is left to do meanwhile"
+    assert "all_reduce_blocking(cat" in code, "the collective works in place, and nothing is left to do meanwhile"
     assert "torch.cat(" not in code and "_part_" not in code, "no gradient is copied"

@@ -16,10 +16,10 @@ from wholestep.comm.ops.rows import piece
 from wholestep.ir import Input, StepGraph, check, info
 from wholestep.pipeline import capture
 from wholestep.spmd.expand.expand import expand
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate, Shard
 from wholestep.spmd.plans.fully_shard import FullyShard, fully_shard
-from wholestep.spmd.plans.state_placements import at_rest
+from wholestep.spmd.plans.state_placements import state_placements
 from wholestep.spmd.plans.tensor_parallel import TensorParallel, tensor_parallel
 from wholestep.spmd.schedule.coalesce import coalesce
 from wholestep.spmd.schedule.overlap import start_early, wait_late
@@ -34,11 +34,11 @@ def rows_of_everything(item: Input, value: torch.Tensor) -> Placement:
     return Shard(0) if split else Replicate()
 
 
-def cut(value: Any, placement: Placement, line: Line) -> Any:
+def cut(value: Any, placement: Placement, group: AxisGroup) -> Any:
     """What a rank holds of a whole value."""
     if not isinstance(placement, Shard):
         return value.clone() if isinstance(value, torch.Tensor) else value
-    start, stop = piece(value.shape[placement.dim], line.size, line.rank)
+    start, stop = piece(value.shape[placement.dim], group.size, group.rank)
     return value.narrow(placement.dim, start, stop - start).clone()
 
 
@@ -53,7 +53,7 @@ def compare(
     """Runs a step whole, and expanded on thread ranks, by a plan or by placements; gives rank 0's operators."""
     traced = capture(fn, args, {}, differentiable=False)[1]
     step = traced.step
-    real = [item.value for item in traced.lifted]
+    real = [item.value for item in traced.inputs]
     values = []
     for place, node in enumerate(step.placeholders):
         fake = info(node).value
@@ -61,25 +61,27 @@ def compare(
         hoisted = isinstance(fake, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
         values.append(torch.zeros(fake.shape, dtype=fake.dtype) if hoisted else value)
     values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-    rest = at_rest(step, of if plan is None else plan.placement_of)
+    rest = state_placements(step, of if plan is None else plan.placement_of)
     torch.manual_seed(1)
     want = step.gm(*values)
     lock = threading.Lock()
 
-    def expand_by(step: StepGraph, line: Line) -> StepGraph:
+    def expand_by(step: StepGraph, group: AxisGroup) -> StepGraph:
         if isinstance(plan, FullyShard):
-            return fully_shard(step, line=line, plan=plan)
-        return expand(step, line=line, rest=rest) if plan is None else tensor_parallel(step, line=line, plan=plan)
+            return fully_shard(step, group=group, plan=plan)
+        if plan is None:
+            return expand(step, group=group, placements=rest)
+        return tensor_parallel(step, group=group, plan=plan)
 
     def rank() -> tuple[list[Any], list[str]]:
         group = comm.get_group()
-        line = Line(group.group_name, ranks, group.rank())
+        group = AxisGroup(group.group_name, ranks, group.rank())
         with lock:
-            mine = expand_by(step, line)
+            mine = expand_by(step, group)
             for transform in passes:
                 mine = transform(mine)
             check(mine, "expand")
-        parts = [cut(v, p, line) for v, p in zip(values, rest.inputs, strict=True)]
+        parts = [cut(v, p, group) for v, p in zip(values, rest.inputs, strict=True)]
         return list(mine.gm(*parts)), [str(node.target) for node in mine.graph.nodes]
 
     torch.manual_seed(1)
@@ -87,7 +89,8 @@ def compare(
     for number, (outputs, _) in enumerate(found):
         for index, (whole, part) in enumerate(zip(want, outputs, strict=True)):
             placement = rest.outputs.get(index, Replicate())
-            torch.testing.assert_close(part, cut(whole, placement, Line("", ranks, number)), rtol=1e-10, atol=1e-12)
+            mine = cut(whole, placement, AxisGroup("", ranks, number))
+            torch.testing.assert_close(part, mine, rtol=1e-10, atol=1e-12)
     return list(found[0][1])
 
 
@@ -148,7 +151,7 @@ def test_a_wide_layer_on_few_rows_stays_where_it_is(ranks: int) -> None:
         comm.init_process_group("null", rank=0, world_size=ranks)
         try:
             step = capture(train, args, {}, differentiable=False)[1].step
-            mine = fully_shard(step, line=Line(comm.get_group().group_name, ranks, 0), plan=plan)
+            mine = fully_shard(step, group=AxisGroup(comm.get_group().group_name, ranks, 0), plan=plan)
         finally:
             comm.destroy_process_group()
         values = [info(node).value for node in mine.graph.nodes if node.op == "call_function"]

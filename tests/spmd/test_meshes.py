@@ -14,7 +14,7 @@ import tests.support.spmd_meshes as programs
 import wholestep as ws
 from wholestep import comm
 from wholestep.pipeline import capture
-from wholestep.spmd import Launch
+from wholestep.spmd import PlanExecutor
 from wholestep.testing import run_ranks
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
@@ -98,12 +98,12 @@ def order_of_collectives(make, rank, shape):
     try:
         mesh = ws.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
         plans, arguments = make()
-        launch = Launch(mesh, plans)
-        step = capture(train, arguments, {}, differentiable=False, parts=launch.parts)[1].step
-        made = functools.reduce(lambda step, one: one(step), launch.passes_of(step), step)
+        executor = PlanExecutor(mesh, plans)
+        step = capture(train, arguments, {}, differentiable=False, parts=executor.parts)[1].step
+        made = functools.reduce(lambda step, one: one(step), executor.passes_of(step), step)
         calls = [node for node in made.graph.nodes if str(node.target).startswith("wholestep.")]
         started = [node for node in calls if "wait" not in str(node.target)]
-        return [(str(node.target), launch.axes[node.args[-1]]) for node in started]
+        return [(str(node.target), executor.axes[node.args[-1]]) for node in started]
     finally:
         comm.destroy_process_group()
 

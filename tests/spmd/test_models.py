@@ -18,9 +18,9 @@ from tests.support.spmd_models import FIRST, HELD_OUT, OURS, make, train
 from wholestep.ir import check, info
 from wholestep.pipeline import capture
 from wholestep.spmd.expand.expand import expand
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Replicate
-from wholestep.spmd.plans.state_placements import Rest, at_rest
+from wholestep.spmd.plans.state_placements import StatePlacements, state_placements
 from wholestep.spmd.rules import has_rule, name_of
 from wholestep.testing import run_ranks
 
@@ -37,19 +37,19 @@ def _double() -> Iterator[None]:
 def compare(name: str, sizes: tuple[int, ...]) -> None:
     """Rows of everything along each axis, in turn."""
     traced = capture(train, make(name), {}, differentiable=False)[1]
-    step, real = traced.step, [item.value for item in traced.lifted]
+    step, real = traced.step, [item.value for item in traced.inputs]
     assert not without_rule(step.graph)
     values = [_value(real[i] if i < len(real) else None, info(node).value) for i, node in enumerate(step.placeholders)]
     wanted = step.gm(*values)
     lock = threading.Lock()
 
-    def rank() -> tuple[list[Any], list[tuple[Rest, Line]]]:
+    def rank() -> tuple[list[Any], list[tuple[StatePlacements, AxisGroup]]]:
         mesh = ws.init_device_mesh("cpu", sizes)
         program, axes = step, []
         with lock:
-            for line in map(mesh.line, range(len(sizes))):
-                axes.append((at_rest(program, rows_of_everything), line))
-                program = check(expand(program, line=line, rest=axes[-1][0]), "expand")
+            for line in map(mesh.group, range(len(sizes))):
+                axes.append((state_placements(program, rows_of_everything), line))
+                program = check(expand(program, group=line, placements=axes[-1][0]), "expand")
         parts = [_part(value, [(rest.inputs[i], line) for rest, line in axes]) for i, value in enumerate(values)]
         return list(program.gm(*parts)), axes
 
@@ -73,7 +73,7 @@ def _value(real: Any, fake: Any) -> Any:
     return fake if real is None else real
 
 
-def _part(value: Any, axes: Sequence[tuple[Any, Line]]) -> Any:
+def _part(value: Any, axes: Sequence[tuple[Any, AxisGroup]]) -> Any:
     for placement, line in axes:
         value = cut(value, placement, line)
     return value

@@ -20,7 +20,7 @@ from wholestep.errors import PlanError
 from wholestep.ir import NodeInfo, set_info
 from wholestep.spmd.expand.axis_redistribute import RULES
 from wholestep.spmd.expand.redistribute import bytes_sent, changes, redistribute
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, local_shape
 from wholestep.testing import run_ranks
 from wholestep.torch_compat import FakeTensorMode
@@ -91,7 +91,7 @@ def _addends(part: torch.Tensor, op: str, size: int, generator: torch.Generator)
 def redistributed(cases: list[tuple], sizes: tuple[int, ...], seed: int) -> list[torch.Tensor]:
     """In every rank: the results of all changes, by graphs of this rank's own."""
     mesh = ws.init_device_mesh("cpu", sizes)
-    lines = [mesh.line(axis) for axis in range(mesh.ndim)]
+    lines = [mesh.axis_group(axis) for axis in range(mesh.ndim)]
     found = []
     for shape, src, dst in cases:
         whole = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
@@ -115,7 +115,7 @@ def check(cases: list[tuple], sizes: tuple[int, ...], seed: int = 0) -> None:
         whole = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).double()
         parts = {place: found[rank][number] for rank, place in enumerate(places)}
         for place, part in parts.items():
-            lines = [Line("", size, at) for size, at in zip(sizes, place, strict=True)]
+            lines = [AxisGroup("", size, at) for size, at in zip(sizes, place, strict=True)]
             assert part.shape == local_shape(shape, dst, lines), (shape, src, dst, place)
         assert torch.equal(whole_of(parts, dst), whole), (shape, src, dst)
 
@@ -174,11 +174,11 @@ def test_the_table_has_every_pair():
     ],
 )
 def test_bytes_that_a_rank_sends(src, dst, sent):
-    assert bytes_sent((32, 32), 4, [src], [dst], [Line("", 4, 0)]) == sent
+    assert bytes_sent((32, 32), 4, [src], [dst], [AxisGroup("", 4, 0)]) == sent
 
 
 def test_bytes_on_two_axes_are_those_of_what_the_other_axis_left():
-    lines = [Line("", 2, 0), Line("", 4, 0)]
+    lines = [AxisGroup("", 2, 0), AxisGroup("", 4, 0)]
     assert bytes_sent((32, 32), 4, [ws.Shard(0), ws.Partial()], [ws.Shard(0), R], lines) == 2 * 3 / 4 * 2048
 
 
@@ -198,7 +198,7 @@ def test_pieces_are_those_of_chunk(length, ranks):
 
 
 def test_bad_placements():
-    lines = [Line("", 2, 0)]
+    lines = [AxisGroup("", 2, 0)]
     with pytest.raises(PlanError, match=r"Shard\(dim=2\) of a tensor of shape \[3, 4\], which has dimensions 0 to 1"):
         local_shape((3, 4), [ws.Shard(2)], lines)
     with pytest.raises(PlanError, match="has no dimension"):

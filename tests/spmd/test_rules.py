@@ -14,8 +14,8 @@ from tests.support.spmd_table import lines
 from wholestep import comm
 from wholestep.ir import fake_tensors
 from wholestep.spmd import rules
-from wholestep.spmd.expand.strategy import Row
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.expand.strategy import Strategy
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Partial, Replicate, Shard
 from wholestep.testing import run_ranks
 
@@ -36,15 +36,15 @@ def test_every_row_of_every_rule(ranks: int) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        Row((Shard(0),), (Shard(0),)),  # softmax along that dimension
-        Row((Shard(1),), (Shard(0),)),
-        Row((Partial(),), (Partial(),)),  # not linear
-        Row((R,), (Partial(),)),
-        Row((Shard(1),), (R,)),
+        Strategy((Shard(0),), (Shard(0),)),  # softmax along that dimension
+        Strategy((Shard(1),), (Shard(0),)),
+        Strategy((Partial(),), (Partial(),)),  # not linear
+        Strategy((R,), (Partial(),)),
+        Strategy((Shard(1),), (R,)),
     ],
     ids=shown,
 )
-def test_a_wrong_row_is_found(row: Row) -> None:
+def test_a_wrong_row_is_found(row: Strategy) -> None:
     sample = Sample(aten._softmax.default, (torch.randn(4, 4, dtype=torch.float64), 0, False))
     assert not failures([sample], 2)
     assert len(failures([sample], 2, lambda _: [row])) == 1
@@ -59,7 +59,7 @@ def test_every_rule_has_a_sample() -> None:
 
 def test_every_sample_can_be_split() -> None:
     for sample in samples():
-        assert any(list(rules.rows(call)) for call in call_of(sample, Line("", 2, 0))[1]), str(sample)
+        assert any(list(rules.strategies(call)) for call in call_of(sample, AxisGroup("", 2, 0))[1]), str(sample)
 
 
 def test_the_document_has_the_table() -> None:
@@ -71,25 +71,25 @@ def test_the_documents_own_rule() -> None:
     blocks = [block.split("```")[0] for block in (DOCS / "spmd.md").read_text().split("```python\n")]
     exec(next(block for block in blocks if "@ws.register_sharding" in block), {})
     sample = Sample(torch.ops.mylib.scale.default, (torch.randn(5, 4).double(), torch.randn(4).double()))
-    assert [shown(trial.row) for trial in trials_of(sample, 2)] == ["S0 R → S0", "S1 S0 → S1"]
+    assert [shown(trial.strategy) for trial in trials_of(sample, 2)] == ["S0 R → S0", "S1 S0 → S1"]
     assert not failures([sample], 2)
-    assert len(failures([sample], 2, lambda _: [Row((Shard(0), R), (Partial(),))])) == 1
+    assert len(failures([sample], 2, lambda _: [Strategy((Shard(0), R), (Partial(),))])) == 1
 
 
 def collected() -> list[str]:
     """In every rank of a mesh: collectives along one axis, on parts along the other, that are wrong."""
     mesh = ws.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    (row, column), line, group = mesh.coordinates, mesh.line("b"), mesh.get_group("a").group_name
+    (row, column), line, group = mesh.coordinates, mesh.axis_group("b"), mesh.get_group("a").group_name
     wrong = []
     for sample in collectives(group):
         node, (call,) = call_of(sample, line)
         whole = torch.randn(sample.args[0].shape, generator=torch.Generator().manual_seed(row)).double()
         wanted = wait(sample.target(whole, *sample.args[1:]))
-        for one in rules.rows(call):
+        for one in rules.strategies(call):
             parts = parts_of(whole, one.ins[0], 2, torch.Generator().manual_seed(9 + row))
             got = wait(sample.target(parts[column], *sample.args[1:]))
             if isinstance(one.outs[0], Partial):
-                got = wait(torch.ops.wholestep.all_reduce(got, "sum", line.group))
+                got = wait(torch.ops.wholestep.all_reduce(got, "sum", line.name))
             if not torch.allclose(got, part_of(wanted, one.outs[0], 2, column)):
                 wrong.append(f"{sample}: {shown(one)}")
     return wrong
@@ -112,11 +112,11 @@ def drawn() -> list[str]:
             torch.manual_seed(3)
             wanted = list(fake_tensors(sample.target(*sample.args, **sample.kwargs)))
             after = torch.rand(())
-            program, parts = trial.program(Line("", size, rank)), trial.parts[rank]
+            program, parts = trial.program(AxisGroup("", size, rank)), trial.parts[rank]
             torch.manual_seed(3)
             found = program(*parts)
             try:
-                for got, want, placement in zip(found, wanted, trial.row.outs, strict=True):
+                for got, want, placement in zip(found, wanted, trial.strategy.outs, strict=True):
                     close(got, part_of(want, placement, size, rank))
                 assert torch.equal(torch.rand(()), after), "the generator is elsewhere"
             except AssertionError as error:

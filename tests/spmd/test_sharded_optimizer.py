@@ -11,13 +11,11 @@ from torch import nn
 import tests.support.spmd_programs as programs
 import tests.support.spmd_sharded as sharded
 import wholestep as ws
+from tests.support.spmd_passes import rank_graph
 from wholestep.errors import PlanError
-from wholestep.ir import check, info
+from wholestep.ir import info
 from wholestep.lower import lower
-from wholestep.pipeline import capture
-from wholestep.spmd.mesh import Line
-from wholestep.spmd.plans.sharded_optimizer import shard_optimizer
-from wholestep.spmd.preflight.preflight_check import communication
+from wholestep.spmd.preflight.contract import communication
 from wholestep.tensor_parts import Part
 from wholestep.testing import run_ranks
 
@@ -73,11 +71,8 @@ def test_bad_settings():
 # The graph --------------------------------------------------------------------------------------------------------
 
 
-def spread(step, args, rank=1, min_bytes=1):
-    traced = capture(step, args, {})[1].step
-    line, caps = Line("world", 2, rank), (1 << 20, 25 << 20)
-    made = shard_optimizer(traced, line=line, reduce="mean", caps=caps, min_bytes=min_bytes)
-    return check(made, "shard_optimizer")
+def spread(step, args, min_bytes=1):
+    return rank_graph(step, args, ws.ShardedOptimizer("dp", min_bytes=min_bytes))
 
 
 def small(kind=torch.optim.AdamW, **settings):
@@ -104,7 +99,7 @@ def kinds(step):
 
 def test_each_large_parameter_is_reduced_and_shared_by_rows():
     step = spread(train, small())
-    assert sorted(kinds(step)) == ["all_reduce", *["reduce_rows"] * 2, *["share_rows"] * 2]
+    assert sorted(kinds(step)) == ["all_reduce", *["reduce_scatter"] * 2, *["share_rows"] * 2]
     held = [info(n).placement for n in step.placeholders if isinstance(info(n).placement, Part)]
     assert sorted(set(held)) == [Part.rows((6,), 3, 6), Part.rows((6, 8), 3, 6)], "one row cannot be shared out"
 
@@ -116,14 +111,13 @@ def test_a_gradient_that_is_the_sum_of_two_uses_is_reduced_before_it_is_cut():
         opt.zero_grad()
 
     step = spread(twice, small())
-    reduced = [node for node in step.graph.nodes if "reduce_rows" in str(node.target)]
-    assert [info(node.args[0]).value.shape for node in reduced] == [info(node).value.shape for node in reduced]
-    assert {tuple(info(node).value.shape) for node in reduced} == {(6,), (6, 8)}
+    reduced = [node for node in step.graph.nodes if "reduce_scatter" in str(node.target)]
+    assert {tuple(info(node.args[0]).value.shape) for node in reduced} == {(6,), (6, 8)}
 
 
 def test_small_parameters_are_updated_everywhere():
     step = spread(train, small(), min_bytes=100)
-    assert sorted(kinds(step)) == ["all_reduce", "reduce_rows", "share_rows"]
+    assert sorted(kinds(step)) == ["all_reduce", "reduce_scatter", "share_rows"]
 
 
 def test_gradients_that_somebody_else_reads_are_reduced_whole():
@@ -133,7 +127,8 @@ def test_gradients_that_somebody_else_reads_are_reduced_whole():
 
 def test_new_rows_are_computed_in_the_parameter_and_gradients_reduced_where_they_are():
     code = lower(spread(train, small()), (), "aten").code
-    assert re.search(r"share_rows_(at_once)?\(model_0_weight", code) and re.search(r"reduce_rows_(at_once)?\(mm", code)
+    for operand in (r"share_rows_(blocking)?\(model_0_weight", r"reduce_scatter(_blocking)?\(mm"):
+        assert re.search(operand, code)
     assert "slice_Tensor(model_0_weight, 0, 3, 6).copy_" not in code and ".clone()" not in code
 
 

@@ -13,8 +13,8 @@ from wholestep import comm
 from wholestep.ir import info
 from wholestep.pipeline import capture
 from wholestep.spmd.expand.expand import expand
-from wholestep.spmd.mesh import Line
-from wholestep.spmd.plans.state_placements import at_rest
+from wholestep.spmd.mesh import AxisGroup
+from wholestep.spmd.plans.state_placements import state_placements
 
 BATCH, LENGTH, WIDTH = 6, 7, 4
 
@@ -70,10 +70,10 @@ def test_ranks_compute_what_one_device_does(fn: Callable[[Tensor], Tensor], rank
 def lengths(fn: Callable[[Tensor], Tensor], rank: int) -> dict[str, set[int]]:
     """Operators of one rank of two, each with the sizes of the first dimension of what it gives."""
     step = capture(train, (fn, nn.LayerNorm(WIDTH), torch.randn(BATCH, LENGTH, WIDTH)), {}, differentiable=False)
-    rest = at_rest(step[1].step, rows_of_everything)
+    rest = state_placements(step[1].step, rows_of_everything)
     comm.init_process_group("null", rank=rank, world_size=2)
     try:
-        mine = expand(step[1].step, line=Line(comm.get_group().group_name, 2, rank), rest=rest)
+        mine = expand(step[1].step, group=AxisGroup(comm.get_group().group_name, 2, rank), placements=rest)
     finally:
         comm.destroy_process_group()
     found: dict[str, set[int]] = {}

@@ -18,8 +18,8 @@ from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
 from wholestep.spmd import rules
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.local_calls import Writer
-from wholestep.spmd.expand.strategy import Build, Row
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.expand.strategy import Build, Strategy
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
 from wholestep.spmd.rules.foreach import columns_of, is_on_lists
 from wholestep.testing import run_ranks
@@ -49,7 +49,7 @@ class Sample:
 
 
 @functools.cache
-def call_of(sample: Sample, line: Line) -> tuple[fx.Node, list[Call]]:
+def call_of(sample: Sample, group: AxisGroup) -> tuple[fx.Node, list[Call]]:
     """A whole step's node for a sample, and its call; of an operator on lists the calls of its columns."""
     mode, graph = FakeTensorMode(), fx.Graph()
 
@@ -63,7 +63,7 @@ def call_of(sample: Sample, line: Line) -> tuple[fx.Node, list[Call]]:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: info(n).value)
     with mode, torch.no_grad(), below_autograd():
         set_info(node, NodeInfo(sample.target(*args, **kwargs)))
-    whole = Call.of(node, line)
+    whole = Call.of(node, group)
     return node, [c.call for c in columns_of(whole)] if is_on_lists(node.target) else [whole]
 
 
@@ -73,43 +73,43 @@ class Trial:
 
     sample: Sample
     column: int
-    row: Row
+    strategy: Strategy
     operands: list[torch.Tensor]
     wanted: list[torch.Tensor]
     ranks: int
     index: int = 0
 
     def __str__(self) -> str:
-        return f"{self.sample} on {self.ranks} ranks: {shown(self.row)}"
+        return f"{self.sample} on {self.ranks} ranks: {shown(self.strategy)}"
 
     @functools.cached_property
     def parts(self) -> list[list[torch.Tensor]]:
         """What each rank holds of each operand."""
-        sides = [parts_of(v, p, self.ranks) for v, p in zip(self.operands, self.row.ins, strict=True)]
+        sides = [parts_of(v, p, self.ranks) for v, p in zip(self.operands, self.strategy.ins, strict=True)]
         parts = [list(one) for one in zip(*sides, strict=True)] if sides else [[] for _ in range(self.ranks)]
-        for index in (i for i, p in enumerate(self.row.ins) if isinstance(p, Opaque)):
+        for index in (i for i, p in enumerate(self.strategy.ins) if isinstance(p, Opaque)):
             assert self.sample.own is not None
             for mine in parts:
                 mine[index] = self.sample.own(*mine[:index], *mine[index + 1 :])
         return parts
 
-    def program(self, line: Line) -> fx.GraphModule:
+    def program(self, group: AxisGroup) -> fx.GraphModule:
         """This rank's graph."""
-        node, calls = call_of(self.sample, line)
+        node, calls = call_of(self.sample, group)
         call, graph = calls[self.column], fx.Graph()
         mode = next(fake_tensors([value for one in calls for value in one.values])).fake_mode  # type: ignore[attr-defined]
         ins = [set_info(graph.placeholder(f"x{i}"), NodeInfo(mode.from_tensor(part)))
-               for i, part in enumerate(self.parts[line.rank])]  # fmt: skip
-        writer = Writer(graph, line, lambda n: n)
-        if self.row.emit is not None:
-            build = Build(graph, info(node), line, lambda n: n)
-            row = list(rules.rows(call))[self.index]
-            assert row.emit is not None
-            outs = list(row.emit(build, call, ins))
+               for i, part in enumerate(self.parts[group.rank])]  # fmt: skip
+        writer = Writer(graph, group, lambda n: n)
+        if self.strategy.emit is not None:
+            build = Build(graph, info(node), group, lambda n: n)
+            strategy = list(rules.strategies(call))[self.index]
+            assert strategy.emit is not None
+            outs = list(strategy.emit(build, call, ins))
         elif is_on_lists(node.target):
             (outs,) = writer.lists(node, [self.column], [call], [ins])
         else:
-            outs = list(leaves(graph, writer.call(node, self.row, ins)))
+            outs = list(leaves(graph, writer.call(node, self.strategy, ins)))
         graph.output(tuple(outs))
         graph.lint()
         gm = fx.GraphModule(torch.nn.Module(), graph)
@@ -118,7 +118,7 @@ class Trial:
 
     def judge(self, found: list[list[torch.Tensor]]) -> None:
         """Compares what all ranks hold with the whole results."""
-        for place, (want, placement) in enumerate(zip(self.wanted, self.row.outs, strict=True)):
+        for place, (want, placement) in enumerate(zip(self.wanted, self.strategy.outs, strict=True)):
             if isinstance(placement, Opaque):
                 continue
             got = [outs[place] for outs in found]
@@ -173,10 +173,10 @@ def parts_of(
     return [*noise, value - sum(noise)]
 
 
-def shown(row: Row) -> str:
+def shown(strategy: Strategy) -> str:
     """A row in a few letters: placements of operands, of results; * for other calls."""
-    sides = [" ".join(map(letter, side)) for side in (row.ins, row.outs)]
-    return f"{sides[0]} → {sides[1]}{'*' if row.emit else ''}"
+    sides = [" ".join(map(letter, side)) for side in (strategy.ins, strategy.outs)]
+    return f"{sides[0]} → {sides[1]}{'*' if strategy.emit else ''}"
 
 
 def letter(placement: Placement) -> str:
@@ -187,9 +187,9 @@ def letter(placement: Placement) -> str:
     return "R" if placement == R else "P" if placement == Partial() else f"P({placement.op})"  # type: ignore[union-attr]
 
 
-def trials_of(sample: Sample, ranks: int, extra: Sequence[Row] = ()) -> Iterator[Trial]:
+def trials_of(sample: Sample, ranks: int, extra: Sequence[Strategy] = ()) -> Iterator[Trial]:
     """All rows of a sample's calls; ``extra`` for rows to be judged beside."""
-    _, calls = call_of(sample, Line("", ranks, 0))
+    _, calls = call_of(sample, AxisGroup("", ranks, 0))
     torch.manual_seed(0)
     result = sample.target(*sample.args, **sample.kwargs)
     for column, call in enumerate(calls):
@@ -200,8 +200,8 @@ def trials_of(sample: Sample, ranks: int, extra: Sequence[Row] = ()) -> Iterator
         if wanted is None:
             parts = [r for r in result if r] if isinstance(result[0], (list, tuple)) else [result]
             wanted = [one[column] for one in parts]
-        for index, row in enumerate([*rules.rows(call), *extra]):
-            yield Trial(sample, column, row, operands, wanted, ranks, index)
+        for index, strategy in enumerate([*rules.strategies(call), *extra]):
+            yield Trial(sample, column, strategy, operands, wanted, ranks, index)
 
 
 def _nodes(call: Call) -> list[fx.Node]:
@@ -218,17 +218,17 @@ def run_all(trials: Sequence[Trial], ranks: int) -> list[list[Any]]:
     bad: set[int] = set()
 
     def rank() -> list[Any]:
-        line = Line("", ranks, comm.get_rank())
+        group = AxisGroup("", ranks, comm.get_rank())
         programs: list[Any] = []
         for number, trial in enumerate(trials):
             with lock:
                 try:
-                    programs.append(trial.program(line))
+                    programs.append(trial.program(group))
                 except Exception as error:
                     programs.append(error)
                     bad.add(number)
         gate.wait()
-        return [run(p, t.parts[line.rank]) if i not in bad else p
+        return [run(p, t.parts[group.rank]) if i not in bad else p
                 for i, (p, t) in enumerate(zip(programs, trials, strict=True))]  # fmt: skip
 
     return run_ranks(rank, ranks, transport="thread", timeout=300)
@@ -247,7 +247,7 @@ def run(program: fx.GraphModule, operands: Sequence[torch.Tensor]) -> Any:
         return error
 
 
-Extra = Callable[[Sample], Sequence[Row]]
+Extra = Callable[[Sample], Sequence[Strategy]]
 
 
 def failures(samples: Sequence[Sample], ranks: int, extra: Extra = lambda sample: ()) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tests.support.spmd_rules import Sample, call_of, shown
 from tests.support.spmd_samples import collectives, random_samples, samples
 from wholestep.spmd import rules
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 
 HEAD = """# Sharding rules
 
@@ -49,9 +49,9 @@ def lines() -> Iterator[str]:
 
 
 def _line(name: str, sample: Sample) -> str:
-    call = call_of(sample, Line("", 2, 0))[1][0]
+    call = call_of(sample, AxisGroup("", 2, 0))[1][0]
     operands = " ".join(str(list(value.shape)) for value in call.values)
-    return f"| `{name}` | {operands} | {'; '.join(dict.fromkeys(map(shown, rules.rows(call))))} |"
+    return f"| `{name}` | {operands} | {'; '.join(dict.fromkeys(map(shown, rules.strategies(call))))} |"
 
 
 if __name__ == "__main__":

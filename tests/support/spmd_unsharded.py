@@ -12,25 +12,25 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from tests.support.spmd_naive import naive_expand
 from tests.support.spmd_programs import accumulated, adamw, clipped, kept, plain, sgd, tensors
 from tests.zoo.nets import GPT, MLP
 from wholestep import comm
 from wholestep.ir import StepGraph
-from wholestep.spmd import AtRest, Replicate, Shard
+from wholestep.spmd import ParameterPlan, Replicate, Shard
 from wholestep.spmd.expand.expand import expand
-from wholestep.spmd.expand.naive_expansion import naive_expand
-from wholestep.spmd.mesh import Line
-from wholestep.spmd.plans.state_placements import PlacementOf, at_rest
+from wholestep.spmd.mesh import AxisGroup
+from wholestep.spmd.plans.state_placements import PlacementOf, state_placements
 from wholestep.tensor_parts import part_of
 
 
-def by_rules(step: StepGraph, *, line: Line, placement_of: PlacementOf) -> StepGraph:
+def by_rules(step: StepGraph, *, group: AxisGroup, placement_of: PlacementOf) -> StepGraph:
     """Expansion by its rules."""
-    return expand(step, line=line, rest=at_rest(step, placement_of))
+    return expand(step, group=group, placements=state_placements(step, placement_of))
 
 
 @dataclass(frozen=True)
-class Cut(AtRest):
+class Cut(ParameterPlan):
     """Cuts parameters along a dimension, or along the first where they have no such one.
 
     Attributes:
@@ -46,7 +46,7 @@ class Cut(AtRest):
     how: Callable[..., StepGraph] = naive_expand
 
     def passes(self, mesh: ws.DeviceMesh) -> list[Callable[[StepGraph], StepGraph]]:
-        return [partial(self.how, line=mesh.line(self.axis), placement_of=self.placement_of)]
+        return [partial(self.how, group=mesh.axis_group(self.axis), placement_of=self.placement_of)]
 
     def place(self, source: str, value: Tensor) -> Any:
         return Shard(self.dim if value.dim() > self.dim else 0) if value.numel() >= self.least else Replicate()

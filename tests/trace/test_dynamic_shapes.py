@@ -98,7 +98,7 @@ def test_a_trace_at_other_sizes_is_the_capture_of_those_sizes() -> None:
         _, made = templates(step, batch, {}, frozenset(), False, False, look)
         _, captured = capture(step, batch, {}, differentiable=False)
         assert made.fingerprint == captured.fingerprint
-        assert (made.slots, made.versions) == (captured.slots, captured.versions)
+        assert (made.aliases, made.versions) == (captured.aliases, captured.versions)
     assert templates.captures == 1
 
 

@@ -190,3 +190,34 @@ def test_libraries_do_not_see_that_tensors_are_fake() -> None:
     x = torch.ones(2)
     assert torch.equal(ws.compile(step)(x), step(x))
     assert torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor  # type: ignore[attr-defined]
+
+
+# Where C++ wants a double, the first number of a trace goes by this one.
+LIKE_A_TOKEN = 0.5 + 2.0**-45
+
+
+def test_a_float_of_the_users_is_never_taken_for_another_number():
+    def fn(x: Tensor, p: float) -> Tensor:
+        return torch.nan_to_num(x, nan=p, posinf=LIKE_A_TOKEN)
+
+    compiled, x = ws.compile(fn), torch.tensor([1.0, math.nan, math.inf], dtype=torch.float64)
+    for p in (0.25, 2.0, 3.0, 4.0):
+        assert torch.equal(compiled(x, p), fn(x, p))
+    assert compiled.captures <= 2
+
+    def later(x: Tensor, p: float) -> Tensor:
+        return torch.nan_to_num(torch.nan_to_num(x, nan=p), posinf=LIKE_A_TOKEN)
+
+    compiled = ws.compile(later)  # where it cannot tell them apart, the number is a guard
+    for p in (0.25, 2.0, 3.0):
+        assert torch.equal(compiled(x, p), later(x, p))
+
+
+def test_a_number_that_autograd_saves_is_an_input_of_the_backward_too():
+    def fn(x: Tensor, p: float) -> Tensor:
+        return torch.autograd.grad(torch.logit(x, eps=p).sum(), x)[0]
+
+    compiled, x = ws.compile(fn), torch.rand(64, dtype=torch.float64, requires_grad=True)
+    for p in (0.25, 0.125, 0.0625, 0.3):
+        assert torch.equal(compiled(x, p), fn(x, p))
+    assert compiled.captures <= 2

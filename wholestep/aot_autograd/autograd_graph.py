@@ -171,8 +171,8 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 def _is_number(tensor: torch.Tensor) -> bool:
     """Whether a tensor of no dimensions stands for a Python number, which widens no other such tensor's type."""
-    narrow = _NARROW.get(tensor.dtype)
-    return narrow is not None and torch.result_type(tensor, narrow) != tensor.dtype
+    smaller = _SMALLER.get(tensor.dtype)
+    return smaller is not None and torch.result_type(tensor, smaller) != tensor.dtype
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -183,8 +183,8 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(first.setdefault(place, i) for i, place in enumerate(places))
 
 
-# The types that Python numbers become -> a narrower one of the same kind.
-_NARROW = {
+# The types that Python numbers become -> a smaller one of the same kind.
+_SMALLER = {
     torch.float64: torch.zeros((), dtype=torch.float16),
     torch.int64: torch.zeros((), dtype=torch.int8),
     torch.complex128: torch.zeros((), dtype=torch.float16),

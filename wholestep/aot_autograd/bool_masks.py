@@ -1,8 +1,7 @@
-"""Dropout draws its masks as floats of 0 and 1: a forward that keeps them as booleans keeps a quarter of the bytes."""
+"""Bool masks for dropout: it draws them as floats of 0 and 1; as booleans they are a quarter of the saved bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -11,7 +10,7 @@ from torch import fx
 from wholestep.aot_autograd.joint import Joint
 from wholestep.aot_autograd.recompute_costs import rate
 from wholestep.functional import Functionalized
-from wholestep.ir import GETITEM, StepGraph, info, set_info
+from wholestep.ir import GETITEM, StepGraph, copy_graph, info, set_info
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
@@ -19,29 +18,20 @@ aten = torch.ops.aten
 FROM = 1 << 15  # elements: below, two conversions cost more than the bytes are worth
 
 
-def narrow_masks(joint: Joint) -> Joint:
+def with_bool_masks(joint: Joint) -> Joint:
     """A joint graph whose backward reads each Bernoulli draw, and what follows from it alone, by way of booleans.
 
     The forward is as it was; the same bits reach the backward, since 0 and 1 survive the way there and back. The graph
     given is left alone.
     """
-    joint = _copied(joint)
-    for draw in [node for node in joint.step.graph.nodes if _is_draw(node)]:
-        family = _family(draw)
-        read = [node for node in family if any(_is_backward(user) for user in node.users)]
-        if read:
-            twins = _twins(joint.step.graph, draw, family)
-            for node in read:
-                for user in [user for user in node.users if _is_backward(user)]:
-                    user.replace_input_with(node, twins[node])
-    return joint
-
-
-def _copied(joint: Joint) -> Joint:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in joint.step.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph, _ = copy_graph(joint.step.graph)
+    for draw in [node for node in graph.nodes if _is_draw(node)]:
+        following = _following(draw)
+        read = [node for node in following if any(_is_backward(user) for user in node.users)]
+        copies = _from_booleans(graph, draw, following) if read else {}
+        for node in read:
+            for user in [user for user in node.users if _is_backward(user)]:
+                user.replace_input_with(node, copies[node])
     step = StepGraph(lazy_graph_module(joint.step.gm, graph), joint.step.signature, joint.step.stage)
     return replace(joint, step=step)
 
@@ -61,33 +51,28 @@ def _is_backward(node: fx.Node) -> bool:
     return node.op == "call_function" and info(node).phase == "backward"
 
 
-def _family(draw: fx.Node) -> list[fx.Node]:
+def _following(draw: fx.Node) -> list[fx.Node]:
     """The draw and what the forward computes from it and constants alone, in the graph's order."""
-    family = {draw: None}
-    for node in _after(draw):
-        known = node.op == "call_function" and not _is_backward(node) and rate(node.target) is not None
-        if known and node.all_input_nodes and all(operand in family for operand in node.all_input_nodes):
-            family[node] = None
-    return list(family)
-
-
-def _after(node: fx.Node) -> Iterable[fx.Node]:
-    node = node.next
+    following = {draw: None}
+    node = draw.next
     while node.op != "root":
-        yield node
+        known = node.op == "call_function" and not _is_backward(node) and rate(node.target) is not None
+        if known and node.all_input_nodes and following.keys() >= set(node.all_input_nodes):
+            following[node] = None
         node = node.next
+    return list(following)
 
 
-def _twins(graph: fx.Graph, draw: fx.Node, family: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Each of the family computed from the booleans."""
+def _from_booleans(graph: fx.Graph, draw: fx.Node, following: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The draw and what follows from it, computed from booleans."""
     record = info(draw)
     with graph.inserting_after(draw):
         mask = graph.call_function(aten._to_copy.default, (draw,), {"dtype": torch.bool})
     set_info(mask, replace(record, value=torch.empty_like(record.value, dtype=torch.bool)))
     with graph.inserting_after(mask):
         last = graph.call_function(aten._to_copy.default, (mask,), {"dtype": record.value.dtype})
-    twins = {draw: set_info(last, replace(record))}
-    for node in family[1:]:
+    copies = {draw: set_info(last, replace(record))}
+    for node in following[1:]:
         with graph.inserting_after(last):
-            last = twins[node] = graph.node_copy(node, twins.__getitem__)
-    return twins
+            last = copies[node] = graph.node_copy(node, copies.__getitem__)
+    return copies

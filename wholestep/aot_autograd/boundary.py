@@ -1,4 +1,4 @@
-"""The ends of a step's autograd graph: what autograd sees as its results, and what gradients flow to."""
+"""The boundary of a step's autograd graph: what autograd sees as its results, and what gradients flow to."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from torch.autograd.graph import GradientEdge
 
 from wholestep.errors import UnsupportedError
 from wholestep.torch_compat import FakeTensor
-from wholestep.trace.functionalize.autograd_flags import is_leaf
 from wholestep.trace.numbers.symbolic_sizes import is_made
-from wholestep.trace.outputs.results import Outlet
-from wholestep.trace.record.inputs import Lifted
+from wholestep.trace.operators.data_dependent_formulas import behind
+from wholestep.trace.outputs.collect_outputs import OutputCollector
+from wholestep.trace.outputs.tensor_state import is_leaf
+from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
 
 
 @dataclass(eq=False)
 class Output:
-    """One thing that autograd sees as a result: a tensor at a slot, or an input with a new history."""
+    """One thing that autograd sees as a result: an output alias, or an input with a new history."""
 
     tensor: torch.Tensor
-    slot: int | None = None
-    input: Lifted | None = None
+    alias: int | None = None
+    input: TracedInput | None = None
 
 
 @dataclass(eq=False)
 class Root:
     """An input that gradients flow to, or a leaf that the step makes, and where in the autograd graph it stands."""
 
-    item: Lifted | None
+    item: TracedInput | None
     edge: torch.Tensor | GradientEdge
     node: Any
-    slot: int | None = None
+    alias: int | None = None
 
 
 def has_history(value: Any) -> bool:
@@ -46,66 +47,66 @@ def roots_of(recorder: Recorder) -> list[Root]:
     """The inputs that gradients flow to."""
     roots = []
     for tensor in _own_tensors(recorder):
-        found = recorder.find(tensor)
+        found = recorder.inputs.world.find(tensor)
         if found is not None and found.beginning is not None:
-            roots.append(Root(recorder.by_id[id(tensor)], GradientEdge(found.beginning, 0), found.beginning))
+            roots.append(Root(recorder.inputs.by_id[id(tensor)], GradientEdge(found.beginning, 0), found.beginning))
         elif tensor.is_leaf and tensor.requires_grad:
-            roots.append(Root(recorder.by_id[id(tensor)], tensor, tensor))
+            roots.append(Root(recorder.inputs.by_id[id(tensor)], tensor, tensor))
     return roots
 
 
-def leaves_made(outlet: Outlet, values: list[Any]) -> list[Root]:
+def leaves_made(collector: OutputCollector, values: list[Any]) -> list[Root]:
     """The leaves that the step makes and leaves behind, such as new parameters."""
     tensors = {id(v): v for v in values if isinstance(v, FakeTensor) and v.requires_grad and is_leaf(v)}
-    return [Root(None, tensor, tensor, outlet.slot(tensor)) for tensor in tensors.values()]
+    return [Root(None, tensor, tensor, collector.alias(tensor)) for tensor in tensors.values()]
 
 
 def _own_tensors(recorder: Recorder) -> list[torch.Tensor]:
     """The tensors that the step was given, those first that others are views of."""
     tensors: dict[int, torch.Tensor] = {}
-    for item in list(recorder.by_id.values()):
+    for item in list(recorder.inputs.by_id.values()):
         tensor = item.value
         assert isinstance(tensor, torch.Tensor)
-        if tensor._base is not None and recorder.find(tensor._base) is not None:
+        if tensor._base is not None and recorder.inputs.world.find(tensor._base) is not None:
             tensors.setdefault(id(tensor._base), tensor._base)
         tensors.setdefault(id(tensor), tensor)
-    return [*{id(recorder.lift_once(t)): t for t in tensors.values()}.values()]
+    return [*{id(recorder.inputs.of(t)): t for t in tensors.values()}.values()]
 
 
-def results_of(recorder: Recorder, outlet: Outlet, values: list[Any]) -> list[Output]:
+def results_of(recorder: Recorder, collector: OutputCollector, values: list[Any]) -> list[Output]:
     """The tensors that the step made and leaves behind with a history; views are left to their bases."""
     found: dict[int, Output] = {}
     for value in values:
         if not isinstance(value, FakeTensor):
             continue
-        base = value._base if value._is_view() and _is_plain_view(value, outlet) else None
+        base = value._base if value._is_view() and _is_plain_view(value, collector) else None
         if base is not None and not is_made(base):
-            if recorder.find(base) is not None:
-                outlet.move(value, recorder.lift_once(base))
+            if recorder.inputs.world.find(base) is not None:
+                collector.move(value, recorder.inputs.of(base))
             continue
         whole = value if base is None else base
         if not whole.requires_grad or is_leaf(whole):
             continue
-        slot = outlet.slot(whole)
-        found.setdefault(slot, Output(whole, slot))
+        alias = collector.alias(whole)
+        found.setdefault(alias, Output(whole, alias))
         if base is None:
-            outlet.set(value, base=None, views=None)
+            collector.change(collector.alias(value), base=None, views=None)
     return list(found.values())
 
 
-def _is_plain_view(view: torch.Tensor, outlet: Outlet) -> bool:
+def _is_plain_view(view: torch.Tensor, collector: OutputCollector) -> bool:
     """Whether a view's history is that of its base and of view operators alone, and it is made of its base.
 
     A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own.
     """
     facts = [(t.dtype, t.is_conj(), t.is_neg()) for t in (view, view._base) if t is not None]
-    if facts[0] != facts[1] and outlet.slots[outlet.slot(view)].kind is None:
+    if facts[0] != facts[1] and collector.aliases[collector.alias(view)].kind is None:
         return False
     try:
-        node, end = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]
+        node, start = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]
     except RuntimeError:  # autograd forbids it: one of several views that one call made, written since
         return True
-    while node is not None and node is not end and not hasattr(node, "variable"):
+    while node is not None and node is not start and not hasattr(node, "variable"):
         if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
             return False
         node = node.next_functions[0][0]
@@ -116,9 +117,9 @@ def rewritten_inputs(recorder: Recorder) -> list[Output]:
     """The inputs to which in-place writes gave a new history."""
     found = []
     for tensor in _own_tensors(recorder):
-        source = recorder.find(tensor)
+        source = recorder.inputs.world.find(tensor)
         before = source.beginning if source is not None else None
-        if tensor._base is not None and recorder.find(tensor._base) is not None:
+        if tensor._base is not None and recorder.inputs.world.find(tensor._base) is not None:
             continue  # its base has the new history, and gives it to all its views
         if tensor.grad_fn is None or tensor.grad_fn is before:
             continue
@@ -128,48 +129,19 @@ def rewritten_inputs(recorder: Recorder) -> list[Output]:
                 "the step is not given, as another of its inputs is",
                 remedy="pass the tensor that both are views of, and take the views inside",
             )
-        found.append(Output(tensor, None, recorder.by_id[id(tensor)]))
+        found.append(Output(tensor, None, recorder.inputs.by_id[id(tensor)]))
     return found
 
 
 def leaves_of(outputs: list[Output]) -> list[torch.Tensor]:
-    """The leaves and detached aliases that an autograd graph leads to, inputs that only a backward reads among them."""
-    seen: set[Any] = set()
-    found: list[torch.Tensor] = []
-    queue: list[Any] = [o.tensor.grad_fn for o in outputs]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        elif hasattr(node, "alias"):
-            found.append(node.alias())
-        else:
-            queue += [above for above, _ in node.next_functions]
-    return found
+    """The leaves and detached aliases behind some results: inputs that only a backward reads are among them."""
+    nodes = behind(output.tensor for output in outputs)
+    found = (node.variable if hasattr(node, "variable") else getattr(node, "alias", None) for node in nodes)
+    return [leaf if isinstance(leaf, torch.Tensor) else leaf() for leaf in found if leaf is not None]
 
 
-def is_reached(outputs: list[Output], root: Root) -> bool:
-    """Whether some output's graph leads to an input, be its gradient None."""
-    return any(reach(o.tensor.grad_fn, [root.node]) for o in outputs)
-
-
-def reach(start: Any, ends: list[Any]) -> frozenset[int]:
-    """Which of the ends (nodes, or leaves) an autograd graph leads to."""
-    places = {id(end): i for i, end in enumerate(ends)}
-    seen: dict[int, Any] = {}
-    found: set[int] = set()
-    queue = [start]
-    while queue:
-        node = queue.pop()
-        if node is None or id(node) in seen:
-            continue
-        seen[id(node)] = node
-        end = getattr(node, "variable", node)
-        if id(end) in places:
-            found.add(places[id(end)])
-        else:
-            queue += [above for above, _ in node.next_functions]
-    return frozenset(found)
+def reach(start: Any, targets: list[Any]) -> frozenset[int]:
+    """Which of some nodes, or leaves, an autograd graph leads to."""
+    places = {id(target): i for i, target in enumerate(targets)}
+    found = {id(getattr(node, "variable", node)) for node in behind([start])}
+    return frozenset(places[key] for key in places.keys() & found)

@@ -18,7 +18,6 @@ from wholestep.aot_autograd.boundary import (
     Output,
     Root,
     has_history,
-    is_reached,
     leaves_made,
     leaves_of,
     reach,
@@ -30,11 +29,11 @@ from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.torch_compat import empty_fake
 from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.operators.data_dependent_formulas import by_data
+from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import made_at
-from wholestep.trace.outputs.results import Outlet
-from wholestep.trace.outputs.state_outputs import Differentiated
+from wholestep.trace.outputs.output_records import Derivative, Differentiated
 from wholestep.trace.patches.engine_hook import handled
-from wholestep.trace.record.inputs import Lifted
+from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
 
 IN_PLACE = (
@@ -48,12 +47,15 @@ NO_ADDRESS = "Cannot access data pointer"
 
 
 def differentiate(
-    recorder: Recorder, outlet: Outlet, values: list[Any], recording: Callable[[], AbstractContextManager[Any]]
+    recorder: Recorder,
+    collector: OutputCollector,
+    values: list[Any],
+    recording: Callable[[], AbstractContextManager[Any]],
 ) -> Differentiated | None:
     """Traces the backward of a step whose forward has just been traced.
 
     Args:
-        outlet: has a slot for each of `values`; learns which of them are differentiable, and which refuse to be.
+        collector: has an alias for each of `values`; learns which of them are differentiable, and which refuse to be.
         values: what the step made and leaves behind.
         recording: the context in which the recorder sees what runs.
 
@@ -66,46 +68,54 @@ def differentiate(
     """
     if not torch.is_grad_enabled() and not any(has_history(v) for v in values):
         return None
-    outputs = [*results_of(recorder, outlet, values), *rewritten_inputs(recorder)]
+    outputs = [*results_of(recorder, collector, values), *rewritten_inputs(recorder)]
     if not outputs:
         return None
     for tensor in leaves_of(outputs):
-        if recorder.find(tensor) is not None:
-            recorder.lift_once(tensor)
+        if recorder.inputs.world.find(tensor) is not None:
+            recorder.inputs.of(tensor)
     _refuse_retained(recorder, outputs)
-    roots = [*roots_of(recorder), *leaves_made(outlet, values)]
-    new = {id(o): recorder.ref(o.tensor).read(recorder.emit) for o in outputs if o.input is not None}
-    last = next(iter(reversed(recorder.graph.nodes)))
-    late: list[tuple[Lifted, fx.Node]] = []
+    roots = [*roots_of(recorder), *leaves_made(collector, values)]
+    new = {id(o): recorder.inputs.read(o.tensor) for o in outputs if o.input is not None}
+    last = next(iter(reversed(recorder.builder.graph.nodes)))
+    late: list[tuple[TracedInput, fx.Node]] = []
     refused: list[tuple[Output, str]] = [(o, "") for o in outputs if not roots]
     tangents: list[fx.Node] = []
     gradients: list[Any] = []
     if roots:
-        with _hooks_set_aside(roots), recording(), _writes_set_aside(recorder, late):
+        with _without_hooks(roots), recording(), _deferred_writes(recorder, late):
             outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
-    _refuse(recorder, outlet, refused)
+    _refuse(collector, refused)
     outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
     if not outputs and all(o.input is None for o, _ in refused):
         return None
     gradients = gradients or [None] * len(roots)
     found = [(r, g) for r, g in zip(roots, gradients, strict=True) if g is not None]
-    pairs = [(r, recorder.ref(g).read(recorder.emit)) for r, g in found]
-    silent = [r for r, g in zip(roots, gradients, strict=True) if g is None and is_reached(outputs, r)]
+    pairs = [(r, recorder.inputs.read(g)) for r, g in found]
+    histories = [o.tensor.grad_fn for o in outputs]
+    silent = [  # reached, although the gradient is None
+        r for r, g in zip(roots, gradients, strict=True) if g is None and any(reach(h, [r.node]) for h in histories)
+    ]
     given = [*(r for r, _ in pairs if r.item is not None), *(r for r in silent if r.item is not None)]
-    made = [r for r, _ in pairs if r.slot is not None]
+    made = [r for r, _ in pairs if r.alias is not None]
     edges = [r.node for r in (*given, *made)]
+    rewritten = [(o.input, collector.add_output(new[id(o)]), k) for k, o in enumerate(outputs) if o.input is not None]
+    derivative = Derivative(
+        outputs=tuple(o.alias for o in outputs),
+        reaches=tuple(reach(o.tensor.grad_fn, edges) for o in outputs),
+        names=tuple(_name(o.tensor) for o in outputs),
+        made=tuple(r.alias for r in made if r.alias is not None),
+        n_given=len(pairs) - len(made),
+    )
     return Differentiated(
-        slots=[o.slot for o in outputs],
-        rewritten=[(o.input, new[id(o)], k) for k, o in enumerate(outputs) if o.input is not None],
-        inputs=[r.item for r in given if r.item is not None],
-        gradients=[node for _, node in pairs],
-        reaches=[reach(o.tensor.grad_fn, edges) for o in outputs],
-        tangents=tangents,
-        names=[_name(o.tensor) for o in outputs],
-        last=last,
-        late=late,
-        made=[r.slot for r in made if r.slot is not None],
-        refused=[(o.input, new[id(o)], why) for o, why in refused if o.input is not None],
+        derivative,
+        [r.item for r in given if r.item is not None],
+        [node for _, node in pairs],
+        tangents,
+        last,
+        rewritten,
+        late,
+        [(o.input, collector.add_output(new[id(o)]), why) for o, why in refused if o.input is not None],
     )
 
 
@@ -116,7 +126,7 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def _refuse_retained(recorder: Recorder, outputs: list[Output]) -> None:
-    """A result keeps the gradient that reaches it outside; what another result adds to it inside, nobody sees."""
+    """A result keeps the gradient that reaches it outside; what another result adds to it inside is not seen there."""
     for output in outputs:
         kept = output.tensor
         others = [o.tensor.grad_fn for o in outputs if o is not output]
@@ -128,11 +138,11 @@ def _refuse_retained(recorder: Recorder, outputs: list[Output]) -> None:
             )
 
 
-def _refuse(recorder: Recorder, outlet: Outlet, refused: list[tuple[Output, str]]) -> None:
+def _refuse(collector: OutputCollector, refused: list[tuple[Output, str]]) -> None:
     """Keeps what autograd says of results that it cannot differentiate for when that is tried."""
     for output, why in refused:
-        if output.slot is not None:
-            outlet.refuse(output.slot, why)
+        if output.alias is not None:
+            collector.change(output.alias, refusal=why)
         elif why.startswith("Trying to backward"):
             assert output.input is not None
             raise LeakError(f"{output.input.source} {IN_PLACE}", made_at(output.tensor),
@@ -177,21 +187,21 @@ def _run(outputs: list[Output], tangents: list[torch.Tensor], roots: list[Root])
 def _tangent(recorder: Recorder, like: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:
     """A placeholder for the gradient of one output."""
     fake = tangent_like(recorder, like)
-    node = recorder.placeholder(f"tangent {len(recorder.inputs)}", "tensor", fake)
-    recorder.root(fake, node)
+    node = recorder.builder.placeholder(f"tangent {len(recorder.builder.inputs)}", "tensor", fake)
+    recorder.builder.root(fake, node)
     return fake, node
 
 
 def tangent_like(recorder: Recorder, like: torch.Tensor) -> torch.Tensor:
     """As dense a layout as the output's own, contiguous where that leaves out or repeats elements."""
-    with recorder.fake_mode, torch.no_grad():
+    with recorder.builder.fake_mode, torch.no_grad():
         plain = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-        return empty_fake(recorder.fake_mode, torch.empty_like(plain, memory_format=torch.preserve_format))
+        return empty_fake(recorder.builder.fake_mode, torch.empty_like(plain, memory_format=torch.preserve_format))
 
 
 @contextmanager
-def _hooks_set_aside(roots: list[Root]) -> Iterator[None]:
-    """Keeps the user's hooks on the step's inputs out of the graph: they run when gradients really arrive."""
+def _without_hooks(roots: list[Root]) -> Iterator[None]:
+    """Keeps the user's hooks on the step's inputs out of the graph: they run in the real backward."""
     tensors = [r.item.value if r.item is not None else r.edge for r in roots]
     tables = [t._backward_hooks for t in tensors if t._backward_hooks]  # type: ignore[union-attr]
     saved = [dict(table) for table in tables]
@@ -205,11 +215,12 @@ def _hooks_set_aside(roots: list[Root]) -> Iterator[None]:
 
 
 @contextmanager
-def _writes_set_aside(recorder: Recorder, late: list[tuple[Lifted, fx.Node]]) -> Iterator[None]:
+def _deferred_writes(recorder: Recorder, late: list[tuple[TracedInput, fx.Node]]) -> Iterator[None]:
     """Keeps what hooks write to inputs, such as a counter, out of the forward: notes it and takes it back."""
-    before = {id(item): (item.ref.storage.value, item.ref.storage.generation) for item in recorder.lifted if item.ref}
+    storages = {id(item): item.ref.storage for item in recorder.inputs.items if item.ref}
+    before = {key: (storage.value, storage.generation) for key, storage in storages.items()}
     yield
-    for item in recorder.lifted:
+    for item in recorder.inputs.items:
         if item.ref is None or item.ref.parent is not None:
             continue
         storage = item.ref.storage

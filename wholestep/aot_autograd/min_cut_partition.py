@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.aot_autograd.bool_masks import narrow_masks
+from wholestep.aot_autograd.bool_masks import with_bool_masks
 from wholestep.aot_autograd.joint import Joint, Partitioned
 from wholestep.aot_autograd.memory_budget import within_budget
 from wholestep.aot_autograd.min_cut import Value, cheapest
 from wholestep.aot_autograd.partition import split
 from wholestep.aot_autograd.recompute_costs import is_free, is_pure, remake_price, seconds
-from wholestep.ir import GETITEM, info, is_effectful, is_host, nbytes
+from wholestep.ir import GETITEM, ancestors, info, is_effectful, is_host, nbytes
 from wholestep.trace.functionalize.aliases import Geometry
 
 NUMBER = 8  # bytes of a host number
@@ -45,9 +45,10 @@ def min_cut_partition(joint: Joint, memory_budget: float = 1.0) -> Partitioned:
     """
     if not 0 <= memory_budget <= 1:
         raise ValueError(f"memory_budget is {memory_budget}; it must be between 0 (fewest bytes) and 1 (least time)")
-    joint = narrow_masks(joint)
+    joint = with_bool_masks(joint)
     wanted = wanted_values(joint, late_nodes(joint))
-    nodes = _ancestors(joint, wanted)
+    needed = ancestors(wanted)
+    nodes = {node: index for index, node in enumerate(n for n in joint.step.graph.nodes if n in needed)}
     at_hand = lasting(joint)
     kept = cheapest([_value(node, nodes, wanted, at_hand, remake_price(node)) for node in nodes])
     if memory_budget < 1:
@@ -71,28 +72,8 @@ def late_nodes(joint: Joint) -> set[fx.Node]:
 
 def wanted_values(joint: Joint, late: set[fx.Node]) -> set[fx.Node]:
     """Values that the backward reads, or gives as gradients, and need not compute itself."""
-    needed: set[fx.Node] = set()
-    queue = list(joint.gradients)
-    queue += [node for node in late if is_effectful(node) and node.op == "call_function"]
-    while queue:
-        node = queue.pop()
-        if node not in needed:
-            needed.add(node)
-            queue += node.all_input_nodes if node in late else []
-    return needed - late
-
-
-def _ancestors(joint: Joint, wanted: set[fx.Node]) -> dict[fx.Node, int]:
-    """All values from which wanted ones follow, in the graph's order, with their indices."""
-    found: set[fx.Node] = set()
-    queue = list(wanted)
-    while queue:
-        node = queue.pop()
-        if node not in found:
-            found.add(node)
-            queue += node.all_input_nodes
-    ordered = [node for node in joint.step.graph.nodes if node in found]
-    return {node: index for index, node in enumerate(ordered)}
+    effects = [node for node in late if is_effectful(node) and node.op == "call_function"]
+    return ancestors([*joint.gradients, *effects], until=lambda node: node not in late) - late
 
 
 def lasting(joint: Joint) -> set[fx.Node]:
@@ -114,7 +95,7 @@ def keep_price(node: fx.Node, at_hand: set[fx.Node]) -> int | None:
     """Bytes held for a value; None for what is not kept itself: constants, tuples, views of the whole of a value.
 
     A view of a part is copied when it is kept, which decides between equal choices; one with gaps is made again, for a
-    copy would lie otherwise.
+    copy would have other strides.
     """
     if node.op == "get_attr":
         return None
@@ -133,7 +114,7 @@ def keep_price(node: fx.Node, at_hand: set[fx.Node]) -> int | None:
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
-    """The value whose memory a view lies in; None for a value of its own."""
+    """The value that a view shares memory with; None for a value of its own."""
     base: Any = node
     while is_free(base) and not (base.target is GETITEM and not is_free(base.args[0])):
         base = base.args[0]

@@ -12,7 +12,7 @@ from torch import fx
 from wholestep.aot_autograd.joint import Joint, Partitioned
 from wholestep.errors import GraphError
 from wholestep.functional import clone_as_it_lies
-from wholestep.ir import GETITEM, Input, Signature, StepGraph, check, info, is_effectful, set_info
+from wholestep.ir import GETITEM, Input, Signature, StepGraph, ancestors, check, info, is_effectful, set_info
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 from wholestep.trace.functionalize.aliases import Geometry
 
@@ -30,22 +30,21 @@ def default_partition(joint: Joint) -> Partitioned:
 
 def forward_nodes(joint: Joint) -> list[fx.Node]:
     """The nodes that the forward computes: those its outputs need, and all effects of its phase."""
-    needed: set[fx.Node] = set()
-    queue = list(joint.forward_outputs)
-    queue += [n for n in joint.step.graph.nodes if n.op == "call_function" and _stays(n)]
-    while queue:
-        node = queue.pop()
-        if node not in needed:
-            needed.add(node)
-            queue += node.all_input_nodes
-    for node in joint.step.graph.nodes:  # one of several results of a call that the forward makes anyway
+    nodes = joint.step.graph.nodes
+    needed = ancestors([*joint.forward_outputs, *(n for n in nodes if _is_effect(n, "forward"))])
+    for node in nodes:  # one of several results of a call that the forward makes anyway
         if node.target is GETITEM and node.args[0] in needed:
             needed.add(node)
-    return [n for n in joint.step.graph.nodes if n in needed and n.op != "placeholder"]
+    return [n for n in nodes if n in needed and n.op != "placeholder"]
 
 
-def _stays(node: fx.Node) -> bool:
-    return is_effectful(node) and info(node).phase == "forward"
+def _is_effect(node: fx.Node, phase: str) -> bool:
+    return node.op == "call_function" and is_effectful(node) and info(node).phase == phase
+
+
+def _backward_roots(joint: Joint) -> list[fx.Node]:
+    """What the backward is for: gradients, and effects of its own."""
+    return [*joint.gradients, *(n for n in joint.step.graph.nodes if _is_effect(n, "backward"))]
 
 
 def backward_nodes(joint: Joint, saved: set[fx.Node]) -> list[fx.Node]:
@@ -55,21 +54,14 @@ def backward_nodes(joint: Joint, saved: set[fx.Node]) -> list[fx.Node]:
         GraphError: a value is neither saved nor can be computed in the backward: an effect of the forward, or an
             input that it overwrites.
     """
-    overwritten = joint.overwritten
-    needed: set[fx.Node] = set()
-    tangents = set(joint.tangents)
-    queue: list[fx.Node] = list(joint.gradients)
-    queue += [n for n in joint.step.graph.nodes if is_effectful(n) and _phase(n) == "backward"]
-    while queue:
-        node = queue.pop()
-        if node in needed or node in saved or node in tangents:
-            continue
-        if node.op == "placeholder" or _stays(node):
-            why = "an input that the forward overwrites" if node in overwritten else "of the forward"
+    given = saved | set(joint.tangents)
+    needed = [n for n in ancestors(_backward_roots(joint), until=given.__contains__) if n not in given]
+    for node in needed:
+        if node.op == "placeholder" or _is_effect(node, "forward"):
+            why = "an input that the forward overwrites" if node in joint.overwritten else "of the forward"
             raise GraphError(f"the backward needs {node.name}, {why}, and it is not saved")
-        needed.add(node)
-        queue += node.all_input_nodes
-    return _just_in_time([n for n in joint.step.graph.nodes if n in needed])
+    found = set(needed)
+    return _just_in_time([n for n in joint.step.graph.nodes if n in found])
 
 
 def _just_in_time(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -95,27 +87,11 @@ def _place(node: fx.Node, waiting: set[fx.Node], ordered: dict[fx.Node, None]) -
             ordered.setdefault(stack.pop())
 
 
-def _phase(node: fx.Node) -> str:
-    return info(node).phase if node.op not in ("placeholder", "output") else ""
-
-
 def read_by_backward(joint: Joint) -> list[fx.Node]:
     """The forward's values that the backward reads, views replaced by what they are views of where that is free."""
-    forward = set(forward_nodes(joint)) | set(joint.primals)
-    wanted: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    tangents = set(joint.tangents)
-    queue: list[fx.Node] = list(joint.gradients)
-    queue += [n for n in joint.step.graph.nodes if is_effectful(n) and _phase(n) == "backward"]
-    while queue:
-        node = queue.pop()
-        if node in seen or node in tangents:
-            continue
-        seen.add(node)
-        if node in forward and node.op != "get_attr":
-            wanted.add(node)
-        else:
-            queue += node.all_input_nodes
+    forward = {n for n in (*forward_nodes(joint), *joint.primals) if n.op != "get_attr"}
+    given = forward | set(joint.tangents)
+    wanted = ancestors(_backward_roots(joint), until=given.__contains__) & forward
     return free_views(joint, [n for n in joint.step.graph.nodes if n in wanted])
 
 
@@ -173,7 +149,7 @@ def split(joint: Joint, saved: Iterable[fx.Node]) -> Partitioned:
     own = [n for n in saved if n not in primals and (n in overwritten or n not in outputs)]
     forward = _forward_graph(joint, own, overwritten)
     backward, tangents = _backward_graph(joint, saved, overwritten)
-    backward.signature.dying = frozenset(i for i, node in enumerate(saved) if node not in primals)
+    backward.signature.donated = frozenset(i for i, node in enumerate(saved) if node not in primals)
     return Partitioned(forward, backward, [_saved_name(n, overwritten) for n in saved], tangents)
 
 
@@ -186,15 +162,9 @@ def _forward_graph(joint: Joint, own: list[fx.Node], overwritten: set[fx.Node]) 
     copied: dict[fx.Node, fx.Node] = {}
     for node in joint.primals:
         copied[node] = graph.node_copy(node, copied.__getitem__)
-    needed = set(forward_nodes(joint))
-    queue = [n for n in own if n.op != "placeholder"]
-    while queue:
-        node = queue.pop()
-        if node not in needed and node.op != "placeholder":
-            needed.add(node)
-            queue += node.all_input_nodes
+    needed = {*forward_nodes(joint), *ancestors(own)}
     for node in joint.step.graph.nodes:
-        if node in needed:
+        if node in needed and node.op != "placeholder":
             copied[node] = graph.node_copy(node, copied.__getitem__)
     saved = []
     for node in own:
@@ -209,7 +179,7 @@ def _forward_graph(joint: Joint, own: list[fx.Node], overwritten: set[fx.Node]) 
     graph.output((*outputs, *saved))
     old = joint.step.signature
     signature = Signature(old.inputs[: joint.n_primals], len(outputs) + len(saved), dict(old.mutations), old.gradients)
-    signature.kept = len(saved)
+    signature.saved = len(saved)
     return check(StepGraph(lazy_graph_module(joint.step.gm, graph), signature, "forward"), "partition")
 
 

@@ -1,9 +1,9 @@
-"""A backward for the gradients that arrive, which may lie otherwise than those it was traced with, or not be there.
+"""Specialises the backward to the runtime strides of its tangents, any of which may be None.
 
-Kernels choose their way, and with it their rounding, by how their operands lie in memory. So a backward is not given
-a copy in the layout it was traced with: it is made anew for the layout that arrived, from the same saved values. Where
-autograd copies or not by layout, in `reshape`, that is decided again. What follows only from gradients that do not
-arrive is left out, as the engine leaves it out: zeros in their place would turn an infinite derivative into NaN.
+Kernels choose their way, and with it their rounding, by the layouts of their operands. So a backward is not given
+copies in the layouts it was traced with: it is made anew for the layouts of a call, from the same saved values. Where
+autograd copies or not by layout, in `reshape`, that is decided again. What follows only from tangents that are None is
+left out, as the engine leaves it out: zeros in their place would turn an infinite derivative into NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from wholestep.aot_autograd.joint import Partitioned
 from wholestep.ir import (
     GETITEM,
     NodeInfo,
-    Signature,
     StepGraph,
     check,
     copy_graph,
@@ -34,11 +33,11 @@ from wholestep.trace.functionalize.aliases import Geometry
 
 aten = torch.ops.aten
 
-# A gradient's strides; None for one that does not arrive.
+# A tangent's strides; None for one that is None.
 Strides = tuple[int, ...] | None
 
-# They count elements of the memory, whatever their operand's own strides are.
-_BY_MEMORY = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
+# Operators that count elements of the memory, whatever their operand's own strides are -> where their offset stands.
+_BY_MEMORY = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
 
 # Operators whose gradients autograd makes contiguous before the call -> the operand that says in which format, if any.
 _CONTIGUOUS: dict[Any, int | None] = {
@@ -56,52 +55,108 @@ class Result:
 
     Attributes:
         place: which of the backward's gradients it is.
-        output: index of the program's output that it is, or is a view of; None for the gradient of a result that comes
-            in, at `arrived`.
+        output: index of the program's output that it is, or is a view of; None for a tangent, at `tangent`.
         views: the operators that lead there: (operator, arguments, which of several results).
     """
 
     place: int
     output: int | None
-    arrived: int | None = None
+    tangent: int | None = None
     views: tuple[tuple[Any, tuple[Any, ...], int | None], ...] = ()
 
 
-def without_last_views(halves: Partitioned, found: Arriving) -> tuple[StepGraph, tuple[Result, ...]]:
+@dataclass(frozen=True)
+class SpecializedBackward:
+    """A backward graph for tangents of certain strides.
+
+    Attributes:
+        graph: the saved values, then the tangents that are given -> the gradients that follow from them.
+        results: where these are found.
+    """
+
+    graph: StepGraph
+    results: tuple[Result, ...]
+
+
+class CannotSpecializeError(Exception):
+    """The graph holds for the layouts alone that it was traced with."""
+
+
+def reads_by_memory(halves: Partitioned) -> bool:
+    """Whether a backward counts elements from where the memory of a tangent starts, as `as_strided_scatter`'s does."""
+    tangents = set(halves.backward.placeholders[len(halves.saved) :])
+    return any(_counted(node) in tangents for node in halves.backward.graph.nodes)
+
+
+def _counted(node: fx.Node) -> fx.Node | None:
+    """What an operator counts an offset from, views aside."""
+    if node.target not in _BY_MEMORY or len(node.args) <= _BY_MEMORY[node.target]:
+        return None
+    return _base_and_views(node.args[0])[0]  # type: ignore[arg-type]
+
+
+def specialized(
+    halves: Partitioned, strides: Sequence[Strides], offsets: Sequence[int] = ()
+) -> SpecializedBackward:
+    """The backward for tangents of certain strides.
+
+    Args:
+        strides: one for each of `Partitioned.tangents`.
+        offsets: their storage offsets, where `reads_by_memory`.
+
+    Raises:
+        CannotSpecializeError: it can only be given copies in the layouts that it was traced with.
+    """
+    old = halves.backward
+    tangents = old.placeholders[len(halves.saved) :]
+    mode = info(old.placeholders[-1]).value.fake_mode
+    places = dict(zip(tangents, offsets, strict=True)) if offsets else {}
+    made = _Specializer(mode, dict(zip(tangents, strides, strict=True)), places)
+    with no_modes(), torch.autocast("cpu", enabled=False):
+        for node in old.graph.nodes:
+            if node.op != "output":
+                made.take(node)
+    outputs = {place: made.nodes[node] for place, node in enumerate(old.outputs) if node in made.nodes}
+    made.graph.output(tuple(outputs.values()))
+    given = [i for node, i in zip(old.placeholders, old.signature.inputs, strict=True) if node in made.nodes]
+    signature = replace(old.signature, inputs=given, n_outputs=len(outputs))
+    step = StepGraph(lazy_graph_module(old.gm, made.graph), signature, old.stage)
+    results = tuple(Result(place, index) for index, place in enumerate(outputs))
+    return SpecializedBackward(check(dead_code(step), "partition"), results)
+
+
+def without_last_views(halves: Partitioned, found: SpecializedBackward) -> SpecializedBackward:
     """A backward whose gradients with repeated elements, or gaps, are made when it has run, as views of what it gives.
 
     A program's outputs are dense memory of their own; to nodes of eager's before it, that is another layout.
     """
-    first = len(halves.saved)
-    arrived = {node: i for i, node in enumerate(found.graph.placeholders[first:])}
+    tangents = {node: i for i, node in enumerate(found.graph.placeholders[len(halves.saved) :])}
     results: list[Result] = []
     outputs: list[fx.Node] = []
     seen: dict[fx.Node, int] = {}
-    for place, node in zip(found.gives, found.graph.outputs, strict=True):
-        base, views = _way(node)
+    for result, node in zip(found.results, found.graph.outputs, strict=True):
+        base, views = _base_and_views(node)
         value = info(node).value
         plain = value.layout != torch.strided or Geometry.of(value).is_dense
-        if base not in arrived and (base.op != "call_function" or plain):
+        if base not in tangents and (base.op != "call_function" or plain):
             base, views = node, ()
-        if base in arrived:
-            results.append(Result(place, None, arrived[base], views))
+        if base in tangents:
+            results.append(Result(result.place, None, tangents[base], views))
             continue
         if not views or base not in seen:  # two gradients of one value are two tensors, but for views of it
             seen |= {base: len(outputs)} if views else {}
             outputs.append(base)
-        results.append(Result(place, seen[base] if views else len(outputs) - 1, None, views))
+        results.append(Result(result.place, seen[base] if views else len(outputs) - 1, None, views))
     if outputs == found.graph.outputs:
-        return found.graph, tuple(results)
+        return replace(found, results=tuple(results))
     graph, copies = copy_graph(found.graph.graph)
-    (last,) = (node for node in graph.nodes if node.op == "output")
-    last.args = (tuple(copies[node] for node in outputs),)
-    old = found.graph.signature
-    signature = Signature(old.inputs, len(outputs), dying=old.dying)
+    graph.output_node().args = (tuple(copies[node] for node in outputs),)
+    signature = replace(found.graph.signature, n_outputs=len(outputs))
     step = StepGraph(lazy_graph_module(found.graph.gm, graph), signature, found.graph.stage)
-    return check(dead_code(step), "partition"), tuple(results)
+    return SpecializedBackward(check(dead_code(step), "partition"), tuple(results))
 
 
-def _way(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
+def _base_and_views(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
     """What a node is a view of, and by which operators."""
     views: list[Any] = []
     while True:
@@ -115,65 +170,25 @@ def _way(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
         node = call.all_input_nodes[0]
 
 
-class Unfit(Exception):  # noqa: N818 - an answer, not an error
-    """The graph holds for the layouts alone that it was traced with."""
-
-
-@dataclass(frozen=True)
-class Arriving:
-    """A backward graph for gradients of certain layouts.
+class _Specializer:
+    """The new graph under construction.
 
     Attributes:
-        graph: the saved values, then the gradients that arrive -> those that follow from them.
-        gives: for each of its outputs, which output it is of the backward that it was made from.
+        nodes: node of the old graph -> of this one; those that follow only from tangents that are None have none.
+        late: nodes of the old graph that follow from tangents.
     """
 
-    graph: StepGraph
-    gives: tuple[int, ...]
-
-
-def arriving(halves: Partitioned, strides: Sequence[Strides]) -> Arriving:
-    """The backward for gradients of certain strides.
-
-    Args:
-        strides: one for each of `Partitioned.tangents`.
-
-    Raises:
-        Unfit: it can only be given copies in the layouts that it was traced with.
-    """
-    old = halves.backward
-    first = len(halves.saved)
-    mode = info(old.placeholders[-1]).value.fake_mode
-    made = _Made(mode, fx.Graph(), dict(zip(old.placeholders[first:], strides, strict=True)))
-    with no_modes(), torch.autocast("cpu", enabled=False):
-        for node in old.graph.nodes:
-            if node.op != "output":
-                made.take(node)
-    results = [(made.nodes[node], place) for place, node in enumerate(old.outputs) if node in made.nodes]
-    made.graph.output(tuple(node for node, _ in results))
-    given = [i for node, i in zip(old.placeholders, old.signature.inputs, strict=True) if node in made.nodes]
-    signature = Signature(given, len(results), dying=old.signature.dying)
-    step = StepGraph(lazy_graph_module(old.gm, made.graph), signature, old.stage)
-    return Arriving(check(dead_code(step), "partition"), tuple(place for _, place in results))
-
-
-class _Made:
-    """The new graph while it is made.
-
-    Attributes:
-        nodes: node of the old graph -> of this one; those that follow from nothing that arrives have none.
-        late: nodes of the old graph that follow from gradients.
-    """
-
-    def __init__(self, mode: FakeTensorMode, graph: fx.Graph, strides: Mapping[fx.Node, Strides]) -> None:
-        self.mode, self.graph, self.strides = mode, graph, strides
+    def __init__(
+        self, mode: FakeTensorMode, strides: Mapping[fx.Node, Strides], offsets: Mapping[fx.Node, int]
+    ) -> None:
+        self.mode, self.graph, self.strides, self.offsets = mode, fx.Graph(), strides, offsets
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.late: set[fx.Node] = set(strides)
 
     def take(self, node: fx.Node) -> None:
         """Takes over the next node of the old graph."""
         if node in self.strides:
-            self._gradient(node, self.strides[node])
+            self._tangent(node, self.strides[node])
             return
         late = [operand for operand in node.all_input_nodes if operand in self.late]
         self.late |= {node} if late else set()
@@ -187,12 +202,18 @@ class _Made:
             for operand in late:
                 if operand not in self.nodes:
                     self._zeros(operand)
-        if any(not _alike(info(self.nodes[o]).value, info(o).value) for o in there):
+        if any(not _same_strides(info(self.nodes[o]).value, info(o).value) for o in there):
             self._again(node)
         else:
             self.nodes[node] = copy_node(self.graph, node, self.nodes.__getitem__)
+            base = _counted(node) if self.offsets else None
+            if base in self.offsets:  # a graph counts from the operand's first element, eager from the memory's
+                place = _BY_MEMORY[node.target]  # type: ignore[index]
+                args = list(self.nodes[node].args)
+                args[place] -= self.offsets[base]  # type: ignore[operator,index]
+                self.nodes[node].args = tuple(args)
 
-    def _gradient(self, node: fx.Node, stride: Strides) -> None:
+    def _tangent(self, node: fx.Node, stride: Strides) -> None:
         if stride is not None:
             like = info(node).value
             self.nodes[node] = self.graph.node_copy(node)
@@ -202,18 +223,18 @@ class _Made:
                 set_info(self.nodes[node], replace(info(node), value=value))
 
     def _zeros(self, node: fx.Node) -> None:
-        """What a call reads of a gradient that does not arrive, where another of its operands does."""
+        """What a call reads of a tangent that is None, where another of its operands is none."""
         like = info(node).value
         if not isinstance(like, torch.Tensor):
-            raise Unfit
+            raise CannotSpecializeError
         kind = {"dtype": like.dtype, "device": like.device}
         self.nodes[node] = self._call(info(node), aten.zeros.default, (list(like.shape),), kind)
 
     def _again(self, node: fx.Node) -> None:
-        """A call whose operands lie otherwise than they did."""
+        """A call whose operands have other strides than they had."""
         args: tuple[Any, ...] = fx.map_arg(node.args, self.nodes.__getitem__)
-        if node.target in _BY_MEMORY and not _alike(info(args[0]).value, info(node.args[0]).value):  # type: ignore[arg-type]
-            raise Unfit
+        if node.target in _BY_MEMORY and not _same_strides(info(args[0]).value, info(node.args[0]).value):  # type: ignore[arg-type]
+            raise CannotSpecializeError
         if node.target in _CONTIGUOUS:
             args = (self._contiguous(node, args), *args[1:])
         if node.target is aten._unsafe_view.default and _is_contiguous_copy(args[0]):
@@ -244,13 +265,13 @@ class _Made:
             with self.mode, below_autograd():
                 value = target(*values[0], **values[1])
         except (RuntimeError, ValueError, TypeError) as error:
-            raise Unfit from error
+            raise CannotSpecializeError from error
         made = self.graph.create_node("call_function", target, args, kwargs)
         return set_info(made, replace(record, value=value))
 
 
-def _alike(one: Any, two: Any) -> bool:
-    """Whether what two nodes give lies alike."""
+def _same_strides(one: Any, two: Any) -> bool:
+    """Whether what two nodes give has the same strides."""
     return all(a.stride() == b.stride() for a, b in zip(fake_tensors(one), fake_tensors(two), strict=True))
 
 

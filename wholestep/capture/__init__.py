@@ -7,27 +7,13 @@ May import: errors, functional, ir, patches, tensor_parts, torch_compat.
 """
 
 from wholestep.capture.effects.differences import outcome
-from wholestep.capture.effects.effects import (
-    CallMethod,
-    DelAttr,
-    DelItem,
-    Effect,
-    SetAttr,
-    SetContents,
-    SetGrad,
-    SetItem,
-    forget,
-    new_values,
-    read_by,
-    state_outputs,
-)
-from wholestep.capture.effects.values import Const, Existing, New, Tree
-from wholestep.capture.guards.binder import Binder, compile_binder, refuse_shared_parts, sharing
+from wholestep.capture.effects.effects import Effect, forget, new_values, read_by, state_outputs
+from wholestep.capture.guards.binder import Binder, refuse_shared_parts, sharing
 from wholestep.capture.guards.guards import Guard, GuardFailure, compare
-from wholestep.capture.snapshot.new_objects import births
-from wholestep.capture.snapshot.reachable import NumberInput, TensorInput
+from wholestep.capture.snapshot.new_objects import new_objects
+from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
-from wholestep.capture.sources import Call, Source
+from wholestep.capture.sources import Call
 from wholestep.capture.substitutes.optimizer_state import InitialState
 from wholestep.capture.substitutes.unbacked import materialize_fakes
 from wholestep.capture.substitutes.unsharded_views import PartsOf
@@ -35,31 +21,17 @@ from wholestep.capture.substitutes.unsharded_views import PartsOf
 __all__ = [
     "Binder",
     "Call",
-    "CallMethod",
-    "Const",
-    "DelAttr",
-    "DelItem",
     "Effect",
-    "Existing",
     "Guard",
     "GuardFailure",
     "InitialState",
-    "New",
-    "NumberInput",
     "PartsOf",
-    "SetAttr",
-    "SetContents",
-    "SetGrad",
-    "SetItem",
     "Snapshot",
-    "Source",
     "TensorInput",
-    "Tree",
-    "births",
     "compare",
-    "compile_binder",
     "forget",
     "materialize_fakes",
+    "new_objects",
     "new_values",
     "no_collection",
     "outcome",

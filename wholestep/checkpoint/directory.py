@@ -94,7 +94,7 @@ def _text(index: dict[str, Any]) -> str:
     return lines(index, 3) + "\n"
 
 
-def withdraw(path: Path, name: str) -> None:
+def discard(path: Path, name: str) -> None:
     """Removes shards that are not to be."""
     shutil.rmtree(path / f".{name}", ignore_errors=True)
 

@@ -62,7 +62,7 @@ def save(
         _write_all(path, name, contents, ranks)
     except BaseException:
         if ranks.rank == 0:
-            directory.withdraw(path, name)
+            directory.discard(path, name)
         raise
 
 
@@ -111,10 +111,10 @@ class Block:
         return self.part.numel * getattr(torch, self.dtype).itemsize
 
 
-Said = tuple[str, str, Part, bool]
+Announced = tuple[str, str, Part, bool]
 
 
-def share_out(kind: str, everybody: Sequence[Sequence[Said]]) -> list[Block]:
+def share_out(kind: str, everybody: Sequence[Sequence[Announced]]) -> list[Block]:
     """Which rank writes what: each block once, by a rank that holds it and has the least to write so far.
 
     Args:

@@ -26,7 +26,7 @@ EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorPart:
     """One tensor, or the part of it that this rank holds.
 
     Attributes:
@@ -52,7 +52,7 @@ class Contents:
         extra_names: of a model: path of a module with extra state -> its name.
     """
 
-    tensors: dict[str, Held] = field(default_factory=dict)
+    tensors: dict[str, TensorPart] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
     extra_names: dict[str, str] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class Contents:
         if kind:
             raise CheckpointError(f"{name} is {kind} tensor: a dense one, with its shape, is required")
         whole = Part.of(tensor.shape, [(0, size) for size in tensor.shape])
-        self.tensors[name] = Held(name, tensor, part_of(tensor) or whole, per_rank)
+        self.tensors[name] = TensorPart(name, tensor, part_of(tensor) or whole, per_rank)
 
 
 def bare_name(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> str:

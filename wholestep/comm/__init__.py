@@ -21,11 +21,16 @@ from wholestep.comm.api.collectives import (
     all_gather,
     all_gather_coalesced,
     all_gather_into_tensor,
+    all_reduce,
+    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
     barrier,
     broadcast,
     gather,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
     scatter,
 )
 from wholestep.comm.api.groups import (
@@ -49,13 +54,6 @@ from wholestep.comm.api.object_collectives import (
     send_object_list,
 )
 from wholestep.comm.api.p2p import P2POp, batch_isend_irecv, irecv, isend, monitored_barrier, recv, send
-from wholestep.comm.api.reduce_collectives import (
-    all_reduce,
-    all_reduce_coalesced,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_tensor,
-)
 from wholestep.comm.api.rendezvous import default_store, destroy_process_group, init_process_group, new_group
 from wholestep.comm.diagnostics.debug_level import (
     DebugLevel,
@@ -65,15 +63,6 @@ from wholestep.comm.diagnostics.debug_level import (
 )
 from wholestep.comm.diagnostics.doctor import diagnose
 from wholestep.comm.diagnostics.flight_recorder import dump
-from wholestep.comm.dist_errors import (
-    DistBackendError,
-    DistError,
-    DistMismatchError,
-    DistNetworkError,
-    DistRankError,
-    DistStoreError,
-    DistTimeoutError,
-)
 from wholestep.comm.ops.functional_collectives import SCHEMAS as OPERATORS
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType, ReduceOp, premul_sum
@@ -82,6 +71,15 @@ from wholestep.comm.stores.store import FileStore, HashStore, PrefixStore, Store
 from wholestep.comm.stores.store_barrier import store_based_barrier
 from wholestep.comm.stores.tcp_store import TCPStore
 from wholestep.comm.work import Work
+from wholestep.errors import (
+    DistBackendError,
+    DistError,
+    DistMismatchError,
+    DistNetworkError,
+    DistRankError,
+    DistStoreError,
+    DistTimeoutError,
+)
 
 __all__ = [  # the names of torch.distributed, and our own
     "OPERATORS", "Backend", "BackendConfig", "DebugLevel", "DistBackendError", "DistError", "DistMismatchError",

@@ -13,7 +13,7 @@ from wholestep.comm.work import Work
 IDLE = 2  # threads kept for the next work
 
 
-class Waiter:
+class FutureCompleter:
     """Threads of which one at a time waits for works, in the order they were given.
 
     It hands that on before it completes a future: what was chained to the future runs there, and may start works and
@@ -28,7 +28,7 @@ class Waiter:
         self._threads: list[threading.Thread] = []
         self._idle = 0
 
-    def give(self, work: Work, future: torch.futures.Future, result: Any, limit: float | None = None) -> None:
+    def submit(self, work: Work, future: torch.futures.Future, result: Any, limit: float | None = None) -> None:
         """Sets the future to ``result`` when the work has ended, or to the exception that it ended with."""
         self._queue.put((work, future, result, limit))
         with self._counting:

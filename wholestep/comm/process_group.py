@@ -1,7 +1,8 @@
 """The group of ranks, and what a backend may implement.
 
-A backend is a subclass of `ProcessGroup` with some of the collective methods; a method takes lists of
-tensors and an `Options`, starts the collective and returns a `Work`. Tensors that reach it are contiguous.
+A backend is a subclass of `ProcessGroup` with some of the collective methods, or with `_run`, which they all come to;
+a method takes lists of tensors and an `Options`, starts the collective and returns a `Work`. Tensors that reach it are
+contiguous.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 
-from wholestep.comm.dist_errors import DistBackendError
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.work import Work
+from wholestep.comm.work import All, Work
+from wholestep.errors import DistBackendError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -34,6 +35,7 @@ class Options:
         root: rank *in the group* that sends, or receives.
         timeout: for this collective; None for the group's.
         async_op: False when the caller waits at once, so that a backend may run it in the calling thread.
+        tag: of a message.
         out_splits, in_splits: rows of dim 0 from and to each rank, for `alltoall_base`; empty for equal parts.
     """
 
@@ -42,8 +44,22 @@ class Options:
     root: int = 0
     timeout: timedelta | None = None
     async_op: bool = False
+    tag: int = 0
     out_splits: list[int] = field(default_factory=list)
     in_splits: list[int] = field(default_factory=list)
+
+
+def description(number: int, op: str, tensor: torch.Tensor | None, opts: Options) -> str:
+    """A collective in words, which must be equal on all ranks."""
+    words = f"#{number} {op} {opts.op.name} root {opts.root}"
+    return words if tensor is None else f"{words} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def part_of(op: str, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor whose shape all ranks have in common: one rank's part. None where there is none."""
+    if op in ("all_to_all", "barrier"):
+        return None
+    return outs[0] if op in ("scatter", "reduce_scatter") else ins[0]
 
 
 class ProcessGroup:
@@ -106,49 +122,64 @@ class ProcessGroup:
     def __repr__(self) -> str:
         return f"<{self.name()} group {self.group_name!r}: rank {self._rank} of {self._size}>"
 
-    def _missing(self, what: str) -> Work:
-        raise DistBackendError(f"backend {self.name()} does not implement {what}")
+    def _run(self, op: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
+        """Starts a collective: what the backends of this package implement in place of the methods below.
+
+        Args:
+            outs: what this rank gets: one tensor, one from each rank, or none where only the root gets something.
+            ins: what it gives: one tensor (those of ``outs`` where it works in place), one for each rank, or none.
+        """
+        raise DistBackendError(f"backend {self.name()} does not implement {op}")
+
+    def _run_each(self, op: str, tensors: list[torch.Tensor], opts: Options | None) -> Work:
+        works = [self._run(op, [tensor], [tensor], opts or Options()) for tensor in tensors]
+        return works[0] if len(works) == 1 else All(works, tensors)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._missing("all_reduce")
+        return self._run_each("all_reduce", tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._missing("reduce")
+        return self._run_each("reduce", tensors, opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._missing("broadcast")
+        return self._run_each("broadcast", tensors, opts)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._missing("all_gather")
+        return self._run("all_gather", outputs[0], inputs, opts or Options())
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """Rank r's ``input`` [n, …] lands in rows r*n to (r+1)*n of ``output`` [size*n, …]."""
         return self.allgather([list(output.view(self._size, *input.shape))], [input], opts)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        return self._missing("reduce_scatter")
+        return self._run("reduce_scatter", outputs, inputs[0], opts or Options())
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         """``output`` [n, …] is the reduction of rows rank*n to (rank+1)*n of every rank's ``input`` [size*n, …]."""
         return self.reduce_scatter([output], [list(input.view(self._size, *output.shape))], opts)
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._missing("gather")
+        return self._run("gather", outputs[0] if outputs else [], inputs, opts or Options())
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        return self._missing("scatter")
+        return self._run("scatter", outputs, inputs[0] if inputs else [], opts or Options())
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._missing("all_to_all")
+        return self._run("all_to_all", outputs, inputs, opts or Options())
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        return self._missing("all_to_all_single")
+        opts = opts or Options()
+        return self.alltoall(self.rows(output, opts.out_splits), self.rows(input, opts.in_splits), opts)
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return self._missing("send")
-
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
-        return self._missing("recv")
+    def rows(self, tensor: torch.Tensor, splits: list[int]) -> list[torch.Tensor]:
+        """The rows that belong to each rank; equal parts without ``splits``."""
+        return list(tensor.split(splits or [len(tensor) // self._size] * self._size))
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._missing("barrier")
+        return self._run("barrier", [], [], opts or Options())
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+        return self._run("send", [], tensors, Options(root=dst))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+        return self._run("recv", tensors, [], Options(root=src))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from wholestep.comm.dist_errors import DistBackendError
+from wholestep.errors import DistBackendError
 
 try:
     from wholestep.comm.engines import _native as native

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wholestep.comm.api import collectives, p2p, reduce_collectives, sparse_all_reduce
+from wholestep.comm.api import collective_table as table
+from wholestep.comm.api import collectives, p2p, sparse_all_reduce
+from wholestep.comm.api.collective_table import Collective, Layout
 from wholestep.comm.api.groups import World, world
+from wholestep.comm.api.tracing import TracedWork
 from wholestep.comm.engines.reference_reduce import fold
 from wholestep.comm.engines.shared_memory import create_shared
-from wholestep.comm.futures import Waiter
-from wholestep.comm.ops.tracing import TracedWork
+from wholestep.comm.futures import FutureCompleter
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.torch_store import TorchStore
@@ -52,9 +54,9 @@ class TorchWork(_TorchWork):
         limit: seconds until `wait` gives up; None for the group's.
     """
 
-    def __init__(self, work: Work, waiter: Waiter, result: list[Any], limit: float | None) -> None:
+    def __init__(self, work: Work, completer: FutureCompleter, result: list[Any], limit: float | None) -> None:
         super().__init__()
-        self._work, self._waiter, self._tensors, self._limit = work, waiter, result, limit
+        self._work, self._completer, self._tensors, self._limit = work, completer, result, limit
         self._future: torch.futures.Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -87,7 +89,7 @@ class TorchWork(_TorchWork):
                 self._work.wait()
                 ended.set_result(self._tensors)
             else:
-                self._waiter.give(self._work, ended, self._tensors, self._limit)
+                self._completer.submit(self._work, ended, self._tensors, self._limit)
         return self._future
 
 
@@ -129,6 +131,17 @@ def _only(what: str, values: Any, name: str) -> Any:
     return values[0]
 
 
+def _argument(what: str, values: Any, name: str, layout: Layout, optional: bool) -> Any:
+    """A public collective's argument from that of a group's method, which may be in a list for the one device."""
+    if layout is Layout.ROWS:
+        return values
+    if layout is Layout.ONE:
+        return _only(what, values, name)
+    nested = len(values) > 0 and not isinstance(values[0], torch.Tensor)
+    tensors = list(_only(what, values, name) if nested else values)
+    return None if optional and not tensors else tensors
+
+
 def _same(what: str, values: Any) -> list[torch.Tensor]:
     """Tensors of a list that stand for devices of a process: as in one call, of one layout, dtype and shape.
 
@@ -146,12 +159,6 @@ def _same(what: str, values: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def _rows(what: str, values: Any, name: str) -> list[torch.Tensor]:
-    """A tensor for each rank, as such or as the only entry of a list."""
-    nested = len(values) > 0 and not isinstance(values[0], torch.Tensor)
-    return list(_only(what, values, name) if nested else values)
-
-
 def _spread(work: Work | None, total: torch.Tensor, tensors: list[torch.Tensor]) -> Work | None:
     """Brings a result into all tensors of a call."""
     others = [one for one in tensors if one is not total]
@@ -160,7 +167,7 @@ def _spread(work: Work | None, total: torch.Tensor, tensors: list[torch.Tensor])
     return Then(work, lambda: [one.copy_(total) for one in others], tensors)
 
 
-def _collective(method: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
+def _checked(method: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> TorchWork:
         try:
@@ -169,6 +176,27 @@ def _collective(method: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
             raise ArgumentError(*mistake.args) from mistake
 
     return checked
+
+
+def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
+    """The group's method of a name, which is the public collective of a row of the table."""
+    collective = getattr(collectives, row.name)
+
+    def method(
+        self: Any, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
+    ) -> TorchWork:
+        out = _argument(name, outputs, "output", row.out_layout, bool(row.root))
+        arguments = {row.out: out, row.inp: _argument(name, inputs, "input", row.inp_layout, bool(row.root))}
+        if row.reduces:
+            arguments["op"] = _reduction(named.get("op", opts))
+        if row.root:
+            arguments[f"group_{row.root}"] = self._root(name, named.get("root", opts))
+        work = collective(**arguments, group=self._group, async_op=True)
+        result = self._by_rank(out) if row.out_layout is Layout.ROWS else [out] if row.out_layout is Layout.ONE else out
+        return self._work(work, result or [], _limit(opts, timeout))
+
+    method.__name__ = name
+    return _checked(method)
 
 
 @skipped_by_dynamo
@@ -185,7 +213,7 @@ class ShmProcessGroup(_TorchGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._group = create_shared(TorchStore(store, timeout), rank, size, timeout)
-        self._waiter = Waiter()
+        self._completer = FutureCompleter()
         self._name, self._store = "", store
         self._ranks = _global_ranks(store, rank, size)
         self._set_group_name(world().unique("shm"))  # torch gives another to all but groups that are made by hand
@@ -232,9 +260,9 @@ class ShmProcessGroup(_TorchGroup):
         return int(root)
 
     def _work(self, work: Work | None, result: list[Any], limit: float | None = None) -> TorchWork:
-        return TorchWork(work or Finished(result), self._waiter, result, limit)
+        return TorchWork(work or Finished(result), self._completer, result, limit)
 
-    @_collective
+    @_checked
     def allreduce(
         self, tensors: Tensors = (), opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> TorchWork:
@@ -242,29 +270,29 @@ class ShmProcessGroup(_TorchGroup):
         kind, all_of_them = _reduction(opts), _same("allreduce", named.get("tensor", tensors))
         first = all_of_them[0]
         total = first if len(all_of_them) == 1 else fold([one.clone() for one in all_of_them], kind)
-        reduce = sparse_all_reduce.all_reduce if first.is_sparse else reduce_collectives.all_reduce
+        reduce = sparse_all_reduce.all_reduce if first.is_sparse else collectives.all_reduce
         work = _spread(reduce(total, kind, self._group, async_op=True), total, all_of_them)
         return self._work(work, all_of_them, _limit(opts, timeout))
 
-    @_collective
+    @_checked
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
         if not tensors:
             raise ValueError("ProcessGroupShm::allreduce_coalesced: requires non-empty tensor list")
         all_of_them = list(tensors)
-        work = reduce_collectives.all_reduce_coalesced(all_of_them, _reduction(opts), self._group, async_op=True)
+        work = collectives.all_reduce_coalesced(all_of_them, _reduction(opts), self._group, async_op=True)
         return self._work(work, all_of_them, _limit(opts))
 
-    @_collective
+    @_checked
     def reduce(
         self, tensors: Tensors = (), opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> TorchWork:
         root = self._root("reduce", named.get("root", opts))
         tensor = _only("reduce", named.get("tensor", tensors), "tensor")
         kind = _reduction(op if op is not None else getattr(opts, "reduceOp", None))
-        work = reduce_collectives.reduce(tensor, None, kind, self._group, async_op=True, group_dst=root)
+        work = collectives.reduce(tensor, None, kind, self._group, async_op=True, group_dst=root)
         return self._work(work, [tensor], _limit(opts, timeout))
 
-    @_collective
+    @_checked
     def broadcast(
         self, tensors: Tensors = (), opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> TorchWork:
@@ -274,13 +302,13 @@ class ShmProcessGroup(_TorchGroup):
         work = _spread(collectives.broadcast(sent, None, self._group, async_op=True, group_src=root), sent, all_of_them)
         return self._work(work, all_of_them, _limit(opts, timeout))
 
-    @_collective
+    _allgather_one = _method("allgather", table.ALL_GATHER)
+
+    @_checked
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         if not isinstance(inputs, torch.Tensor) and len(inputs) > 1:
             return self._allgather_several(outputs, inputs, _limit(opts, timeout))
-        outs, tensor = _rows("allgather", outputs, "output"), _only("allgather", inputs, "input")
-        work = collectives.all_gather(outs, tensor, self._group, async_op=True)
-        return self._work(work, outs, _limit(opts, timeout))
+        return self._allgather_one(outputs, inputs, opts, timeout)
 
     def _allgather_several(
         self, outputs: Sequence[list[torch.Tensor]], inputs: Sequence[torch.Tensor], limit: float | None
@@ -307,7 +335,7 @@ class ShmProcessGroup(_TorchGroup):
         flat = [one for row in outputs for one in row]
         return self._work(Then(work or Finished(parts), spread, flat), list(outputs), limit)
 
-    @_collective
+    @_checked
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
@@ -317,78 +345,31 @@ class ShmProcessGroup(_TorchGroup):
         work = collectives.all_gather_coalesced(outs, list(inputs), self._group, async_op=True)
         return self._work(work, outs, _limit(opts))
 
-    @_collective
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        work = collectives.all_gather_into_tensor(output, input, self._group, async_op=True)
-        return self._work(work, self._by_rank(output), _limit(opts))
-
     def _by_rank(self, output: torch.Tensor) -> list[torch.Tensor]:
         """What came from each rank, as Gloo's futures have it."""
         return list(output.tensor_split(self.size())) if output.dim() else [output]
 
-    def _each(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], start: Callable[..., Any], opts: Any,
-        result: list[Any],
-    ) -> TorchWork:  # fmt: skip
+    def _each(self, start: Callable[..., Any], outputs: Any, inputs: Any, **rest: Any) -> Work:
         if len(outputs) != len(inputs):
             raise ValueError(f"ProcessGroupShm: {len(outputs)} outputs were given for {len(inputs)} inputs")
-        works = [start(out, one, group=self._group, async_op=True) for out, one in zip(outputs, inputs, strict=True)]
-        return self._work(All(works, list(outputs)), result, _limit(opts))
+        pairs = zip(outputs, inputs, strict=True)
+        return All([start(out, one, group=self._group, async_op=True, **rest) for out, one in pairs], list(outputs))
 
-    @_collective
+    @_checked
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         result = [list(parts) for parts in zip(*map(self._by_rank, outputs), strict=True)]
-        return self._each(outputs, inputs, collectives.all_gather_into_tensor, opts, result)
+        return self._work(self._each(collectives.all_gather_into_tensor, outputs, inputs), result, _limit(opts))
 
-    @_collective
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
-    ) -> TorchWork:
-        opts = named.get("op", opts)
-        out, parts = _only("reduce_scatter", outputs, "output"), _rows("reduce_scatter", inputs, "input")
-        work = reduce_collectives.reduce_scatter(out, parts, _reduction(opts), self._group, async_op=True)
-        return self._work(work, [out], _limit(opts, timeout))
-
-    @_collective
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
-        work = reduce_collectives.reduce_scatter_tensor(output, input, _reduction(opts), self._group, async_op=True)
-        return self._work(work, [output], _limit(opts))
-
-    @_collective
+    @_checked
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
-        def start(out: torch.Tensor, one: torch.Tensor, **rest: Any) -> Work | None:
-            return reduce_collectives.reduce_scatter_tensor(out, one, _reduction(opts), **rest)
+        work = self._each(collectives.reduce_scatter_tensor, outputs, inputs, op=_reduction(opts))
+        return self._work(work, list(outputs), _limit(opts))
 
-        return self._each(outputs, inputs, start, opts, list(outputs))
-
-    @_collective
-    def gather(
-        self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, **named: Any
-    ) -> TorchWork:
-        root, tensor = self._root("gather", named.get("root", opts)), _only("gather", inputs, "input")
-        outs = _rows("gather", outputs, "output")
-        work = collectives.gather(tensor, outs or None, None, self._group, async_op=True, group_dst=root)
-        return self._work(work, outs, _limit(opts, timeout))
-
-    @_collective
-    def scatter(
-        self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
-    ) -> TorchWork:
-        root, out = self._root("scatter", named.get("root", opts)), _only("scatter", outputs, "output")
-        parts = _rows("scatter", inputs, "input")
-        work = collectives.scatter(out, parts or None, None, self._group, async_op=True, group_src=root)
-        return self._work(work, [out], _limit(opts, timeout))
-
-    @_collective
-    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
-        outs = list(outputs)
-        return self._work(collectives.all_to_all(outs, list(inputs), self._group, async_op=True), outs, _limit(opts))
-
-    @_collective
+    @_checked
     def alltoall_base(
         self, output: torch.Tensor, input: torch.Tensor, out_splits: list[int], in_splits: list[int],
         opts: Any = None, timeout: timedelta | None = None,
@@ -397,25 +378,32 @@ class ShmProcessGroup(_TorchGroup):
         work = collectives.all_to_all_single(output, input, *splits, group=self._group, async_op=True)
         return self._work(work, [output], _limit(opts, timeout))
 
-    @_collective
+    @_checked
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
         tensor = _only("send", tensors, "tensor")
         return self._work(p2p.isend(tensor, group=self._group, tag=tag, group_dst=dst), [tensor])
 
-    @_collective
+    @_checked
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
         tensor = _only("recv", tensors, "tensor")
         return self._work(p2p.irecv(tensor, group=self._group, tag=tag, group_src=src), [tensor])
 
-    @_collective
+    @_checked
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
         tensor = _only("recv", tensors, "tensor")
         return self._work(p2p.irecv(tensor, group=self._group, tag=tag), [tensor])
 
-    @_collective
+    @_checked
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         limit = timeout or (opts if isinstance(opts, timedelta) else None)
         return self._work(collectives.barrier(self._group, async_op=True, timeout=limit), [], _limit(opts, limit))
+
+    _allgather_base = _method("_allgather_base", table.ALL_GATHER_INTO_TENSOR)
+    reduce_scatter = _method("reduce_scatter", table.REDUCE_SCATTER)
+    _reduce_scatter_base = _method("_reduce_scatter_base", table.REDUCE_SCATTER_TENSOR)
+    gather = _method("gather", table.GATHER)
+    scatter = _method("scatter", table.SCATTER)
+    alltoall = _method("alltoall", table.ALL_TO_ALL)
 
     # Names of torch 2.13.
     all_gather_single = _allgather_base
@@ -431,7 +419,7 @@ class ShmProcessGroup(_TorchGroup):
         known = world()
         known.guests.pop(self._name, None)
         try:
-            self._waiter.close()
+            self._completer.close()
             self._group.shutdown()
         finally:
             known.members.pop(self._name, None)

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 
-from wholestep.comm.dist_errors import DistBackendError
+from wholestep.errors import DistBackendError
 
 
 def seconds(timeout: timedelta | float | None) -> float | None:

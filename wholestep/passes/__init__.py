@@ -1,4 +1,4 @@
-"""Rewriting: graph -> graph, a `StepGraph` in, a `StepGraph` out.
+"""passes/: rewriting, `StepGraph` -> `StepGraph`.
 
 A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit,
 except those that say otherwise (`fuse_optimizer`), which the user asks for by name.
@@ -6,8 +6,8 @@ May import: errors, ir, torch_compat.
 """
 
 from wholestep.ir import Pass
-from wholestep.passes.common_subexpressions import run_passes, same_values
+from wholestep.passes.common_subexpressions import same_values
 from wholestep.passes.fuse_optimizer import fuse_optimizer
 from wholestep.passes.gm_transformation import transformed
 
-__all__ = ["Pass", "fuse_optimizer", "run_passes", "same_values", "transformed"]
+__all__ = ["Pass", "fuse_optimizer", "same_values", "transformed"]

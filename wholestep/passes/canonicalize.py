@@ -1,6 +1,6 @@
-"""One form for many: rewrites before lowering that change neither bits nor effects.
+"""Canonical form: rewrites before lowering that change neither bits nor effects.
 
-A plain and a foreach optimizer, a list and its items, `add.Scalar` and `add.Tensor` look alike afterwards.
+A plain and a foreach optimizer, a list and its items, `add.Scalar` and `add.Tensor` are the same graph afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, NodeInfo, StepGraph, copy_graph, info, is_effectful, set_info
+from wholestep.ir import GETITEM, StepGraph, copy_graph, info, set_info
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def copy_step(step: StepGraph) -> StepGraph:
     return StepGraph(lazy_graph_module(step.gm, copy_graph(step.graph)[0]), step.signature, step.stage)
 
 
-def spell_lists(step: StepGraph) -> StepGraph:
+def list_items(step: StepGraph) -> StepGraph:
     """Replaces an operand that is a whole list of results by the list of its items; plain overloads throughout."""
     for node in list(step.graph.nodes):
         if node.op != "call_function" or node.target is GETITEM:
@@ -43,15 +43,11 @@ def spell_lists(step: StepGraph) -> StepGraph:
             with step.graph.inserting_before(node):
                 picked = [step.graph.call_function(GETITEM, (operand, i)) for i in range(len(values))]
             for one, value in zip(picked, values, strict=True):
-                old = info(operand)
-                set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
-            node.args = _with_items(node.args, operand, picked)
-            node.kwargs = _with_items(node.kwargs, operand, picked)
+                set_info(one, replace(info(operand), value=value))
+            exchange: Any = {operand: picked}
+            given = fx.map_arg((node.args, node.kwargs), lambda n, exchange=exchange: exchange.get(n, n))  # type: ignore[misc]
+            node.args, node.kwargs = given
     return step
-
-
-def _with_items(arguments: Any, operand: fx.Node, items: list[fx.Node]) -> Any:
-    return fx.map_arg(arguments, lambda n: items if n is operand else n)
 
 
 def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> StepGraph:
@@ -60,23 +56,19 @@ def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> Step
     Afterwards tiling and batching see the same nodes for a plain and for a foreach optimizer.
     """
     for node in list(step.graph.nodes):
-        if not isinstance(node.target, OpOverload) or not _base_name(node.target).startswith("_foreach_"):
+        if not isinstance(node.target, OpOverload) or node.target.name() not in _SINGLE:
             continue
         values = info(node).value
         simple = isinstance(values, (list, tuple)) and all(u.target is GETITEM for u in node.users)
         if not simple or any(v.device.type not in devices for v in values):
             continue
-        single = _single_overload(node, len(values))
-        if single is None:
-            continue
-        target, columns, keyword = single
+        target, columns, keyword = _columns(node, len(values))
         for index, value in enumerate(values):
             with step.graph.inserting_before(node):
                 args = tuple(c[index] for c in columns)
                 keywords = {name: column[index] for name, column in keyword.items()}
                 one = step.graph.call_function(target, args, keywords)
-            old = info(node)
-            set_info(one, NodeInfo(value, old.phase, old.seq, old.where, old.module, old.placement))
+            set_info(one, replace(info(node), value=value))
             for user in [u for u in node.users if u.args[1] == index]:
                 user.replace_all_uses_with(one)
                 step.graph.erase_node(user)
@@ -115,33 +107,29 @@ def _drops_kept(source: fx.Node, viewed: torch.Tensor) -> bool:
     return tuple(viewed.shape) == tuple(size for dim, size in enumerate(summed.shape) if dim not in gone)
 
 
-# foreach name -> overload by the kind of its second argument: list of tensors, number(s), one tensor.
-_SINGLE: dict[str, dict[str, Any]] = {
-    **{
-        f"_foreach_{name}": {
-            "List": getattr(aten, name).Tensor,
-            "Scalar": getattr(aten, name).Tensor,
-            "ScalarList": getattr(aten, name).Tensor,
-            "Tensor": getattr(aten, name).Tensor,
-        }
-        for name in ("add", "sub", "mul", "div")
-    },
-    "_foreach_lerp": {"List": aten.lerp.Tensor, "Scalar": aten.lerp.Scalar, "ScalarList": aten.lerp.Scalar},
-    "_foreach_sqrt": {"default": aten.sqrt.default},
-    "_foreach_neg": {"default": aten.neg.default},
-    "_foreach_maximum": {"List": aten.maximum.default},
-    "_foreach_addcmul": {"Scalar": aten.addcmul.default, "ScalarList": aten.addcmul.default},
-    "_foreach_addcdiv": {"Scalar": aten.addcdiv.default, "ScalarList": aten.addcdiv.default},
+# foreach overload -> the overload for one tensor.
+_SINGLE: dict[str, Any] = {
+    f"aten::_foreach_{name}.{kind}": getattr(aten, name).Tensor
+    for name in ("add", "sub", "mul", "div")
+    for kind in ("List", "Scalar", "ScalarList", "Tensor")
+} | {
+    "aten::_foreach_lerp.List": aten.lerp.Tensor,
+    "aten::_foreach_lerp.Scalar": aten.lerp.Scalar,
+    "aten::_foreach_lerp.ScalarList": aten.lerp.Scalar,
+    "aten::_foreach_sqrt": aten.sqrt.default,
+    "aten::_foreach_neg": aten.neg.default,
+    "aten::_foreach_maximum.List": aten.maximum.default,
+    "aten::_foreach_addcmul.Scalar": aten.addcmul.default,
+    "aten::_foreach_addcmul.ScalarList": aten.addcmul.default,
+    "aten::_foreach_addcdiv.Scalar": aten.addcdiv.default,
+    "aten::_foreach_addcdiv.ScalarList": aten.addcdiv.default,
 }
 
 
-def _single_overload(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], dict[str, list[Any]]] | None:
+def _columns(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], dict[str, list[Any]]]:
     """The overload for one tensor, and its positional and keyword arguments by column."""
     assert isinstance(node.target, OpOverload)
-    name, overload = _base_name(node.target), node.target._overloadname
-    target = _SINGLE.get(name, {}).get(overload)
-    if target is None:
-        return None
+    target = _SINGLE[node.target.name()]
     bound = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
     columns = {k: list(a) if isinstance(a, (list, tuple)) else [a] * count for k, a in bound.items()}
     keywords = {}
@@ -151,26 +139,3 @@ def _single_overload(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], d
     if target in (aten.addcmul.default, aten.addcdiv.default):
         keywords["value"] = columns.pop("value", columns.pop("scalars", [1] * count))
     return target, list(columns.values()), keywords
-
-
-def shared_host(step: StepGraph) -> StepGraph:
-    """Computes equal host numbers once (forty parameters have one ``1 - lr * weight_decay``), equal getitems too."""
-    known: dict[Any, fx.Node] = {}
-    for node in list(step.graph.nodes):
-        if node.op != "call_function" or is_effectful(node):
-            continue
-        if node.target is not GETITEM and not isinstance(info(node).value, (int, float)):
-            continue
-        key = (node.target, node.args, tuple(node.kwargs.items()), tuple(type(a) for a in node.args))
-        try:
-            first = known.setdefault(key, node)
-        except TypeError:  # unhashable arguments
-            continue
-        if first is not node:
-            node.replace_all_uses_with(first)
-            step.graph.erase_node(node)
-    return step
-
-
-def _base_name(op: OpOverload) -> str:
-    return op._schema.name.split("::")[-1]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, NodeInfo, StepGraph, dead_code, info, set_info
-from wholestep.passes.canonicalize import copy_step, expand_foreach, shared_host, spell_lists
+from wholestep.ir import GETITEM, StepGraph, dead_code, info, set_info
+from wholestep.passes.canonicalize import copy_step, expand_foreach, list_items
+from wholestep.passes.common_subexpressions import same_host_numbers
 from wholestep.passes.pattern_match import Bindings, Call, OneMinus, match
 
 aten = torch.ops.aten
@@ -130,7 +131,7 @@ def fuse_optimizer(step: StepGraph) -> StepGraph:
     Results equal those of ``fused=True`` in eager, not those of the optimizer as the user chose it: opt-in.
     Updates that fit no rule, or whose tensors do not share one dense layout, stay as they are.
     """
-    step = dead_code(shared_host(expand_foreach(spell_lists(copy_step(step)), ("cpu", "cuda"))))
+    step = dead_code(same_host_numbers(expand_foreach(list_items(copy_step(step)), ("cpu", "cuda"))))
     place: dict[fx.Node, float] = {node: i for i, node in enumerate(step.graph.nodes)}
     moved: dict[fx.Node, fx.Node] = {}
     groups: dict[Any, list[tuple[Rule, Bindings]]] = {}
@@ -151,11 +152,11 @@ def _find(node: fx.Node) -> tuple[Rule, Bindings] | None:
     if node.op != "call_function" or info(node).phase != "optimizer":
         return None
     for rule in RULES:
-        if node.target not in rule.pattern.targets:
-            continue
-        for bound in _with_gradient(node, rule):
-            if _suits(rule, bound) and _closed(rule, bound):
-                return rule, bound
+        bound = match(node, rule.pattern, {})
+        if bound is not None:  # the gradient is apart from the L2 penalty, where the update adds one
+            split = match(bound["g"], "grad" if "decoupled_decay" in bound else _GRAD, {"param": bound["param"]})
+            if split is not None and _suits(rule, bound | split) and _closed(rule, bound | split):
+                return rule, bound | split
     return None
 
 
@@ -176,17 +177,6 @@ def _closed(rule: Rule, bound: Bindings) -> bool:
     inner = _inner(rule, bound)
     between = [n for n in inner - set(_results(rule, bound)) if isinstance(info(n).value, torch.Tensor)]
     return all(user in inner for node in between for user in node.users)
-
-
-def _with_gradient(node: fx.Node, rule: Rule) -> list[Bindings]:
-    """Matches, with ``g`` split into gradient and L2 penalty where the update adds one."""
-    bound = match(node, rule.pattern, {})
-    if bound is None:
-        return []
-    if "decoupled_decay" in bound:
-        return [bound | {"grad": bound["g"]}]
-    split = match(bound["g"], _GRAD, {"param": bound["param"]})
-    return [bound | split] if split is not None else []
 
 
 def _suits(rule: Rule, bound: Bindings) -> bool:
@@ -240,25 +230,19 @@ def _replace(
     lists = [[b[name] for _, b in batch] if name in first else [] for name in rule.lists]
     record = info(first["new_param"])
 
-    def made(value: Any) -> NodeInfo:
-        return NodeInfo(value, record.phase, record.seq, record.where, record.module)
-
     values = [[info(n).value for n in column] for column in lists]
     results = tuple(values[: len(rule.fused._schema.returns)])
-    with step.graph.inserting_after(last if last.op != "placeholder" else step.placeholders[-1]):
+    with step.graph.inserting_before((last if last.op != "placeholder" else step.placeholders[-1]).next):
         call = step.graph.call_function(rule.fused, tuple(lists), rule.settings(first))
-    set_info(call, made(results))
-    after = call
-    for index, name in rule.results:
-        if name not in first:
-            continue
-        with step.graph.inserting_after(after):
-            column = set_info(step.graph.call_function(GETITEM, (call, index)), made(results[index]))
-        after = column
-        for position, (_, bound) in enumerate(batch):
-            with step.graph.inserting_after(after):
+        set_info(call, replace(record, value=results))
+        for index, name in rule.results:
+            if name not in first:
+                continue
+            column = step.graph.call_function(GETITEM, (call, index))
+            set_info(column, replace(record, value=results[index]))
+            for position, (_, bound) in enumerate(batch):
                 item = step.graph.call_function(GETITEM, (column, position))
-            after = set_info(item, made(results[index][position]))
-            place[item] = place[last] + 1e-6 * (len(moved) + 1)  # between this node and the next
-            moved[bound[name]] = item
-            bound[name].replace_all_uses_with(item)
+                set_info(item, replace(record, value=results[index][position]))
+                place[item] = place[last] + 1e-6 * (len(moved) + 1)  # between this node and the next
+                moved[bound[name]] = item
+                bound[name].replace_all_uses_with(item)

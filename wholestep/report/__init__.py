@@ -1,4 +1,4 @@
-"""report/: the graph of one rank -> what it will send and hold, as data and as text.
+"""report/: the graph of one rank -> what it will send and its peak memory, as data and as text.
 
 Takes graphs, a mesh and the words that capture left. Gives an `Explanation`. Nothing runs and nothing communicates.
 May import: comm, errors, ir, lower, spmd, torch_compat.
@@ -6,8 +6,8 @@ May import: comm, errors, ir, lower, spmd, torch_compat.
 
 from wholestep.report.explanation import Explanation, explain
 from wholestep.report.memory import Memory
-from wholestep.report.missing_rules import Unruled
+from wholestep.report.missing_rules import MissingRule
 from wholestep.report.stage_text import Stage, code
-from wholestep.report.traffic import Sending
+from wholestep.report.traffic import Traffic
 
-__all__ = ["Explanation", "Memory", "Sending", "Stage", "Unruled", "code", "explain"]
+__all__ = ["Explanation", "Memory", "MissingRule", "Stage", "Traffic", "code", "explain"]

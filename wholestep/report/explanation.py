@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wholestep.ir import StepGraph, info
-from wholestep.report.memory import KINDS, Memory, holding
-from wholestep.report.missing_rules import Unruled, unruled
-from wholestep.report.traffic import Sending, per_axis, sendings
+from wholestep.report.memory import KINDS, Memory, memory_of
+from wholestep.report.missing_rules import MissingRule, missing_rules
+from wholestep.report.traffic import Traffic, collective_traffic, per_axis
 
 PLACES = 12  # places shown for each axis; the data has all
 
@@ -22,9 +22,9 @@ class Explanation:
     Attributes:
         title: the step, the rank, the mesh and the plans.
         calls: calls of operators, by phase.
-        collectives: in the order in which they begin, those alike together.
+        collectives: in the order in which they begin, equal ones together.
         memory: at the fullest moment.
-        unruled: operators that run whole on every rank for want of a sharding rule; None in the local view, where
+        missing_rules: operators that run whole on every rank for want of a sharding rule; None in the local view, where
             everything runs as written.
         captures: how many captures serve calls now.
         recompiles: why calls needed other programs.
@@ -32,9 +32,9 @@ class Explanation:
 
     title: str
     calls: dict[str, int]
-    collectives: list[Sending]
+    collectives: list[Traffic]
     memory: Memory
-    unruled: list[Unruled] | None
+    missing_rules: list[MissingRule] | None
     captures: int
     recompiles: list[str] = field(default_factory=list)
 
@@ -45,8 +45,8 @@ class Explanation:
 
     def __str__(self) -> str:
         parts = [self.title, "", _calls(self.calls), "", *self._traffic(), "", *_held(self.memory)]
-        if self.unruled is not None:
-            parts += ["", *_without_rule(self.unruled)]
+        if self.missing_rules is not None:
+            parts += ["", *_without_rule(self.missing_rules)]
         return "\n".join([*parts, "", *self._captures()])
 
     def _traffic(self) -> list[str]:
@@ -89,8 +89,10 @@ def explain(
         axes: group's name -> axis of the mesh.
     """
     calls: Counter[str] = Counter(info(node).phase for node in step.graph.nodes if node.op == "call_function")
-    lacking = unruled(whole) if whole is not None else None
-    return Explanation(title, dict(calls), sendings(step, axes), holding(step), lacking, captures, list(recompiles))
+    lacking = missing_rules(whole) if whole is not None else None
+    return Explanation(
+        title, dict(calls), collective_traffic(step, axes), memory_of(step), lacking, captures, list(recompiles)
+    )
 
 
 def _calls(calls: Mapping[str, int]) -> str:
@@ -105,7 +107,7 @@ def _held(memory: Memory) -> list[str]:
     return [*lines, f"  (the arena for intermediate values takes {_size(memory.arena)})"]
 
 
-def _without_rule(operators: Sequence[Unruled]) -> list[str]:
+def _without_rule(operators: Sequence[MissingRule]) -> list[str]:
     if not operators:
         return ["operators without a sharding rule: none"]
     head = "operators without a sharding rule, which run whole on every rank, and bytes of their operands:"

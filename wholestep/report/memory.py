@@ -1,4 +1,4 @@
-"""What a rank holds at the fullest moment of its step, by what it is for."""
+"""Peak memory of a rank, by what it is for: parameters, gradients, states, activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import InputKind, StepGraph, info
-from wholestep.lower.plan.peak_memory import usage
+from wholestep.lower.plan.peak_memory import peak_usage
 from wholestep.report.traffic import collective_name, origin
 
 Kind = Literal["parameters", "gradients", "states", "activations", "buffers", "batch", "other"]
@@ -52,14 +52,14 @@ class Memory:
         return sum(self.by_class.values())
 
 
-def holding(step: StepGraph) -> Memory:
+def memory_of(step: StepGraph) -> Memory:
     """The memory of a graph as the `aten` backend runs it."""
     held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for node, item in zip(step.placeholders, step.signature.inputs, strict=True):
         value = info(node).value
         if isinstance(value, torch.Tensor):
             held[_INPUTS[item.kind]] += value.numel() * value.itemsize
-    found = usage(step)
+    found = peak_usage(step)
     kinds = {node.name: item.kind for node, item in zip(step.placeholders, step.signature.inputs, strict=True)}
     gradients = {name for g in step.signature.gradients for name in (g.before, g.after)}
     for nodes, nbytes in found.live:

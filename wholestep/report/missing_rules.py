@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from wholestep.ir import GETITEM, StepGraph, fake_tensors, info
-from wholestep.spmd.plans.constraint_ops import place
+from wholestep.ir import GETITEM, StepGraph, fake_tensors, info, nbytes
+from wholestep.spmd.expand.sharding_constraint import sharding_constraint
 from wholestep.spmd.rules import name_of, rule_of
 
 
 @dataclass(frozen=True)
-class Unruled:
+class MissingRule:
     """Calls of one operator without a rule.
 
     Attributes:
@@ -29,17 +29,17 @@ class Unruled:
     module: str
 
 
-def unruled(step: StepGraph) -> list[Unruled]:
+def missing_rules(step: StepGraph) -> list[MissingRule]:
     """The operators without a rule in a graph of the whole step, those with most bytes first."""
-    found: dict[str, Unruled] = {}
+    found: dict[str, MissingRule] = {}
     for node in step.graph.nodes:
-        if node.op != "call_function" or node.target in (GETITEM, place) or not _has_tensors(node):
+        if node.op != "call_function" or node.target in (GETITEM, sharding_constraint) or not _has_tensors(node):
             continue
         if rule_of(node.target) is None:
             name, record = name_of(node.target), info(node)
-            nbytes = sum(t.numel() * t.itemsize for o in node.all_input_nodes for t in fake_tensors(info(o).value))
-            old = found.get(name) or Unruled(name, 0, 0, record.where, record.module)
-            found[name] = Unruled(name, old.count + 1, old.nbytes + nbytes, old.where, old.module)
+            old = found.get(name, MissingRule(name, 0, 0, record.where, record.module))
+            taken = sum(nbytes(info(operand).value) for operand in node.all_input_nodes)
+            found[name] = replace(old, count=old.count + 1, nbytes=old.nbytes + taken)
     return sorted(found.values(), key=lambda one: -one.nbytes)
 
 

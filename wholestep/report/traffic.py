@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -15,7 +15,7 @@ from wholestep.torch_compat import OpOverload
 
 
 @dataclass(frozen=True)
-class Sending:
+class Traffic:
     """Collectives of one kind along one axis, from one place in the step.
 
     Attributes:
@@ -40,6 +40,11 @@ class Sending:
     module: str
     tensors: int
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both together, in the place of the first."""
+        count, nbytes, tensors = self.count + other.count, self.nbytes + other.nbytes, self.tensors + other.tensors
+        return replace(self, count=count, nbytes=nbytes, tensors=tensors)
+
 
 # Bytes that a rank sends for an operand of B bytes, in a group of n, by the usual algorithms: rings, which are optimal
 # in bandwidth. ``root`` says whether the rank is the one that the collective starts from or ends at.
@@ -62,30 +67,26 @@ COSTS: dict[str, Cost] = {
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
 
-def sendings(step: StepGraph, axes: Mapping[str, str]) -> list[Sending]:
-    """The collectives of a graph, those alike in kind, axis, phase and place together, in order.
+def collective_traffic(step: StepGraph, axes: Mapping[str, str]) -> list[Traffic]:
+    """The collectives of a graph, those of equal kind, axis, phase and place together, in order.
 
     Args:
         axes: group's name -> axis.
 
     Raises:
-        GraphError: an operator whose cost nobody has written down: our mistake.
+        GraphError: an operator without a row in `COSTS`: our mistake.
     """
-    rows: dict[tuple[Any, ...], Sending] = {}
+    rows: dict[tuple[Any, ...], Traffic] = {}
     for node in step.graph.nodes:
-        name = collective_name(node)
-        if not name:
+        if not (name := collective_name(node)):
             continue
         group = comm.get_group(_argument(node, "group"))
         record, (where, module) = info(node), origin(node)
-        key = (name, group.group_name, record.phase, where, module)
-        old = rows.get(key)
-        nbytes = _cost(node, name, group)
+        axis, nbytes = axes.get(group.group_name, group.group_name), _cost(node, name, group)
         tensors = len(record.placement) if isinstance(record.placement, tuple) else 1
-        rows[key] = Sending(
-            name, axes.get(group.group_name, group.group_name), group.size(), (old.count if old else 0) + 1,
-            (old.nbytes if old else 0) + nbytes, record.phase, where, module, (old.tensors if old else 0) + tensors,
-        )  # fmt: skip
+        row = Traffic(name, axis, group.size(), 1, nbytes, record.phase, where, module, tensors)
+        key = (name, group.group_name, record.phase, where, module)
+        rows[key] = rows[key] + row if key in rows else row
     return list(rows.values())
 
 
@@ -100,7 +101,7 @@ def collective_name(node: fx.Node) -> str:
 
 def _cost(node: fx.Node, name: str, group: comm.ProcessGroup) -> float:
     if name not in COSTS:
-        raise GraphError(f"report.sending.COSTS has no row for {node.target}")
+        raise GraphError(f"report.traffic.COSTS has no row for {node.target}")
     operand = next(fake_tensors(info(node.all_input_nodes[0]).value))
     root = name in _ROOTS and _argument(node, _ROOTS[name]) == group.rank()
     return COSTS[name](operand.numel() * operand.itemsize, group.size(), root)
@@ -133,16 +134,10 @@ def _nearest(node: fx.Node, beside: Callable[[fx.Node], list[fx.Node]]) -> tuple
     return None
 
 
-def per_axis(rows: Iterable[Sending]) -> dict[str, list[Sending]]:
+def per_axis(rows: Iterable[Traffic]) -> dict[str, list[Traffic]]:
     """By axis, those of one kind together, whatever place they come from."""
-    found: dict[str, dict[str, Sending]] = {}
+    found: dict[str, dict[str, Traffic]] = {}
     for row in rows:
         kinds = found.setdefault(row.axis, {})
-        old = kinds.get(row.kind)
-        count, nbytes, tensors = (old.count, old.nbytes, old.tensors) if old else (0, 0.0, 0)
-        kinds[row.kind] = Sending(
-            row.kind, row.axis, row.ranks, count + row.count, nbytes + row.nbytes, row.phase, "", "",
-            tensors + row.tensors,
-        )  # fmt: skip
+        kinds[row.kind] = kinds[row.kind] + row if row.kind in kinds else replace(row, where="", module="")
     return {axis: list(kinds.values()) for axis, kinds in found.items()}
-

@@ -3,24 +3,23 @@
 Takes a `Traced` step, the binder that capture made for it and a callable on flat inputs. Gives an `Entry`:
 called, it checks guards, fetches inputs, runs, and leaves results, gradients, state and version counters
 as eager execution would.
-May import: aot_autograd, ir, lower, packed_graph, tensor_parts, torch_compat, trace.
+May import: aot_autograd, capture, ir, lower, packed_graph, tensor_parts, torch_compat, trace.
 """
 
 from wholestep.runtime.backward_programs import Backward
 from wholestep.runtime.compiled_module import compiled_module
-from wholestep.runtime.donated_inputs import Spending, spending
-from wholestep.runtime.entry import Entry, Missed
+from wholestep.runtime.donated_inputs import DonatedInputs, donated_inputs
+from wholestep.runtime.entry import Entry
 from wholestep.runtime.program import Program, saved_places
 from wholestep.runtime.trim_memory import give_back
 
 __all__ = [
     "Backward",
+    "DonatedInputs",
     "Entry",
-    "Missed",
     "Program",
-    "Spending",
     "compiled_module",
+    "donated_inputs",
     "give_back",
     "saved_places",
-    "spending",
 ]

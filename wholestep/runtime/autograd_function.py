@@ -17,7 +17,7 @@ from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
 from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, is_batched, transforms_active
 from wholestep.trace import Traced
-from wholestep.trace.outputs.state_outputs import Derivative
+from wholestep.trace.outputs.output_records import Derivative
 
 NO_DOUBLE_BACKWARD = (
     "torch.compile with aot_autograd does not currently support double backward: neither does wholestep outside of a "
@@ -99,7 +99,7 @@ class CompiledFunction(torch.autograd.Function):
         arrived: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
         strides = tuple(map(_strides, arrived))
         served, alone = backward.served.get(strides), transforms_active()
-        if served is None or alone:
+        if served is None or alone or backward.by_memory:
             served, arrived, alone = _unusual(backward, arrived, alone)
         if served.layouts is not None:
             arrived = list(map(_laid_out, arrived, served.layouts))
@@ -188,7 +188,10 @@ def _unusual(backward: Backward, arrived: Sequence[Any], alone: bool) -> tuple[S
     """The program for gradients that none is kept for, the gradients, and whether to call it operator by operator."""
     shown = [t.resolve_conj().resolve_neg() if t is not None and (t.is_conj() or t.is_neg()) else t for t in arrived]
     alone = alone or any(t is not None and _is_odd(t) for t in shown)
-    return backward.serve(backward.traced(shown) if alone else tuple(map(_strides, shown))), shown, alone
+    if alone:
+        return backward.serve(backward.traced(shown)), shown, alone
+    offsets = tuple([0 if t is None else t.storage_offset() for t in shown]) if backward.by_memory else ()
+    return backward.serve(tuple(map(_strides, shown)), offsets), shown, alone
 
 
 def _laid_out(tangent: torch.Tensor | None, layout: Layout | None) -> torch.Tensor | None:
@@ -231,7 +234,7 @@ NOT_OUTSIDE = (
 )
 
 
-class Spent(torch.autograd.Function):
+class NotDifferentiable(torch.autograd.Function):
     """Gives a result the `requires_grad` that it has in eager; it cannot be differentiated, as it says when tried."""
 
     @staticmethod

@@ -1,7 +1,8 @@
-"""The backward of a program: one program for each way in which the gradients that come lie in memory."""
+"""The backward of a program: one program for each combination of strides of its tangents."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -10,29 +11,37 @@ from typing import Any
 import torch
 
 from wholestep.aot_autograd import Partitioned
-from wholestep.aot_autograd.tangent_layouts import Arriving, Result, Strides, Unfit, arriving, without_last_views
+from wholestep.aot_autograd.tangent_layouts import (
+    CannotSpecializeError,
+    Result,
+    SpecializedBackward,
+    Strides,
+    reads_by_memory,
+    specialized,
+    without_last_views,
+)
 from wholestep.ir import StepGraph, info
 from wholestep.runtime.replayed_views import viewed
 from wholestep.torch_compat import no_modes
 
 Run = Callable[..., Sequence[Any]]
 
-# How a gradient that arrives must lie in memory: shape, strides, dtype and device.
+# Of a tangent: shape, strides, dtype and device.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
-# Layouts of gradients beyond these are copied into the one that the backward was traced with.
+# Tangents of other layouts beyond these are copied into the one that the backward was traced with.
 MAX_LAYOUTS = 32
 
 
 @dataclass
 class Served:
-    """A backward program for gradients that lie in memory in one way.
+    """A backward program for tangents of certain strides.
 
     Attributes:
-        graph, run: saved values, then the gradients that arrive -> what follows from them.
+        graph, run: saved values, then the tangents that are given -> what follows from them.
         results: where each gradient is then found.
-        layouts: what gradients are copied into first (None for one that does not arrive, where it need not be zeros);
-            None where they are read as they lie.
+        layouts: what tangents are copied into first (None for one that is None, where it need not be zeros);
+            None where they are read as they are.
         plain: whether the outputs are all gradients in their order.
         consume: runs it on values that it may let go of as soon as they are read, where the backend can.
     """
@@ -47,11 +56,11 @@ class Served:
     def __post_init__(self) -> None:
         self.consume = getattr(self.run, "consume", None) or partial(consumed, self.run)
 
-    def gradients(self, outputs: Sequence[Any], arrived: Sequence[Any], count: int) -> list[Any]:
-        """The gradients in order, of what the program gave and the gradients that came; None where nothing follows."""
+    def gradients(self, outputs: Sequence[Any], tangents: Sequence[Any], count: int) -> list[Any]:
+        """The gradients in order, of what the program gave and the tangents; None where nothing follows."""
         found: list[Any] = [None] * count
         for result in self.results:
-            base = outputs[result.output] if result.output is not None else arrived[result.arrived]  # type: ignore[index]
+            base = outputs[result.output] if result.output is not None else tangents[result.tangent]  # type: ignore[index]
             found[result.place] = viewed(base, result.views) if result.views else base
         return found
 
@@ -64,9 +73,10 @@ class Backward:
         halves: both graphs.
         saved: where each saved value is found once the forward has run: ("input" | "output", index).
         lower: makes a program of a backward graph.
-        exact: whether gradients are read as they lie, as in eager; else copied into the layout that was traced.
-        served: strides of the gradients that arrive (None for one that does not) -> the program for them.
+        exact: whether tangents are read as they are, as in eager; else copied into the layout that was traced.
+        served: strides of the tangents (None for one that is None) -> the program for them.
         reasons: why more than one was made.
+        shifted: (strides, storage offsets) -> the program for them, where `by_memory`.
     """
 
     halves: Partitioned
@@ -75,6 +85,7 @@ class Backward:
     exact: bool
     served: dict[tuple[Strides, ...], Served] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
+    shifted: dict[Any, Served] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
@@ -84,18 +95,27 @@ class Backward:
 
     @cached_property
     def first(self) -> Served:
-        """The program for gradients as they were traced, made when it is asked for."""
-        whole = Arriving(self.halves.backward, tuple(range(len(self.halves.backward.outputs))))
-        self.served[self.traced(self._traced)] = made = self._lowered(whole)
+        """The program for tangents as they were traced, made when it is asked for."""
+        results = tuple([Result(place, place) for place in range(len(self.halves.backward.outputs))])
+        made = self._lowered(SpecializedBackward(self.halves.backward, results))
+        self.served[self.traced(self._traced)] = made
         return made
 
     @property
     def run(self) -> Run:
-        """The program for gradients as they were traced."""
+        """The program for tangents as they were traced."""
         return self.first.run
 
-    def serve(self, strides: tuple[Strides, ...]) -> Served:
-        """The program for gradients of these strides, made if there is none."""
+    @cached_property
+    def by_memory(self) -> bool:
+        """Whether it depends on where in their memory tangents begin."""
+        return reads_by_memory(self.halves)
+
+    def serve(self, strides: tuple[Strides, ...], offsets: tuple[int, ...] = ()) -> Served:
+        """The program for tangents of these strides, and of these storage offsets; made if there is none."""
+        if any(offsets):
+            known = self.shifted.get((strides, offsets))
+            return known if known is not None else self._shifted(strides, offsets)
         found = self.served.get(strides)
         return found if found is not None else self._made(strides)
 
@@ -109,6 +129,16 @@ class Backward:
             self.served[strides] = found
         return found
 
+    def _shifted(self, strides: tuple[Strides, ...], offsets: tuple[int, ...]) -> Served:
+        try:
+            plain = tuple(itertools.starmap(self._plain, enumerate(strides)))
+            made = self._lowered(specialized(self.halves, plain, offsets))
+        except CannotSpecializeError:  # eager would copy them first
+            made = self._made(strides)
+        if len(self.shifted) < MAX_LAYOUTS:
+            self.shifted[strides, offsets] = made
+        return made
+
     def _known(self, strides: tuple[Strides, ...]) -> Served | None:
         return self.first if strides == self.traced(self._traced) else self.served.get(strides)
 
@@ -121,9 +151,9 @@ class Backward:
             return replace(found, layouts=tuple([None if s is None else traced for s, traced in pairs]))
         return replace(self.first, layouts=self._traced)
 
-    def traced(self, arrived: Sequence[object]) -> tuple[Strides, ...]:
-        """The strides of the trace; None for gradients that do not arrive."""
-        return tuple([None if a is None else stride for a, (_, stride, *_) in zip(arrived, self._traced, strict=True)])
+    def traced(self, tangents: Sequence[object]) -> tuple[Strides, ...]:
+        """The strides of the trace; None for tangents that are None."""
+        return tuple([None if a is None else stride for a, (_, stride, *_) in zip(tangents, self._traced, strict=True)])
 
     def _plain(self, place: int, stride: Strides) -> Strides:
         """Strides as they were traced for dimensions of one element, where they lead nowhere."""
@@ -132,20 +162,17 @@ class Backward:
         size, traced, *_ = self._traced[place]
         return tuple([t if n == 1 else s for n, s, t in zip(size, stride, traced, strict=True)])
 
-    def _lowered(self, made: Arriving) -> Served:
-        if self.exact:
-            graph, results = without_last_views(self.halves, made)
-        else:
-            graph, results = made.graph, tuple([Result(place, i) for i, place in enumerate(made.gives)])
+    def _lowered(self, made: SpecializedBackward) -> Served:
+        made = without_last_views(self.halves, made) if self.exact else made
         plain = [Result(place, place) for place in range(len(self.halves.backward.outputs))]
         with no_modes():
-            run = self.lower(graph)
-        return Served(graph, run, results, plain=list(results) == plain)
+            run = self.lower(made.graph)
+        return Served(made.graph, run, made.results, plain=list(made.results) == plain)
 
     def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
         try:
-            made = arriving(self.halves, strides)
-        except Unfit:
+            made = specialized(self.halves, strides)
+        except CannotSpecializeError:
             return None
         self.served[strides] = served = self._lowered(made)
         differing = [

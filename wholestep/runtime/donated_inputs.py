@@ -1,4 +1,4 @@
-"""Spent inputs: tensors that a call gives up, whose memory is free once the program has read them."""
+"""Donated inputs: tensors that a call gives up, whose memory is free once the program has read them."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ LASTING: frozenset[InputKind] = frozenset(["parameter", "buffer", "state", "grad
 
 
 @dataclass(frozen=True)
-class Spending:
+class DonatedInputs:
     """What each call gives up of a list of tensors that is its first argument.
 
     Attributes:
-        items: indices of the lifted items that nothing looks at again once the program has.
-        dying: those of them that a program reads, and may free.
+        items: indices of the inputs that nothing looks at again once the program has.
+        freed: those of them that a program reads, and may free.
         kept: positions in the list that the replay of effects still looks at.
     """
 
     items: frozenset[int] = frozenset()
-    dying: frozenset[int] = frozenset()
+    freed: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
 
-    def spend(self, given: list[Any], values: list[Any]) -> None:
+    def take(self, given: list[Any], values: list[Any]) -> None:
         """Takes out of the list, and of the values bound for a call, what the call gives up."""
         given[:] = [tensor if i in self.kept else None for i, tensor in enumerate(given)]
         for index in self.items:
             values[index] = None
 
 
-def spending(traced: Traced, count: int, read: Collection[str]) -> Spending:
+def donated_inputs(traced: Traced, count: int, read: Collection[str]) -> DonatedInputs:
     """What may be given up.
 
     Args:
@@ -42,13 +42,13 @@ def spending(traced: Traced, count: int, read: Collection[str]) -> Spending:
         read: paths of what effects and result are made from.
     """
     signature = traced.step.signature
-    looked_at = {i for slot in traced.slots if (i := slot.input) is not None} | set(signature.mutations.values())
+    looked_at = {i for alias in traced.aliases if (i := alias.input) is not None} | set(signature.mutations.values())
     looked_at |= {*traced.versions, *(i for i, *_ in (*traced.refused, *traced.reshaped))}
-    looked_at |= {i for i, before, after in traced.memories if before != after}
+    looked_at |= {i for i, before, after in traced.storage_sizes if before != after}
     paths = [f"args[0][{i}]" for i in range(count)]
     kept = frozenset(i for i, path in enumerate(paths) if any(r.startswith(path) for r in read))
-    spent = {path for i, path in enumerate(paths) if i not in kept}
-    sources = [item.source.path if item.source is not None else "" for item in traced.lifted]
-    items = frozenset(i for i, path in enumerate(sources) if path in spent and i not in looked_at)
-    dying = frozenset(i for i in items if i < traced.n_inputs and signature.inputs[i].kind not in LASTING)
-    return Spending(items, dying, kept)
+    donated = {path for i, path in enumerate(paths) if i not in kept}
+    sources = [item.source.path if item.source is not None else "" for item in traced.inputs]
+    items = frozenset(i for i, path in enumerate(sources) if path in donated and i not in looked_at)
+    freed = frozenset(i for i in items if i < traced.n_inputs and signature.inputs[i].kind not in LASTING)
+    return DonatedInputs(items, freed, kept)

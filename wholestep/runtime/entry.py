@@ -4,41 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
+from wholestep.capture import Binder, GuardFailure
 from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, plan_of
-from wholestep.runtime.donated_inputs import Spending
-from wholestep.runtime.initial_state import Beginnings
+from wholestep.runtime.donated_inputs import DonatedInputs
+from wholestep.runtime.initial_state import StateInitializer
 from wholestep.runtime.output_aliases import as_inference, refuse, remade
 from wholestep.runtime.program import Program
 from wholestep.tensor_parts import Part, mark_part
 from wholestep.torch_compat import below_autograd, make_one_of_several, set_versions
 from wholestep.trace import Traced
 from wholestep.trace.record.inputs import flat_memory, memory_of
-
-
-class Binder(Protocol):
-    """Capture's door: checks guards and fetches inputs, and replays effects on Python objects."""
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-    def apply(self, effects: Sequence[Any], result: Any, args: Any, kwargs: Any, made: Sequence[Any]) -> Any: ...
-    def release(self, effects: Sequence[Any], result: Any, args: Any, kwargs: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class Missed:
-    """A call that a captured program does not serve, with the first guard that failed.
-
-    Attributes:
-        varying: paths of the numbers that are others now, when one of them is what failed.
-    """
-
-    reason: str
-    varying: frozenset[str] = frozenset()
 
 
 class Entry:
@@ -51,88 +32,88 @@ class Entry:
         releases: whether gradients that the step replaces unread go before it runs: not where a program of the
             user's own may fail and everything shall then be as it was.
         terms: what the ranks have agreed on, for them to compare.
-        spending: what each call gives up of its first argument.
+        donated: what each call gives up of its first argument.
     """
 
     def __init__(
         self, traced: Traced, binder: Binder, program: Program, releases: bool = False, terms: Any = None,
-        spending: Spending | None = None,
+        donated: DonatedInputs | None = None,
     ) -> None:  # fmt: skip
         self.shapes: Any = None  # of the arguments that it was made for, where it is one of many such
         self.traced, self.binder, self.program, self.releases, self.terms = traced, binder, program, releases, terms
-        self.spending = spending
+        self.donated = donated
         derivative = traced.derivative
         self.count = traced.n_inputs
-        beginnings = Beginnings(traced, program.placements)
-        hoisted = beginnings.hoisted
-        self.begin = beginnings.put if hoisted else None
+        initializer = StateInitializer(traced, program.placements)
+        hoisted = initializer.hoisted
+        self.begin = initializer.put if hoisted else None
         kept = {o: p for o, p in enumerate(program.kept) if isinstance(p, Part)}
-        self.kept = {k: kept[s.output] for k, s in enumerate(traced.slots) if s.output in kept}
+        self.kept = {k: kept[s.output] for k, s in enumerate(traced.aliases) if s.output in kept}
         self.flat = {
             i: x.value.numel()  # type: ignore[union-attr]
-            for i, x in enumerate(traced.lifted)
+            for i, x in enumerate(traced.inputs)
             if x.members
         }
         self.writes: dict[int, list[int]] = {}  # how often eager counts a write -> the inputs it counts them for
         # views of one memory have one counter, so each is set rather than counted up
-        memories = [memory_of(traced.lifted[i].value) for i in traced.versions]  # type: ignore[arg-type]
+        memories = [memory_of(traced.inputs[i].value) for i in traced.versions]  # type: ignore[arg-type]
         rewritten = bool(traced.refused or (derivative and derivative.rewritten))
         shared = len(set(memories)) < len(memories) or rewritten
         for index, times in traced.versions.items() if not shared else ():
             self.writes.setdefault(times, []).append(index)
         self.shared_writes = list(traced.versions.items()) if shared else []
-        slots = list(enumerate(traced.slots))
+        slots = list(enumerate(traced.aliases))
         self.order = [i for i, s in slots if s.base is None], [i for i, s in slots if s.base is not None]
-        # nothing was counted for what a program gives; eager may count writes, and so may the making of a beginning
-        counted = [i for i, s in enumerate(traced.slots) if s.own_counter and (s.version or s.input in hoisted)]
-        fresh = [i for i in counted if not traced.slots[i].inference]
-        self.inference = {slot.output for slot in traced.slots if slot.inference and slot.output is not None}
-        several = [i for i, s in slots if s.several and s.geometry is not None and s.views is None]
-        self.several = [i for i in several if not traced.slots[i].inference]
+        # nothing was counted for what a program gives; eager may count writes, and so may the making of initial state
+        counted = [i for i, s in slots if s.counter != "shared" and (s.state.version or s.input in hoisted)]
+        fresh = [i for i in counted if not traced.aliases[i].state.inference]
+        self.inference = {a.output for a in traced.aliases if a.state.inference and a.output is not None}
+        several = [i for i, s in slots if s.state.several and s.geometry is not None and s.views is None]
+        self.several = [i for i in several if not traced.aliases[i].state.inference]
         self.fresh = [[i for i in fresh if i in some] for some in self.order]
-        self.slot_versions = [tuple([traced.slots[i].version for i in some]) for some in self.fresh]
+        self.slot_versions = [tuple([traced.aliases[i].state.version for i in some]) for some in self.fresh]
         self.handle = torch.zeros((), requires_grad=True)
         self.plan = plan_of(traced, program)
         # an input's memory is written again, with a history, when the forward has run
         self.copied = set(traced.step.signature.mutations) if rewritten else set()
         if self.plan is not None:
-            whole = [s for s in traced.slots if s.geometry is None]
-            versions = {("output", s.output): s.version for s in whole if s.version}
-            versions |= {("input", s.input): s.version for s in whole if s.input in hoisted}
+            whole = [s for s in traced.aliases if s.geometry is None]
+            versions = {("output", s.output): s.state.version for s in whole if s.state.version}
+            versions |= {("input", s.input): s.state.version for s in whole if s.input in hoisted}
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
-        self.graded = [(i, s.grad) for i, s in enumerate(traced.slots) if s.retains or s.grad is not None]
-        self.sources = [item.source for item in traced.lifted]
+        self.graded = [(i, s.grad) for i, s in enumerate(traced.aliases) if s.state.retains or s.grad is not None]
+        self.sources = [item.source for item in traced.inputs]
         # the first call's tensors and the graph would else live as long as the program
-        self.traced = replace(traced, step=None, lifted=[], hoisted=None)  # type: ignore[arg-type]
+        self.traced = replace(traced, step=None, inputs=[], hoisted=None)  # type: ignore[arg-type]
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
     ) -> Any:
-        """Runs the step, or says why this program does not serve the call (`Missed`).
+        """Runs the step, or says why this program does not serve the call (`GuardFailure`).
 
         Args:
             ready: called once it is clear that the program serves, before it runs.
         """
         values = self.binder(args, kwargs)
         if type(values) is not list:
-            return Missed(str(values.reason), values.varying)
+            return values
         if self.begin is not None:
             self.begin(values)
         for index, before in self.traced.offsets:
             offset = values[index].storage_offset()
             if offset != before:
-                return Missed(f"{self.sources[index]} storage offset: expected {before}, found {offset}")
+                return GuardFailure(f"{self.sources[index]} storage offset: expected {before}, found {offset}")
         if self.flat:
-            missed = self._flatten(values)
-            if missed is not None:
-                return missed
-        for index, before, _ in self.traced.memories:
+            failure = self._flatten(values)
+            if failure is not None:
+                return failure
+        for index, before, _ in self.traced.storage_sizes:
             size = values[index].untyped_storage().nbytes()
             if size != before:
-                return Missed(f"memory of {self.sources[index]}: expected {before} bytes, found {size}")
+                return GuardFailure(f"memory of {self.sources[index]}: expected {before} bytes, found {size}")
         for predicate in self.traced.predicates:
             if not predicate.holds(values):
-                return Missed(predicate.reason)
+                return GuardFailure(predicate.reason)
         if ready is not None:
             ready()
         if self.plan is not None and torch.is_grad_enabled():  # the program and its node see to it themselves
@@ -147,8 +128,8 @@ class Entry:
     def _run(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traced = self.traced
         if self.releases:
-            self.binder.release(traced.effects, traced.result, args, kwargs)
-        for index, before, after in traced.memories:
+            self.binder.release()
+        for index, before, after in traced.storage_sizes:
             if after > before:
                 values[index].untyped_storage().resize_(after)
         versions = tuple([values[i]._version + times for i, times in self.shared_writes]) if self.shared_writes else ()
@@ -159,7 +140,7 @@ class Entry:
             self._reshape(values)
         else:
             outputs, slots = self._differentiable(self.plan, values, versions)
-        for index, before, after in traced.memories:
+        for index, before, after in traced.storage_sizes:
             if after < before:
                 values[index].untyped_storage().resize_(after)
         if self.inference:
@@ -172,25 +153,25 @@ class Entry:
         for order, fresh, counts in zip(self.order, self.fresh, self.slot_versions, strict=True):
             for index in order:
                 if index not in slots:
-                    slots[index] = remade(traced.slots[index], outputs, values, slots, self.handle)
+                    slots[index] = remade(traced.aliases[index], outputs, values, slots, self.handle)
             if fresh:
                 set_versions(tuple([slots[i] for i in fresh]), counts)
         for index in self.several:
-            make_one_of_several(slots[index], traced.slots[index].outdated)
+            make_one_of_several(slots[index], traced.aliases[index].state.outdated)
         for index, part in self.kept.items():
             mark_part(slots[index], part)
         for index, grad in self.graded:
-            if traced.slots[index].retains:
+            if traced.aliases[index].state.retains:
                 slots[index].retain_grad()
             slots[index].grad = None if grad is None else slots[grad]
-        made = [slots[m.slot] if m.slot is not None else outputs[m.output] for m in traced.made]  # type: ignore[index]
-        return self.binder.apply(traced.effects, traced.result, args, kwargs, made)
+        made = [slots[m.alias] if m.alias is not None else outputs[m.output] for m in traced.new_values]  # type: ignore[index]
+        return self.binder.apply(args, kwargs, made)
 
     def _outputs(self, values: list[Any], args: tuple[Any, ...]) -> Sequence[Any]:
-        if self.spending is None:
+        if self.donated is None:
             return self.program.run(*values[: self.count])
         inputs = values[: self.count]
-        self.spending.spend(args[0], values)
+        self.donated.take(args[0], values)
         return self.program.consume(inputs)
 
     def _reshape(self, values: list[Any]) -> None:
@@ -232,10 +213,10 @@ class Entry:
         del outputs[derivative.n_forward :]
         new_value = {k: out for _, out, k in derivative.rewritten} if derivative.rewritten else {}
         bare = tuple([
-            outputs[new_value[k]] if slot is None else remade(traced.slots[slot], outputs, values, {}, None)
+            outputs[new_value[k]] if slot is None else remade(traced.aliases[slot], outputs, values, {}, None)
             for k, slot in enumerate(derivative.outputs)
         ])
-        slots = {k: remade(traced.slots[k], outputs, values, {}, self.handle) for k in derivative.made}
+        slots = {k: remade(traced.aliases[k], outputs, values, {}, self.handle) for k in derivative.made}
         ran = Ran(bare, saved, [values[i] for i in derivative.late] if derivative.late else ())
         with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
             results = CompiledFunction.apply(plan, ran, *[values[i] for i in derivative.inputs], *slots.values())
@@ -254,11 +235,12 @@ class Entry:
         counted = [value for value, place in places if place in self.saved_versions]
         set_versions(tuple(counted), tuple(self.saved_versions.values()))
 
-    def _flatten(self, values: list[Any]) -> Missed | None:
+    def _flatten(self, values: list[Any]) -> GuardFailure | None:
         """Puts each shared memory, as one flat tensor, in the place of its first member."""
         for index, elements in self.flat.items():
             flat = flat_memory(values[index])
             if flat.numel() != elements:
-                return Missed(f"memory of {self.sources[index]}: expected {elements} elements, found {flat.numel()}")
+                found = flat.numel()
+                return GuardFailure(f"memory of {self.sources[index]}: expected {elements} elements, found {found}")
             values[index] = flat
         return None

@@ -1,4 +1,4 @@
-"""Beginnings: state that a step makes at its first call, as an optimizer does, made before its program runs."""
+"""Initial state: what a step makes at its first call, as an optimizer does, made before its program runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIKE = {
 }
 
 
-class Beginnings:
+class StateInitializer:
     """The creation of a program's state.
 
     Args:
@@ -33,11 +33,11 @@ class Beginnings:
 
     def __init__(self, traced: Traced, placements: Sequence[Any]) -> None:
         state = {id(item): index for index, item in enumerate(traced.hoisted.state)}
-        self.hoisted = {i: state[id(item)] for i, item in enumerate(traced.lifted) if id(item) in state}
+        self.hoisted = {i: state[id(item)] for i, item in enumerate(traced.inputs) if id(item) in state}
         self._parts = {i: p for i, p in enumerate(placements) if i in self.hoisted and isinstance(p, Part)}
         self._make = _in_parts(traced.hoisted.module, {self.hoisted[i]: p for i, p in self._parts.items()})
-        self._bound = [i for i in range(len(traced.lifted)) if i not in self.hoisted]
-        places = {id(item): i for i, item in enumerate(traced.lifted)}
+        self._bound = [i for i in range(len(traced.inputs)) if i not in self.hoisted]
+        places = {id(item): i for i, item in enumerate(traced.inputs)}
         self._inputs = [places[id(item)] for item in traced.hoisted.inputs]
 
     def put(self, values: list[Any]) -> None:

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from wholestep.runtime.autograd_function import SECOND_TIME, Spent
+from wholestep.runtime.autograd_function import SECOND_TIME, NotDifferentiable
 from wholestep.runtime.replayed_views import viewed
 from wholestep.torch_compat import set_versions
-from wholestep.trace.outputs.state_outputs import Slot, View
+from wholestep.trace.outputs.output_records import OutputAlias, View
 
 NEVER = 1 << 30  # a version that no count comes to
 
 
 def remade(
-    slot: Slot,
+    alias: OutputAlias,
     outputs: Sequence[Any],
     values: list[Any],
     made: dict[int, torch.Tensor],
@@ -26,34 +26,34 @@ def remade(
 
     Args:
         outputs, values: outputs and inputs of the program.
-        made: the slots that are made already, by index.
+        made: the aliases that are made already, by index.
         handle: what a history that only refuses begins at; None for a tensor without history.
     """
-    base: torch.Tensor = values[slot.input] if slot.output is None else outputs[slot.output]  # type: ignore[index]
+    base: torch.Tensor = values[alias.input] if alias.output is None else outputs[alias.output]  # type: ignore[index]
     tensor = base
-    if slot.geometry is not None:
-        size, stride, offset = slot.geometry
-        start, kind = base.storage_offset() + offset, slot.kind
+    if alias.geometry is not None:
+        size, stride, offset = alias.geometry
+        start, kind = base.storage_offset() + offset, alias.kind
         if kind is not None:
             start = base.storage_offset() * base.itemsize // kind.dtype.itemsize + offset
-        if slot.base is not None:
-            base = made[slot.base]
+        if alias.base is not None:
+            base = made[alias.base]
         # a view made without gradients could not be written later where eager's can
-        with torch.set_grad_enabled(handle is not None and (not slot.leaf or not base.requires_grad)):
-            if slot.views is not None:
-                tensor = _viewed(base, slot.views, slot.outdated)
+        with torch.set_grad_enabled(handle is not None and (not alias.state.leaf or not base.requires_grad)):
+            if alias.views is not None:
+                tensor = _viewed(base, alias.views, alias.state.outdated)
             elif kind is None:
                 tensor = base.as_strided(size, stride, start)
             else:
                 tensor = kind.signed(kind.shown(base).as_strided(size, stride, start))
-        tensor = tensor if slot.is_view else tensor.data if slot.apart else tensor.detach()
-    if slot.parameter:
-        return torch.nn.Parameter(tensor, slot.requires_grad)
-    if handle is not None and slot.requires_grad and not tensor.requires_grad:
-        if slot.leaf:
+        tensor = tensor if alias.state.is_view else tensor.data if alias.counter == "own" else tensor.detach()
+    if alias.state.parameter:
+        return torch.nn.Parameter(tensor, alias.state.requires_grad)
+    if handle is not None and alias.state.requires_grad and not tensor.requires_grad:
+        if alias.state.leaf:
             return tensor.requires_grad_()
         with torch.enable_grad():
-            return Spent.apply(slot.refusal, tensor, *_behind(slot.refusal, values, handle))  # type: ignore[no-any-return, no-untyped-call]
+            return NotDifferentiable.apply(alias.refusal, tensor, *_behind(alias.refusal, values, handle))  # type: ignore[no-any-return, no-untyped-call]
     return tensor
 
 
@@ -79,7 +79,7 @@ def refuse(
     with torch.enable_grad():
         for index, output, why in refused:
             behind = _behind(why, values, handle)
-            values[index].copy_(Spent.apply(why, outputs[output], *behind))  # type: ignore[no-untyped-call]
+            values[index].copy_(NotDifferentiable.apply(why, outputs[output], *behind))  # type: ignore[no-untyped-call]
 
 
 def as_inference(outputs: Sequence[Any], places: Container[int]) -> list[Any]:

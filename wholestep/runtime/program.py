@@ -23,7 +23,7 @@ class Program:
 
     Attributes:
         run: inputs -> outputs; then, with a backward, the values that only the forward has to save.
-        packed: the graph at rest.
+        packed: the graph, pickled.
         placements, kept: of each input and of each output, as the graph's records have them.
     """
 
@@ -45,15 +45,15 @@ class Program:
 
     @property
     def step(self) -> StepGraph:
-        """The graph, made whole for as long as somebody holds it."""
-        return self.packed.whole()
+        """The graph, unpacked for as long as somebody holds it."""
+        return self.packed.unpack()
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Gives back the memory that it works in, until the next call."""
         for run in (self.run, *(s.run for s in (self.backward.served.values() if self.backward else ()))):
-            rest = getattr(run, "rest", None)
-            if rest is not None:
-                rest()
+            release = getattr(run, "release_memory", None)
+            if release is not None:
+                release()
 
     def consume(self, values: list[Any]) -> Sequence[Any]:
         """Runs it on values that it may let go of as soon as they are read, where the backend can."""

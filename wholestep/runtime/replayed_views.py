@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from wholestep.trace.outputs.state_outputs import View
+from wholestep.trace.outputs.output_records import View
 
 
 def viewed(base: torch.Tensor, views: Sequence[View]) -> torch.Tensor:

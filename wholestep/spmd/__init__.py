@@ -1,29 +1,28 @@
 """spmd/: a `StepGraph`, a mesh and plans -> the `StepGraph` of one rank, with its collectives.
 
 Takes the graph of one step and what a plan says about each mesh axis. Gives the graph that each rank runs, and
-`Launch`, which brings the ranks to one start before they run it.
+`PlanExecutor`, which brings the ranks to one start before they run it.
 May import: capture, comm, errors, functional, ir, tensor_parts, torch_compat, trace.
 """
 
-from wholestep.comm.ops import row_collectives as _row_ops  # noqa: F401 - makes its operators known
 from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.redistribute import bytes_sent, redistribute
-from wholestep.spmd.expand.strategy import Build, Dims, Row
+from wholestep.spmd.expand.strategy import Build, Dims, Strategy
 from wholestep.spmd.full_state import full_state_dict
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
-from wholestep.spmd.plans.buffer_broadcast import BufferSync
+from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.fully_shard import FullyShard
-from wholestep.spmd.plans.global_view import AtRest, GlobalPlan, View
+from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, ParameterPlan
 from wholestep.spmd.plans.plan import DataParallel, ShardedOptimizer
 from wholestep.spmd.plans.plan_file import load_plan, save_plan
 from wholestep.spmd.plans.tensor_parallel import TensorParallel
-from wholestep.spmd.preflight.plan_executor import Launch, Plan
+from wholestep.spmd.preflight.plan_executor import Plan, PlanExecutor
 from wholestep.spmd.rules import register_sharding
 
 __all__ = [
-    "AtRest",
-    "BufferSync",
+    "ParameterPlan",
+    "BufferBroadcast",
     "Build",
     "Call",
     "DataParallel",
@@ -31,15 +30,15 @@ __all__ = [
     "Dims",
     "FullyShard",
     "GlobalPlan",
-    "Launch",
+    "PlanExecutor",
     "Partial",
     "Plan",
     "Replicate",
-    "Row",
+    "Strategy",
     "Shard",
     "ShardedOptimizer",
     "TensorParallel",
-    "View",
+    "GlobalView",
     "bytes_sent",
     "full_state_dict",
     "init_device_mesh",

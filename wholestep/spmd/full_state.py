@@ -26,31 +26,31 @@ def full_state_dict(
         PlanError: the ranks of the group do not hold all of a tensor, or hold other tensors than one another.
     """
     if isinstance(holder, torch.nn.Module):
-        found = holder.state_dict(keep_vars=True)  # detached, parameters would be without their marks
-        wholes = _wholes([(name, value) for name, value in found.items()], group)
+        found = holder.state_dict(keep_vars=True)  # detached, parameters do not say which part they are
+        unsharded = _unsharded([(name, value) for name, value in found.items()], group)
         for name, value in found.items():
-            found[name] = _copy(value, wholes)
+            found[name] = _copy(value, unsharded)
         return found
     found = holder.state_dict()
     held = [(f"state[{key}][{name!r}]", v) for key, of in found["state"].items() for name, v in of.items()]
-    wholes = _wholes(held, group)
-    found["state"] = {key: {name: _copy(v, wholes) for name, v in of.items()} for key, of in found["state"].items()}
+    unsharded = _unsharded(held, group)
+    found["state"] = {key: {name: _copy(v, unsharded) for name, v in of.items()} for key, of in found["state"].items()}
     return found
 
 
-def _copy(value: Any, wholes: dict[int, torch.Tensor]) -> Any:
-    if id(value) in wholes:
-        return wholes[id(value)]
+def _copy(value: Any, unsharded: dict[int, torch.Tensor]) -> Any:
+    if id(value) in unsharded:
+        return unsharded[id(value)]
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _wholes(held: list[tuple[str, Any]], group: comm.ProcessGroup | None) -> dict[int, torch.Tensor]:
+def _unsharded(held: list[tuple[str, Any]], group: comm.ProcessGroup | None) -> dict[int, torch.Tensor]:
     """id of a tensor that is a part -> the whole one."""
     named = {id(v): (name, v) for name, v in held if isinstance(v, torch.Tensor) and part_of(v) is not None}
-    marks = [part_of(tensor) for _, tensor in named.values()]
+    parts = [part_of(tensor) for _, tensor in named.values()]
     everybody: list[Any] = [None] * comm.get_group(group).size()
-    comm.all_gather_object(everybody, marks, group)
-    if any([mark.shape for mark in one] != [mark.shape for mark in everybody[0]] for one in everybody):
+    comm.all_gather_object(everybody, parts, group)
+    if any([part.shape for part in one] != [part.shape for part in everybody[0]] for one in everybody):
         raise PlanError(
             "full_state_dict: the ranks of the group hold parts of different tensors\n"
             "  to do: call it with the same model or optimizer on every rank, after the same steps"

@@ -1,4 +1,4 @@
-"""Ranks laid out in an array with named axes; each line along an axis is a communication group."""
+"""Ranks laid out in an array with named axes; the ranks along an axis are a process group."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _Groups = tuple[comm.ProcessGroup | None, ...]
 
 
 @dataclass(frozen=True)
-class Line:
+class AxisGroup:
     """The ranks along one axis of a mesh, seen from one of them: all that a graph needs to know of a mesh.
 
     Attributes:
-        group: name of their group.
+        name: of their process group.
         size: how many they are.
         rank: this rank's place among them.
-        uneven: other lines of the axis may see other sizes, since another axis has cut dimensions into unequal pieces:
+        uneven: other groups of the axis may see other sizes, since another axis has cut dimensions into unequal pieces:
             no call may be left out because of a size, so that all ranks' graphs have the same calls in the same order.
     """
 
-    group: str
+    name: str
     size: int
     rank: int
     uneven: bool = False
@@ -57,7 +57,7 @@ class DeviceMesh:
         PlanError: names or ranks do not fit the array, or the world.
     """
 
-    _end: bool | None = None  # whether lines are those of the first rank (True), or of the last one
+    _end: bool | None = None  # whether groups are seen by the first rank (True), or of the last one
 
     def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
         ranks = torch.as_tensor(mesh, dtype=torch.int64).clone()
@@ -115,13 +115,13 @@ class DeviceMesh:
         """Name of each group that this rank is in along an axis -> the axis."""
         return {group.group_name: axis for axis, group in self._groups.items() if group is not None}
 
-    def line(self, axis: str | int | None = None) -> Line:
+    def axis_group(self, axis: str | int | None = None) -> AxisGroup:
         """The ranks along an axis, as graphs name them."""
         group = self.get_group(axis)
         place = {None: group.rank(), True: 0, False: group.size() - 1}[self._end]
-        return Line(group.group_name, group.size(), place)
+        return AxisGroup(group.group_name, group.size(), place)
 
-    def at_end(self, *, first: bool) -> DeviceMesh:
+    def seen_from_end(self, first: bool) -> DeviceMesh:
         """The mesh as the rank sees it that is first along every axis, and so holds the largest parts, or last; for
         graphs."""
         seen = copy.copy(self)
@@ -236,12 +236,12 @@ def _agree(ranks: torch.Tensor, names: tuple[str, ...]) -> None:
 
 
 def _axis_group(ranks: torch.Tensor, axis: int) -> comm.ProcessGroup | None:
-    """Makes the groups of all lines along an axis, on every rank alike; gives the one that this rank is in."""
+    """Makes all groups along an axis, on every rank alike; gives the one that this rank is in."""
     mine: comm.ProcessGroup | None = None
-    for line in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
-        if line == list(range(comm.get_world_size())):
+    for members in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
+        if members == list(range(comm.get_world_size())):
             return comm.get_group()
-        group = comm.new_group(line)
+        group = comm.new_group(members)
         if group is not None and group.rank() >= 0:
             mine = group
     return mine

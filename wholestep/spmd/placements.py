@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from wholestep.comm.ops.rows import piece
 from wholestep.errors import PlanError
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 
 Op = Literal["sum", "avg", "product", "max", "min"]
 
@@ -71,12 +71,12 @@ def normal(placement: Placement, shape: Sequence[int], what: str = "a tensor") -
     return replace(placement, dim=placement.dim % len(shape))
 
 
-def is_unequal(placement: Placement, shape: Sequence[int], line: Line) -> bool:
+def is_unequal(placement: Placement, shape: Sequence[int], group: AxisGroup) -> bool:
     """True where the ranks of a line hold pieces of several sizes."""
-    return isinstance(placement, Shard) and shape[placement.dim] % line.size != 0
+    return isinstance(placement, Shard) and shape[placement.dim] % group.size != 0
 
 
-def local_shape(shape: Sequence[int], placements: Sequence[Placement], lines: Sequence[Line]) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], placements: Sequence[Placement], groups: Sequence[AxisGroup]) -> tuple[int, ...]:
     """The shape of what one rank holds.
 
     Args:
@@ -84,9 +84,9 @@ def local_shape(shape: Sequence[int], placements: Sequence[Placement], lines: Se
         placements, lines: one for each axis of the mesh.
     """
     sizes = list(shape)
-    for placement, line in zip(placements, lines, strict=True):
+    for placement, group in zip(placements, groups, strict=True):
         placement = normal(placement, shape)
         if isinstance(placement, Shard):
-            start, stop = piece(sizes[placement.dim], line.size, line.rank)
+            start, stop = piece(sizes[placement.dim], group.size, group.rank)
             sizes[placement.dim] = stop - start
     return tuple(sizes)

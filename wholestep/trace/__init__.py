@@ -1,9 +1,9 @@
 """trace/: a Python step and its snapshot -> `Traced`, a `StepGraph` with everything a replay must do.
 
-Takes a callable, its arguments and what capture knows of the world (where tensors live, which numbers are
-inputs). Gives one flat graph of pure ATen calls, results as a template, effects on Python objects,
-predicates that must hold and version-counter increments.
-May import: capture, errors, fake_layouts, functional, ir, patches, tensor_parts, torch_compat.
+Takes a callable, its arguments and capture's snapshot (where tensors are found, which numbers are inputs). Gives one
+flat graph of pure ATen calls, results as a template, effects on Python objects, predicates that must hold and
+version-counter increments.
+May import: capture, errors, fake_layouts, functional, ir, patches, torch_compat.
 """
 
 from wholestep.trace.patches.python_patches import gradient_memory

@@ -1,4 +1,4 @@
-"""What a traced run of a step gives, and what tracing asks of its neighbours."""
+"""What a traced run of a step gives, and how it asks to be traced again."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 from wholestep.ir import StepGraph
 from wholestep.trace.numbers.predicates import Predicate
-from wholestep.trace.outputs.hoisted_state import Hoisted
+from wholestep.trace.outputs.collect_outputs import OutputCollector
+from wholestep.trace.outputs.hoisted_state import HoistedState
 from wholestep.trace.outputs.leaks import Watch
-from wholestep.trace.outputs.results import Outlet
-from wholestep.trace.outputs.state_outputs import Derivative, Differentiated, Made, Slot
-from wholestep.trace.record.inputs import Lifted
+from wholestep.trace.outputs.output_records import Derivative, Differentiated, NewValue, OutputAlias
+from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
 
-# Traces the backward of a step, given what its forward left behind; see `autograd.differentiate`.
+# Traces the backward of a step, given what its forward left behind; see `aot_autograd.differentiate`.
 Differentiate = Callable[
-    [Recorder, Outlet, list[Any], Callable[[], AbstractContextManager[Any]]], Differentiated | None
+    [Recorder, OutputCollector, list[Any], Callable[[], AbstractContextManager[Any]]], Differentiated | None
 ]
 
 
 class SharedMemory(Exception):  # noqa: N818 - a request, not an error
-    """Memory of inputs has to be an input itself: several lie in it of which one is written, or the step reads
-    more of it than they hold. Trace again, knowing that."""
+    """Memory of inputs has to be an input itself: several share it of which one is written, or the step reads more of
+    it than they hold. Trace again, knowing that."""
 
     def __init__(self, memories: frozenset[int]) -> None:
         super().__init__(f"{len(memories)} shared memories")
@@ -40,20 +40,21 @@ class Traced:
     """One traced run of a step.
 
     Attributes:
-        watch: tells what of the trace is alive when it shall not be.
-        step: the graph; its placeholders are the first of `lifted`.
-        lifted: the inputs; those after the placeholders serve results and predicates alone.
-        slots: the tensors that outlive the step.
+        step: the graph; its placeholders are the first of `inputs`.
+        inputs: those after the placeholders serve results and predicates alone.
+        aliases: the tensors that outlive the step.
         result: what the step returned, as capture describes it.
         effects: changes of Python objects, as capture describes them.
-        made: where to find the new values that result and effects hold, in the order in which they count them.
+        new_values: where to find the new values that result and effects hold, in the order in which they count them.
         predicates: decisions that Python took on host numbers, and with `guard_data` on data.
-        hoisted: beginnings of the state that the step makes.
+        hoisted: the state that the step makes.
         versions: input index -> how many in-place writes eager execution counts.
         fingerprint: equal for programs that compute the same.
+        watch: tells what of the trace is alive when it shall not be.
         derivative: what makes results differentiable; the graph is then a joint one, and its last placeholders, the
-            tangents, are not in `lifted`.
-        memories: (input index, bytes on entry, bytes afterwards) where the step asks for or changes an input's memory.
+            tangents, are not in `inputs`.
+        storage_sizes: (input index, bytes on entry, bytes afterwards) where the step asks for or changes an input's
+            storage.
         offsets: (input index, storage offset) where the step reads it, or several inputs are views of one memory.
         grad_mode: what the step leaves grad mode at, None when that is what it found.
         refused: (input, output, why) of each input whose new history cannot be differentiated.
@@ -61,18 +62,18 @@ class Traced:
     """
 
     step: StepGraph
-    lifted: list[Lifted]
-    slots: list[Slot]
+    inputs: list[TracedInput]
+    aliases: list[OutputAlias]
     result: Any
     effects: list[Any]
-    made: list[Made]
+    new_values: list[NewValue]
     predicates: list[Predicate]
-    hoisted: Hoisted
+    hoisted: HoistedState
     versions: dict[int, int]
     fingerprint: str
     watch: Watch
     derivative: Derivative | None = None
-    memories: list[tuple[int, int, int]] = field(default_factory=list)
+    storage_sizes: list[tuple[int, int, int]] = field(default_factory=list)
     offsets: list[tuple[int, int]] = field(default_factory=list)
     grad_mode: bool | None = None
     refused: list[tuple[int, int, str]] = field(default_factory=list)

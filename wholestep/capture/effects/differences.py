@@ -9,17 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.effects.effects import (
-    CallMethod,
-    DelAttr,
-    DelItem,
-    Effect,
-    Extend,
-    SetAttr,
-    SetContents,
-    SetGrad,
-    SetItem,
-)
+from wholestep.capture.effects import effects as changes
 from wholestep.capture.effects.recipes import recipe
 from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.guards.compared_values import is_plain
@@ -41,7 +31,7 @@ NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 def outcome(
     snap: Snapshot, is_new: Callable[[torch.Tensor], bool], result: Any = None
-) -> tuple[list[Effect], Value]:
+) -> tuple[list[changes.Effect], Value]:
     """What has changed in the Python world since a snapshot, and the step's result in the same terms.
 
     Args:
@@ -65,9 +55,9 @@ def outcome(
         effects += _autograd_effects(alias.tensor, snap.substitutes.original(alias.tensor), alias.source)
     described.refuse_growth()
     for source, taken in reached.lists.taken():
-        effects.append(Extend(source, described.tree(list, dict(enumerate(taken)), source.text)))
+        effects.append(changes.Extend(source, described.tree(list, dict(enumerate(taken)), source.text)))
     outcome = described.value(result, "the step's result")
-    return [*effects, *(CallMethod(n.source, "step", n.args) for n in snap.substitutes.noted)], outcome
+    return [*effects, *(changes.CallMethod(n.source, "step", n.args) for n in snap.substitutes.noted)], outcome
 
 
 class _Described:
@@ -92,7 +82,7 @@ class _Described:
             number = self.stand_ins[id(value)]
             return Existing(number.source, number.value)
         if type(value) in (AppendOnlyList, Stopped):
-            return Existing(vars(value)["source"], vars(value)["holder"])
+            return Existing(vars(value)["source"], vars(value)["original"])
         if isinstance(value, Pending):
             return Existing(value.source, value, late=True)
         if isinstance(value, Deferred):
@@ -189,7 +179,7 @@ def _leak(held: Any, what: str, remedy: str) -> LeakError:
     return error
 
 
-def _differences(snap: Snapshot, container: Container, described: _Described) -> Iterator[Effect]:
+def _differences(snap: Snapshot, container: Container, described: _Described) -> Iterator[changes.Effect]:
     """What has changed in one container."""
     kind, source, now = container.kind, container.source, container.kind.read(container.value)
     lifted = snap.substitutes.lifted
@@ -205,10 +195,10 @@ def _differences(snap: Snapshot, container: Container, described: _Described) ->
             yield from _entry_differences(snap, container, now, before, described)
     if kind is kinds.TENSOR and now["grad"] is container.before["grad"] is None:
         if snap.reachable.child(container, "grad").path in snap.replaced_gradients:  # a later call may find one
-            yield SetGrad(source, Const(None))
+            yield changes.SetGrad(source, Const(None))
 
 
-def _new_contents(container: Container, now: Contents, before: Contents, described: _Described) -> SetContents:
+def _new_contents(container: Container, now: Contents, before: Contents, described: _Described) -> changes.SetContents:
     kind, source = container.kind, container.source
     tree = described.tree(dict if kind is kinds.MAPPING else list, now, source.text)
     grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
@@ -219,24 +209,25 @@ def _new_contents(container: Container, now: Contents, before: Contents, describ
         described.grown.append((source, len(now) - len(before), new[0]))
     elif added and kind is not kinds.SET:
         described.longer.add(source.path)
-    return SetContents(source, kind, tree)
+    return changes.SetContents(source, kind, tree)
 
 
 def _entry_differences(
     snap: Snapshot, container: Container, now: Contents, before: Contents, described: _Described
-) -> Iterator[Effect]:
+) -> Iterator[changes.Effect]:
     source, is_mapping = container.source, container.kind is kinds.MAPPING
     for key in before:
         if key not in now:
-            yield DelItem(source, described.value(key, source.text)) if is_mapping else DelAttr(source, key)
+            removed = described.value(key, source.text) if is_mapping else None
+            yield changes.DelAttr(source, key) if removed is None else changes.DelItem(source, removed)
     for key, value in now.items():
         if key in before and _unchanged(value, before[key]):
             continue
         new = described.value(value, snap.reachable.child(container, key).text)
         if is_mapping:
-            yield SetItem(source, described.value(key, source.text), new)
+            yield changes.SetItem(source, described.value(key, source.text), new)
         else:
-            yield SetAttr(source, key, new)
+            yield changes.SetAttr(source, key, new)
 
 
 def _unchanged(now: Any, before: Any) -> bool:
@@ -253,25 +244,25 @@ def _reordered(now: Contents, before: Contents) -> bool:
     return not all(map(_unchanged, order, now))
 
 
-def _tensor_differences(container: Container, now: Contents, described: _Described) -> Iterator[Effect]:
+def _tensor_differences(container: Container, now: Contents, described: _Described) -> Iterator[changes.Effect]:
     source, has_history = container.source, container.value.grad_fn is not None
     for name, value in now.items():
         if _unchanged(value, container.before[name]) or (name == "requires_grad" and has_history):
             continue  # with a history comes the flag
         if name == "grad":
-            yield SetGrad(source, described.value(value, f"{source}.grad"))
+            yield changes.SetGrad(source, described.value(value, f"{source}.grad"))
         elif name == "requires_grad":
-            yield SetAttr(source, name, Const(value))
+            yield changes.SetAttr(source, name, Const(value))
         else:
             raise _hooked(source)
 
 
-def _autograd_effects(alias: torch.Tensor, original: torch.Tensor, source: Source) -> Iterator[Effect]:
+def _autograd_effects(alias: torch.Tensor, original: torch.Tensor, source: Source) -> Iterator[changes.Effect]:
     """What the step asked of autograd for a tensor with a history."""
     if any(getattr(alias, name) for name in HOOK_TABLES):
         raise _hooked(source)
     if alias.retains_grad and not original.retains_grad:
-        yield CallMethod(source, "retain_grad")
+        yield changes.CallMethod(source, "retain_grad")
 
 
 def _hooked(source: Source) -> LeakError:

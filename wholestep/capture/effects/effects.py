@@ -36,7 +36,7 @@ class Effect:
             variables: those of the code, by the names that templates have for them.
             constant: gives the name of a constant.
         """
-        own = {name: getattr(self, name) for name in ("name", "box", "args") if hasattr(self, name)}
+        own = {name: getattr(self, name) for name in ("name", "kind", "args") if hasattr(self, name)}
         shown = {name: value if isinstance(value, str) else constant(value) for name, value in own.items()}
         return self.code.format(**variables, **shown)
 
@@ -101,10 +101,10 @@ class SetGrad(Effect):
 class SetContents(Effect):
     """The whole contents of a list, set, deque or reordered dict, the container staying the same object."""
 
-    box: kinds.ContainerKind
+    kind: kinds.ContainerKind
     value: Tree
     text = "{source}[:] = {value}"
-    code = "refill({box}, {container}, {value})"
+    code = "refill({kind}, {container}, {value})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +133,9 @@ def _is_table(source: Source) -> bool:
     return isinstance(source, (Vars, Globals))
 
 
-def refill(box: kinds.ContainerKind, container: Any, built: Any) -> None:
+def refill(kind: kinds.ContainerKind, container: Any, built: Any) -> None:
     """Makes the contents of a container those of a new one."""
-    box.write(container, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
+    kind.write(container, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
 
 
 # What statements call.
@@ -172,22 +172,22 @@ def state_outputs(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]
     """
     found: dict[int, tuple[str, InputKind]] = {}
 
-    def look(value: Value, where: str) -> None:
+    def collect(value: Value, where: str) -> None:
         if isinstance(value, New) and _STATE.search(where):
             found.setdefault(value.index, (where, "state"))
         elif isinstance(value, Made) and value.parts:  # the items of a dict of another class
-            look(value.parts[0], where)
+            collect(value.parts[0], where)
         elif isinstance(value, Tree):
             for key, inner in zip(value.keys, value.values, strict=True):
-                look(inner, f"{where}[{key}]")
+                collect(inner, f"{where}[{key}]")
 
     for effect in effects:
         if isinstance(effect, SetGrad) and isinstance(effect.value, New):
             found[effect.value.index] = f"{effect.source}.grad", "grad"
         elif isinstance(effect, SetItem):
-            look(effect.value, f"{effect.source}[{effect.key}]")
+            collect(effect.value, f"{effect.source}[{effect.key}]")
         elif isinstance(effect, SetContents):
-            look(effect.value, str(effect.source))
+            collect(effect.value, str(effect.source))
     return found
 
 

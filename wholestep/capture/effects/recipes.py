@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from wholestep.capture.effects.values import Const
 from wholestep.capture.snapshot import container_kinds as kinds
-from wholestep.capture.sources import referent
+from wholestep.capture.sources import base_of, contents, referent
 
 
 @dataclass
@@ -51,12 +51,12 @@ class Recipe:
 
 def fill(made: Any, items: Any = None, attributes: Any = None, fields: Any = None, state: Any = None) -> None:
     """Puts contents and attributes into an object, past methods of its own, which may do more than store."""
+    base = base_of(made)
     if isinstance(items, dict):
-        kind = OrderedDict if isinstance(made, OrderedDict) else dict
         for key, item in items.items():
-            kind.__setitem__(made, key, item)
+            base.__setitem__(made, key, item)
     elif items is not None:
-        next(add for base, add in _ADDING.items() if isinstance(made, base))(made, items)
+        _ADDING[base](made, items)
     if attributes:
         vars(made).update(attributes)
     for name, value in (fields or {}).items():
@@ -113,15 +113,12 @@ def _reduced(value: Any) -> Recipe:
 
 
 def _dict(value: dict[Any, Any]) -> Recipe:
-    items = {key: dict.__getitem__(value, key) for key in dict.__iter__(value)}
-    if isinstance(value, OrderedDict):
-        items = {key: items[key] for key in OrderedDict.__iter__(value)}
     fields = {"default_factory": value.default_factory} if isinstance(value, defaultdict) else None
-    return Recipe(type(value).__new__, (type(value),), items, fields=fields)
+    return Recipe(type(value).__new__, (type(value),), contents(value), fields=fields)
 
 
 def _deque(value: deque[Any]) -> Recipe:
-    return Recipe(_new_deque, (type(value), value.maxlen), list(deque.__iter__(value)))
+    return Recipe(_new_deque, (type(value), value.maxlen), contents(value))
 
 
 def _new_deque(kind: type, length: int | None) -> Any:
@@ -131,7 +128,7 @@ def _new_deque(kind: type, length: int | None) -> Any:
 
 
 def _tuple(value: tuple[Any, ...]) -> Recipe:
-    items = list(tuple.__iter__(value))
+    items = contents(value)
     # what operators with several results return, and sizes
     if hasattr(type(value), "n_sequence_fields") or type(value) is torch.Size:
         return Recipe(type(value), (items,), attributes={})
@@ -167,9 +164,9 @@ def _new_exception(kind: Any, base: Any, args: tuple[Any, ...]) -> BaseException
 
 
 def _view(value: Any) -> Recipe:
-    holder = referent(value.mapping)
+    mapping = referent(value.mapping)
     way = next(name for name in ("keys", "values", "items") if isinstance(value, type(getattr({}, name)())))
-    return Recipe(getattr(OrderedDict if isinstance(holder, OrderedDict) else dict, way), (holder,), attributes={})
+    return Recipe(getattr(base_of(mapping), way), (mapping,), attributes={})
 
 
 def _weak(value: Any) -> Recipe | None:
@@ -181,10 +178,10 @@ _HEAP = 1 << 9  # of a type's flags: made by Python code
 CONSTANT: tuple[type, ...] = (type, types.ModuleType, types.CodeType, torch.Generator)
 RECIPES: dict[Any, Callable[[Any], Recipe | None]] = {
     dict: _dict,
-    list: lambda v: Recipe(list.__new__, (type(v),), list(list.__iter__(v))),
+    list: lambda v: Recipe(list.__new__, (type(v),), contents(v)),
     tuple: _tuple,
-    set: lambda v: Recipe(set.__new__, (type(v),), list(set.__iter__(v))),
-    frozenset: lambda v: Recipe(frozenset.__new__, (type(v), list(frozenset.__iter__(v)))),
+    set: lambda v: Recipe(set.__new__, (type(v),), contents(v)),
+    frozenset: lambda v: Recipe(frozenset.__new__, (type(v), contents(v))),
     deque: _deque,
     types.FunctionType: _function,
     types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),

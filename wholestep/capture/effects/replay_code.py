@@ -24,7 +24,7 @@ from wholestep.capture.sources import Call, Source
 Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]
 
 
-class Applier:
+class Replay:
     """Builds the generated function for one list of effects and one result.
 
     Attributes:
@@ -33,8 +33,9 @@ class Applier:
         release: lets go of gradients that the step replaces and nobody reads, ahead of the program that makes new ones.
     """
 
-    def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath, call: Call) -> None:
-        self.path, self.call = path, call
+    def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath) -> None:
+        self.path, self.call = path, path.snap.call
+        call = self.call
         self.space: dict[str, Any] = {"LAST": path.last.last, "Call": Call, "fn": call.fn,
                                       "replaced": call.replaced, "fill": fill, **FUNCTIONS}
         path.writer.spaces.append(self.space)

@@ -13,42 +13,57 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from wholestep.capture.effects.effects import Effect
-from wholestep.capture.effects.replay_code import Applier
-from wholestep.capture.effects.values import Value
-from wholestep.capture.guards.fast_path import Fast, FastPath
-from wholestep.capture.guards.guards import Guard, GuardFailure, compare
+from wholestep.capture.effects.replay_code import Replay
+from wholestep.capture.effects.values import NOTHING, Value
+from wholestep.capture.guards.fast_path import FastPath
+from wholestep.capture.guards.guards import GuardFailure, compare
 from wholestep.capture.guards.identity_checks import memory
 from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
-from wholestep.capture.sources import Call, Source
+from wholestep.capture.sources import Source
 from wholestep.errors import UnsupportedError
 
 
 class Binder:
     """``binder(args, kwargs)`` gives the input values in order, or a `GuardFailure`.
 
+    Args:
+        inputs: the sources of the program's placeholders, in order; tensors and lifted numbers of the snapshot.
+        mutated: the inputs that the program writes to.
+        effects, result: what the step changes and returns.
+
     Attributes:
         code: the generated fast path.
+        apply: ``(args, kwargs, made) -> result``: replays the effects in a call that was just let pass, with its new
+            values in the order of `New.index`.
+        release: lets go of the gradients that the step, just let pass, is to replace without reading them. As in eager,
+            where `zero_grad()` stands at the beginning of a step, they do not outlive the computation of new ones, nor
+            an error in it.
         slow_calls: how many calls took the slow path.
+        arguments: the tensors among the arguments, with dtype and shape, for people.
+
+    Raises:
+        ValueError: an input is not a tensor or number of the snapshot.
     """
 
-    def __init__(
-        self, snap: Snapshot, inputs: Sequence[Source], guards: list[Guard], mutated: Sequence[Source]
-    ) -> None:
-        self.fn, self.inputs, self.guards = snap.call.fn, list(inputs), guards
-        self.names, self.varying, self.replace = snap.names, snap.varying, snap.replace
-        self.mutated = frozenset(source.path for source in mutated)
-        self.replaced_gradients = snap.replaced_gradients
+    def __init__(self, snap: Snapshot, inputs: Sequence[Source], mutated: Sequence[Source] = (),
+                 effects: Sequence[Effect] = (), result: Value = NOTHING) -> None:
+        self._fn, self.inputs, self._guards = snap.call.fn, list(inputs), snap.guards()
+        self._names, self._varying, self._replace = snap.names, snap.varying, snap.replace
+        self._mutated = frozenset(source.path for source in mutated)
+        self._replaced_gradients = snap.replaced_gradients
+        self._outcome = effects, result
         self.slow_calls = 0
-        self._sharing = sharing(snap, self.mutated)
+        batch = [(f.source, f.tensor) for f in snap.tensors.values() if f.kind == "batch"]
+        self.arguments = [f"{x}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for x, t in batch]
+        self._sharing = sharing(snap, self._mutated)
         with no_collection():
-            self._fast: Fast = self._compile(snap)
+            self._compile(snap)
 
-    def _compile(self, snap: Snapshot) -> Fast:
-        self._path: FastPath | None = FastPath(snap, self.inputs, self.mutated)
-        path, self._replaced = self._path, snap.call.replaced
-        self._applied: Sequence[Effect] | None = None
-        self.code = path.writer.code
-        return path.function
+    def _compile(self, snap: Snapshot) -> None:
+        path = FastPath(snap, self.inputs, self._mutated)
+        replay = Replay(*self._outcome, path)
+        self._fast, self.code = path.function, path.writer.code
+        self.apply, self.release = replay.function, replay.release
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         values = self._fast(args, kwargs)
@@ -60,12 +75,12 @@ class Binder:
             return self._anew(args, kwargs)
 
     def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
-        later = snapshot(self.fn, args, kwargs, self.names, self.varying, self.replace)
-        failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
+        later = snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)
+        failure = compare(self._guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure
-        later.replaced_gradients = self.replaced_gradients
-        self._fast = self._compile(later)
+        later.replaced_gradients = self._replaced_gradients
+        self._compile(later)
         values = self._fast(args, kwargs)
         return [source.read(later.call) for source in self.inputs] if values is None else values
 
@@ -76,53 +91,22 @@ class Binder:
         return GuardFailure(f"{missing[0]}: expected to be there, found missing") if missing else None
 
     def _shares_otherwise(self, later: Snapshot) -> GuardFailure | None:
-        now = sharing(later, self.mutated)
+        now = sharing(later, self._mutated)
         for pair in (*(self._sharing - now), *(now - self._sharing)):
             expected = pair in self._sharing
             return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
         return None
 
-    def apply(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-              made: Sequence[Any]) -> Any:
-        """Replays effects in a call that this binder has just let pass, and gives the step's result.
-
-        Args:
-            effects: what the step changes; the generated code is kept for the list object given last.
-            result: the step's result in the same terms.
-            made: this call's new values, in the order of `New.index`.
-        """
-        self.prepare(effects, result, args, kwargs)
-        return self._apply(args, kwargs, made)
-
-    def release(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...],
-                kwargs: Mapping[str, Any]) -> None:
-        """Lets go of the gradients that a step, just let pass, is to replace without reading them.
-
-        As in eager, where `zero_grad()` stands at the beginning of a step, they do not outlive the computation of
-        new ones, nor an error in it.
-        """
-        self.prepare(effects, result, args, kwargs)
-        self._release()
-
-    def prepare(self, effects: Sequence[Effect], result: Value, args: tuple[Any, ...],
-                kwargs: Mapping[str, Any]) -> None:
-        """Generates what `apply` and `release` run, while the world is as it was when the binder was made."""
-        if self._applied is not effects:
-            assert self._path is not None, "one binder, one list of effects"
-            made = Applier(effects, result, self._path, Call(self.fn, args, kwargs, self._replaced))
-            self._apply, self._release, self._applied = made.function, made.release, effects
-            self._path = None  # and with it the world at the time of its making
-
 
 def sharing(snap: Snapshot, mutated: Container[str]) -> frozenset[tuple[str, str]]:
     """Pairs of tensors in one storage of which the step writes at least one, by source."""
-    holders: dict[int, list[Source]] = {}
+    sharing_memory: dict[int, list[Source]] = {}
     for found in snap.tensors.values():
         address = memory(found.tensor)
         if address:
-            holders.setdefault(address, []).append(found.source)
+            sharing_memory.setdefault(address, []).append(found.source)
     pairs: set[tuple[str, str]] = set()
-    for group in holders.values():
+    for group in sharing_memory.values():
         for i, a in enumerate(group):
             pairs.update((a.text, b.text) for b in group[i + 1:] if a.path in mutated or b.path in mutated)
     return frozenset(pairs)
@@ -141,21 +125,3 @@ def refuse_shared_parts(snap: Snapshot, mutated: Sequence[Source]) -> None:
                 f"the step writes to memory that {pair[0]} and {pair[1]} share, and each rank holds a part",
                 remedy="pass a copy: tensor.clone()",
             )
-
-
-def compile_binder(snap: Snapshot, inputs: Sequence[Source], guards: list[Guard] | None = None,
-                   mutated: Sequence[Source] = ()) -> Binder:
-    """Makes the binder of a captured program.
-
-    Args:
-        inputs: the sources of the program's placeholders, in order; tensors and lifted numbers of the snapshot.
-        guards: what must hold; all of the snapshot's when None.
-        mutated: the inputs that the program writes to.
-
-    Raises:
-        ValueError: an input is not a tensor or number of the snapshot.
-    """
-    return Binder(snap, inputs, snap.guards() if guards is None else guards, mutated)
-
-
-__all__ = ["Binder", "compile_binder", "refuse_shared_parts", "sharing"]

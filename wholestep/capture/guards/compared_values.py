@@ -45,6 +45,8 @@ def global_state() -> tuple[Any, ...]:
 
 def is_plain(value: Any) -> bool:
     """True for immutable values that a guard compares by value."""
+    if type(value) is slice and not (is_plain(value.start) and is_plain(value.stop) and is_plain(value.step)):
+        return False  # of tensors: another object in each call
     return type(value) in EXACT_PLAIN or issubclass(type(value), PLAIN)  # a host number says it is a float
 
 

@@ -1,6 +1,6 @@
 """Guards: what must still be true for a captured program to serve a call.
 
-A guard is (source, kind, expected). All guards of a program are derived from its places, in the order of the
+A guard is (source, kind, expected). All guards of a program are derived from the containers, in the order of the
 walk, so that the first one that fails is the one nearest to the user's arguments; the reason for a recompile is
 that guard in words: ``L['x'] requires_grad: expected True, found False``.
 """
@@ -31,6 +31,16 @@ class Guard:
     kind: str
     expected: Any
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells it from the others of a snapshot."""
+        return self.source.path if self.source else "", self.kind
+
+    @property
+    def where(self) -> str:
+        """The source in words."""
+        return self.source.text if self.source else STATE
+
     def holds(self, found: Any) -> bool:
         """True when a value found later is as expected; plain values are equal only within one type."""
         if self.kind in ("identity", "hook"):
@@ -43,8 +53,8 @@ class Guard:
                     (self.expected != self.expected and found != found))
 
     def __str__(self) -> str:
-        where = self.source.text if self.source else STATE
-        return f"{where} is {self.expected}" if self.kind == "is" else f"{where} {self.kind}: {_show(self.expected)}"
+        shown = f" is {self.expected}" if self.kind == "is" else f" {self.kind}: {_show(self.expected)}"
+        return self.where + shown
 
 
 @dataclass(frozen=True)
@@ -153,14 +163,12 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
 
 def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
     """The first guard of ``old`` that ``new``, derived from a later call, does not meet; None when all hold."""
-    later = {(g.source.path if g.source else "", g.kind): g for g in new}
-    earlier = {(g.source.path if g.source else "", g.kind) for g in old}
+    later, earlier = {g.key: g for g in new}, {g.key for g in old}
     for guard in new:
-        if guard.kind == "is" and ((guard.source.path if guard.source else ""), "is") not in earlier:
+        if guard.kind == "is" and guard.key not in earlier:
             return GuardFailure(f"{_pair(guard)}: expected two objects, found the same one")
     for guard in old:
-        path = guard.source.path if guard.source else ""
-        match = later.get((path, guard.kind))
+        match = later.get(guard.key)
         if match is not None and guard.holds(match.expected):
             continue
         if guard.kind == "is":
@@ -176,9 +184,8 @@ def _is_number(guard: Guard, match: Guard) -> bool:
 
 def _varying(old: list[Guard], later: dict[tuple[str, str], Guard]) -> frozenset[str]:
     """The plain numbers that differ between two calls."""
-    pairs = ((g, later.get((g.source.path, g.kind))) for g in old if g.source is not None)
-    return frozenset(g.source.path for g, m in pairs  # type: ignore[union-attr]
-                     if m is not None and _is_number(g, m) and not g.holds(m.expected))
+    pairs = ((g, later.get(g.key)) for g in old)
+    return frozenset(g.key[0] for g, m in pairs if m and _is_number(g, m) and not g.holds(m.expected))
 
 
 def _pair(guard: Guard) -> str:
@@ -187,12 +194,11 @@ def _pair(guard: Guard) -> str:
 
 
 def _reason(guard: Guard, match: Guard | None, later: dict[tuple[str, str], Guard]) -> str:
-    where = guard.source.text if guard.source else STATE
+    where = guard.where
     if guard.kind == "arguments":
         return f"arguments: expected {_call(guard.expected)}, found {_call(match.expected if match else None)}"
     if match is None:
-        path = guard.source.path if guard.source else ""
-        other = next((g for (p, _), g in later.items() if p == path), None)
+        other = next((g for (path, _), g in later.items() if path == guard.key[0]), None)
         if other is None:
             return f"{where}: expected to be there, found missing"
         return f"{where}: expected {_named(guard)}, found {_named(other)}"

@@ -19,17 +19,17 @@ class AppendOnlyList:
     """Stands for a list or deque that a step appends to.
 
     Attributes:
-        holder: the list itself, which stays as it is.
+        original: the list itself, which stays as it is.
         taken: what was appended.
         refusal: why the step cannot be captured, once it has read the list.
     """
 
-    def __init__(self, holder: Any, source: Any) -> None:
-        self.__dict__.update(holder=holder, source=source, taken=[], refusal=None)
+    def __init__(self, container: Any, source: Any) -> None:
+        self.__dict__.update(original=container, source=source, taken=[], refusal=None)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self.__dict__["holder"])
+        return type(self.__dict__["original"])
 
     def append(self, value: Any) -> None:
         self.__dict__["taken"].append(value)
@@ -79,8 +79,8 @@ class AppendOnlyLists:
 
     def put(self) -> dict[int, AppendOnlyList]:
         """Makes a stand-in for each; gives them by the id of the list."""
-        self.standing = {key: AppendOnlyList(holder, source) for key, (holder, source) in self.found.items()}
-        self._before = {key: list(holder) for key, (holder, _) in self.found.items()}
+        self.standing = {key: AppendOnlyList(container, source) for key, (container, source) in self.found.items()}
+        self._before = {key: list(container) for key, (container, _) in self.found.items()}
         return self.standing
 
     def taken(self) -> list[tuple[Any, list[Any]]]:
@@ -90,8 +90,8 @@ class AppendOnlyLists:
             LeakError: it has read one of them, or has reached one past its stand-in.
         """
         for key, stand_in in self.standing.items():
-            holder, before = self.found[key][0], self._before[key]
-            if len(holder) != len(before) or any(a is not b for a, b in zip(holder, before, strict=True)):
+            container, before = self.found[key][0], self._before[key]
+            if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
                 raise _refuse(stand_in)
             if vars(stand_in)["refusal"] is not None:
                 raise vars(stand_in)["refusal"]
@@ -101,8 +101,8 @@ class AppendOnlyLists:
     def restore(self) -> None:
         """Puts the lists back as they were."""
         for key, before in self._before.items():
-            holder = self.found[key][0]
-            if len(holder) != len(before):
-                holder.clear()
-                holder.extend(before)
+            container = self.found[key][0]
+            if len(container) != len(before):
+                container.clear()
+                container.extend(before)
         self.standing, self._before = {}, {}

@@ -25,33 +25,33 @@ from wholestep.patches import Replacement
 class Stopped:
     """Stands for an iterator: has its type and attributes, and refuses to move it."""
 
-    def __init__(self, holder: Any, source: Any) -> None:
-        moving = next((names for base, names in MOVING.items() if isinstance(holder, base)), _MOVING)
-        self.__dict__.update(holder=holder, source=source, moving=moving)
+    def __init__(self, iterator: Any, source: Any) -> None:
+        moving = next((names for base, names in MOVING.items() if isinstance(iterator, base)), _MOVING)
+        self.__dict__.update(original=iterator, source=source, moving=moving)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return type(self.__dict__["holder"])
+        return type(self.__dict__["original"])
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["holder"], name)
+        value = getattr(self.__dict__["original"], name)
         return (lambda *_, **__: _refuse(self)) if name in self.__dict__["moving"] else value
 
     def __iter__(self) -> Any:
         return self
 
     def __enter__(self) -> Any:
-        self.__dict__["holder"].__enter__()
+        self.__dict__["original"].__enter__()
         return self
 
     def __exit__(self, *error: Any) -> Any:
-        return self.__dict__["holder"].__exit__(*error)
+        return self.__dict__["original"].__exit__(*error)
 
 
 def _refuse(self: Any, *_: Any) -> Any:
     state = self.__dict__
     raise UnsupportedError(
-        f"the step takes the next value of {state['source']}, a {type(state['holder']).__name__}, which moves on at "
+        f"the step takes the next value of {state['source']}, a {type(state['original']).__name__}, which moves on at "
         "each call; a replay would repeat the first value",
         remedy="call next() outside of the step and pass the value as an argument, or pass a list",
     )
@@ -113,7 +113,7 @@ class Stoppers:
 
     def put(self) -> dict[int, Any]:
         """Makes a stand-in for each iterator and each cache; gives them by the id of what they stand for."""
-        stopped: dict[int, Any] = {key: Stopped(holder, source) for key, (holder, source) in self.iterators.items()}
+        stopped: dict[int, Any] = {key: Stopped(iterator, source) for key, (iterator, source) in self.iterators.items()}
         stopped |= {key: Cached(function, source) for key, (function, source) in self.caches.items()}
         return stopped | {key: _looked_up(method) for key, method in self.held.items()}
 

@@ -68,20 +68,20 @@ class Settings:
 
         return read
 
-    def _property(self, prop: ContextProp, holder: Any, kind: Any = None) -> Any:
-        value = original(ContextProp, "__get__")(prop, holder, kind)
+    def _property(self, prop: ContextProp, owner: Any, kind: Any = None) -> Any:
+        value = original(ContextProp, "__get__")(prop, owner, kind)
         if not _calls_c(prop.getter) and is_plain(value):
-            attribute = next(name for name, member in vars(type(holder)).items() if member is prop)
-            name = f"{holder.__name__}.{attribute}"
-            READERS.setdefault(name, functools.partial(getattr, holder, attribute))
+            attribute = next(name for name, member in vars(type(owner)).items() if member is prop)
+            name = f"{owner.__name__}.{attribute}"
+            READERS.setdefault(name, functools.partial(getattr, owner, attribute))
             self.ask(name, value)
         return value
 
-    def _set_property(self, prop: ContextProp, holder: Any, value: Any) -> None:
+    def _set_property(self, prop: ContextProp, owner: Any, value: Any) -> None:
         followed = isinstance(prop.setter, BuiltinFunctionType) and prop.setter.__name__ not in SETTERS
         if not _calls_c(prop.setter) and not followed and prop.getter() != value:
-            raise self._refusal(f"sets a property of {holder.__name__} to {value!r}")
-        original(ContextProp, "__set__")(prop, holder, value)
+            raise self._refusal(f"sets a property of {owner.__name__} to {value!r}")
+        original(ContextProp, "__set__")(prop, owner, value)
 
     def _refusing(self, setter: Callable[..., Any], getter: Callable[..., Any] | None) -> Callable[..., Any]:
         of_one = "fp32" in setter.__name__  # the setting of one backend and operation

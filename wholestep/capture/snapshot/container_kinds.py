@@ -14,17 +14,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.sources import (
-    Attr,
-    CellContents,
-    ContextValue,
-    Element,
-    Global,
-    Item,
-    Member,
-    Source,
-    base_of,
-)
+from wholestep.capture import sources
 from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]
@@ -47,7 +37,7 @@ class ContainerKind:
     name: str
     read: Callable[[Any], Contents]
     write: Write
-    child: Callable[[Source, Any], Source]
+    child: Callable[[sources.Source, Any], sources.Source]
 
 
 def _one_by_one(
@@ -80,7 +70,7 @@ def _anew(kind: Any, add: Callable[[Any, Iterable[Any]], None]) -> Write:
 
 
 def _write_dict(container: Any, contents: Contents) -> None:
-    kind = base_of(container)
+    kind = sources.base_of(container)
     kind.clear(container)
     for key, value in contents.items():
         kind.__setitem__(container, key, value)
@@ -91,11 +81,11 @@ def _constant(container: Any, contents: Contents) -> None:
 
 
 def _numbered(container: Iterable[Any]) -> Contents:
-    return dict(enumerate(base_of(container).__iter__(container)))
+    return dict(enumerate(sources.base_of(container).__iter__(container)))
 
 
 def _read_dict(container: dict[Any, Any]) -> Contents:
-    return dict(base_of(container).items(container))
+    return dict(sources.base_of(container).items(container))
 
 
 def slot_names(kind: type) -> list[str]:
@@ -183,21 +173,21 @@ def _read_context(variable: Any) -> Contents:
     return {"value": variable.get(None)}
 
 
-MAPPING = ContainerKind("dict", _read_dict, _write_dict, Item)
-ATTRIBUTES = ContainerKind("attributes", dict, _write_dict, Item)
-MODULE = ContainerKind("module", dict, _one_by_one(dict, dict.__setitem__, dict.__delitem__), Item)
-LIST = ContainerKind("list", _numbered, _anew(list, list.extend), Item)
-TUPLE = ContainerKind("tuple", _numbered, _constant, Item)
-SET = ContainerKind("set", _numbered, _anew(set, set.update), Member)
-FROZENSET = ContainerKind("frozenset", _numbered, _constant, Member)
-DEQUE = ContainerKind("deque", _numbered, _anew(deque, deque.extend), Element)
-SLOTS = ContainerKind("slots", _read_slots, _one_by_one(_read_slots, object.__setattr__, object.__delattr__), Attr)
-CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), CellContents)
-GLOBALS = ContainerKind(
-    "globals", _read_globals, _one_by_one(_read_globals, dict.__setitem__, dict.__delitem__, lambda u: u.table), Global
-)
-CLASS = ContainerKind("class", class_values, _one_by_one(class_values), Attr)
-CONTEXT = ContainerKind(
-    "context variable", _read_context, _one_by_one(_read_context, lambda v, _, value: v.set(value)), ContextValue
-)
-TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, Attr)
+_TABLE = dict.__setitem__, dict.__delitem__
+MAPPING = ContainerKind("dict", _read_dict, _write_dict, sources.Item)
+ATTRIBUTES = ContainerKind("attributes", dict, _write_dict, sources.Item)
+MODULE = ContainerKind("module", dict, _one_by_one(dict, *_TABLE), sources.Item)
+LIST = ContainerKind("list", _numbered, _anew(list, list.extend), sources.Item)
+TUPLE = ContainerKind("tuple", _numbered, _constant, sources.Item)
+SET = ContainerKind("set", _numbered, _anew(set, set.update), sources.Member)
+FROZENSET = ContainerKind("frozenset", _numbered, _constant, sources.Member)
+DEQUE = ContainerKind("deque", _numbered, _anew(deque, deque.extend), sources.Element)
+_write_slots = _one_by_one(_read_slots, object.__setattr__, object.__delattr__)
+SLOTS = ContainerKind("slots", _read_slots, _write_slots, sources.Attr)
+CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), sources.CellContents)
+_write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.table)
+GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.Global)
+CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Attr)
+_write_context = _one_by_one(_read_context, lambda variable, _, value: variable.set(value))
+CONTEXT = ContainerKind("context variable", _read_context, _write_context, sources.ContextValue)
+TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, sources.Attr)

@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import BackwardHook
 
+from wholestep.capture import sources
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
 from wholestep.capture.outside import external_calls
 from wholestep.capture.outside.iterators import MOVING, RANDOM
@@ -36,20 +37,6 @@ from wholestep.capture.snapshot.names_read import global_names
 from wholestep.capture.snapshot.numpy_arrays import BUFFERS, Array, stamp
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorInput
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_user_class, is_user_module
-from wholestep.capture.sources import (
-    Attr,
-    Cell,
-    Globals,
-    Item,
-    Member,
-    Method,
-    Referent,
-    Root,
-    Source,
-    Vars,
-    base_of,
-    referent,
-)
 from wholestep.errors import LazyError, UnsupportedError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES, generator_id
@@ -62,10 +49,10 @@ BOOKKEEPING = frozenset({
 })
 _BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
 
-Handler = Callable[[Reachable, Any, Source], Any]
+Handler = Callable[[Reachable, Any, sources.Source], Any]
 
 
-def _tensor(found: Reachable, tensor: torch.Tensor, source: Source) -> None:
+def _tensor(found: Reachable, tensor: torch.Tensor, source: sources.Source) -> None:
     if is_lazy(tensor):
         raise LazyError(f"{source} has no shape yet", remedy="call the module once, which gives it one")
     found.tensors[id(tensor)] = TensorInput(tensor, source, _tensor_kind(found, tensor, source))
@@ -78,100 +65,100 @@ def _tensor(found: Reachable, tensor: torch.Tensor, source: Source) -> None:
     found.add(tensor, source, kinds.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
     attributes = vars(tensor)
     if attributes:
-        found.add(attributes, Vars(source), kinds.ATTRIBUTES, tensor)
+        found.add(attributes, sources.Vars(source), kinds.ATTRIBUTES, tensor)
 
 
-def _array(found: Reachable, array: numpy.ndarray[Any, Any], source: Source) -> None:
+def _array(found: Reachable, array: numpy.ndarray[Any, Any], source: sources.Source) -> None:
     found.arrays[id(array)] = Array(array, source, stamp(array))
 
 
-def _generator(found: Reachable, generator: torch.Generator, source: Source) -> None:
+def _generator(found: Reachable, generator: torch.Generator, source: sources.Source) -> None:
     found.generators[generator_id(generator)] = generator, source
 
 
-def _random(found: Reachable, generator: Any, source: Source) -> None:
+def _random(found: Reachable, generator: Any, source: sources.Source) -> None:
     found.stoppers.randoms.setdefault(id(generator), (generator, source))
     _plain_attributes(found, generator, source)
 
 
-def _iterator(found: Reachable, iterator: Any, source: Source) -> None:
+def _iterator(found: Reachable, iterator: Any, source: sources.Source) -> None:
     found.stoppers.iterators[id(iterator)] = iterator, source
 
 
-def _builtin(found: Reachable, function: Any, source: Source) -> None:
+def _builtin(found: Reachable, function: Any, source: sources.Source) -> None:
     if id(function) in external_calls.NAMES:
         found.names_read.names.add(external_calls.NAMES[id(function)])
     _held(found, function, source)
 
 
-def _held(found: Reachable, method: Any, source: Source) -> None:
+def _held(found: Reachable, method: Any, source: sources.Source) -> None:
     """A bound method of a random generator, whose class is asked for it at each call while the step is traced."""
     if isinstance(getattr(method, "__self__", None), (*RANDOM, torch.Generator)):
         found.stoppers.held[id(method)] = method
-        found.queue(method.__self__, Attr(source, "__self__"))
+        found.queue(method.__self__, sources.Attr(source, "__self__"))
 
 
-def _cached(found: Reachable, function: Any, source: Source) -> None:
+def _cached(found: Reachable, function: Any, source: sources.Source) -> None:
     found.stoppers.caches[id(function)] = function, source
-    found.queue(function.__wrapped__, Attr(source, "__wrapped__"))
+    found.queue(function.__wrapped__, sources.Attr(source, "__wrapped__"))
 
 
-def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: Source) -> None:
-    inner = referent(proxy)
+def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: sources.Source) -> None:
+    inner = sources.referent(proxy)
     if isinstance(inner, dict):
-        found.queue(inner, Referent(source))
+        found.queue(inner, sources.Referent(source))
 
 
-def _weak(found: Reachable, reference: Any, source: Source) -> None:
+def _weak(found: Reachable, reference: Any, source: sources.Source) -> None:
     """Where only a weak reference leads; what libraries keep by such is their own."""
-    inner = referent(reference)
+    inner = sources.referent(reference)
     if isinstance(inner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(inner)):
-        found.queue(inner, Referent(source))
+        found.queue(inner, sources.Referent(source))
 
 
-def _tensor_kind(found: Reachable, tensor: torch.Tensor, source: Source) -> InputKind:
-    if isinstance(source, Attr) and source.key == "grad":
+def _tensor_kind(found: Reachable, tensor: torch.Tensor, source: sources.Source) -> InputKind:
+    if isinstance(source, sources.Attr) and source.key == "grad":
         return "grad"
     if isinstance(tensor, torch.nn.Parameter):
         return "parameter"
     steps: list[Any] = []
-    step: Source | None = source
-    while isinstance(step, Item):
+    step: sources.Source | None = source
+    while isinstance(step, sources.Item):
         steps.append(step.key)
         step = step.base
     if len(steps) == 2 and steps[1] == "_buffers":
         return "buffer"
-    if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], Source):
+    if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], sources.Source):
         return "state"
     return "batch" if _is_batch(found, source) else "tensor"
 
 
-def _is_batch(found: Reachable, source: Source) -> bool:
+def _is_batch(found: Reachable, source: sources.Source) -> bool:
     """True for what an argument is or holds: data in containers, not what an object keeps between calls."""
-    while isinstance(source, (Item, Vars, Attr)) and source.path not in found.owners:
-        if isinstance(source, Attr) and source.key.startswith("__"):  # of a function
+    while isinstance(source, (sources.Item, sources.Vars, sources.Attr)) and source.path not in found.owners:
+        if isinstance(source, sources.Attr) and source.key.startswith("__"):  # of a function
             return False
         source = source.base
-    return isinstance(source, Root) and source.argument is not None and source.path not in found.owners
+    return isinstance(source, sources.Root) and source.argument is not None and source.path not in found.owners
 
 
-def _mapping(found: Reachable, value: dict[Any, Any], source: Source) -> None:
-    for index, key in enumerate(base_of(value).__iter__(value)):
+def _mapping(found: Reachable, value: dict[Any, Any], source: sources.Source) -> None:
+    for index, key in enumerate(sources.base_of(value).__iter__(value)):
         if type(key) not in EXACT_PLAIN:
-            found.queue(key, Member(source, index))
+            found.queue(key, sources.Member(source, index))
     found.add(value, source, kinds.MAPPING)
     _plain_attributes(found, value, source)
 
 
 def _attributes(*names: str) -> Handler:
-    def handle(found: Reachable, value: Any, source: Source) -> None:
+    def handle(found: Reachable, value: Any, source: sources.Source) -> None:
         for name in names:
-            found.queue(getattr(value, name), Attr(source, name))
+            found.queue(getattr(value, name), sources.Attr(source, name))
     return handle
 
 
 def _sequence(kind: ContainerKind) -> Handler:
-    def handle(found: Reachable, value: Any, source: Source) -> None:
+    def handle(found: Reachable, value: Any, source: sources.Source) -> None:
         if source.path in found.varying and type(value) in (list, deque):
             found.lists.found[id(value)] = value, source
             return
@@ -180,15 +167,15 @@ def _sequence(kind: ContainerKind) -> Handler:
     return handle
 
 
-def _plain_attributes(found: Reachable, value: Any, source: Source) -> None:
+def _plain_attributes(found: Reachable, value: Any, source: sources.Source) -> None:
     if type(value) in _BARE:
         return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        found.add(attributes, Vars(source), kinds.ATTRIBUTES, value)
+        found.add(attributes, sources.Vars(source), kinds.ATTRIBUTES, value)
 
 
-def _object(found: Reachable, value: Any, source: Source) -> None:
+def _object(found: Reachable, value: Any, source: sources.Source) -> None:
     kind = type(value)
     if not (issubclass(kind, DATA) or is_dataclass(kind)):
         found.owners.add(source.path)
@@ -198,13 +185,13 @@ def _object(found: Reachable, value: Any, source: Source) -> None:
     _classes(found, value, source)
 
 
-def _classes(found: Reachable, value: Any, source: Source) -> None:
+def _classes(found: Reachable, value: Any, source: sources.Source) -> None:
     for base in type(value).__mro__:
         if is_user_class(base):
-            found.queue(base, Attr(source, "__class__" if base is type(value) else base.__name__))
+            found.queue(base, sources.Attr(source, "__class__" if base is type(value) else base.__name__))
 
 
-def _class(found: Reachable, kind: type, source: Source) -> None:
+def _class(found: Reachable, kind: type, source: sources.Source) -> None:
     if not is_user_class(kind):
         return
     if kinds.class_values(kind):
@@ -212,14 +199,14 @@ def _class(found: Reachable, kind: type, source: Source) -> None:
     for name, member in vars(kind).items():
         plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(plain, types.FunctionType):
-            found.queue(plain, Method(source, name))
+            found.queue(plain, sources.Method(source, name))
 
 
-def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: Source) -> None:
+def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sources.Source) -> None:
     """The numbers among an optimizer's settings are inputs of the step."""
     found.owners.add(source.path)
     for index, group in enumerate(optimizer.param_groups):
-        where = Item(Item(Vars(source), "param_groups"), index)
+        where = sources.Item(sources.Item(sources.Vars(source), "param_groups"), index)
         numbers: list[tuple[str, int | None, float]] = []
         for key, value in group.items():
             if isinstance(value, float) or (key == "lr" and type(value) is int):
@@ -232,58 +219,58 @@ def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: Sourc
         container = found.add(group, where, kinds.MAPPING, None, later | lifted)
         container.lifted, container.ordered = frozenset(lifted - later), False
         for key, i, number in numbers:
-            place = Item(where, key) if i is None else Item(Item(where, key), i)
+            place = sources.Item(where, key) if i is None else sources.Item(sources.Item(where, key), i)
             found.numbers.append(NumberInput(place, number, container, key, i, setting=True))
-    found.add(vars(optimizer), Vars(source), kinds.ATTRIBUTES, optimizer, BOOKKEEPING)
+    found.add(vars(optimizer), sources.Vars(source), kinds.ATTRIBUTES, optimizer, BOOKKEEPING)
     if isinstance(optimizer, torch.optim.SparseAdam):  # the one that counts steps in ints
         found.counting |= set(map(id, optimizer.state.values()))
     _classes(found, optimizer, source)
 
 
-def _scheduler(found: Reachable, scheduler: LRScheduler, source: Source) -> None:
+def _scheduler(found: Reachable, scheduler: LRScheduler, source: sources.Source) -> None:
     found.schedulers.append((scheduler, source))
     _object(found, scheduler, source)
 
 
-def _function(found: Reachable, function: types.FunctionType, source: Source) -> None:
+def _function(found: Reachable, function: types.FunctionType, source: sources.Source) -> None:
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
         if id(cell) not in found.first:
-            found.add(cell, Cell(source, (index, name)), kinds.CELL)
+            found.add(cell, sources.Cell(source, (index, name)), kinds.CELL)
     for name in ("__defaults__", "__kwdefaults__"):
         if getattr(function, name):
-            found.queue(getattr(function, name), Attr(source, name))
+            found.queue(getattr(function, name), sources.Attr(source, name))
     if vars(function):
-        found.add(vars(function), Vars(source), kinds.ATTRIBUTES, function)
+        found.add(vars(function), sources.Vars(source), kinds.ATTRIBUTES, function)
     if not is_library(function.__code__.co_filename):
-        found.names_read.add(function, isinstance(source, Method))
+        found.names_read.add(function, isinstance(source, sources.Method))
         names = global_names(function.__code__)
         table = id(function.__globals__)
         fresh = tuple(name for name in names if (table, name) not in found.used_globals)
         found.used_globals.update((table, name) for name in fresh)
         if fresh:
-            found.add(UsedGlobals(function, fresh), Globals(source, function.__module__ or ""), kinds.GLOBALS)
+            found.add(UsedGlobals(function, fresh), sources.Globals(source, function.__module__ or ""), kinds.GLOBALS)
     else:
         _builtin(found, function, source)
 
 
-def _module(found: Reachable, module: types.ModuleType, source: Source) -> None:
+def _module(found: Reachable, module: types.ModuleType, source: sources.Source) -> None:
     if is_user_module(module):
-        found.add(vars(module), Vars(source), kinds.MODULE, module)
+        found.add(vars(module), sources.Vars(source), kinds.MODULE, module)
 
 
-def _context(found: Reachable, context: Any, source: Source) -> None:
+def _context(found: Reachable, context: Any, source: sources.Source) -> None:
     """What an `autograd.Function` keeps for its backward, which is code that may run."""
     _plain_attributes(found, context, source)
-    forward = Attr(Attr(source, "__class__"), "_forward_cls")
+    forward = sources.Attr(sources.Attr(source, "__class__"), "_forward_cls")
     found.queue(context._forward_cls, forward)
     for name in ("backward", "vjp"):
-        found.queue(getattr(context._forward_cls, name), Attr(forward, name))
+        found.queue(getattr(context._forward_cls, name), sources.Attr(forward, name))
 
 
-def _method(found: Reachable, method: types.MethodType, source: Source) -> None:
+def _method(found: Reachable, method: types.MethodType, source: sources.Source) -> None:
     _held(found, method, source)
-    found.queue(method.__self__, Attr(source, "__self__"))
-    found.queue(method.__func__, Attr(source, "__func__"))
+    found.queue(method.__self__, sources.Attr(source, "__self__"))
+    found.queue(method.__func__, sources.Attr(source, "__func__"))
 
 
 HANDLERS: dict[type, Handler] = {

@@ -1,4 +1,4 @@
-"""Births: which objects were made since a step began to be traced, and which of the others a module holds by name."""
+"""New objects: those made since a step began to be traced; which of the others a module holds by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wholestep.capture.sources import Source, in_module
 
 
 @contextmanager
-def births() -> Iterator[Callable[[], set[int]]]:
+def new_objects() -> Iterator[Callable[[], set[int]]]:
     """Gives a function that gives the ids of all objects made inside of the context so far.
 
     What was there before is set aside by the garbage collector itself, which costs nothing. Objects that it does not

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,16 +81,16 @@ def walk(found: Reachable) -> None:
     """Walks until nothing is left that the step's code can name."""
     early, late = found.waiting
     while found.queued or _reveal(found) or early or late:
-        value, source = found.queued.pop() if found.queued else (early or late).popleft()
+        waited = not found.queued
+        value, source = (early or late).popleft() if waited else found.queued.pop()
         if type(value) in EXACT_PLAIN or id(value) in found.first:
             continue
         handle = handler(type(value))  # type: ignore[arg-type]
         if handle is None:
             continue
-        if handle in WAITING and not isinstance(source, _Later):
-            found.waiting[WAITING[handle]].append((value, _Later(source)))
+        if handle in WAITING and not waited:
+            found.waiting[WAITING[handle]].append((value, source))
             continue
-        source = source.source if isinstance(source, _Later) else source
         found.first[id(value)] = source
         found.kept.append(value)
         mark = len(found.queued)
@@ -110,10 +109,3 @@ def _reveal(found: Reachable) -> bool:
         container.ignored -= {key}
         found.queued.append((container.before[key], source))
     return bool(seen)
-
-
-@dataclass(frozen=True, eq=False)
-class _Later(Source):
-    """Marks a source that has waited until all else was walked."""
-
-    source: Source

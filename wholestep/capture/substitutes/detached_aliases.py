@@ -19,14 +19,14 @@ from wholestep.capture.substitutes.recorded_views import view_again
 from wholestep.errors import UnsupportedError
 
 
-class Beginning(torch.autograd.Function):
+class HistoryRoot(torch.autograd.Function):
     """Where the history of an alias begins: gradients of the step's own backward, or of what follows, end here.
 
     The node has attributes: ``alias``, a weak reference; ``source``; ``outside``, the node of the original.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, root: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
     @staticmethod
@@ -116,7 +116,7 @@ class DetachedAliases:
                 alias = view_again(tensor, (above or base).tensor, whole)
         elif tensor.requires_grad:
             with torch.enable_grad():
-                alias = Beginning.apply(torch.zeros((), requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
+                alias = HistoryRoot.apply(torch.zeros((), requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
         else:
             alias = tensor.detach()
         vars(alias).update(vars(tensor))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,9 +120,9 @@ class InitialState:
         """Whether a tensor is one of those made here, which `fill` gives their values."""
         return any(tensor is t for made in self._made for t, _ in made.fills)
 
-    def drop(self, unless: Callable[[torch.Tensor], bool] = lambda tensor: False) -> bool:
-        """Takes state out again, but for that of parameters with a tensor that is kept; tells whether any was."""
-        gone = [m for m in self._made if not any(unless(t) for t, _ in m.fills)]
+    def drop(self, kept: Collection[int] = ()) -> bool:
+        """Takes state out again, but for that of parameters with a tensor among those kept; tells if any was."""
+        gone = [m for m in self._made if all(id(t) not in kept for t, _ in m.fills)]
         for made in gone:
             if made.optimizer.state.get(made.parameter) is made.state:
                 del made.optimizer.state[made.parameter]

@@ -17,6 +17,9 @@ from wholestep.comm.stores.store import Store
 Creator = Callable[[Store, int, int, timedelta], ProcessGroup]
 
 
+_BUILT_IN = ["shm", "thread", "null", "gloo", "nccl", "mpi", "ucc"]
+
+
 class _Plugin(NamedTuple):
     creator_fn: Creator
     devices: list[str]
@@ -37,8 +40,8 @@ class Backend(str):
     """
 
     UNDEFINED = "undefined"
-    SHM, THREAD, NULL, GLOO, NCCL, MPI, UCC = "shm", "thread", "null", "gloo", "nccl", "mpi", "ucc"
-    backend_list: ClassVar[list[str]] = [UNDEFINED, SHM, THREAD, NULL, GLOO, NCCL, MPI, UCC]
+    SHM, THREAD, NULL, GLOO, NCCL, MPI, UCC = _BUILT_IN
+    backend_list: ClassVar[list[str]] = [UNDEFINED, *_BUILT_IN]
     _plugins: ClassVar[dict[str, _Plugin]] = {
         "SHM": _Plugin(create_shared, ["cpu"]),
         "THREAD": _Plugin(ThreadGroup, ["cpu", "cuda"]),
@@ -67,7 +70,7 @@ class Backend(str):
         Raises:
             ValueError: the name is that of a built-in backend.
         """
-        if name.lower() in ("shm", "thread", "null", "gloo", "nccl", "mpi", "ucc", "undefined"):
+        if name.lower() in ("undefined", *_BUILT_IN):
             raise ValueError(f"register_backend: {name!r} is built in")
         setattr(cls, name.upper(), name.lower())
         if name.lower() not in cls.backend_list:

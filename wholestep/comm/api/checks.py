@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wholestep.comm.api.collective_table import Collective, Layout
 from wholestep.comm.api.groups import get_group, world
 from wholestep.comm.process_group import ProcessGroup
 
@@ -36,29 +37,34 @@ def tensors(values: Any, name: str) -> list[torch.Tensor]:
     return [tensor(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
 
-def output(value: Any, name: str, expanded: bool = False) -> torch.Tensor:
+def tensors_of(value: Any, name: str, layout: Layout, optional: bool) -> list[torch.Tensor]:
+    """The tensors that a collective's parameter holds.
+
+    Args:
+        optional: ranks other than the root may give None for a list.
+
+    Raises:
+        TypeError: not as the layout has them.
+    """
+    if layout in (Layout.ONE, Layout.ROWS):
+        return [tensor(value, name)]
+    return [] if optional and value is None else tensors(value, name)
+
+
+def writable(values: Sequence[torch.Tensor], name: str, expanded: bool = False) -> None:
     """Args:
         expanded: elements may share memory.
 
     Raises:
-        TypeError: not a dense tensor.
-        ValueError: memory holds the conjugates or negatives of its elements, or some of them share it.
+        ValueError: memory holds the conjugates or negatives of a tensor's elements, or some of them share it.
     """
-    made = tensor(value, name)
-    shared = not expanded and any(one == 0 < size - 1 for one, size in zip(made.stride(), made.shape, strict=True))
-    if shared or made.is_conj() or made.is_neg():
-        raise ValueError(
-            f"parameter `{name}` of shape {list(made.shape)} is written, and an expanded, conjugate or negated view "
-            "cannot be: pass a clone() of it"
-        )
-    return made
-
-
-def outputs(values: Any, name: str) -> list[torch.Tensor]:
-    """Raises:
-    TypeError, ValueError: not a list of tensors that can be written.
-    """
-    return [output(value, f"{name}[{index}]") for index, value in enumerate(tensors(values, name))]
+    for made in values:
+        shared = not expanded and any(one == 0 < size - 1 for one, size in zip(made.stride(), made.shape, strict=True))
+        if shared or made.is_conj() or made.is_neg():
+            raise ValueError(
+                f"parameter `{name}` of shape {list(made.shape)} is written, and an expanded, conjugate or negated "
+                "view cannot be: pass a clone() of it"
+            )
 
 
 def same_dtype(what: str, *groups: Sequence[torch.Tensor]) -> None:
@@ -86,6 +92,41 @@ def elements(what: str, name: str, found: int, required: int, why: str) -> None:
     """
     if found != required:
         raise ValueError(f"{what}: `{name}` has {found} elements, {required} are required: {why}")
+
+
+def sizes(row: Collective, outs: list[torch.Tensor], ins: list[torch.Tensor], ranks: int, at_root: bool) -> None:
+    """Raises:
+    ValueError: a list or a tensor of a call does not have a part for each rank.
+    """
+    one, other = (outs, row.out) if row.out_layout is Layout.ONE else (ins, row.inp)
+    for name, layout, found in ((row.out, row.out_layout, outs), (row.inp, row.inp_layout, ins)):
+        if layout is Layout.LIST and row.root and bool(found) != at_root:
+            where = "destination" if row.root == "dst" else "source"
+            raise ValueError(f"{row.name}: `{name}` is required on the {where} rank, and on no other")
+        if layout is Layout.LIST and (at_root or not row.root):
+            length(row.name, name, found, ranks)
+        if row.out_layout is row.inp_layout:
+            continue
+        if layout is Layout.LIST:
+            for index, part in enumerate(found):
+                why = f"as many as `{other}` has"
+                elements(row.name, f"{name}[{index}]", part.numel(), one[0].numel(), why)
+        elif layout is Layout.ROWS:
+            elements(row.name, name, found[0].numel(), one[0].numel() * ranks, f"{ranks} times those of `{other}`")
+
+
+def split_sizes(what: str, name: str, value: Any, splits: Sequence[int] | None, ranks: int) -> None:
+    """Raises:
+    ValueError: the rows of a tensor are not divided among the ranks.
+    """
+    rows = tensor(value, name).shape
+    if not rows:
+        raise ValueError(f"{what}: `{name}` is a scalar: at least one dimension is required")
+    if splits:
+        length(what, f"{name}_split_sizes", splits, ranks)
+        elements(what, f"{name}_split_sizes", sum(splits), rows[0], f"the rows of `{name}`")
+    elif rows[0] % ranks:
+        raise ValueError(f"{what}: {rows[0]} rows of `{name}` do not divide among {ranks} ranks")
 
 
 def outside(group: ProcessGroup, what: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from wholestep.comm.api import checks, collectives, p2p
 from wholestep.comm.api.groups import get_group
 from wholestep.comm.api.issue import Group, group_root
+from wholestep.comm.api.uneven_gather import all_gather_rows
 
 
 def _pack(value: Any) -> torch.Tensor:
@@ -20,9 +21,10 @@ def _unpack(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def _sizes(own: int, group: Group) -> list[int]:
-    sizes = torch.zeros(get_group(group).size(), dtype=torch.int64)
-    collectives.all_gather_into_tensor(sizes, torch.tensor([own]), group)
+def _broadcast_sizes(parts: list[torch.Tensor], count: int, root: int, group: Group) -> list[int]:
+    """The lengths of what the root has packed; the others give no parts."""
+    sizes = torch.tensor([part.numel() for part in parts] or [0] * count)
+    collectives.broadcast(sizes, group=group, group_src=root)
     return [int(size) for size in sizes]
 
 
@@ -32,14 +34,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     if checks.outside(pg, "all_gather_object"):
         return
     checks.length("all_gather_object", "object_list", object_list, pg.size())
-    data = _pack(obj)
-    sizes = _sizes(data.numel(), group)
-    widest = max(sizes)
-    padded = torch.zeros(widest, dtype=torch.uint8)
-    padded[: data.numel()] = data
-    rows = torch.zeros(pg.size(), widest, dtype=torch.uint8)
-    collectives.all_gather_into_tensor(rows, padded, group)
-    object_list[:] = [_unpack(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+    object_list[:] = [_unpack(data) for data in all_gather_rows(_pack(obj), group)]
 
 
 def gather_object(
@@ -53,7 +48,7 @@ def gather_object(
     pg = get_group(group)
     if checks.outside(pg, "gather_object"):
         return
-    root = group_root(group, dst, 0 if dst is None and group_dst is None else group_dst, "dst")
+    root = group_root(group, dst, group_dst, "dst", 0)
     if (pg.rank() == root) != (object_gather_list is not None):
         raise ValueError("gather_object: `object_gather_list` is required on the destination rank, and on no other")
     found: list[Any] = [None] * pg.size()
@@ -73,11 +68,10 @@ def broadcast_object_list(
     pg = get_group(group)
     if checks.outside(pg, "broadcast_object_list"):
         return
-    root = group_root(group, src, 0 if src is None and group_src is None else group_src, "src")
-    data = _pack(list(object_list)) if pg.rank() == root else torch.zeros(0, dtype=torch.uint8)
-    size = _sizes(data.numel(), group)[root]
-    if pg.rank() != root:
-        data = torch.zeros(size, dtype=torch.uint8)
+    root = group_root(group, src, group_src, "src", 0)
+    parts = [_pack(list(object_list))] if pg.rank() == root else []
+    (size,) = _broadcast_sizes(parts, 1, root, group)
+    data = parts[0] if parts else torch.zeros(size, dtype=torch.uint8)
     collectives.broadcast(data, group=group, group_src=root)
     if pg.rank() != root:
         found = _unpack(data)
@@ -98,7 +92,7 @@ def scatter_object_list(
     pg = get_group(group)
     if checks.outside(pg, "scatter_object_list"):
         return
-    root = group_root(group, src, 0 if src is None and group_src is None else group_src, "src")
+    root = group_root(group, src, group_src, "src", 0)
     if not scatter_object_output_list:
         raise ValueError("scatter_object_list: `scatter_object_output_list` is empty: one entry is required")
     parts: list[torch.Tensor] = []
@@ -106,13 +100,11 @@ def scatter_object_list(
         given = scatter_object_input_list or []
         checks.length("scatter_object_list", "scatter_object_input_list", given, pg.size())
         parts = [_pack(value) for value in given]
-    table = torch.tensor([part.numel() for part in parts] or [0] * pg.size())
-    collectives.broadcast(table, group=group, group_src=root)
-    out = torch.zeros(int(table[pg.rank()]), dtype=torch.uint8)
-    sent = [part.numel() for part in parts] or [0] * pg.size()
-    wanted = [out.numel() if rank == root else 0 for rank in range(pg.size())]
-    collectives.all_to_all_single(out, torch.cat(parts) if parts else out[:0], wanted, sent, group)
-    scatter_object_output_list[0] = _unpack(out)
+    sizes = _broadcast_sizes(parts, pg.size(), root, group)
+    padded = [torch.nn.functional.pad(part, (0, max(sizes) - part.numel())) for part in parts]
+    out = torch.zeros(max(sizes), dtype=torch.uint8)
+    collectives.scatter(out, padded or None, group=group, group_src=root)
+    scatter_object_output_list[0] = _unpack(out[: sizes[pg.rank()]])
 
 
 def send_object_list(

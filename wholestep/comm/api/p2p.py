@@ -11,15 +11,13 @@ import torch
 
 from wholestep.comm.api import checks
 from wholestep.comm.api.backends_registry import DeviceGroup
+from wholestep.comm.api.collective_table import RECV, SEND, Collective
 from wholestep.comm.api.groups import get_global_rank, get_group
-from wholestep.comm.api.issue import Group, dense, group_root, launch, staged
-from wholestep.comm.api.plan_cache import learn, quick
-from wholestep.comm.dist_errors import DistError, DistTimeoutError
-from wholestep.comm.engines.native_codes import OPS, RECV, SEND
-from wholestep.comm.ops import tracing
+from wholestep.comm.api.issue import Group, group_root, issue
+from wholestep.comm.api.plan_cache import with_plan_cache
 from wholestep.comm.work import Work
+from wholestep.errors import DistError, DistTimeoutError
 
-ANY = -1
 _MONITOR_TAG = 1 << 30
 
 
@@ -31,19 +29,8 @@ def isend(
     Raises:
         ValueError: the rank is this one, or not in the group.
     """
-    pg = get_group(group)
-    if checks.outside(pg, "isend"):
-        return None
-    _check_tag(tag)
-    peer = group_root(group, dst, group_dst, "dst")
-    if peer == pg.rank():
-        raise ValueError(
-            "Invalid destination rank: destination rank should not be the same as the rank of the current process."
-        )
-    if tracing.is_traced(tensor):
-        return tracing.into("send", [], tensor, pg, True, peer, tag)
-    ready = dense(checks.tensor(tensor, "tensor"))
-    return launch(pg, "send", tensor, True, lambda pg: pg.send([ready], peer, tag))
+    _check("destination", SEND, group, (dst, group_dst), tag)
+    return issue(SEND, tensor, tensor, group, True, root=(dst, group_dst), tag=tag)
 
 
 def irecv(
@@ -54,27 +41,21 @@ def irecv(
     Raises:
         ValueError: the rank is this one, or not in the group.
     """
-    pg = get_group(group)
-    if checks.outside(pg, "irecv"):
-        return None
-    _check_tag(tag)
-    peer = ANY if src is None and group_src is None else group_root(group, src, group_src, "src")
-    if peer == pg.rank():
-        raise ValueError("Invalid source rank: source rank should not be the same as the rank of the current process.")
-    checks.output(tensor, "tensor")
-    if tracing.is_traced(tensor):
-        if peer == ANY:
-            raise ValueError("irecv: a recorded program cannot tell who sent: name the source")
-        return tracing.into("recv", [tensor], tensor, pg, True, peer, tag)
-    return launch(pg, "recv", tensor, True, lambda pg: staged([tensor], lambda outs: pg.recv(outs, peer, tag)))
+    _check("source", RECV, group, (src, group_src), tag)
+    return issue(RECV, tensor, tensor, group, True, root=(src, group_src), tag=tag)
 
 
-def _check_tag(tag: int) -> None:
+def _check(what: str, row: Collective, group: Group, peer: tuple[int | None, int | None], tag: int) -> None:
     if not 0 <= tag < 1 << 31:
         raise ValueError(f"Tag must be nonnegative and below 2**31, found {tag}")
+    rank = get_group(group).rank()
+    if rank >= 0 and group_root(group, *peer, row.root, row.default_root) == rank:
+        raise ValueError(
+            f"Invalid {what} rank: {what} rank should not be the same as the rank of the current process."
+        )
 
 
-@quick(SEND, out="tensor", root="dst")
+@with_plan_cache(SEND.code, SEND.out, SEND.inp, SEND.root)
 def send(
     tensor: torch.Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
@@ -82,11 +63,9 @@ def send(
     work = isend(tensor, dst, group, tag, group_dst)
     if work is not None:
         work.wait()
-    if tag == 0 and dst is not None:
-        learn(SEND, tensor, tensor, None, group, dst, get_group(group), OPS[SEND], tensor)
 
 
-@quick(RECV, out="tensor", root="src")
+@with_plan_cache(RECV.code, RECV.out, RECV.inp, RECV.root)
 def recv(
     tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> int:
@@ -96,8 +75,6 @@ def recv(
         return -1
     work.wait()
     if src is not None:
-        if tag == 0:
-            learn(RECV, tensor, tensor, None, group, src, get_group(group), OPS[RECV], tensor)
         return src
     if group_src is None:
         received: Any = getattr(work, "_first", work)

@@ -1,8 +1,9 @@
-"""Calls like an earlier one: the way past Python for collectives that a training loop makes again and again.
+"""Plan cache: a repeated collective is issued from C, without the Python checks of its first call.
 
-A public collective under `quick` is a callable of `native/quick.c`. What has been called before in the same way on a
-shared-memory group (same reduction, group, root, dtypes and shapes; plain contiguous CPU tensors, in lists all alike;
-nothing recording) it runs itself. All else goes through the function and its checks, and is taught to it by `learn`.
+A public collective under `with_plan_cache` is a callable of `native/cached_call.c`. A call that has a plan, because it
+was made before in the same way on a shared-memory group (same reduction, group, root, dtypes and shapes; plain
+contiguous CPU tensors, of one shape in a list; no dispatch mode active), it runs itself. Any other call goes to the
+Python function, which leaves a plan by `learn`.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import torch
 from wholestep.comm.api.backends_registry import DeviceGroup
 from wholestep.comm.diagnostics import flight_recorder
 from wholestep.comm.engines.native_codes import ALL_TO_ALL, MEAN, OPS, RECV, SEND
-from wholestep.comm.engines.native_jobs import ShmWork
-from wholestep.comm.engines.shm import ShmGroup
+from wholestep.comm.engines.native_errors import message_error
+from wholestep.comm.engines.shm import ShmGroup, ShmWork
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType, as_op
 from wholestep.comm.shared_tensors import native
 from wholestep.comm.work import Work
+from wholestep.errors import DistError
 from wholestep.torch_compat import count_dispatch_modes
 
 _PLAIN = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
-_QUICK = {getattr(torch, name) for name in _PLAIN}
-_ROLES = ["out", "inp", "op", "group", "root", "async_op"]  # as quick.c counts them, from 1
-Collective = TypeVar("Collective", bound=Callable[..., Any])
+_DTYPES = {getattr(torch, name) for name in _PLAIN}
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _set_up() -> bool:
@@ -45,26 +46,26 @@ def _set_up() -> bool:
 available = _set_up()
 
 
-def quick(what: int, **roles: str) -> Callable[[Collective], Collective]:
-    """Lets a public collective's later calls go past Python.
+def with_plan_cache(code: int, out: str = "", inp: str = "", root: str = "") -> Callable[[Function], Function]:
+    """Gives a public collective plans. Calls with one leave all parameters but these, ``op``, ``group`` and
+    ``async_op`` at their defaults.
 
     Args:
-        what: its number in `codes`.
-        roles: which parameter is ``out``, which ``inp`` (if it is another tensor) and which ``root``; ``op``, ``group``
-            and ``async_op`` go by these names. Quick calls leave all other parameters at their defaults.
+        code: its number in `native_codes`.
+        out, inp: the parameters that are written and read, which may be one.
+        root: the parameter with the root, if there is one.
     """
 
-    def decorate(slow: Collective) -> Collective:
+    def decorate(python: Function) -> Function:
         if not available:
-            return slow
-        parameters = inspect.signature(slow).parameters
-        role = {roles.get(name, name): 1 + i for i, name in enumerate(_ROLES)}
+            return python
+        parameters = inspect.signature(python).parameters
+        roles = [out, "" if inp == out else inp, "op", "group", root, "async_op"]  # numbered from 1 in C
         defaults = tuple(NotImplemented if p.default is p.empty else p.default for p in parameters.values())
-        made = native.quicken(
-            what, slow, _conclude, tuple(parameters), defaults, tuple(role.get(name, 0) for name in parameters)
-        )
-        functools.update_wrapper(made, slow)
-        return cast(Collective, made)
+        numbers = tuple(roles.index(name) + 1 if name in roles else 0 for name in parameters)
+        made = native.quicken(code, python, _conclude, tuple(parameters), defaults, numbers)
+        functools.update_wrapper(made, python)
+        return cast(Function, made)
 
     return decorate
 
@@ -87,9 +88,9 @@ def _conclude(
     if len(outcome) == 3:
         status, peer, got = outcome
         op = SEND if entry[flight_recorder.WHAT][1] == OPS[SEND] else RECV
-        failure = group._message_error(op, peer, status, got, keep, group._seconds)
+        failure: DistError = message_error(group, op, peer, status, got, keep, group._seconds)
     else:
-        failure = group._error(outcome)
+        failure = group.error(outcome)
     flight_recorder.fail(entry, group, failure)
     raise failure
 
@@ -117,7 +118,7 @@ def learn(
         owner = owner.parts.get("cpu", owner)
     if not available or type(owner) is not ShmGroup or owner.latest is None:
         return
-    if type(op) not in (RedOpType, str, type(None)) or (like is not None and like.dtype not in _QUICK):
+    if type(op) not in (RedOpType, str, type(None)) or (like is not None and like.dtype not in _DTYPES):
         return
     code, dtype, red, group_root, nbytes, shape, in_stride, out_stride, elem = owner.latest
     if op is not None and as_op(op)[1] is not None and red != MEAN:  # multiplied by a factor first, which no plan does

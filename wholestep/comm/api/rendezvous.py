@@ -12,12 +12,12 @@ from urllib.parse import urlparse
 
 from wholestep.comm.api.backends_registry import BackendConfig, create_group, is_shm_available
 from wholestep.comm.api.groups import DEFAULT_GROUP, NonMember, get_group, is_initialized, world
-from wholestep.comm.dist_errors import DistError
 from wholestep.comm.engines import c10d
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from wholestep.comm.stores.store import FileStore, HashStore, PrefixStore, Store
 from wholestep.comm.stores.store_barrier import barrier_keys, forget, store_based_barrier
 from wholestep.comm.stores.tcp_store import TCPStore
+from wholestep.errors import DistError
 
 # Launchers' names for rank and size: torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM.
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

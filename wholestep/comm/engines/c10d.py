@@ -17,18 +17,18 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
 
 from wholestep.comm.diagnostics.debug_level import DebugLevel, get_debug_level
-from wholestep.comm.dist_errors import DistBackendError, DistError, DistNetworkError, DistRankError
 from wholestep.comm.engines.c10d_work import EngineWork
 from wholestep.comm.engines.dtype_carriers import movable, reducible_as
-from wholestep.comm.engines.length_prefixed import Letters
+from wholestep.comm.engines.length_prefixed import LengthPrefixed
 from wholestep.comm.engines.reference_reduce import average
-from wholestep.comm.engines.signatures import in_bytes, require_alike, shapes
-from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup
+from wholestep.comm.engines.signatures import in_bytes, require_equal
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.stores.store import Store
+from wholestep.comm.stores.store import WRITES, Store
 from wholestep.comm.stores.store_barrier import barrier_keys, exchange, forget
 from wholestep.comm.stores.torch_store import TorchStore
-from wholestep.comm.work import All, Then, Work
+from wholestep.comm.work import Then, Work
+from wholestep.errors import DistBackendError, DistError, DistNetworkError, DistRankError
 from wholestep.torch_compat import gloo_options
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"  # the ecosystem's way to say which network Gloo uses
@@ -37,40 +37,44 @@ _OPS: dict[RedOpType, Any] = {
 }
 
 
+# Each other collective: its options, and its call.
+_CALLS: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "broadcast": (options.BroadcastOptions, lambda engine, outs, ins, made: engine.broadcast(outs, made)),
+    "all_gather": (options.AllgatherOptions, lambda engine, outs, ins, made: engine.allgather([outs], ins, made)),
+    "gather": (
+        options.GatherOptions, lambda engine, outs, ins, made: engine.gather([outs] if outs else [], ins, made)
+    ),
+    "scatter": (
+        options.ScatterOptions, lambda engine, outs, ins, made: engine.scatter(outs, [ins] if ins else [], made)
+    ),
+    "barrier": (options.BarrierOptions, lambda engine, outs, ins, made: engine.barrier(made)),
+}  # fmt: skip
+
+
 class _ForTorch(dist.Store):
-    """A store of ours as one of torch, for its engines."""
+    """A store of ours as one of torch, for its engines.
+
+    Attributes:
+        made: the keys that they have written.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__()
-        self._ours = store
+        self.ours = store
         self.made: set[str] = set()
 
-    def set(self, key: str, value: Any) -> None:
-        self.made.add(key)
-        self._ours.set(key, value)
 
-    def get(self, key: str) -> bytes:
-        return self._ours.get(key)
+def _forwarded(name: str, writes: bool) -> Callable[..., Any]:
+    def method(self: _ForTorch, key: Any, *rest: Any) -> Any:
+        if writes:
+            self.made.add(key)
+        return getattr(self.ours, name)(key, *rest)
 
-    def add(self, key: str, amount: int) -> int:
-        self.made.add(key)
-        return self._ours.add(key, amount)
+    return method
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        self.made.add(key)
-        return self._ours.compare_set(key, expected, desired)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._ours.wait(keys, timeout)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._ours.check(keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self._ours.delete_key(key)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._ours.set_timeout(timeout)
+for _name in ("set", "add", "compare_set", "get", "wait", "check", "delete_key", "set_timeout"):
+    setattr(_ForTorch, _name, _forwarded(_name, _name in WRITES))
 
 
 def agent_store(host: str, port: int, timeout: timedelta) -> Store:
@@ -141,11 +145,11 @@ class C10dGroup(ProcessGroup):
         except RuntimeError as failure:
             raise DistBackendError(f"{backend} cannot start on rank {rank}: {failure}") from failure
 
-        self._letters = Letters(self._send, self._recv, self._here) if checked and backend == "gloo" else None
+        self._messages = LengthPrefixed(self._send, self._recv, self._here) if checked and backend == "gloo" else None
 
     def shutdown(self) -> None:
-        if self._letters is not None:
-            self._letters.close()
+        if self._messages is not None:
+            self._messages.close()
         engine, self._engine = self._engine, None
         if engine is not None:
             with contextlib.suppress(RuntimeError):
@@ -174,25 +178,29 @@ class C10dGroup(ProcessGroup):
     def _here(self) -> str:
         return f"rank {self.labels[self._rank]} of group {self.group_name!r}"
 
-    def told(self) -> str:
+    def abort_reason(self) -> str:
         """What a rank that aborted the group said; nothing where none did."""
         with contextlib.suppress(DistError):
             if self._ours.check(["aborted"]):
                 return self._ours.get("aborted").decode()
         return ""
 
-    def _run(self, what: str, tensors: list[torch.Tensor], start: Callable[[], Any], checked: bool = True) -> Work:
+    def _call(self, op: str, words: str, result: list[torch.Tensor], start: Callable[[], Any]) -> Work:
+        """Starts something in the engine.
+
+        Args:
+            words: what must be equal on all ranks; empty for messages and comparisons.
+        """
         if self._engine is None:
-            told = self.told()
-            raise (DistRankError if told else DistBackendError)(f"{what}: group {self.group_name!r} has ended. {told}")
-        if checked:
-            self.sequence += 1
-            if get_debug_level() is DebugLevel.DETAIL:
-                self.compare(f"#{self.sequence} {what} {shapes(tensors)}")
+            reason = self.abort_reason()
+            kind = DistRankError if reason else DistBackendError
+            raise kind(f"{op}: group {self.group_name!r} has ended. {reason}")
+        if words and get_debug_level() is DebugLevel.DETAIL:
+            self.compare(words)
         try:
-            return EngineWork(start(), f"{self._here()}: {what}", self.told, tensors)
+            return EngineWork(start(), f"{self._here()}: {op}", self.abort_reason, result)
         except RuntimeError as failure:
-            raise DistBackendError(f"{self.backend_name} cannot run {what}: {failure}") from failure
+            raise DistBackendError(f"{self.backend_name} cannot run {op}: {failure}") from failure
 
     def compare(self, text: str) -> None:
         """Shows what this rank is about to call to all others, and raises when one calls something else.
@@ -202,127 +210,91 @@ class C10dGroup(ProcessGroup):
         """
         mine = in_bytes(text)
         shown = [torch.empty_like(mine) for _ in range(self._size)]
-        made = self._opts(options.AllgatherOptions, None)
-        self._run("comparison", shown, lambda: self._engine.allgather([shown], [mine], made), checked=False).wait()
-        require_alike(self, shown)
+        made = self._options(options.AllgatherOptions, Options())
+        self._call("comparison", "", shown, lambda: self._engine.allgather([shown], [mine], made)).wait()
+        require_equal(self, shown)
 
-    def _opts(self, kind: type, opts: Options | None) -> Any:
+    def _options(self, kind: type, opts: Options) -> Any:
         made = kind()
-        made.timeout = (opts and opts.timeout) or self.timeout
+        made.timeout = opts.timeout or self.timeout
         if hasattr(made, "rootRank"):
-            made.rootRank = opts.root if opts else 0
+            made.rootRank = opts.root
         return made
 
+    def _run(self, op: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
+        if op == "all_to_all":
+            return self._all_to_all(outs, ins, opts)
+        self.sequence += 1
+        words = description(self.sequence, op, part_of(op, outs, ins), opts)
+        if op in ("all_reduce", "reduce", "reduce_scatter"):
+            return self._reduce(op, words, outs, ins, opts)
+        kind, call = _CALLS[op]
+        made, to, source = self._options(kind, opts), movable(outs), movable(ins)
+        return self._call(op, words, outs, lambda: call(self._engine, to, source, made))
+
     def _reduce(
-        self,
-        what: str,
-        kind: type,
-        tensor: torch.Tensor,
-        opts: Options,
-        start: Callable[[list[torch.Tensor], Any], Any],
+        self, op: str, words: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options
     ) -> Work:
-        """Reduces a tensor in place by ``start(tensors, options)``. Gloo knows neither AVG nor PREMUL_SUM, so they
-        scale after or before, and not every dtype."""
-        made = self._opts(kind, opts)
+        """Gloo knows neither AVG nor PREMUL_SUM, so they scale after or before, and not every dtype. It has no
+        reduce-scatter: an all-reduce of which one part is kept. Its reduce sums in the tensors of all ranks."""
+        scratch = ins[0] if op == "all_reduce" else torch.stack(ins)
         if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
-            tensor.copy_(tensor * opts.factor)
+            scratch.copy_(scratch * opts.factor)
+        made = self._options(options.ReduceOptions if op == "reduce" else options.AllreduceOptions, opts)
         made.reduceOp = dist.ReduceOp.SUM if opts.op in (RedOpType.AVG, RedOpType.PREMUL_SUM) else _OPS[opts.op]
-        carrier, restore = reducible_as(tensor, opts.op)
-        work = self._run(what, [tensor], lambda: start([carrier], made))
+        carrier, restore = reducible_as(scratch, opts.op)
+
+        def start() -> Any:
+            return (self._engine.reduce if op == "reduce" else self._engine.allreduce)([carrier], made)
 
         def finish() -> None:
             if restore is not None:
                 restore()
             if opts.op is RedOpType.AVG:
-                tensor.copy_(average(tensor, self._size))
+                scratch.copy_(average(scratch, self._size))
+            if op == "reduce_scatter" or (op == "reduce" and opts.root == self._rank):
+                outs[0].copy_(scratch[self._rank if op == "reduce_scatter" else 0].view_as(outs[0]))
 
-        return work if restore is None and opts.op is not RedOpType.AVG else Then(work, finish, [tensor])
+        work = self._call(op, words, outs, start)
+        plain = op == "all_reduce" and restore is None and opts.op is not RedOpType.AVG
+        return work if plain else Then(work, finish, outs)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        start, kind = lambda *given: self._engine.allreduce(*given), options.AllreduceOptions
-        works = [self._reduce("all_reduce", kind, tensor, opts or Options(), start) for tensor in tensors]
-        return works[0] if len(works) == 1 else All(works, tensors)
-
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        made = self._opts(options.BroadcastOptions, opts)
-        return self._run("broadcast", tensors, lambda: self._engine.broadcast(movable(tensors), made))
-
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        made = self._opts(options.AllgatherOptions, opts)
-        to = [movable(outs) for outs in outputs]
-        return self._run("all_gather", inputs, lambda: self._engine.allgather(to, movable(inputs), made))
-
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or Options()
-        (tensor,) = tensors
-        scratch = tensor.clone()  # an engine may use the tensors of the other ranks for sums on the way
-        work = self._reduce("reduce", options.ReduceOptions, scratch, opts, lambda *given: self._engine.reduce(*given))
-
-        def keep() -> None:
-            if opts.root == self._rank:
-                tensor.copy_(scratch)
-
-        return Then(work, keep, tensors)
-
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        """As an all-reduce that keeps one part: Gloo has no reduce-scatter of its own."""
-        flat = torch.stack([piece.reshape(-1) for piece in inputs[0]])
-        start, kind = lambda *given: self._engine.allreduce(*given), options.AllreduceOptions
-        work = self._reduce("reduce_scatter", kind, flat, opts or Options(), start)
-
-        def keep_mine() -> None:
-            outputs[0].copy_(flat[self._rank].view_as(outputs[0]))
-
-        return Then(work, keep_mine, outputs)
-
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        made = self._opts(options.GatherOptions, opts)
-        to = [movable(outs) for outs in outputs]
-        return self._run("gather", inputs, lambda: self._engine.gather(to, movable(inputs), made))
-
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        made = self._opts(options.ScatterOptions, opts)
-        sources = [movable(parts) for parts in inputs]
-        return self._run("scatter", outputs, lambda: self._engine.scatter(movable(outputs), sources, made))
-
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+    def _all_to_all(self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
         """Over `alltoall_base`, which every engine has."""
-        sent = torch.cat([one.reshape(-1) for one in inputs])
-        came = sent.new_empty(sum(out.numel() for out in outputs))
-        outs, ins = [out.numel() for out in outputs], [one.numel() for one in inputs]
-        plain = Options(timeout=opts and opts.timeout, out_splits=outs, in_splits=ins)
+        sent = torch.cat([one.reshape(-1) for one in ins])
+        received = sent.new_empty(sum(out.numel() for out in outs))
+        sizes = [out.numel() for out in outs], [one.numel() for one in ins]
+        plain = Options(timeout=opts.timeout, out_splits=sizes[0], in_splits=sizes[1])
 
         def spread() -> None:
-            for out, part in zip(outputs, came.split(outs), strict=True):
+            for out, part in zip(outs, received.split(sizes[0]), strict=True):
                 out.copy_(part.view_as(out))
 
-        return Then(self.alltoall_base(came, sent, plain), spread, outputs)
+        return Then(self.alltoall_base(received, sent, plain), spread, outs)
+
+    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        opts = opts or Options()
+        made, splits = self._options(options.AllToAllOptions, opts), (opts.out_splits, opts.in_splits)
+        to, source = movable([output, input])
+        self.sequence += 1
+        words = description(self.sequence, "all_to_all", None, opts)
+        return self._call(
+            "all_to_all", words, [output], lambda: self._engine.alltoall_base(to, source, *splits, made)
+        )  # fmt: skip
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         to = movable(tensors)
-        return self._letters.send(to[0], dst, tag) if self._letters else self._send(to, dst, tag)
+        return self._messages.send(to[0], dst, tag) if self._messages else self._send(to, dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         to = movable(tensors)
-        return self._letters.recv(to[0], src, tag) if self._letters else self._recv(to, src, tag)
+        return self._messages.recv(to[0], src, tag) if self._messages else self._recv(to, src, tag)
 
     def _send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> Work:
-        return self._run("send", tensors, lambda: self._engine.send(tensors, dst, tag), checked=False)
+        return self._call("send", "", tensors, lambda: self._engine.send(tensors, dst, tag))
 
     def _recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> Work:
         def start() -> Any:
             return self._engine.recv_anysource(tensors, tag) if src < 0 else self._engine.recv(tensors, src, tag)
 
-        return self._run("recv", tensors, start, checked=False)
-
-    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        made = self._opts(options.AllToAllOptions, opts)
-        outs, ins = (opts.out_splits, opts.in_splits) if opts else ([], [])
-        to, source = movable([output, input])
-        return self._run(
-            "all_to_all_single", [input[:0]], lambda: self._engine.alltoall_base(to, source, outs, ins, made)
-        )
-
-    def barrier(self, opts: Any = None) -> Work:
-        made = self._opts(options.BarrierOptions, opts)
-        return self._run("barrier", [], lambda: self._engine.barrier(made))
+        return self._call("recv", "", tensors, start)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from wholestep.comm.dist_errors import DistBackendError, DistRankError, DistTimeoutError
 from wholestep.comm.work import Work, require_process
+from wholestep.errors import DistBackendError, DistRankError, DistTimeoutError
 
 
 class EngineWork(Work):
@@ -18,11 +18,11 @@ class EngineWork(Work):
 
     Args:
         what: rank, group and collective, for errors.
-        told: what a rank that ended the group said; empty where none did.
+        abort_reason: what a rank that ended the group said; empty where none did.
     """
 
-    def __init__(self, work: Any, what: str, told: Callable[[], str], result: list[torch.Tensor]) -> None:
-        self._work, self._what, self._told, self._result = work, what, told, result
+    def __init__(self, work: Any, what: str, abort_reason: Callable[[], str], result: list[torch.Tensor]) -> None:
+        self._work, self._what, self._abort_reason, self._result = work, what, abort_reason, result
         self._pid = os.getpid()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -34,9 +34,9 @@ class EngineWork(Work):
                 self._work.wait(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
         except RuntimeError as failure:
             late = "imed out" in str(failure) or "imeout" in str(failure)
-            told = "" if late else self._told()
-            kind = DistTimeoutError if late else DistRankError if told else DistBackendError
-            raise self._failed(kind(f"{self._what} failed: {told or failure}")) from failure
+            reason = "" if late else self._abort_reason()
+            kind = DistTimeoutError if late else DistRankError if reason else DistBackendError
+            raise self._failed(kind(f"{self._what} failed: {reason or failure}")) from failure
         return True
 
     @property

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import os
 
+import torch
+
 from wholestep.comm import shared_tensors
-from wholestep.comm.dist_errors import DistBackendError
-from wholestep.comm.process_group import ProcessGroup, alive
+from wholestep.comm.process_group import Options, ProcessGroup, alive
 from wholestep.comm.work import Work
+from wholestep.errors import DistBackendError
 
 
 class ForkedGroup(ProcessGroup):
@@ -25,8 +27,8 @@ class ForkedGroup(ProcessGroup):
             "here, for a group of its own"
         )
 
-    def _missing(self, what: str) -> Work:
-        self._live(what)
+    def _run(self, op: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
+        self._live(op)
         raise AssertionError
 
     def _get_sequence_number_for_group(self) -> int:

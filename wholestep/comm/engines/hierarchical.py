@@ -21,26 +21,80 @@ With n ranks, H hosts and N bytes a rank (steps inside a host are those of `shm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 
-from wholestep.comm.dist_errors import DistBackendError, DistMismatchError
-from wholestep.comm.engines.leader_group import LedGroup
+from wholestep.comm.engines.host_groups import HostGroups
+from wholestep.comm.engines.hosts import Layout
 from wholestep.comm.engines.reference_reduce import HALVES, average, fold
-from wholestep.comm.process_group import Options
+from wholestep.comm.engines.work_queue import WorkQueue
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.reduce_op import RedOpType
+from wholestep.comm.stores.store import Store
 from wholestep.comm.work import Work
+from wholestep.errors import DistBackendError, DistMismatchError
 
 PIECE = 1 << 20  # bytes of an all-reduce that are in one step at a time
 SMALL = 64 * 1024  # bytes up to which leaders show each other all they have: one step in place of two
+Tensors = list[torch.Tensor]
 
 
-class HierarchicalGroup(LedGroup):
-    """The collectives of a group whose ranks are on several hosts."""
+class HierarchicalGroup(ProcessGroup):
+    """A group whose ranks are on several hosts.
+
+    Args:
+        store: shared by all ranks of the group, and by them alone.
+        rank: within the group.
+        layout: where the ranks are.
+        timeout: for each collective.
+
+    Raises:
+        DistBackendError: an engine cannot be made.
+        DistStoreError: not all ranks came within the time-out.
+    """
 
     backend_name = "shm+gloo"
+
+    def __init__(self, store: Store, rank: int, layout: Layout, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__(rank, len(layout.homes))
+        self.timeout, self.layout = timeout, layout
+        self._queue, self._hosts = WorkQueue(), HostGroups(self, store, layout)
+        self._inside = self._hosts.inside
+        self._steps = {
+            "all_reduce": self._all_reduce,
+            "reduce": self._reduce,
+            "reduce_scatter": self._reduce_scatter,
+            "broadcast": self._broadcast,
+            "all_gather": self._all_gather,
+            "gather": self._gather,
+            "scatter": self._scatter,
+            "all_to_all": self._all_to_all,
+            "barrier": self._barrier,
+        }
+        self.name_parts("", range(self._size))
+
+    def name_parts(self, name: str, labels: Sequence[int]) -> None:
+        super().name_parts(name, labels)
+        self._hosts.name_parts(name, labels)
+
+    def shutdown(self) -> None:
+        self._queue.close()
+        self._hosts.stop()
+
+    def abort(self, reason: str) -> None:
+        if self._hosts.abort(reason):
+            self._queue.start("abort", self._hosts.stop, [], True)  # behind what is under way
+
+    def _run(self, op: str, outs: Tensors, ins: Tensors, opts: Options) -> Work:
+        self.sequence += 1
+        words, plain = description(self.sequence, op, part_of(op, outs, ins), opts), Options(timeout=opts.timeout)
+
+        def steps() -> None:
+            self._hosts.run(words, lambda: self._steps[op](outs, ins, opts, plain))
+
+        return self._queue.start(f"{self!r}: {words}", steps, outs, opts.async_op)
 
     # Reductions -------------------------------------------------------------------------------------------------
 
@@ -52,33 +106,24 @@ class HierarchicalGroup(LedGroup):
             return tensor.float()
         return tensor.clone() if copy else tensor
 
-    def _inner(self, opts: Options, plain: Options) -> Options:
-        """Options of a reduction to the leader; what AVG and PREMUL_SUM add is done elsewhere."""
+    def _to_leader(self, tensor: torch.Tensor, opts: Options) -> None:
+        """Reduces inside the host to its leader; what AVG and PREMUL_SUM add is done elsewhere."""
         op = RedOpType.SUM if opts.op in (RedOpType.AVG, RedOpType.PREMUL_SUM) else opts.op
-        return Options(op=op, timeout=plain.timeout)
+        self._inside.reduce([tensor], Options(op=op, timeout=opts.timeout)).wait()
 
-    def _fold(self, parts: list[torch.Tensor], opts: Options, to: torch.Tensor) -> torch.Tensor:
+    def _fold(self, parts: Tensors, opts: Options, to: torch.Tensor) -> torch.Tensor:
         """The sums of all hosts as the result."""
         total = fold(parts, opts.op, to if to.dtype is parts[0].dtype else None)
         return to.copy_(average(total, self._size) if opts.op is RedOpType.AVG else total)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or Options()
-
-        def steps(plain: Options) -> None:
-            for tensor in tensors:
-                self._all_reduce(tensor, opts, plain)
-
-        return self._start("all_reduce", tensors[0] if tensors else None, opts, tensors, steps)
-
-    def _all_reduce(self, tensor: torch.Tensor, opts: Options, plain: Options) -> None:
+    def _all_reduce(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         """In pieces: one is under way between the hosts while the one before it is folded and spread, and the one after
         it is reduced inside the hosts."""
-        total = self._wide(tensor, opts, copy=False)
+        total = self._wide(ins[0], opts, copy=False)
         size = max(1, PIECE // total.element_size())
         finish: Callable[[], None] | None = None
-        for piece, to in zip(total.view(-1).split(size), tensor.view(-1).split(size), strict=True):
-            self._inside.reduce([piece], self._inner(opts, plain)).wait()
+        for piece, to in zip(total.view(-1).split(size), outs[0].view(-1).split(size), strict=True):
+            self._to_leader(piece, opts)
             later = self._exchange(piece, to, opts, plain)
             if finish is not None:
                 finish()
@@ -89,200 +134,150 @@ class HierarchicalGroup(LedGroup):
     def _exchange(self, total: torch.Tensor, to: torch.Tensor, opts: Options, plain: Options) -> Callable[[], None]:
         """Starts the all-reduce of a piece among the leaders: everything to all of them, or where that is much, each a
         share. Returns what ends it and spreads the result."""
-        me, all_hosts = self._host, range(self._hosts)
-        whole = total.nbytes <= SMALL or self._hosts == 2
-        shares = dict.fromkeys(all_hosts, total) if whole else dict(enumerate(total.tensor_split(self._hosts)))
-        rows = {host: torch.empty_like(shares[me]) if host != me else shares[me] for host in all_hosts}
-        works = self._post(rows, shares)
+        groups, me, hosts = self._hosts, self._hosts.host, self._hosts.hosts
+        whole = total.nbytes <= SMALL or len(hosts) == 2
+        shares = dict.fromkeys(hosts, total) if whole else dict(enumerate(total.tensor_split(len(hosts))))
+        rows = {host: torch.empty_like(shares[me]) if host != me else shares[me] for host in hosts}
+        works = groups.post(rows, shares)
 
         def finish() -> None:
-            self._settle(works, plain)
-            if self._place == 0 and whole:
+            groups.settle(works, plain)
+            if groups.place == 0 and whole:
                 self._fold(list(rows.values()), opts, to)
-            elif self._place == 0:
-                results = dict(enumerate(to.tensor_split(self._hosts)))
+            elif groups.place == 0:
+                results = dict(enumerate(to.tensor_split(len(hosts))))
                 self._fold(list(rows.values()), opts, results[me])
-                self._swap(results, dict.fromkeys(all_hosts, results[me]), plain)
-            self._inside.broadcast([to], self._later(plain)).wait()
+                groups.swap(results, dict.fromkeys(hosts, results[me]), plain)
+            self._inside.broadcast([to], groups.later(plain)).wait()
 
         return finish
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or Options()
-        host, place = self.layout.host_of[opts.root], self.layout.place_of[opts.root]
-        (tensor,) = tensors
+    def _home(self, opts: Options) -> tuple[int, int]:
+        """Host of the root, and the root's place there."""
+        return self.layout.host_of[opts.root], self.layout.place_of[opts.root]
 
-        def steps(plain: Options) -> None:
-            total = self._wide(tensor, opts, copy=True)
-            self._inside.reduce([total], self._inner(opts, plain)).wait()
-            if host != self._host:
-                self._swap({}, {host: total}, plain)
-                return
-            rows = {other: torch.empty_like(total) if other != host else total for other in range(self._hosts)}
-            self._swap(rows, {}, plain)
-            result = tensor if self._rank == opts.root else torch.empty_like(tensor)
-            if self._place == 0:
-                self._fold(list(rows.values()), opts, result)
-            self._hand(result, 0, place)
+    def _reduce(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
+        (host, place), (tensor,), groups = self._home(opts), ins, self._hosts
+        total = self._wide(tensor, opts, copy=True)
+        self._to_leader(total, opts)
+        if host != groups.host:
+            groups.swap({}, {host: total}, plain)
+            return
+        rows = {other: torch.empty_like(total) if other != host else total for other in groups.hosts}
+        groups.swap(rows, {}, plain)
+        result = tensor if self._rank == opts.root else torch.empty_like(tensor)
+        if groups.place == 0:
+            self._fold(list(rows.values()), opts, result)
+        groups.hand(result, 0, place)
 
-        return self._start("reduce", tensor, opts, tensors, steps)
-
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        opts = opts or Options()
-        (output,), (parts,), rows = outputs, inputs, self.layout.rows
-
-        def steps(plain: Options) -> None:
-            table = torch.stack([parts[rank].reshape(-1) for ranks in self.layout.hosts for rank in ranks])
-            total = self._wide(table, opts, copy=False)
-            self._inside.reduce([total], self._inner(opts, plain)).wait()
-            ins = {host: total[rows[host]] for host in range(self._hosts)}
-            mine = ins[self._host]
-            outs = {host: torch.empty_like(mine) if host != self._host else mine for host in ins}
-            self._swap(outs, ins, plain)
-            result = output.new_empty(mine.shape)
-            if self._place == 0:
-                self._fold(list(outs.values()), opts, result)
-            sources = [list(result)] if self._place == 0 else []
-            self._inside.scatter([output.view(-1)], sources, self._later(plain)).wait()
-
-        return self._start("reduce_scatter", output, opts, outputs, steps)
+    def _reduce_scatter(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
+        (output,), rows, groups = outs, self.layout.rows, self._hosts
+        table = torch.stack([ins[rank].reshape(-1) for ranks in self.layout.hosts for rank in ranks])
+        total = self._wide(table, opts, copy=False)
+        self._to_leader(total, opts)
+        theirs = {host: total[rows[host]] for host in groups.hosts}
+        mine = theirs[groups.host]
+        found = {host: torch.empty_like(mine) if host != groups.host else mine for host in theirs}
+        groups.swap(found, theirs, plain)
+        result = output.new_empty(mine.shape)
+        if groups.place == 0:
+            self._fold(list(found.values()), opts, result)
+        self._spread(output, result, plain)
 
     # Moves ------------------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or Options()
-        host, place = self.layout.host_of[opts.root], self.layout.place_of[opts.root]
+    def _broadcast(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
+        (host, place), groups = self._home(opts), self._hosts
+        if host == groups.host:
+            self._inside.broadcast(ins, Options(root=place, timeout=plain.timeout)).wait()
+            groups.swap({}, dict.fromkeys(groups.hosts, ins[0]), plain)
+        else:
+            groups.swap({host: outs[0]}, {}, plain)
+            self._inside.broadcast(outs, groups.later(plain)).wait()
 
-        def steps(plain: Options) -> None:
-            for tensor in tensors:
-                if host == self._host:
-                    self._inside.broadcast([tensor], Options(root=place, timeout=plain.timeout)).wait()
-                    self._swap({}, dict.fromkeys(range(self._hosts), tensor), plain)
-                else:
-                    self._swap({host: tensor}, {}, plain)
-                    self._inside.broadcast([tensor], self._later(plain)).wait()
+    def _table(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Memory for a row of each rank, and the rows of each host."""
+        table = tensor.new_empty(self._size, tensor.numel())
+        return table, {host: table[where] for host, where in enumerate(self.layout.rows)}
 
-        return self._start("broadcast", tensors[0], opts, tensors, steps)
-
-    def _table(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_empty(self._size, tensor.numel())
-
-    def _collect(self, tensor: torch.Tensor, table: torch.Tensor, plain: Options) -> None:
+    def _collect(self, tensor: torch.Tensor, rows: torch.Tensor, plain: Options) -> None:
         """Brings the tensors of this host to its leader, into its rows of the table."""
-        outs = [list(table[self.layout.rows[self._host]])] if self._place == 0 else []
+        outs = [list(rows)] if self._hosts.place == 0 else []
         self._inside.gather(outs, [tensor.view(-1)], plain).wait()
 
-    def _by_rank(self, table: torch.Tensor) -> list[torch.Tensor]:
+    def _spread(self, output: torch.Tensor, rows: torch.Tensor, plain: Options) -> None:
+        """Brings its row of the table from the leader to each rank of this host."""
+        sources = [list(rows)] if self._hosts.place == 0 else []
+        self._inside.scatter([output.view(-1)], sources, self._hosts.later(plain)).wait()
+
+    def _by_rank(self, table: torch.Tensor) -> Tensors:
         return [table[row] for row in self.layout.row_of]
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        (outs,), (tensor,) = outputs, inputs
+    def _all_gather(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
+        (table, rows), groups = self._table(ins[0]), self._hosts
+        self._collect(ins[0], rows[groups.host], plain)
+        groups.swap(rows, dict.fromkeys(rows, rows[groups.host]), plain)
+        self._inside.broadcast([table], groups.later(plain)).wait()
+        for out, row in zip(outs, self._by_rank(table), strict=True):
+            out.copy_(row.view_as(out))
 
-        def steps(plain: Options) -> None:
-            table = self._table(tensor)
-            self._collect(tensor, table, plain)
-            rows = {host: table[where] for host, where in enumerate(self.layout.rows)}
-            self._swap(rows, dict.fromkeys(rows, rows[self._host]), plain)
-            self._inside.broadcast([table], self._later(plain)).wait()
-            for out, row in zip(outs, self._by_rank(table), strict=True):
-                out.copy_(row.view_as(out))
+    def _gather(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
+        (host, place), (table, rows), groups = self._home(opts), self._table(ins[0]), self._hosts
+        self._collect(ins[0], rows[groups.host], plain)
+        if host != groups.host:
+            groups.swap({}, {host: rows[groups.host]}, plain)
+            return
+        groups.swap(rows, {}, plain)
+        groups.hand(table, 0, place)
+        for out, row in zip(outs, self._by_rank(table) if outs else [], strict=True):
+            out.copy_(row.view_as(out))
 
-        return self._start("all_gather", tensor, opts, outs, steps)
+    def _scatter(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
+        (host, place), (table, rows), groups = self._home(opts), self._table(outs[0]), self._hosts
+        if host == groups.host:
+            for row, part in zip(self._by_rank(table) if ins else [], ins, strict=True):
+                row.copy_(part.view(-1))
+            groups.hand(table, place, 0)
+            groups.swap({}, rows, plain)
+        else:
+            groups.swap({host: rows[groups.host]}, {}, plain)
+        self._spread(outs[0], rows[groups.host], plain)
 
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or Options()
-        host, place = self.layout.host_of[opts.root], self.layout.place_of[opts.root]
-        (tensor,), outs = inputs, outputs[0] if outputs else []
-
-        def steps(plain: Options) -> None:
-            table = self._table(tensor)
-            self._collect(tensor, table, plain)
-            rows = {other: table[where] for other, where in enumerate(self.layout.rows)}
-            if host != self._host:
-                self._swap({}, {host: rows[self._host]}, plain)
-                return
-            self._swap(rows, {}, plain)
-            self._hand(table, 0, place)
-            for out, row in zip(outs, self._by_rank(table) if outs else [], strict=True):
-                out.copy_(row.view_as(out))
-
-        return self._start("gather", tensor, opts, outs, steps)
-
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        opts = opts or Options()
-        host, place = self.layout.host_of[opts.root], self.layout.place_of[opts.root]
-        (output,), parts = outputs, inputs[0] if inputs else []
-
-        def steps(plain: Options) -> None:
-            table = self._table(output)
-            rows = {other: table[where] for other, where in enumerate(self.layout.rows)}
-            if host == self._host:
-                for row, part in zip(self._by_rank(table) if parts else [], parts, strict=True):
-                    row.copy_(part.view(-1))
-                self._hand(table, place, 0)
-                self._swap({}, rows, plain)
-            else:
-                self._swap({host: rows[self._host]}, {}, plain)
-            sources = [list(rows[self._host])] if self._place == 0 else []
-            self._inside.scatter([output.view(-1)], sources, self._later(plain)).wait()
-
-        return self._start("scatter", output, opts, outputs, steps)
-
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+    def _all_to_all(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         """Between hosts each pair of ranks exchanges its own data: the leaders could save nothing."""
-        far = [host != self._host for host in self.layout.host_of]
+        sizes = torch.tensor([[one.numel(), one.element_size()] for one in ins])
+        found = torch.empty_like(sizes)
+        self._hosts.pairs.alltoall_base(found, sizes).wait()
+        for rank, out in enumerate(outs):
+            if found[rank].tolist() != [out.numel(), out.element_size()]:
+                raise DistMismatchError(
+                    f"rank {rank} sends {found[rank, 0]} elements of {found[rank, 1]} bytes, rank {self._rank} "
+                    f"expects {out.numel()} of {out.element_size()}"
+                )
+        near, nothing = self._hosts.mates, ins[0].new_empty(0)
+        self._inside.alltoall([outs[rank] for rank in near], [ins[rank] for rank in near], plain).wait()
+        far = [[nothing if rank in near else one for rank, one in enumerate(side)] for side in (outs, ins)]
+        self._hosts.pairs.alltoall(far[0], far[1], plain).wait()
 
-        def steps(plain: Options) -> None:
-            sizes = torch.tensor([[one.numel(), one.element_size()] for one in inputs])
-            came = torch.empty_like(sizes)
-            self._pairs.alltoall_base(came, sizes).wait()
-            for rank, out in enumerate(outputs):
-                if came[rank].tolist() != [out.numel(), out.element_size()]:
-                    raise DistMismatchError(
-                        f"rank {rank} sends {came[rank, 0]} elements of {came[rank, 1]} bytes, rank {self._rank} "
-                        f"expects {out.numel()} of {out.element_size()}"
-                    )
-            nothing = inputs[0].new_empty(0)
-            self._inside.alltoall(
-                [outputs[rank] for rank in self._mates], [inputs[rank] for rank in self._mates], plain
-            ).wait()
-            self._pairs.alltoall(
-                [out if is_far else nothing for out, is_far in zip(outputs, far, strict=True)],
-                [one if is_far else nothing for one, is_far in zip(inputs, far, strict=True)],
-                plain,
-            ).wait()
-
-        return self._start("all_to_all", None, opts, outputs, steps)
-
-    def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        def parts(tensor: torch.Tensor, splits: list[int]) -> list[torch.Tensor]:
-            return list(tensor.split(splits or [len(tensor) // self._size] * self._size))
-
-        outs = parts(output, opts.out_splits if opts else [])
-        return self.alltoall(outs, parts(input, opts.in_splits if opts else []), opts)
-
-    def barrier(self, opts: Any = None) -> Work:
-        def steps(plain: Options) -> None:
-            self._inside.barrier(plain).wait()
-            self._cross(lambda between: between.barrier(plain).wait())
-            self._inside.barrier(self._later(plain)).wait()
-
-        return self._start("barrier", None, opts, [], steps)
+    def _barrier(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
+        self._inside.barrier(plain).wait()
+        self._hosts.cross(lambda between: between.barrier(plain).wait())
+        self._inside.barrier(self._hosts.later(plain)).wait()
 
     # Messages ---------------------------------------------------------------------------------------------------
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        if self.layout.host_of[dst] == self._host:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
+        if self.layout.host_of[dst] == self._hosts.host:
             return self._inside.send(tensors, self.layout.place_of[dst], tag)
-        return self._pairs.send(tensors, dst, tag)
+        return self._hosts.pairs.send(tensors, dst, tag)
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
         """Messages of one host and of others arrive in different places: it must be said which rank is meant."""
         if src < 0:
             raise DistBackendError(
                 f"group {self.group_name!r}: a message from any rank cannot be received across hosts: "
                 "name the source, or use backend='gloo'"
             )
-        if self.layout.host_of[src] == self._host:
+        if self.layout.host_of[src] == self._hosts.host:
             return self._inside.recv(tensors, self.layout.place_of[src], tag)
-        return self._pairs.recv(tensors, src, tag)
+        return self._hosts.pairs.recv(tensors, src, tag)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 
-from wholestep.comm.dist_errors import DistMismatchError
-from wholestep.comm.engines.work_queue import Lane
+from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.work import All, Work
+from wholestep.errors import DistMismatchError
 
 LENGTHS = 1 << 28  # added to a message's tag: that of its length
-Carrier = Callable[[list[torch.Tensor], int, int], Any]  # tensors, the other rank, tag
+Transfer = Callable[[list[torch.Tensor], int, int], Any]  # tensors, the other rank, tag
 
 
-class Letters:
+class LengthPrefixed:
     """Sends and receives of one group.
 
     Args:
@@ -24,9 +23,9 @@ class Letters:
         name: whose they are, for errors.
     """
 
-    def __init__(self, send: Carrier, recv: Carrier, name: Callable[[], str]) -> None:
+    def __init__(self, send: Transfer, recv: Transfer, name: Callable[[], str]) -> None:
         self._send, self._recv, self.name = send, recv, name
-        self._lanes: dict[tuple[int, int], Lane] = {}  # by sender and tag: their messages come in order
+        self._queues: dict[tuple[int, int], WorkQueue] = {}  # by sender and tag: their messages come in order
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Work:
         length = self._send([torch.tensor([tensor.nbytes])], dst, tag + LENGTHS)
@@ -34,22 +33,19 @@ class Letters:
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> Work:
         """In a thread, since what comes may only be asked for when its length is known."""
-        return Receipt(self, tensor, src, tag)
+        queue = self._queues.setdefault((src, tag), WorkQueue())
+        return queue.start("recv", lambda: self._take(tensor, src, tag), [tensor], True)
 
-    def start(self, receipt: Receipt, src: int, tag: int) -> Work:
-        lane = self._lanes.setdefault((src, tag), Lane())
-        return lane.start("recv", receipt.take, receipt.result_tensors, True)
-
-    def take(self, tensor: torch.Tensor, src: int, tag: int) -> int:
+    def _take(self, tensor: torch.Tensor, src: int, tag: int) -> int:
         """Receives a message and gives its sender.
 
         Raises:
             DistMismatchError: it has another length; it is gone then.
         """
         length = torch.zeros(1, dtype=torch.int64)
-        told = self._recv([length], src, tag + LENGTHS)
-        told.wait()
-        sender, sent = int(told.source if src < 0 else src), int(length)
+        length_work = self._recv([length], src, tag + LENGTHS)
+        length_work.wait()
+        sender, sent = int(length_work.source if src < 0 else src), int(length)
         fits = sent == tensor.nbytes
         self._recv([tensor if fits else torch.empty(sent, dtype=torch.uint8)], sender, tag).wait()
         if not fits:
@@ -57,27 +53,5 @@ class Letters:
         return sender
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
-
-
-class Receipt(Work):
-    """A message that is to come."""
-
-    def __init__(self, letters: Letters, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self._letters, self._where, self.source = letters, (src, tag), -1
-        self.result_tensors = self._result = [tensor]
-        self._inner = letters.start(self, src, tag)
-
-    def take(self) -> None:
-        self.source = self._letters.take(self.result_tensors[0], *self._where)
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        try:
-            return self._inner.wait(timeout)
-        except BaseException as failure:
-            self._failed(failure)
-            raise
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
+        for queue in self._queues.values():
+            queue.close()

@@ -10,31 +10,11 @@ import torch
 
 from wholestep.comm.reduce_op import RedOpType
 
-OPS = [
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "send",
-    "recv",
-]
+OPS = ["barrier", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter"]
+OPS += ["all_to_all", "send", "recv"]
 BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL, SEND, RECV = range(11)
-REDUCTIONS = {
-    RedOpType.SUM: 0,
-    RedOpType.PRODUCT: 1,
-    RedOpType.MIN: 2,
-    RedOpType.MAX: 3,
-    RedOpType.BAND: 4,
-    RedOpType.BOR: 5,
-    RedOpType.BXOR: 6,
-    RedOpType.AVG: 7,
-    RedOpType.PREMUL_SUM: 0,
-}
+_KINDS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG"]
+REDUCTIONS = {RedOpType[name]: code for code, name in enumerate(_KINDS)} | {RedOpType.PREMUL_SUM: 0}
 MEAN = 8  # PREMUL_SUM of floats by 1 / ranks
 NUMBERS = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
 NUMBERS += ["uint16", "uint32", "uint64"]

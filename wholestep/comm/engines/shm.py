@@ -2,182 +2,269 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import struct
-from itertools import accumulate
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from wholestep.comm.engines.native_codes import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BARRIER,
-    BROADCAST,
-    DTYPES,
-    GATHER,
-    MEAN,
-    NUMBERS,
-    OPS,
-    RECV,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCTIONS,
-    SCATTER,
-    SEND,
-    UNKNOWN,
-    shape_code,
-)
-from wholestep.comm.engines.native_jobs import JobGroup, MessageWork
-from wholestep.comm.process_group import Options
+from wholestep.comm.engines import native_codes as codes
+from wholestep.comm.engines.native_errors import Outcome, collective_error, message_error
+from wholestep.comm.engines.shm_segment import attach
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, part_of
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.shared_tensors import native
-from wholestep.comm.work import All, Work
+from wholestep.comm.shared_tensors import native, need_native
+from wholestep.comm.stores.store import Store
+from wholestep.comm.work import Finished, Work, seconds
+from wholestep.errors import DistBackendError, DistError, DistTimeoutError
+
+MANY = 256  # works under way, from which on those that have ended are let go
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+_PART_FROM_EACH = ("all_gather", "gather", "all_to_all")  # outputs are a list, with a tensor from each rank
+_PART_FOR_EACH = ("reduce_scatter", "scatter", "all_to_all")  # inputs are
 
 
-def _addresses(tensors: list[torch.Tensor]) -> bytes:
-    return struct.pack(f"{len(tensors)}Q", *(tensor.data_ptr() for tensor in tensors))
+def _packed(numbers: Sequence[int]) -> bytes | None:
+    """Addresses or sizes as the engine takes them; None where there are none."""
+    return struct.pack(f"{len(numbers)}Q", *numbers) if numbers else None
 
 
-def _is_share(factor: float | torch.Tensor, ranks: int) -> bool:
-    return isinstance(factor, float) and factor == 1 / ranks
+class ShmWork(Work):
+    """A collective or a message under way. Any number of threads may wait for it. Keeps its tensors until it ends."""
+
+    def __init__(self, group: ShmGroup, ticket: Any, result: list[torch.Tensor], keep: Any = None) -> None:
+        self._group, self._ticket, self._result, self._keep = group, ticket, result, keep
+        self._closing = threading.Lock()
+        group.track(self)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        ticket = self._ticket
+        if ticket is not None:
+            ended = self._finish(ticket, seconds(timeout))
+            with self._closing:
+                if self._ticket is not None:
+                    self._group.under_way.pop(id(self), None)
+                    failure = ended()
+                    if failure is not None:
+                        self._failed(failure)
+                    self._ticket = self._keep = None
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def _finish(self, ticket: Any, limit: float | None) -> Callable[[], DistError | None]:
+        """Waits in the engine; gives what then tells how it ended."""
+        group = self._group
+        outcome = native.finish(group._live("wait"), ticket, -1.0 if limit is None else float(limit))
+        if isinstance(outcome, bool):
+            raise DistTimeoutError(f"{group!r}: the collective did not end within {limit:g} s")
+        return lambda: None if outcome is None else group.error(outcome)
+
+    def is_completed(self) -> bool:
+        ticket = self._ticket
+        return ticket is None or not self._group._handle or self._test(ticket)
+
+    def _test(self, ticket: Any) -> bool:
+        return bool(native.test(self._group._handle, ticket))
 
 
-def _sizes(tensors: list[torch.Tensor]) -> bytes:
-    return struct.pack(f"{len(tensors)}Q", *(tensor.nbytes for tensor in tensors))
+class MessageWork(ShmWork):
+    """A send or a receive.
+
+    Attributes:
+        source: rank of the sender, once a receive has ended; else -1.
+    """
+
+    source = -1
+
+    def __init__(self, group: ShmGroup, ticket: Any, op: int, peer: int, tensor: torch.Tensor) -> None:
+        self._op, self._peer = op, peer
+        super().__init__(group, ticket, [tensor])
+
+    def _finish(self, ticket: Any, limit: float | None) -> Callable[[], DistError | None]:
+        group, (tensor,) = self._group, self._result or []
+        limit = limit or group.timeout.total_seconds()
+        status, source, received = native.p2p_finish(group._live(codes.OPS[self._op]), ticket, float(limit))
+
+        def ended() -> DistError | None:
+            self.source = source
+            peer = self._peer if source < 0 else source
+            return message_error(group, self._op, peer, status, received, tensor, limit) if status else None
+
+        return ended
+
+    def _test(self, ticket: Any) -> bool:
+        return bool(native.p2p_test(self._group._handle, ticket))
 
 
-class ShmGroup(JobGroup):
-    """The collectives of a group whose ranks are processes of one host and one user."""
+class ShmGroup(ProcessGroup):
+    """A group whose ranks are processes of one host and one user.
+
+    Args:
+        store: shared by all ranks of the group, and by them alone.
+        rank, size: within the group; at most 256 ranks.
+        timeout: for each collective.
+
+    Attributes:
+        culprit: the rank that the last failure named.
+        latest: what the last call told the engine, for `plan_cache.learn`.
+        under_way: works that have not been waited for, by their ids.
+
+    Raises:
+        DistBackendError: the engine is not built, the ranks are not on one host, or shared memory is full.
+        DistStoreError: not all ranks came within the time-out.
+    """
 
     backend_name = "shm"
 
-    def _reducing(self, tensor: torch.Tensor, opts: Options | None, what: str) -> tuple[torch.Tensor, int]:
-        """The tensor as a dtype that the engine reduces, multiplied for PREMUL_SUM, and the code of the reduction."""
-        kind = opts.op if opts else RedOpType.SUM
-        if DTYPES.get(tensor.dtype, UNKNOWN) >= len(NUMBERS):
-            raise TypeError(f"{what}: {tensor.dtype} cannot be reduced: one of {', '.join(NUMBERS)} is required")
-        if kind is RedOpType.PREMUL_SUM and opts is not None and opts.factor is not None:
-            if tensor.dtype in (torch.float32, torch.float64) and _is_share(opts.factor, self._size):
-                return tensor, MEAN
-            tensor = tensor * opts.factor
-        return tensor, REDUCTIONS[kind]
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__(rank, size)
+        need_native()
+        if size > 256:
+            raise DistBackendError(f"shm carries at most 256 ranks, {size} are required: use gloo")
+        self.timeout, self._seconds = timeout, timeout.total_seconds()
+        self.under_way: dict[int, Work] = {}
+        self.culprit = -1
+        self.latest: tuple[int, ...] | None = None
+        self._handle = self._ended = 0
+        self._handle = attach(store, rank, size, timeout)
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        works = [self._all_reduce(tensor, opts) for tensor in tensors]
-        return works[0] if len(works) == 1 else All(works, tensors)
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout, self._seconds = timeout, timeout.total_seconds()
+        native.forget_plans()  # which have it too
 
-    def _all_reduce(self, tensor: torch.Tensor, opts: Options | None) -> Work:
-        source, red = self._reducing(tensor, opts, "all_reduce")
-        at = tensor.data_ptr()
-        return self._start(
-            ALL_REDUCE, source, opts, [tensor], (source, tensor), nbytes=tensor.nbytes, shape=shape_code(tensor.shape),
-            src=at if source.data_ptr() == at else source.data_ptr(), dst=at, red=red,
-        )  # fmt: skip
+    @property
+    def sequence(self) -> int:  # type: ignore[override]
+        return native.sequence(self._handle) if self._handle else self._ended
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        (tensor,) = tensors
-        source, red = self._reducing(tensor, opts, "reduce")
-        return self._start(
-            REDUCE, source, opts, tensors, (source, tensor), nbytes=tensor.nbytes, shape=shape_code(tensor.shape),
-            src=source.data_ptr(), dst=tensor.data_ptr(), red=red,
-        )  # fmt: skip
+    def shutdown(self) -> None:
+        if self._handle:
+            outcome = native.settle(self._handle, self._seconds)
+            failure = None if outcome is None else self.error(outcome)
+            handle, self._handle, self._ended = self._handle, 0, self.sequence
+            native.stop(handle)
+            self.under_way.clear()
+            if failure is not None:
+                raise failure
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        (tensor,) = tensors
-        at = tensor.data_ptr()
-        return self._start(
-            BROADCAST, tensor, opts, tensors, tensor,
-            nbytes=tensor.nbytes, shape=shape_code(tensor.shape), src=at, dst=at,
-        )  # fmt: skip
+    def abort(self, reason: str) -> None:
+        if self._handle:
+            native.abort(self._handle, reason.encode())
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        (tensor,), (outs,) = inputs, outputs
-        return self._start(
-            ALL_GATHER, tensor, opts, outs, (tensor, outs), nbytes=tensor.nbytes, shape=shape_code(tensor.shape),
-            src=tensor.data_ptr(), outs=_addresses(outs),
-        )  # fmt: skip
+    def track(self, work: Work) -> None:
+        """Keeps a work, and its tensors, until it ends; of many lets go of those that have and nobody waited for."""
+        self.under_way[id(work)] = work
+        if len(self.under_way) > MANY:
+            for one in list(self.under_way.values()):
+                if one is not work and one.is_completed():
+                    with contextlib.suppress(DistError):  # the work keeps it, for whoever waits later
+                        one.wait()
+
+    def error(self, outcome: Outcome) -> DistError:
+        """The failure that the engine tells of."""
+        self.culprit = outcome[1]
+        return collective_error(self, outcome, self._handle, self._seconds)
+
+    def _live(self, what: str) -> int:
+        if not self._handle:
+            raise ValueError(f"{what}: group {self.group_name!r} has been destroyed")
+        return self._handle
+
+    def _reducible(self, tensors: list[torch.Tensor], opts: Options, what: str) -> tuple[list[torch.Tensor], int]:
+        """The tensors, multiplied for PREMUL_SUM, and the code of the reduction."""
+        dtype, factor = tensors[0].dtype, opts.factor
+        if codes.DTYPES.get(dtype, codes.UNKNOWN) >= len(codes.NUMBERS):
+            raise TypeError(f"{what}: {dtype} cannot be reduced: one of {', '.join(codes.NUMBERS)} is required")
+        if opts.op is RedOpType.PREMUL_SUM and factor is not None:
+            if dtype in (torch.float32, torch.float64) and isinstance(factor, float) and factor == 1 / self._size:
+                return tensors, codes.MEAN
+            tensors = [(tensor * factor).to(dtype) for tensor in tensors]
+        return tensors, codes.REDUCTIONS[opts.op]
+
+    def _run(self, op: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
+        part = part_of(op, outs, ins)
+        shape = 0 if part is None else codes.shape_code(part.shape)
+        return self._submit(op, outs, ins, opts, 0 if part is None else part.nbytes, shape)
 
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        return self._start(
-            ALL_GATHER, input, opts, [output], (input, output), nbytes=input.nbytes, shape=shape_code(input.shape),
-            src=input.data_ptr(), dst=output.data_ptr(), out_stride=input.nbytes,
-        )  # fmt: skip
-
-    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        (output,), (parts,) = outputs, inputs
-        ready = [self._reducing(part, opts, "reduce_scatter") for part in parts]
-        sources, red = [source for source, _ in ready], ready[0][1]
-        return self._start(
-            REDUCE_SCATTER, sources[0], opts, outputs, (sources, output), nbytes=output.nbytes,
-            shape=shape_code(output.shape), dst=output.data_ptr(), ins=_addresses(sources), red=red,
-        )  # fmt: skip
+        size = input.nbytes
+        return self._submit("all_gather", [output], [input], opts, size, codes.shape_code(input.shape), (0, size))
 
     def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        source, red = self._reducing(input, opts, "reduce_scatter_tensor")
-        return self._start(
-            REDUCE_SCATTER, source, opts, [output], (source, output), nbytes=output.nbytes, red=red,
-            shape=shape_code(output.shape), src=source.data_ptr(), in_stride=output.nbytes, dst=output.data_ptr(),
-        )  # fmt: skip
-
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        (tensor,) = inputs
-        outs = outputs[0] if outputs else []
-        return self._start(
-            GATHER, tensor, opts, outs, (tensor, outs), nbytes=tensor.nbytes, shape=shape_code(tensor.shape),
-            src=tensor.data_ptr(), outs=_addresses(outs) if outs else None,
-        )  # fmt: skip
-
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        (output,) = outputs
-        parts = inputs[0] if inputs else []
-        return self._start(
-            SCATTER, output, opts, outputs, (parts, output), nbytes=output.nbytes, shape=shape_code(output.shape),
-            dst=output.data_ptr(), ins=_addresses(parts) if parts else None,
-        )  # fmt: skip
-
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._start(
-            ALL_TO_ALL, inputs[0], opts, outputs, (outputs, inputs), ins=_addresses(inputs), outs=_addresses(outputs),
-            in_sizes=_sizes(inputs), out_sizes=_sizes(outputs), out_stride=outputs[0].nbytes,
-        )  # fmt: skip
+        size = output.nbytes
+        return self._submit("reduce_scatter", [output], [input], opts, size, codes.shape_code(output.shape), (size, 0))
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        row = math.prod(input.shape[1:]) * input.element_size()
+        shape = codes.shape_code(input.shape[1:])
         if opts is None or not (opts.in_splits or opts.out_splits):
-            part = input.nbytes // self._size
-            sizes = struct.pack(f"{self._size}Q", *[part] * self._size)
-            return self._start(
-                ALL_TO_ALL, input, opts, [output], (output, input), shape=shape_code(input.shape[1:]),
-                src=input.data_ptr(), dst=output.data_ptr(), in_stride=part, out_stride=part, in_sizes=sizes,
-                out_sizes=struct.pack(f"{self._size}Q", *[output.nbytes // self._size] * self._size),
-            )  # fmt: skip
-        ins = self._rows(input.shape[0], opts.in_splits if opts else [], row)
-        outs = self._rows(output.shape[0], opts.out_splits if opts else [], row)
-        starts = [list(accumulate(sizes, initial=at.data_ptr()))[:-1] for sizes, at in ((ins, input), (outs, output))]
-        n = f"{self._size}Q"
-        return self._start(
-            ALL_TO_ALL, input, opts, [output], (output, input), shape=shape_code(input.shape[1:]),
-            ins=struct.pack(n, *starts[0]), outs=struct.pack(n, *starts[1]),
-            in_sizes=struct.pack(n, *ins), out_sizes=struct.pack(n, *outs),
-        )  # fmt: skip
+            strides = input.nbytes // self._size, output.nbytes // self._size
+            return self._submit("all_to_all", [output], [input], opts, 0, shape, strides)
+        outs, ins = self.rows(output, opts.out_splits), self.rows(input, opts.in_splits)
+        return self._submit("all_to_all", outs, ins, opts, 0, shape)
 
-    def _rows(self, rows: int, splits: list[int], row: int) -> list[int]:
-        return [split * row for split in splits or [rows // self._size] * self._size]
+    def _submit(
+        self, op: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options | None, nbytes: int,
+        shape: int, strides: tuple[int, int] | None = None,
+    ) -> Work:  # fmt: skip
+        """Hands a collective to the engine.
+
+        Args:
+            nbytes, shape: of the part that all ranks have in common, by which they notice that they disagree.
+            strides: bytes from part to part, where inputs and outputs are one tensor each with the parts of all ranks.
+        """
+        opts, code, handle = opts or Options(), codes.OPS.index(op), self._live(op)
+        dtype, elem, red = 0, 1, 0
+        if ins or outs:
+            like = (ins or outs)[0]
+            if not like.is_cpu:
+                raise ValueError(
+                    f"{op}: shm moves CPU tensors, found one on {like.device}: use backend='cpu:shm,cuda:nccl'"
+                )
+            dtype, elem = codes.DTYPES.get(like.dtype, codes.UNKNOWN), like.element_size()
+        if op in _REDUCTIONS:
+            ins, red = self._reducible(ins, opts, op)
+        sources, targets = [one.data_ptr() for one in ins], [one.data_ptr() for one in outs]
+        src = dst = in_stride = out_stride = 0
+        in_list = out_list = in_sizes = out_sizes = None
+        if op in _PART_FOR_EACH and strides is None:
+            in_list = _packed(sources)
+        elif sources:
+            src = sources[0]
+        if op in _PART_FROM_EACH and strides is None:
+            out_list = _packed(targets)
+        elif targets:
+            dst = targets[0]
+        if strides is not None:
+            in_stride, out_stride = strides
+        if op == "all_to_all":
+            out_stride = out_stride or outs[0].nbytes
+            in_sizes = _packed([one.nbytes for one in ins] if strides is None else [in_stride] * self._size)
+            out_sizes = _packed([one.nbytes for one in outs] if strides is None else [out_stride] * self._size)
+        limit = self._seconds if opts.timeout is None else opts.timeout.total_seconds()
+        outcome = native.run(
+            handle, code, dtype, red, opts.root, nbytes, shape, src, dst, in_stride, out_stride, elem, float(limit),
+            opts.async_op, in_list, out_list, in_sizes, out_sizes,
+        )  # fmt: skip
+        plain = limit == self._seconds
+        self.latest = (code, dtype, red, opts.root, nbytes, shape, in_stride, out_stride, elem) if plain else None
+        if outcome is None:
+            return Finished(outs)
+        if isinstance(outcome, tuple):
+            raise self.error(outcome)
+        return ShmWork(self, outcome, outs, (ins, outs))
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return self._message(SEND, tensors[0], dst, tag)
+        return self._message(codes.SEND, tensors[0], dst, tag)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         """``src`` -1 takes a message from any rank; the work's ``source`` tells which."""
-        return self._message(RECV, tensors[0], src, tag)
+        return self._message(codes.RECV, tensors[0], src, tag)
 
     def _message(self, op: int, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        at, nbytes = tensor.data_ptr(), tensor.nbytes
-        ticket = native.p2p_start(self._live(OPS[op]), op == SEND, peer, tag, at, nbytes)
-        self.latest = (op, DTYPES.get(tensor.dtype, UNKNOWN), 0, peer, nbytes, 0, 0, 0, tensor.element_size())
+        nbytes, dtype = tensor.nbytes, codes.DTYPES.get(tensor.dtype, codes.UNKNOWN)
+        ticket = native.p2p_start(self._live(codes.OPS[op]), op == codes.SEND, peer, tag, tensor.data_ptr(), nbytes)
+        self.latest = (op, dtype, 0, peer, nbytes, 0, 0, 0, tensor.element_size())
         return MessageWork(self, ticket, op, peer, tensor)
-
-    def barrier(self, opts: Any = None) -> Work:
-        return self._start(BARRIER, None, opts, [])

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from wholestep.comm.dist_errors import DistMismatchError
 from wholestep.comm.process_group import ProcessGroup
+from wholestep.errors import DistMismatchError
 
 _LENGTH = 160  # bytes of a description that are compared
-
-
-def shapes(tensors: Sequence[torch.Tensor]) -> str:
-    """Dtypes and shapes of the first tensors."""
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors[:4])
 
 
 def in_bytes(text: str) -> torch.Tensor:
@@ -22,7 +17,7 @@ def in_bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()[:_LENGTH].ljust(_LENGTH)), dtype=torch.uint8)
 
 
-def require_alike(group: ProcessGroup, shown: Sequence[torch.Tensor]) -> None:
+def require_equal(group: ProcessGroup, shown: Sequence[torch.Tensor]) -> None:
     """Compares what the ranks of a group showed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Collectives made of several steps, one after the other, behind the caller's back when they are asynchronous."""
+"""A queue of collectives that consist of several steps: in a thread of its own when they are asynchronous."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from datetime import timedelta
 
 import torch
 
-from wholestep.comm.dist_errors import DistTimeoutError
 from wholestep.comm.work import Finished, Work, require_process, seconds
+from wholestep.errors import DistTimeoutError
 
-Step = Callable[[], None]
+Step = Callable[[], object]  # a receive returns the sender's rank
 
 
-class LaneWork(Work):
-    """A collective that the lane runs, or will."""
+class QueuedWork(Work):
+    """A collective or a receive that the queue runs, or will.
+
+    Attributes:
+        source: rank of the sender, once a receive has ended.
+    """
+
+    source = -1
 
     def __init__(self, what: str, result: list[torch.Tensor]) -> None:
         self._what, self._result = what, result
@@ -25,7 +31,9 @@ class LaneWork(Work):
 
     def run(self, step: Step) -> None:
         try:
-            step()
+            source = step()
+            if isinstance(source, int):
+                self.source = source
         except Exception as failure:  # noqa: BLE001 - whatever it is belongs to who waits
             self._failed(failure)
         finally:
@@ -44,22 +52,22 @@ class LaneWork(Work):
         return self._ended.is_set()
 
 
-class Lane:
-    """Runs steps in the order they were given: at once when it is idle and the caller waits, else in a thread."""
+class WorkQueue:
+    """Runs works in the order of their starts: in the caller's thread when it is idle and the caller waits."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[LaneWork, Step] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[QueuedWork, Step] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: LaneWork | None = None
+        self._last: QueuedWork | None = None
 
     def start(self, what: str, step: Step, result: list[torch.Tensor], async_op: bool) -> Work:
         idle = self._last is None or self._last.is_completed()
         if idle and not async_op:
             step()
             return Finished(result)
-        self._last = work = LaneWork(what, result)
+        self._last = work = QueuedWork(what, result)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="wholestep-lane", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="wholestep-queue", daemon=True)
             self._thread.start()
         self._queue.put((work, step))
         return work

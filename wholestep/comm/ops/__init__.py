@@ -1,1 +1,1 @@
-"""Collectives as pure operators `wholestep::…`, their gradients and blocking forms, and c10d calls while tracing."""
+"""Collectives as pure operators `wholestep::…`, their gradients and their blocking forms."""

@@ -4,52 +4,34 @@
 ends it and gives *the same tensor* (equal memory: a memory plan must treat its output as its input). Between
 the two the copy may not be read. ``scatter`` takes a tensor of the result's shape and, on ``src`` alone, the parts;
 ``gather`` gives no rows but on ``dst``. ``send`` gives what it sends, ``recv`` takes a tensor of the shape that comes,
-``barrier`` gives its input when all ranks have come. The ``…_`` forms work in place for lowered programs, which own
-their buffers.
+``barrier`` gives its input when all ranks have come. ``reduce_rows`` reduces each rank's own rows (`rows.piece`) and
+leaves the others as they are; ``share_rows`` fetches the others' rows from their owners.
+
+Lowered programs, which own their buffers, use the ``…_`` forms, which work in place, the ``.out`` forms, and where
+they have nothing to do meanwhile `BLOCKING`: functions that end the collective before they return.
 
 ``group`` is a group's name (``""`` for the default group); ``op`` a reduction's lower-case name, or
-``premul_sum:FACTOR``; ranks are ranks in the group. None of them is dead code, read or not: every rank must issue
-alike. Their gradients are in `gradients.py`.
+``premul_sum:FACTOR``; ranks are ranks in the group. None of them is dead code, read or not: all ranks must issue
+the same ones. Their gradients are in `gradients.py`.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.node import has_side_effect
 
-from wholestep.comm.api import collectives, p2p, reduce_collectives
-from wholestep.comm.api.groups import get_group
+from wholestep.comm.api import collectives, p2p
+from wholestep.comm.api.groups import get_group, get_world_size
 from wholestep.comm.ops import gradients
-from wholestep.comm.work import Work
+from wholestep.comm.ops.rows import piece
+from wholestep.comm.work import All, Work
 
-__all__ = ["SCHEMAS", "pending"]
-
-SCHEMAS = {
-    "all_reduce": "(Tensor x, str op, str group) -> Tensor",
-    "all_reduce_": "(Tensor(a!) x, str op, str group) -> Tensor(a!)",
-    "broadcast": "(Tensor x, int src, str group) -> Tensor",
-    "broadcast_": "(Tensor(a!) x, int src, str group) -> Tensor(a!)",
-    "all_gather": "(Tensor x, str group) -> Tensor",
-    "reduce_scatter": "(Tensor x, str op, str group) -> Tensor",
-    "all_to_all": "(Tensor x, int[] out_splits, int[] in_splits, str group) -> Tensor",
-    "reduce": "(Tensor x, int dst, str op, str group) -> Tensor",
-    "gather": "(Tensor x, int dst, str group) -> Tensor",
-    "scatter": "(Tensor x, Tensor[] parts, int src, str group) -> Tensor",
-    "send": "(Tensor x, int dst, int tag, str group) -> Tensor",
-    "recv": "(Tensor x, int src, int tag, str group) -> Tensor",
-    "barrier": "(Tensor x, str group) -> Tensor",
-    "wait": "(Tensor x) -> Tensor",
-    "wait_": "(Tensor(a!) x) -> Tensor(a!)",
-}
-
-# Into memory that is there, as lowered programs have it.
-_INTO = {
-    "all_gather.out": "(Tensor x, str group, *, Tensor(a!) out) -> Tensor(a!)",
-    "reduce_scatter.out": "(Tensor x, str op, str group, *, Tensor(a!) out) -> Tensor(a!)",
-}
+__all__ = ["BLOCKING", "SCHEMAS", "cores_are_busy", "pending"]
 
 _library = torch.library.Library("wholestep", "FRAGMENT")
 _pending: dict[int, Work] = {}
@@ -58,6 +40,17 @@ _pending: dict[int, Work] = {}
 def pending() -> int:
     """Collectives started by an operator and not waited for."""
     return len(_pending)
+
+
+def cores_are_busy(group: str) -> bool:
+    """True when ranks that share memory compute on all the cores they have, so that none is left for collectives."""
+    if get_group(group).backend_name != "shm":
+        return False
+    ranks = get_world_size() if get_group().backend_name == "shm" else get_group(group).size()
+    return ranks * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+
+
+# Kernels, on memory that is there: in place or into `out` ---------------------------------------------------------
 
 
 def _started(out: torch.Tensor, work: Work | None) -> torch.Tensor:
@@ -74,78 +67,6 @@ def _started(out: torch.Tensor, work: Work | None) -> torch.Tensor:
     return out
 
 
-# Real kernels -----------------------------------------------------------------------------------------------------
-
-
-def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    return _all_reduce_in_place(x.clone(memory_format=torch.contiguous_format), op, group)
-
-
-def _all_reduce_in_place(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    return _started(x, reduce_collectives.all_reduce(x, op, group, async_op=True))
-
-
-def _broadcast(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
-    return _broadcast_in_place(x.clone(memory_format=torch.contiguous_format), src, group)
-
-
-def _broadcast_in_place(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
-    return _started(x, collectives.broadcast(x, group=group, group_src=src, async_op=True))
-
-
-def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
-    return _all_gather_out(x, group, out=_fake_all_gather(x, group))
-
-
-def _all_gather_out(x: torch.Tensor, group: str, *, out: torch.Tensor) -> torch.Tensor:
-    return _started(out, collectives.all_gather_into_tensor(out, x, group, async_op=True))
-
-
-def _reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    return _reduce_scatter_out(x, op, group, out=_fake_reduce_scatter(x, op, group))
-
-
-def _reduce_scatter_out(x: torch.Tensor, op: str, group: str, *, out: torch.Tensor) -> torch.Tensor:
-    return _started(out, reduce_collectives.reduce_scatter_tensor(out, x, op, group, async_op=True))
-
-
-def _all_to_all(x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: str) -> torch.Tensor:
-    out = _fake_all_to_all(x, out_splits, in_splits, group)
-    return _started(out, collectives.all_to_all_single(out, x, out_splits, in_splits, group, async_op=True))
-
-
-def _reduce(x: torch.Tensor, dst: int, op: str, group: str) -> torch.Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    return _started(out, reduce_collectives.reduce(out, None, op, group, async_op=True, group_dst=dst))
-
-
-def _gather(x: torch.Tensor, dst: int, group: str) -> torch.Tensor:
-    out = _fake_gather(x, dst, group)
-    parts = list(out.view(-1, *x.shape)) if get_group(group).rank() == dst else None
-    work = collectives.gather(x, parts, None, group, async_op=True, group_dst=dst)
-    return _started(out, work)
-
-
-def _scatter(x: torch.Tensor, parts: list[torch.Tensor], src: int, group: str) -> torch.Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _started(out, collectives.scatter(out, parts or None, None, group, async_op=True, group_src=src))
-
-
-def _send(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    return _started(out, p2p.isend(out, None, group, tag, group_dst=dst))
-
-
-def _recv(x: torch.Tensor, src: int, tag: int, group: str) -> torch.Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _started(out, p2p.irecv(out, None, group, tag, group_src=src))
-
-
-def _barrier(x: torch.Tensor, group: str) -> torch.Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    return _started(out, collectives.barrier(group, async_op=True))
-
-
 def _wait(x: torch.Tensor) -> torch.Tensor:
     work = _pending.pop(x.data_ptr(), None)
     if work is not None:
@@ -153,19 +74,89 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# Shapes -----------------------------------------------------------------------------------------------------------
+def _all_reduce(x: torch.Tensor, op: str, group: str, *, async_op: bool = True) -> torch.Tensor:
+    work = collectives.all_reduce(x, op, group, async_op)
+    return x if work is None else _started(x, work)
+
+
+def _reduce(x: torch.Tensor, dst: int, op: str, group: str) -> torch.Tensor:
+    return _started(x, collectives.reduce(x, None, op, group, True, dst))
+
+
+def _broadcast(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
+    return _started(x, collectives.broadcast(x, None, group, True, src))
+
+
+def _send(x: torch.Tensor, dst: int, tag: int, group: str) -> torch.Tensor:
+    return _started(x, p2p.isend(x, None, group, tag, dst))
+
+
+def _barrier(x: torch.Tensor, group: str) -> torch.Tensor:
+    return _started(x, collectives.barrier(group, True))
+
+
+def _all_gather(x: torch.Tensor, group: str, *, out: torch.Tensor, async_op: bool = True) -> torch.Tensor:
+    work = collectives.all_gather_into_tensor(out, x, group, async_op)
+    return out if work is None else _started(out, work)
+
+
+def _reduce_scatter(x: torch.Tensor, op: str, group: str, *, out: torch.Tensor, async_op: bool = True) -> torch.Tensor:
+    work = collectives.reduce_scatter_tensor(out, x, op, group, async_op)
+    return out if work is None else _started(out, work)
+
+
+def _all_to_all(x: torch.Tensor, to: list[int], of: list[int], group: str, *, out: torch.Tensor) -> torch.Tensor:
+    return _started(out, collectives.all_to_all_single(out, x, to, of, group, True))
+
+
+def _gather(x: torch.Tensor, dst: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
+    parts = list(out.view(-1, *x.shape)) if get_group(group).rank() == dst else None
+    return _started(out, collectives.gather(x, parts, None, group, True, dst))
+
+
+def _scatter(x: torch.Tensor, parts: list[torch.Tensor], src: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
+    return _started(out, collectives.scatter(out, parts or None, None, group, True, src))
+
+
+def _recv(x: torch.Tensor, src: int, tag: int, group: str, *, out: torch.Tensor) -> torch.Tensor:
+    return _started(out, p2p.irecv(out, None, group, tag, src))
+
+
+def _own_rows(x: torch.Tensor, group: str) -> list[torch.Tensor]:
+    """The rows of each rank, as views."""
+    size = get_group(group).size()
+    return [x[slice(*piece(x.shape[0], size, rank))] for rank in range(size)]
+
+
+def _together(works: list[Work | None], x: torch.Tensor) -> torch.Tensor:
+    """Works under way as one."""
+    left = [work for work in works if work is not None]
+    return _started(x, All(left, [x]) if left else None)
+
+
+def _reduce_rows(x: torch.Tensor, op: str, group: str, *, async_op: bool = True) -> torch.Tensor:
+    parts, pg = _own_rows(x, group), get_group(group)
+    if x.shape[0] % pg.size() == 0:
+        return _started(x, collectives.reduce_scatter_tensor(parts[pg.rank()], x, op, group, async_op))
+    return _together([collectives.reduce(part, None, op, group, async_op, i) for i, part in enumerate(parts)], x)
+
+
+def _share_rows(x: torch.Tensor, group: str, *, async_op: bool = True) -> torch.Tensor:
+    parts, pg = _own_rows(x, group), get_group(group)
+    if x.shape[0] % pg.size() == 0:
+        return _started(x, collectives.all_gather_into_tensor(x, parts[pg.rank()], group, async_op))
+    return _together([collectives.broadcast(part, None, group, async_op, i) for i, part in enumerate(parts)], x)
+
+
+# Shapes of results ------------------------------------------------------------------------------------------------
 
 
 def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _itself(x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x
-
-
-def _given(*_: Any, out: torch.Tensor) -> torch.Tensor:
-    return out
+def _written(x: torch.Tensor, *_: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+    return x if out is None else out
 
 
 def _rows(x: torch.Tensor, what: str) -> int:
@@ -174,55 +165,94 @@ def _rows(x: torch.Tensor, what: str) -> int:
     return x.shape[0]
 
 
-def _fake_all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
+def _gathered(x: torch.Tensor, group: str) -> torch.Tensor:
     return x.new_empty((_rows(x, "all_gather") * get_group(group).size(), *x.shape[1:]))
 
 
-def _fake_gather(x: torch.Tensor, dst: int, group: str) -> torch.Tensor:
+def _gathered_on(x: torch.Tensor, dst: int, group: str) -> torch.Tensor:
     pg = get_group(group)
     return x.new_empty((_rows(x, "gather") * pg.size() if pg.rank() == dst else 0, *x.shape[1:]))
 
 
-def _fake_reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+def _part(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     rows, size = _rows(x, "reduce_scatter"), get_group(group).size()
     if rows % size:
         raise ValueError(f"wholestep::reduce_scatter: {rows} rows do not divide among {size} ranks")
     return x.new_empty((rows // size, *x.shape[1:]))
 
 
-def _fake_all_to_all(x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: str) -> torch.Tensor:
-    rows = sum(out_splits) if out_splits else _rows(x, "all_to_all")
-    return x.new_empty((rows, *x.shape[1:]))
+def _exchanged(x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: str) -> torch.Tensor:
+    return x.new_empty((sum(out_splits) if out_splits else _rows(x, "all_to_all"), *x.shape[1:]))
 
 
-# name -> real kernel, shape rule
-_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "all_reduce": (_all_reduce, _like),
-    "all_reduce_": (_all_reduce_in_place, _itself),
-    "broadcast": (_broadcast, _like),
-    "broadcast_": (_broadcast_in_place, _itself),
-    "all_gather": (_all_gather, _fake_all_gather),
-    "reduce_scatter": (_reduce_scatter, _fake_reduce_scatter),
-    "all_to_all": (_all_to_all, _fake_all_to_all),
-    "reduce": (_reduce, _like),
-    "gather": (_gather, _fake_gather),
-    "scatter": (_scatter, _like),
-    "send": (_send, _like),
-    "recv": (_recv, _like),
-    "barrier": (_barrier, _like),
-    "wait": (_wait, _itself),
-    "wait_": (_wait, _itself),
-    "all_gather.out": (_all_gather_out, _given),
-    "reduce_scatter.out": (_reduce_scatter_out, _given),
+# The table --------------------------------------------------------------------------------------------------------
+
+
+class Operator(NamedTuple):
+    """One operator.
+
+    Attributes:
+        arguments: its parameters after ``x``.
+        kernel: starts the collective in place, or into ``out`` where ``shape`` is given.
+        shape: makes a tensor for the result.
+        variant: the overload or operator that lowered programs use: ``_``, ``.out`` or none.
+    """
+
+    arguments: str
+    kernel: Callable[..., torch.Tensor]
+    shape: Callable[..., torch.Tensor] | None = None
+    variant: str = ""
+
+    def pure(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        """The kernel of the operator itself, which leaves its input as it is."""
+        if self.shape is None:
+            return self.kernel(x.clone(memory_format=torch.contiguous_format), *args)
+        return self.kernel(x, *args, out=self.shape(x, *args))
+
+
+_TABLE = {
+    "all_reduce": Operator("str op, str group", _all_reduce, variant="_"),
+    "broadcast": Operator("int src, str group", _broadcast, variant="_"),
+    "all_gather": Operator("str group", _all_gather, _gathered, ".out"),
+    "reduce_scatter": Operator("str op, str group", _reduce_scatter, _part, ".out"),
+    "all_to_all": Operator("int[] out_splits, int[] in_splits, str group", _all_to_all, _exchanged),
+    "reduce": Operator("int dst, str op, str group", _reduce),
+    "gather": Operator("int dst, str group", _gather, _gathered_on),
+    "scatter": Operator("Tensor[] parts, int src, str group", _scatter, _like),
+    "send": Operator("int dst, int tag, str group", _send),
+    "recv": Operator("int src, int tag, str group", _recv, _like),
+    "barrier": Operator("str group", _barrier),
+    "reduce_rows": Operator("str op, str group", _reduce_rows, variant="_"),
+    "share_rows": Operator("str group", _share_rows, variant="_"),
 }
+SCHEMAS: dict[str, str] = {}  # of the operators, those that work in place included
+BLOCKING: dict[Any, Callable[..., torch.Tensor]] = {}  # variant -> the function that also ends the collective
 
-for _name, _schema in (SCHEMAS | _INTO).items():
-    _kernel, _fake = _RULES[_name]
-    _library.define(_name + _schema)
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _device)
-    torch.library.register_fake(f"wholestep::{_name}", _fake, lib=_library)
-    _packet, _, _overload = _name.partition(".")
-    has_side_effect(getattr(getattr(torch.ops.wholestep, _packet), _overload or "default"))
+
+def _define(name: str, schema: str, kernel: Callable[..., torch.Tensor], shape: Callable[..., torch.Tensor]) -> Any:
+    _library.define(name + schema)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)
+    torch.library.register_fake(f"wholestep::{name}", shape, lib=_library)
+    packet, _, overload = name.partition(".")
+    if not overload:
+        SCHEMAS[name] = schema
+    made = getattr(getattr(torch.ops.wholestep, packet), overload or "default")
+    has_side_effect(made)
+    return made
+
+
+for _name, _row in _TABLE.items():
+    _define(_name, f"(Tensor x, {_row.arguments}) -> Tensor", _row.pure, _row.shape or _like)
+    if _row.variant:
+        _parameters = f"Tensor x, {_row.arguments}, *, Tensor(a!) out"
+        if _row.variant == "_":
+            _parameters = f"Tensor(a!) x, {_row.arguments}"
+        _overload = _define(_name + _row.variant, f"({_parameters}) -> Tensor(a!)", _row.kernel, _written)
+        if _name != "broadcast":
+            BLOCKING[_overload] = _blocking = functools.partial(_row.kernel, async_op=False)
+            _blocking.__name__ = f"{_name}_blocking"  # type: ignore[attr-defined]
+_define("wait", "(Tensor x) -> Tensor", _wait, _written)
+_define("wait_", "(Tensor(a!) x) -> Tensor(a!)", _wait, _written)
 for _name, (_gradient, _keep) in gradients.RULES.items():
     torch.library.register_autograd(f"wholestep::{_name}", _gradient, setup_context=_keep, lib=_library)

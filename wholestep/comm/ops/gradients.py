@@ -7,16 +7,14 @@ must require a gradient where the operator is to have one.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from wholestep.comm.api.groups import get_group
 from wholestep.comm.reduce_op import RedOpType, as_op
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.arguments = inputs[1:]
 
 
 def _call(name: str, *args: Any) -> torch.Tensor:
@@ -31,105 +29,77 @@ def _scale(op: str, what: str, group: str) -> float:
         RuntimeError: it is not a sum.
     """
     kind, factor = as_op(op)
-    if kind is RedOpType.AVG:
-        return 1 / get_group(group).size()
-    if kind is RedOpType.PREMUL_SUM:
-        return float(factor or 1.0)
-    if kind is not RedOpType.SUM:
+    if kind not in (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM):
         raise RuntimeError(f"wholestep::{what} with {op!r} has no gradient: sum, avg, mean or premul_sum is required")
-    return 1.0
+    return 1 / get_group(group).size() if kind is RedOpType.AVG else float(factor or 1.0)
 
 
 def _times(grad: torch.Tensor, scale: float) -> torch.Tensor:
     return grad if scale == 1.0 else grad * scale
 
 
-def _all_reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    op, group = ctx.arguments
+def _all_reduce(ctx: Any, grad: torch.Tensor, op: str, group: str) -> torch.Tensor:
     _scale(op, "all_reduce", group)
-    return _call("all_reduce", grad, op, group), None, None
+    return _call("all_reduce", grad, op, group)
 
 
-def _reduce(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _reduce(ctx: Any, grad: torch.Tensor, dst: int, op: str, group: str) -> torch.Tensor:
     """The other ranks' results are their own tensors."""
-    dst, op, group = ctx.arguments
     back = _times(_call("broadcast", grad, dst, group), _scale(op, "reduce", group))
-    return back if get_group(group).rank() == dst else back + grad, None, None, None
+    return back if get_group(group).rank() == dst else back + grad
 
 
-def _broadcast(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    src, group = ctx.arguments
+def _reduce_scatter(ctx: Any, grad: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    return _times(_call("all_gather", grad, group), _scale(op, "reduce_scatter", group))
+
+
+def _broadcast(ctx: Any, grad: torch.Tensor, src: int, group: str) -> torch.Tensor:
     total = _call("all_reduce", grad, "sum", group)
-    return total if get_group(group).rank() == src else torch.zeros_like(total), None, None
+    return total if get_group(group).rank() == src else torch.zeros_like(total)
 
 
-def _all_gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    (group,) = ctx.arguments
-    return _call("reduce_scatter", grad, "sum", group), None
+def _gather(ctx: Any, grad: torch.Tensor, dst: int, group: str) -> torch.Tensor:
+    parts = list(grad.reshape(-1, *ctx.shape)) if get_group(group).rank() == dst else []
+    return _call("scatter", grad.new_empty(ctx.shape), parts, dst, group)
 
 
-def _reduce_scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    op, group = ctx.arguments
-    return _times(_call("all_gather", grad, group), _scale(op, "reduce_scatter", group)), None, None
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.shape = inputs[0].shape
+    ctx.arguments = inputs[1:]
 
 
-def _all_to_all(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    out_splits, in_splits, group = ctx.arguments
-    return _call("all_to_all", grad, in_splits, out_splits, group), None, None, None
+# Operator -> the gradient of its input, from the result's and the other arguments.
+_OF_INPUT: dict[str, Callable[..., torch.Tensor]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_gather": lambda ctx, grad, group: _call("reduce_scatter", grad, "sum", group),
+    "all_to_all": lambda ctx, grad, outs, ins, group: _call("all_to_all", grad, ins, outs, group),
+    "gather": _gather,
+    # what comes back from the receiver, and what this rank's own use of the copy gives
+    "send": lambda ctx, grad, dst, tag, group: _call("recv", grad, dst, tag, group) + grad,
+    "recv": lambda ctx, grad, src, tag, group: torch.zeros_like(_call("send", grad, src, tag, group)),
+    "barrier": lambda ctx, grad, group: _call("barrier", grad, group),
+    "wait": lambda ctx, grad: grad,
+}
 
 
-def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.arguments, ctx.shape = inputs[1:], inputs[0].shape
-
-
-def _gather(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    dst, group = ctx.arguments
-    here = get_group(group).rank() == dst
-    parts = list(grad.reshape(-1, *ctx.shape)) if here else []
-    return _call("scatter", grad.new_empty(ctx.shape), parts, dst, group), None, None
+def _backward(name: str, ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return _OF_INPUT[name](ctx, grad, *ctx.arguments), *[None] * len(ctx.arguments)
 
 
 def _keep_scatter(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.src, ctx.group, ctx.parts = inputs[2], inputs[3], len(inputs[1])
+    ctx.parts, ctx.src, ctx.group = len(inputs[1]), *inputs[2:]
 
 
 def _scatter(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    came = _call("gather", grad.reshape(1, *grad.shape), ctx.src, ctx.group)
-    return torch.zeros_like(grad), list(came) if ctx.parts else [], None, None
-
-
-def _send(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    """What comes back from the receiver, and what this rank's own use of the copy gives."""
-    dst, tag, group = ctx.arguments
-    return _call("recv", grad, dst, tag, group) + grad, None, None, None
-
-
-def _recv(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    src, tag, group = ctx.arguments
-    return torch.zeros_like(_call("send", grad, src, tag, group)), None, None, None
-
-
-def _barrier(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    (group,) = ctx.arguments
-    return _call("barrier", grad, group), None
-
-
-def _wait(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-    return grad
+    found = _call("gather", grad.reshape(1, *grad.shape), ctx.src, ctx.group)
+    return torch.zeros_like(grad), list(found) if ctx.parts else [], None, None
 
 
 # Operator -> its gradient, and what that keeps of the call.
-RULES = {
-    "all_reduce": (_all_reduce, _keep),
-    "reduce": (_reduce, _keep),
-    "broadcast": (_broadcast, _keep),
-    "all_gather": (_all_gather, _keep),
-    "reduce_scatter": (_reduce_scatter, _keep),
-    "all_to_all": (_all_to_all, _keep),
-    "gather": (_gather, _keep_gather),
+RULES: dict[str, tuple[Callable[..., Any], Callable[..., None]]] = {
     "scatter": (_scatter, _keep_scatter),
-    "send": (_send, _keep),
-    "recv": (_recv, _keep),
-    "barrier": (_barrier, _keep),
-    "wait": (_wait, _keep),
+    **{name: (functools.partial(_backward, name), _keep) for name in _OF_INPUT},
 }

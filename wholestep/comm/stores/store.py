@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from wholestep.comm.dist_errors import DistStoreError
 from wholestep.comm.work import seconds
+from wholestep.errors import DistStoreError
 
 Value = str | bytes
 Result = TypeVar("Result")

@@ -9,9 +9,9 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 
-from wholestep.comm import dist_errors
-from wholestep.comm.dist_errors import DistStoreError
+from wholestep import errors
 from wholestep.comm.stores.store import Store
+from wholestep.errors import DistStoreError
 
 ALL_CAME = "1"
 LINGER = timedelta(seconds=5)
@@ -70,22 +70,22 @@ def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta,
         raise DistStoreError(why) from late
     kind, _, why = outcome.decode().partition("\n")
     if kind == DistStoreError.__name__:
-        with contextlib.suppress(dist_errors.DistError):
+        with contextlib.suppress(errors.DistError):
             came = sum(store.check([f"{key}:{other}"]) for other in range(count))
             leave_together(store, name, came)
     if kind != ALL_CAME:
-        raise getattr(dist_errors, kind)(f"rank {rank}: {why}")
+        raise getattr(errors, kind)(f"rank {rank}: {why}")
     return [one.decode().split("\n", 2)[2] for one in store.multi_get(barrier_keys(name, count)[2:])]
 
 
-def give_up(store: Store, name: str, why: dist_errors.DistError) -> None:
+def give_up(store: Store, name: str, why: errors.DistError) -> None:
     """Ends a barrier on all ranks, because this one cannot go on: the others raise the same error."""
     store.compare_set(f"{_key(name)}:last", "", f"{type(why).__name__}\n{why}")
 
 
 def leave_together(store: Store, name: str, count: int) -> None:
     """Waits, for seconds, until ``count`` ranks have given up: one that ends may be the one that serves the store."""
-    with contextlib.suppress(dist_errors.DistError):
+    with contextlib.suppress(errors.DistError):
         if store.add(f"{name} left", 1) >= count:
             store.set(f"{name} all left", "1")
         store.wait_for(f"{name} all left", LINGER)

@@ -21,11 +21,11 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
-from wholestep.comm.dist_errors import DistNetworkError, DistStoreError
 from wholestep.comm.engines.c10d import torch_store_at
 from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, Store
 from wholestep.comm.stores.tcp_server import MAX_GREETING, Server
 from wholestep.comm.stores.wire_protocol import HELLO, MAX_FRAME, pack, proof, unpack
+from wholestep.errors import DistNetworkError, DistStoreError
 
 SECRET_VARIABLE = "WHOLESTEP_SECRET"
 SLACK = 5.0  # seconds that the server's answer may take beyond what it was asked to wait

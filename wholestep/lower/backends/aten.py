@@ -1,7 +1,7 @@
 """Lowering to generated Python over ATen kernels and compiled chains: a straight line over a planned arena.
 
-copy_step -> spell_lists -> expand_foreach -> shared_host -> dead_code -> plain_views -> arrange -> make_plan -> emit
--> Program
+canonical form (`passes.canonicalize`) -> `arrange`: which calls run together, and in which order -> `make_plan`: which
+values share memory, and where it lies -> `emit`: the text -> `Program`
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from wholestep.errors import LoweringError
 from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.backends.interpreter import interpret
+from wholestep.lower.codegen import emit
 from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory, tile_size
-from wholestep.lower.codegen.emit import Source, emit
 from wholestep.lower.fusion.execution_order import arrange
 from wholestep.lower.plan.arena import SHARED
-from wholestep.lower.plan.liveness import Plan
-from wholestep.lower.plan.memory_plan import make_plan
+from wholestep.lower.plan.memory_plan import Plan, make_plan
 from wholestep.packed_graph import Packed
-from wholestep.passes.canonicalize import copy_step, expand_foreach, plain_views, shared_host, spell_lists
+from wholestep.passes.canonicalize import copy_step, expand_foreach, list_items, plain_views
+from wholestep.passes.common_subexpressions import same_host_numbers
 from wholestep.torch_compat import below_autograd, set_grad_mode
 
 _pointer = torch.Tensor.data_ptr
@@ -51,26 +51,18 @@ def lower_aten(
     Raises:
         LoweringError: the generated program does not compile: a mistake of ours.
     """
-    return Program(step, partial(_planned, tiling=tiling, batching=batching))
+    return Program(step, partial(plan_of, tiling=tiling, batching=batching))
 
 
-def _planned(step: StepGraph, apart: frozenset[str], tiling: bool, batching: bool) -> tuple[Plan, Source]:
-    with torch.no_grad():
-        plan = plan_of(step, apart, tiling, batching)
-        return plan, emit(plan)
-
-
-def plan_of(
-    step: StepGraph, apart: frozenset[str] = frozenset(), tiling: bool = True, batching: bool = True
-) -> Plan:
+def plan_of(step: StepGraph, held: frozenset[str] = frozenset(), tiling: bool = True, batching: bool = True) -> Plan:
     """The order of execution and the place of each value; the graph is left as it is.
 
     Args:
-        apart: see `make_plan`.
+        held: see `make_plan`.
     """
-    graph = shared_host(expand_foreach(spell_lists(copy_step(step))))
+    graph = same_host_numbers(expand_foreach(list_items(copy_step(step))))
     graph = dead_code(plain_views(dead_code(graph)))
-    return make_plan(graph, arrange(graph, tiling, batching), apart)
+    return make_plan(graph, arrange(graph, tiling, batching), held)
 
 
 class Program:
@@ -82,19 +74,19 @@ class Program:
         rebinds: how often memory was bound: 1 while parameters and state stay where they are.
     """
 
-    def __init__(
-        self, step: StepGraph, planned: Callable[[StepGraph, frozenset[str]], tuple[Plan, Source]]
-    ) -> None:
-        self._signature, self._planned = step.signature, planned
-        self._whole: Callable[[], StepGraph] = lambda: step
-        self._apart: frozenset[str] = frozenset()
+    def __init__(self, step: StepGraph, plan: Callable[[StepGraph, frozenset[str]], Plan]) -> None:
+        self._signature, self._plan = step.signature, plan
+        self._unpack: Callable[[], StepGraph] = lambda: step
+        self._held: frozenset[str] = frozenset()  # results whose memory somebody still holds when the next call comes
         self.rebinds = 0
         self._lock = threading.Lock()  # a backward may run in any thread, and there is one arena
         self._make(step)
 
     def _make(self, step: StepGraph) -> None:
-        plan, source = self._planned(step, self._apart)
-        self.code, self._source, self._sizes = source.text, source, plan.arena
+        with torch.no_grad():
+            plan = self._plan(step, self._held)
+            self._source = source = emit.emit(plan)
+        self.code, self._sizes = source.text, plan.arena
         self.arena_bytes = sum(plan.arena.values())
         self._loans: Loans = source.namespace.get("loans") or Loans()
         self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
@@ -104,7 +96,13 @@ class Program:
         self._arena: dict[str, torch.Tensor] = {}
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self._run: Callable[[Sequence[Any]], list[Any]] | None = None
-        self._bind = self._compile()
+        filename = f"wholestep program {id(self)}"  # in brackets, it would have to be split into lines at once
+        try:
+            self._compiled = compile(self.code, filename, "exec")
+        except SyntaxError as error:
+            raise LoweringError(f"the generated program does not compile: {error}") from error
+        linecache.cache[filename] = (partial(str, self.code),)  # type: ignore[assignment]
+        weakref.finalize(self, linecache.cache.pop, filename, None)
 
     @property
     def held_bytes(self) -> int:
@@ -128,8 +126,8 @@ class Program:
         try:
             with self._lock, below_autograd():
                 if out := self._loans.out():
-                    self._apart |= frozenset(out)
-                    self._make(self._whole())
+                    self._held |= frozenset(out)
+                    self._make(self._unpack())
                 if self._run is None or not self._as_bound(inputs):
                     self._rebind(inputs)
                 return self._run(inputs)  # type: ignore[misc]
@@ -137,7 +135,7 @@ class Program:
             if graded:
                 set_grad_mode(True)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Gives back arena, scratch and memory kept for results; the next call takes them anew."""
         with self._lock:
             self._run, self._scratch = None, {}
@@ -147,19 +145,8 @@ class Program:
                 self._source.namespace["fresh"].forget()
 
     def keep(self, packed: Packed) -> None:
-        """Takes its graph at rest in place of the graph itself."""
-        self._whole = packed.whole
-
-    def _compile(self) -> Callable[..., Any]:
-        filename = f"wholestep program {id(self)}"  # in brackets, it would have to be split into lines at once
-        self._source.namespace["__name__"] = "wholestep.program"  # records of collectives show the line that calls it
-        try:
-            exec(compile(self.code, filename, "exec"), self._source.namespace)
-        except SyntaxError as error:
-            raise LoweringError(f"the generated program does not compile: {error}") from error
-        linecache.cache[filename] = (partial(str, self.code),)  # type: ignore[assignment]
-        weakref.finalize(self, linecache.cache.pop, filename, None)
-        return self._source.namespace["bind"]  # type: ignore[no-any-return]
+        """Takes its graph, pickled, in place of the graph itself."""
+        self._unpack = packed.unpack
 
     def _as_bound(self, inputs: Sequence[Any]) -> bool:
         if self._viewed is None:
@@ -182,10 +169,14 @@ class Program:
         self._tensors, self._ids = self._watched(lasting), [*map(id, lasting)]
         self._pointers = [*map(_pointer, lasting)]
         if _written_overlap(self._signature, inputs):
-            step = self._whole()
+            step = self._unpack()
             self._run = lambda values: interpret(step, values)
         else:
-            self._run = self._bind(inputs, self._arena, self._scratch, tile)
+            memory = {"inputs": inputs, "arena": self._arena, "scratch": self._scratch, "tile": tile}
+            names = self._source.namespace | memory
+            exec(self._compiled, names)
+            del names["inputs"]
+            self._run = names.pop("run")  # which refers to them, and they not to it: its memory is free at once
 
     def _watched(self, tensors: Sequence[Any]) -> list[weakref.ref[Any]]:
         """References that keep nothing alive: with one of the tensors go the views of its memory."""

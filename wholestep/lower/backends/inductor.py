@@ -78,28 +78,24 @@ def lower_inductor(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Calla
     inside = _tensor_part(step)
     if not inside:
         return lower_aten(step, example_inputs)
-    first, kept = _first_half(step, inside)
-    used = [step.placeholders.index(node) for node in first.placeholders_of]
-    fakes = [info(node).value for node in first.placeholders_of]
+    used = [i for i, node in enumerate(step.placeholders) if any(user in inside for user in node.users)]
+    kept = [n for n in step.graph.nodes if n in inside and isinstance(info(n).value, torch.Tensor)]
+    kept = [node for node in kept if any(user not in inside for user in node.users)]
+    left = [i for i, node in enumerate(step.outputs) if i in step.signature.mutations or node not in kept]
+    fakes = [info(step.placeholders[i]).value for i in used]
     mode = next((v.fake_mode for v in fakes if isinstance(v, FakeTensor)), None) or FakeTensorMode()
     try:
-        tensor_part = compile_with_inductor(first.gm, fakes, mode)
+        tensor_part = compile_with_inductor(_inner(step, inside, kept), fakes, mode)
     except Exception as error:
         raise LoweringError(f"Inductor could not compile the step: {error}") from error
-    rest = lower_aten(_second_half(step, inside, kept))
-    names = {node: index for index, node in enumerate(kept)}
-    direct = {
-        out: names[node]
-        for out, node in enumerate(step.outputs)
-        if node in names and out not in step.signature.mutations
-    }
+    rest = lower_aten(_outer(step, inside, kept, left))
 
     def run(*inputs: Any) -> list[Any]:
         with torch.no_grad():
             made = [_laid_out(v, node) for v, node in zip(tensor_part([inputs[i] for i in used]), kept, strict=True)]
-            values = write_back(made, inputs, {})
-            results = iter(rest(*inputs, *values))
-            return [values[direct[i]] if i in direct else next(results) for i in range(step.signature.n_outputs)]
+            values = dict(zip(kept, write_back(made, inputs, {}), strict=True))
+            results = dict(zip(left, rest(*inputs, *values.values()), strict=True))
+            return [results[i] if i in results else values[node] for i, node in enumerate(step.outputs)]
 
     return run
 
@@ -110,11 +106,6 @@ def _laid_out(value: Any, node: fx.Node) -> Any:
     if not isinstance(value, torch.Tensor) or value.stride() == wanted.stride():
         return value
     return torch.empty_strided(wanted.shape, wanted.stride(), dtype=value.dtype, device=value.device).copy_(value)
-
-
-class _Half:
-    def __init__(self, gm: fx.GraphModule, placeholders_of: list[fx.Node]) -> None:
-        self.gm, self.placeholders_of = gm, placeholders_of
 
 
 def _tensor_part(step: StepGraph) -> set[fx.Node]:
@@ -141,47 +132,28 @@ def _tensor_part(step: StepGraph) -> set[fx.Node]:
     return inside if any(n.op == "call_function" for n in inside) else set()
 
 
-def _first_half(step: StepGraph, inside: set[fx.Node]) -> tuple[_Half, list[fx.Node]]:
-    """The tensor part as a graph of its own, and the nodes that it gives."""
+def _inner(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node]) -> fx.GraphModule:
+    """The tensor part as a graph of its own."""
     graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    placeholders = [n for n in step.placeholders if any(user in inside for user in n.users)]
-    for node in placeholders:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-    kept = []
-    for node in step.graph.nodes:
-        if node not in inside:
-            continue
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-        read_outside = any(user not in inside for user in node.users)
-        if read_outside and isinstance(info(node).value, torch.Tensor):
-            kept.append(node)
-    graph.output(tuple(copied[n] for n in kept))
-    return _Half(lazy_graph_module(step.gm, graph), placeholders), kept
+    used = inside | {node for node in step.placeholders if not inside.isdisjoint(node.users)}
+    copies: dict[fx.Node, Any] = {node: None for node in step.graph.nodes if node not in used}
+    graph.graph_copy(step.graph, copies)
+    graph.output(tuple(copies[node] for node in kept))
+    return lazy_graph_module(step.gm, graph)
 
 
-def _second_half(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node]) -> StepGraph:
-    """Everything else, with the first half's results as further inputs."""
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    for node in step.placeholders:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-    inputs = list(step.signature.inputs)
+def _outer(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node], left: list[int]) -> StepGraph:
+    """Everything else, with the tensor part's results as further inputs."""
+    graph, outputs, old = fx.Graph(), step.outputs, step.signature
+    copies: dict[fx.Node, Any] = {node: None for node in step.graph.nodes if node in inside or node.op == "output"}
+    copies |= {node: graph.node_copy(node) for node in step.placeholders}
     for node in kept:
-        copied[node] = graph.placeholder(node.name)
-        copied[node].meta = dict(node.meta)
-        inputs.append(Input(str(copied[node].target), f"result {node.name} of the compiled part", "tensor"))
-    for node in step.graph.nodes:
-        if node.op in ("call_function", "get_attr") and node not in inside:
-            copied[node] = graph.node_copy(node, copied.__getitem__)
-    outputs: list[Any] = []
-    mutations: dict[int, int] = {}
-    for index, node in enumerate(step.outputs):
-        if index in step.signature.mutations:
-            mutations[len(outputs)] = step.signature.mutations[index]
-        elif node in kept:
-            continue
-        outputs.append(copied[node] if isinstance(node, fx.Node) else node)
-    graph.output(tuple(outputs))
-    signature = Signature(inputs, len(outputs), mutations, [])
-    return StepGraph(lazy_graph_module(step.gm, graph), signature, step.stage)
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    graph.graph_copy(step.graph, copies)
+    graph.output(tuple(fx.map_arg(outputs[i], copies.__getitem__) for i in left))
+    results = [Input(str(copies[n].target), f"result {n.name} of the compiled part", "tensor") for n in kept]
+    mutations = {left.index(out): into for out, into in old.mutations.items()}
+    return StepGraph(
+        lazy_graph_module(step.gm, graph), Signature(old.inputs + results, len(left), mutations), step.stage
+    )

@@ -1,4 +1,4 @@
-"""The oracle: runs a `StepGraph` node by node, as written, and writes mutations back at the end.
+"""The naive backend: runs a `StepGraph` node by node, as written, and writes mutations back at the end.
 
 Slow and obviously right; every other lowering is compared with it bit by bit.
 """

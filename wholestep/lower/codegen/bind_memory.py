@@ -1,9 +1,10 @@
-"""What the generated program's `bind` calls to make tensors over lasting memory."""
+"""Functions that a generated program binds its memory with: arenas, views of them, recycled blocks, loans, cells."""
 
 from __future__ import annotations
 
 import array
 import math
+import weakref
 from sys import getrefcount
 from typing import Any
 
@@ -80,7 +81,8 @@ class Recycler:
         found = None
         for place in reversed(range(len(kept))):
             storage, address = kept[place]
-            if getrefcount(storage) <= 3 and storage_uses(storage) == 1:  # the list, this loop and the call
+            # one owner in C++, the Python object that is kept here; and of that: the list, this loop and the call
+            if storage_uses(storage) == 1 and getrefcount(storage) <= 3:
                 if storage.data_ptr() == address and not storage.is_shared():
                     if found is None:
                         found = storage
@@ -104,15 +106,18 @@ class Loan:
     def __init__(self, arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> None:
         self.layout, self.dtype = (shape, stride), dtype
         self.block = arena[offset : offset + math.prod(shape) * dtype.itemsize].numpy()
+        self.lent: weakref.ref[Any] | None = None
 
     def __call__(self) -> torch.Tensor:
-        storage = torch.frombuffer(self.block, dtype=self.dtype).untyped_storage()
+        window = self.block.view()  # which the storage keeps alive, and nobody else
+        self.lent = weakref.ref(window)
+        storage = torch.frombuffer(window, dtype=self.dtype).untyped_storage()
         return torch.empty(0, dtype=self.dtype).set_(storage, 0, *self.layout)
 
     @property
     def is_out(self) -> bool:
         """True while anybody holds the tensor, or another one on its memory."""
-        return getrefcount(self.block) > 2  # this object and the call
+        return self.lent is not None and self.lent() is not None
 
 
 class Loans:
@@ -135,7 +140,7 @@ class Loans:
         self._loans.clear()
 
 
-def cells_of(values: list[float], dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
+def cells(values: list[float], dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:
     """Memory that Python writes as numbers and kernels read as tensors of one element."""
-    cells = array.array("f" if dtype is torch.float32 else "d", values)
-    return cells, list(torch.frombuffer(cells, dtype=dtype).unbind())
+    memory = array.array("f" if dtype is torch.float32 else "d", values)
+    return memory, list(torch.frombuffer(memory, dtype=dtype).unbind())

@@ -1,41 +1,38 @@
-"""Writes the line of one call: by its way of execution, into the memory that the plan gives it."""
+"""The lines of one call: by its way of execution, into the memory that the plan gives it."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
-from wholestep.functional import clone_as_it_lies
 from wholestep.ir import GETITEM, info
-from wholestep.lower.codegen.bind_memory import Loans, Recycler, at
-from wholestep.lower.codegen.literals import Speller, keyword, literal, one_line
-from wholestep.lower.fusion.blocked_matmuls import in_parts, parts
-from wholestep.lower.fusion.blocking_collectives import form_at_once, prompt_starts
-from wholestep.lower.plan.liveness import Plan, variable
+from wholestep.lower.codegen.bind_memory import Loans, Recycler
+from wholestep.lower.codegen.literals import commas, keyword, literal, targets
+from wholestep.lower.codegen.program_text import ProgramText
+from wholestep.lower.fusion.blocked_matmuls import in_parts
+from wholestep.lower.fusion.blocking_collectives import blocking_collectives, blocking_form
 from wholestep.lower.plan.operator_facts import (
-    FILLS,
     OFFSETS,
     SCATTERS,
     UNSET,
     aten,
-    base_name,
     inplace_variant,
     is_pointwise,
     is_sure_view,
-    mutable_twin,
+    mutable_variant,
     out_variant,
-    reaches,
 )
 from wholestep.lower.plan.value_facts import (
     RECYCLE_FROM,
     RECYCLE_GRADIENTS_FROM,
+    dense,
     device_key,
-    is_dense,
+    fill_number,
     origin_of,
     recyclable,
+    variable,
 )
 
 _SYMBOLS: dict[Any, str] = {
@@ -45,43 +42,66 @@ _SYMBOLS: dict[Any, str] = {
 }  # fmt: skip
 
 
-class CallWriter(Speller):
-    """One method for each way in which a call is carried out.
+class CallWriter:
+    """Writes calls: one method for each way in which they are carried out (`How`).
 
     Attributes:
         made: variables whose memory is bound or taken already.
-        lists: text of a list -> the variable that `bind` gives it.
-        held: values that wait for a backward: kept for the next call as well, their memory would serve nothing else.
-        prompt: collectives that run to their end where they start.
+        saved: values that wait for a backward: kept for the next call as well, their memory would serve nothing else.
+        blocking: collectives that run to their end where they start.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+    def __init__(self, source: ProgramText) -> None:
+        self.source, self.plan, self.reuse = source, source.plan, source.plan.reuse
         self.made: set[str] = set()
-        self.lists: dict[str, str] = {}
-        signature = plan.step.signature
-        last = plan.step.outputs[signature.n_outputs - signature.kept :]
-        self.held = {plan.root[n] for n in last if isinstance(n, fx.Node)}
-        self.prompt = prompt_starts(plan)
+        signature = self.plan.step.signature
+        last = self.plan.step.outputs[signature.n_outputs - signature.saved :]
+        self.saved = {self.plan.live.root[n] for n in last if isinstance(n, fx.Node)}
+        self.blocking = blocking_collectives(self.plan)
 
-    def _single(self, node: fx.Node, lines: list[str]) -> None:
-        how = self.plan.how[node]
-        write = {
-            "host": self._host, "view": self._view, "fill": self._fill, "copy": self._copy, "scatter": self._scatter,
-            "wait": self._wait, "collective": self._collective,
-            "inplace": self._out, "out": self._out, "call": self._functional, "mutable": self._mutable,
-            "pack": self._pack,
-        }.get(how)  # fmt: skip
-        if write is not None:
-            write(node, lines)
+    def write(self, node: fx.Node) -> None:
+        """Writes what a call takes to run, if anything."""
+        if (how := self.reuse.how[node]) not in ("skip", "pick"):
+            getattr(self, f"_{how}")(node)
 
-    def _say(self, lines: list[str], text: str, node: fx.Node) -> None:
-        record = info(node)
-        where = "  ".join(part for part in (record.where.rsplit("/", 1)[-1], record.module) if part)
-        lines.append(f"{text}  # {one_line(where)}" if where else text)
+    def destination(self, node: fx.Node) -> str:
+        """The variable that a call writes to, bound or made first where it must be."""
+        name, store, value = self.source.name(node), self.reuse.store[node], info(node).value
+        spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}"
+        if name == variable(node) and name not in self.made:
+            self.made.add(name)
+            slot = store.slot
+            if store.kind == "arena" and slot is not None:
+                offset = slot.offset + self.reuse.offset.get(node, 0)
+                self.source.bind(name, f"at(arena['{slot.device}'], {offset}, {spec})")
+            elif store.kind == "lent" and slot is not None:
+                self.source.namespace.setdefault("loans", Loans())
+                self.source.bind(f"lend_{name}", f"loans.lend({node.name!r}, arena['cpu'], {slot.offset}, {spec})")
+                self.source.assign(name, f"lend_{name}()")
+            elif store.kind == "fresh":
+                self.source.assign(name, self._new_memory(node, spec))
+        return self.source.in_tile.get(name, name)
 
-    def _host(self, node: fx.Node, lines: list[str]) -> None:
-        args = [self._arg(a) for a in node.args]
+    def _new_memory(self, node: fx.Node, spec: str) -> str:
+        value, least = info(node).value, RECYCLE_GRADIENTS_FROM if self.plan.step.signature.donated else RECYCLE_FROM
+        if not recyclable(value, least) or node in self.saved:
+            shape = f"{tuple(value.shape)}, {value.stride()}"
+            return f"torch.empty_strided({shape}, dtype={value.dtype}, device='{value.device}')"
+        self.source.namespace.setdefault("fresh", Recycler())
+        return f"fresh({len(self.made)}, {spec})"
+
+    def cloned(self, node: fx.Node) -> str:
+        """A copy of a value with its own strides."""
+        name = self.source.name(node)
+        return f"{name}.clone()" if dense(info(node).value) else f"clone_as_it_lies({name})"
+
+    def _over(self, target: str, source: Any) -> None:
+        """Copies what a call reads to where it writes, unless it lies there."""
+        if (text := self.source.arg(source)) != target:
+            self.source.line(f"{target}.copy_({text})")
+
+    def _host(self, node: fx.Node) -> None:
+        args = [self.source.arg(a) for a in node.args]
         target: Any = node.target
         if target is aten._local_scalar_dense.default:
             text = f"{args[0]}.item()"
@@ -90,202 +110,133 @@ class CallWriter(Speller):
         elif target is operator.neg:
             text = f"-{args[0]}"
         else:
-            keywords = [keyword(k, self._arg(v)) for k, v in node.kwargs.items()]
-            text = f"{self._function(target)}({', '.join(args + keywords)})"
-        self._say(lines, f"{variable(node)} = {text}", node)
+            text = f"{self.source.function(target)}({commas([*args, *self.source.keywords(node)])})"
+        self.source.number(node, text, node)
 
-    def _view(self, node: fx.Node, lines: list[str]) -> None:
-        operands = node.all_input_nodes
-        base = operands[0]
-        owner = origin_of(node)[0] if node.target is GETITEM else node
-        lasting = is_sure_view(owner.target) and all(self._name(o) in self.stable for o in operands)
-        name = variable(node)
-        text = f"{self._name(base)}[{node.args[1]}]" if node.target is GETITEM else self._call(node)
-        if lasting:
-            self.bound.append(f"{name} = {text}")
-            self.stable.add(name)
+    def _view(self, node: fx.Node) -> None:
+        name, operands = variable(node), [self.source.name(o) for o in node.all_input_nodes]
+        picks = node.target is GETITEM
+        text = (
+            f"{operands[0]}[{node.args[1]}]"
+            if picks
+            else self.source.call(node.target, self.source.arguments(node), node)
+        )
+        owner = origin_of(node)[0]
+        if is_sure_view(owner.target) and self.source.lasting.issuperset(operands):
+            self.source.bind(name, text)
         else:
-            self._say(lines, f"{name} = {text}", node)
+            self.source.assign(name, text, node)
 
-    def _destination(self, node: fx.Node, lines: list[str]) -> str:
-        """The variable that a call writes to, bound or made first where it must be."""
-        name, store, value = self._name(node), self.plan.store[node], info(node).value
-        spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}"
-        if name == variable(node) and name not in self.made:
-            self.made.add(name)
-            if store.kind == "slot":
-                slot = self.plan.slots[store.index]
-                self.bound.append(f"{name} = at(arena['{slot.device}'], {slot.offset + store.offset}, {spec})")
-                self.namespace["at"] = at
-                self.stable.add(name)
-            elif store.kind == "lent":
-                offset = self.plan.slots[store.index].offset
-                lender, self.namespace["loans"] = f"lend_{name}", self.namespace.get("loans") or Loans()
-                self.bound.append(f"{lender} = loans.lend({node.name!r}, arena['cpu'], {offset}, {spec})")
-                lines.append(f"{name} = {lender}()")
-            elif store.kind == "fresh":
-                lines.append(f"{name} = {self._fresh(node, value, spec)}")
-        return self.in_tile.get(name, name)
+    def _wait(self, node: fx.Node) -> None:
+        if node.args[0] not in self.blocking:
+            self.source.line(f"{self.source.function(node.target)}({self.source.arg(node.args[0])})", node)
 
-    def _collective(self, node: fx.Node, lines: list[str]) -> None:
-        target, (source, *rest) = self._destination(node, lines), node.args
-        if self._arg(source) != target:
-            lines.append(f"{target}.copy_({self._arg(source)})")
-        twin = form_at_once(self.plan, node) if node in self.prompt else inplace_variant(node.target)  # type: ignore[arg-type]
-        self._say(lines, f"{self._function(twin)}({', '.join([target, *map(self._arg, rest)])})", node)
+    def _collective(self, node: fx.Node) -> None:
+        target, (source, *rest) = self.destination(node), node.args
+        self._over(target, source)
+        inplace: Any = inplace_variant(node.target)  # type: ignore[arg-type]
+        function = self.source.function(blocking_form(self.plan, node) if node in self.blocking else inplace)
+        self.source.line(f"{function}({commas([target, *map(self.source.arg, rest)])})", node)
 
-    def _wait(self, node: fx.Node, lines: list[str]) -> None:
-        if node.args[0] in self.prompt:
-            return
-        self._say(lines, f"{self._function(node.target)}({self._arg(node.args[0])})", node)
+    def _fill(self, node: fx.Node) -> None:
+        target, number = self.destination(node), fill_number(node)
+        if number is not UNSET:
+            zero = repr(number) in ("0", "0.0")
+            self.source.line(f"{target}.zero_()" if zero else f"{target}.fill_({self.source.arg(number)})", node)
 
-    def _fresh(self, node: fx.Node, value: torch.Tensor, spec: str) -> str:
-        least = RECYCLE_GRADIENTS_FROM if self.plan.step.signature.dying else RECYCLE_FROM
-        if not recyclable(value, least) or node in self.held:
-            shape = f"{tuple(value.shape)}, {value.stride()}"
-            return f"torch.empty_strided({shape}, dtype={value.dtype}, device='{value.device}')"
-        self.namespace.setdefault("fresh", Recycler())
-        return f"fresh({len(self.made)}, {spec})"
-
-    def _fill(self, node: fx.Node, lines: list[str]) -> None:
-        number = FILLS[node.target](*node.args, **node.kwargs)
-        if number is UNSET:
-            self._destination(node, lines)
-            return
-        zero = not isinstance(number, fx.Node) and number == 0
-        text = "zero_()" if zero else f"fill_({self._arg(number)})"
-        self._say(lines, f"{self._destination(node, lines)}.{text}", node)
-
-    def _copy(self, node: fx.Node, lines: list[str]) -> None:
+    def _copy(self, node: fx.Node) -> None:
         source = node.args[1] if node.target is aten.copy.default else node.args[0]
-        self._say(lines, f"{self._destination(node, lines)}.copy_({self._arg(source)})", node)
+        self.source.line(f"{self.destination(node)}.copy_({self.source.arg(source)})", node)
 
-    def _pack(self, node: fx.Node, lines: list[str]) -> None:
-        whole = self._destination(node, lines)
-        for number, (operand, start, size) in enumerate(self.plan.unpacked[node]):
-            part = f"{whole}_part_{number}"
-            self.bound.append(f"{part} = {whole}[{start}:{start + size}]")
-            self.stable.add(part)
-            self._say(lines, f"{part}.copy_({self._arg(operand)})", node)
+    def _concat(self, node: fx.Node) -> None:
+        whole = self.destination(node)
+        for number, (operand, start, size) in enumerate(self.reuse.unpacked[node]):
+            part = self.source.bind(f"{whole}_part_{number}", f"{whole}[{start}:{start + size}]")
+            self.source.line(f"{part}.copy_({self.source.arg(operand)})", node)
 
-    def _scatter(self, node: fx.Node, lines: list[str]) -> None:
+    def _scatter(self, node: fx.Node) -> None:
         base, source = node.args[:2]
-        target = self._destination(node, lines)
-        if self._arg(base) != target:
-            lines.append(f"{target}.copy_({self._arg(base)})")
-        view = SCATTERS[node.target]
-        rest = [self._arg(a) for a in node.args[2 : OFFSETS.get(node.target)]] + self._offset(node, target)
-        args = ", ".join([target, *rest, *(keyword(k, self._arg(v)) for k, v in node.kwargs.items())])
-        self._say(lines, f"{self._function(view)}({args}).copy_({self._arg(source)})", node)
+        target = self.destination(node)
+        self._over(target, base)
+        rest = [self.source.arg(a) for a in node.args[2 : OFFSETS.get(node.target)]]
+        args = [target, *rest, *self.source.offset(node, target), *self.source.keywords(node)]
+        view = f"{self.source.function(SCATTERS[node.target])}({commas(args)})"
+        self.source.line(f"{view}.copy_({self.source.arg(source)})", node)
 
-    def _out(self, node: fx.Node, lines: list[str]) -> None:
-        target = self._destination(node, lines)
-        op: Any = node.target
-        first = node.args[0]
-        twin = inplace_variant(op)
-        over_first = isinstance(first, fx.Node) and self._name(first) == self._name(node)
-        if over_first and twin is not None and (is_pointwise(op) or self.plan.how[node] == "inplace"):
-            self._say(lines, self._inplace(node, twin, target), node)
+    def _inplace(self, node: fx.Node) -> None:
+        target, op = self.destination(node), inplace_variant(node.target)  # type: ignore[arg-type]
+        self._over(target, node.args[0])
+        self.source.line(self.source.call(op, [target, *self.source.arguments(node)[1:]], node), node)
+
+    def _out(self, node: fx.Node) -> None:
+        first, op = node.args[0], node.target
+        over_first = isinstance(first, fx.Node) and self.source.name(first) == self.source.name(node)
+        if over_first and is_pointwise(op) and inplace_variant(op) is not None:  # type: ignore[arg-type]
+            self._inplace(node)
             return
-        found = out_variant(op, device_key(info(node).value))
+        target = self.destination(node)
+        found = out_variant(op, device_key(info(node).value))  # type: ignore[arg-type]
         assert found is not None, op
-        overload, extra, outs = found
-        if not self.in_tile and in_parts(node):
-            self._in_parts(node, target, lines)
+        overload, extra, (out,) = found
+        if in_parts(node) and not self.source.in_tile:
+            left, right = (self.source.arg(a) for a in node.args)
+            with self.source.loop(["some", "part"], f"parts({left}, {target})"):
+                self.source.line(f"torch.mm(some, {right}, out=part)", node)
+            return
+        args = [*self.source.arguments(node), *map(literal, extra)]
+        if node in self.blocking:
+            text = f"{self.source.function(blocking_form(self.plan, node))}({commas([*args, f'{out}={target}'])})"
         else:
-            self._say(lines, self._out_call(node, overload, extra, outs[0], target), node)
+            text = self.source.call(overload, [*args, f"{out}={target}"], node, extra, **{out: info(node).value})
+        self.source.line(text, node)
 
-    def _in_parts(self, node: fx.Node, target: str, lines: list[str]) -> None:
-        """A product of few rows of a batch, by some of its own rows at a time."""
-        left, right = (self._arg(a) for a in node.args)
-        self.namespace["parts"] = parts
-        lines.append(f"for some, part in parts({left}, {target}):")
-        self._say(lines, f"    torch.mm(some, {right}, out=part)", node)
-        lines.append("del some, part")
-
-    def _inplace(self, node: fx.Node, twin: Any, target: str) -> str:
-        method = getattr(torch.Tensor, base_name(twin), None)
-        args, keywords = self._arguments(node)
-        values, named = self._values(node)
-        if method is not None and reaches(twin, method, base_name(twin), values, named):
-            return f"{target}.{base_name(twin)}({', '.join(args[1:] + keywords)})"
-        return f"{self._function(twin)}({', '.join(args + keywords)})"
-
-    def _out_call(self, node: fx.Node, overload: Any, extra: Any, out: str, target: str) -> str:
-        args, keywords = self._arguments(node)
-        args += [literal(e) for e in extra]
-        values, named = self._values(node)
-        entry = getattr(torch, base_name(overload), None)
-        call = {**named, "out": info(node).value}
-        if entry is not None and reaches(overload, entry, base_name(overload), [*values, *extra], call):
-            return f"torch.{base_name(overload)}({', '.join(args + keywords)}, out={target})"
-        called = form_at_once(self.plan, node) if node in self.prompt else overload
-        return f"{self._function(called)}({', '.join(args + keywords)}, {out}={target})"
-
-    def _functional(self, node: fx.Node, lines: list[str]) -> None:
-        value = info(node).value
-        if isinstance(value, (list, tuple)) and value:
-            self._say(lines, f"{self._pattern(node, value)} = {self._call(node)}", node)
-        elif value is None or isinstance(value, (list, tuple)):
-            self._say(lines, self._call(node), node)
+    def _call(self, node: fx.Node) -> None:
+        value, text = info(node).value, self.source.call(node.target, self.source.arguments(node), node)
+        if value is None or (isinstance(value, (list, tuple)) and not value):
+            self.source.line(text, node)
+        elif isinstance(value, (list, tuple)):
+            names: list[str] = []
+            self.source.assign(self._pattern(node, value, names), text, node, names)
         else:
-            self._say(lines, f"{variable(node)} = {self._call(node)}", node)
+            self.source.assign(variable(node), text, node)
 
-    def _pattern(self, node: fx.Node, values: Any) -> str:
+    def _pattern(self, node: fx.Node, values: Any, names: list[str]) -> str:
         """A tuple to unpack results into; ``_`` where nothing reads one."""
         picked = {u.args[1]: u for u in node.users if u.target is GETITEM}
-        names = []
+        texts = []
         for index, value in enumerate(values):
             user = picked.get(index)
-            if user is None:
-                names.append("_")
-            elif isinstance(value, (list, tuple)):
-                names.append(f"({self._pattern(user, value)})")
+            if user is not None and isinstance(value, (list, tuple)):
+                texts.append(f"({self._pattern(user, value, names)})")
             else:
-                names.append(self._name(user))
-        return ", ".join(names) + ("," if len(names) == 1 else "")
+                texts.append(self.source.name(user) if user is not None else "_")
+                names.append(texts[-1])
+        return targets(texts)
 
-    def _mutable(self, node: fx.Node, lines: list[str]) -> None:
-        twin = mutable_twin(node.target)
-        assert twin is not None
-        schema = [a.name for a in twin.op._schema.arguments]
-        bound: dict[str, Any] = dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)
+    def _mutable(self, node: fx.Node) -> None:
+        variant = mutable_variant(node.target)
+        assert variant is not None
+        schema = variant.op._schema
+        bound: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
         swap: dict[tuple[str, int | None], str] = {}
-        for number, entry in enumerate(self.plan.written[node]):
+        for number, entry in enumerate(self.reuse.written[node]):
             if not entry.in_place:
                 name = variable(entry.leaf) if entry.leaf is not None else f"{variable(node)}_copy_{number}"
-                lines.append(f"{name} = {self._cloned(entry.old)}")
+                self.source.assign(name, self.cloned(entry.old))
                 swap[entry.argument, entry.index] = name
         texts = []
         for name, value in bound.items():
             if isinstance(value, (list, tuple)) and value and all(isinstance(v, fx.Node) for v in value):
-                items = [swap.get((name, i)) or self._arg(v) for i, v in enumerate(value)]
-                texts.append(keyword(name, self._list(items)))
+                items = [swap.get((name, i)) or self.source.arg(v) for i, v in enumerate(value)]
+                texts.append(keyword(name, self.source.list_of(items)))
             else:
-                texts.append(keyword(name, swap.get((name, None)) or self._arg(value)))
-        call = f"{self._function(twin.op)}({', '.join(texts)})"
-        if twin.fresh:
-            picked = {u.args[1]: self._name(u) for u in node.users if u.target is GETITEM}
-            names = [picked.get(i, "_") for i in range(twin.fresh)]
-            extra = [r for r in twin.op._schema.returns if r.alias_info and r.alias_info.is_write]
-            unpacked = ", ".join(names) if len(names) + len(extra) > 1 else names[0]
-            call = f"{unpacked}{', *_' if extra else ''} = {call}"
-        self._say(lines, call, node)
-
-    def _cloned(self, node: fx.Node) -> str:
-        if is_dense(info(node).value):
-            return f"{self._name(node)}.clone()"
-        self.namespace["clone_as_it_lies"] = clone_as_it_lies
-        return f"clone_as_it_lies({self._name(node)})"
-
-    def _list(self, names: list[str]) -> str:
-        """A list of tensors, made once where all of them last."""
-        text = f"[{', '.join(names)}]"
-        return self._list_of(text) if all(name in self.stable for name in names) else text
-
-    def _list_of(self, text: str) -> str:
-        """A variable that `bind` gives the value of ``text``, once."""
-        if text not in self.lists:
-            self.lists[text] = f"list_{len(self.lists)}"
-            self.bound.append(f"{self.lists[text]} = {text}")
-        return self.lists[text]
+                texts.append(keyword(name, swap.get((name, None)) or self.source.arg(value)))
+        text = f"{self.source.function(variant.op)}({commas(texts)})"
+        if not variant.fresh:
+            self.source.line(text, node)
+            return
+        picked = {u.args[1]: self.source.name(u) for u in node.users if u.target is GETITEM}
+        names = [picked.get(i, "_") for i in range(variant.fresh)]
+        more = any(r.alias_info and r.alias_info.is_write for r in schema.returns)
+        target = targets([*names, *["*_"] * more]) if more or len(names) > 1 else names[0]
+        self.source.assign(target, text, node, names)

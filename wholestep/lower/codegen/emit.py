@@ -1,34 +1,38 @@
-"""Writes the program: straight-line Python, one line for each kernel, from a plan.
+"""Code generation: straight-line Python, one line for each kernel, from a plan.
 
-The source defines ``bind(inputs, arena, scratch, tile)``, which makes every view of lasting memory once and
-returns ``run(inputs)``, the hot path. What the source refers to is in the namespace that comes with it.
+The text defines ``run(inputs)``, the step, and then makes what lasts between calls: views of parameters, of state and
+of the arena, lists of them, compiled chains. It is executed, with the inputs, the arena and the scratch memory among
+its globals, when memory is bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.ir import fake_tensors, info
-from wholestep.lower.codegen.bind_memory import cells_of, filled
+from wholestep.lower.codegen.call_lines import CallWriter
 from wholestep.lower.codegen.group_lines import GroupWriter
-from wholestep.lower.codegen.literals import literal, one_line
+from wholestep.lower.codegen.literals import commas, literal, targets
+from wholestep.lower.codegen.program_text import ProgramText
 from wholestep.lower.fusion.execution_order import Item
-from wholestep.lower.plan.liveness import Plan, Store, variable
+from wholestep.lower.plan.memory_plan import Plan
 from wholestep.lower.plan.operator_facts import FILLS
+from wholestep.lower.plan.value_facts import KERNELS, fill_number, variable
 
 STABLE_KINDS = ("parameter", "buffer", "state", "grad")
 
 
 @dataclass
-class Source:
+class Program:
     """The program's text and what it refers to.
 
     Attributes:
-        text: Python source of ``bind``.
+        text: Python source; see above.
         namespace: globals for it.
         viewed: indices of inputs whose memory is bound ahead.
         scratch: number of scratch buffers by dtype.
@@ -37,181 +41,126 @@ class Source:
     text: str
     namespace: dict[str, Any]
     viewed: list[int]
-    scratch: dict[torch.dtype, int] = field(default_factory=dict)
+    scratch: dict[torch.dtype, int]
 
 
-def emit(plan: Plan) -> Source:
+def emit(plan: Plan) -> Program:
     """Writes the program of a plan."""
-    return _Writer(plan).write()
+    source = ProgramText(plan)
+    calls = CallWriter(source)
+    groups = GroupWriter(calls)
+    viewed = _write_inputs(source)
+    _write_constants(source)
+    freed = _last_uses(source)
+    _write_copies(source, -1)
+    phase = ""
+    for index, item in enumerate(plan.items):
+        nodes = [n for n in item.nodes if plan.reuse.how[n] != "skip" and n not in plan.live.fixed]
+        if nodes and info(nodes[0]).phase != phase and any(plan.reuse.how[n] != "view" for n in nodes):
+            phase = info(nodes[0]).phase
+            source.phase(phase)
+        if nodes:
+            _write_item(groups, index, item, nodes)
+        _write_copies(source, index)
+        if names := [name for name in freed.get(index, []) if name in source.assigned]:
+            source.line(f"del {targets(names).rstrip(',')}")
+    _write_results(calls)
+    kernels, total = sum(how in KERNELS for how in plan.reuse.how.values()), sum(plan.arena.values())
+    sizes = f"{kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})"
+    return Program(source.text(f"after {plan.step.stage}: {sizes}"), source.namespace, viewed, groups.scratch)
 
 
-class _Writer(GroupWriter):
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
-        self.inputs = plan.step.placeholders
-        self.dying: dict[int, list[str]] = {}
-        self.phase = ""
-        self.assigned: set[str] = set()
-        self.scanned = 0
-        self.constants = set(plan.constant)
-        self.released = plan.step.signature.dying
+def _write_item(groups: GroupWriter, index: int, item: Item, nodes: list[fx.Node]) -> None:
+    if item.kind == "chain":
+        groups.chain(index, nodes)
+    elif item.kind == "tile":
+        groups.tile(index, nodes)
+    elif item.kind == "batch":
+        groups.batch(nodes)
+    else:
+        groups.calls.write(nodes[0])
 
-    def write(self) -> Source:
-        kinds = [i.kind for i in self.plan.step.signature.inputs]
-        written = set(self.plan.step.signature.mutations.values())
-        viewed = []
-        for index, node in enumerate(self.inputs):
-            if kinds[index] in STABLE_KINDS and isinstance(info(node).value, torch.Tensor):
-                self.stable.add(variable(node))
-                viewed.append(index)
-                if node.users or index in written:
-                    self.bound.append(f"{variable(node)} = inputs[{index}].detach()  # {self._source(index)}")
-            elif node.users or index in written:
-                self.body.append(f"{variable(node)} = inputs[{index}]  # {self._source(index)}")
-        if self.released:
-            returned = sorted({value for kind, value in self.plan.returned if kind == "input"})
-            self.body += [f"given_{i} = inputs[{i}]" for i in returned]
-            self.body.append("del inputs[:]")
-        for node in self.plan.step.graph.nodes:
-            if node.op == "get_attr":
-                self.stable.add(variable(node))
-                self.namespace[variable(node)] = _constant(plan_owner(self.plan), str(node.target))
-        for node in self.plan.constant:
-            self._constant(node)
-        self._find_deaths()
-        self._copies(-1)
-        for index, item in enumerate(self.plan.items):
-            self._item(index, item)
-            self._copies(index)
-            self._delete(index)
-        self._finish()
-        return Source(self._text(), self.namespace, viewed, self.scratch)
 
-    def _source(self, index: int) -> str:
-        return one_line(self.plan.step.signature.inputs[index].source)
-
-    # Items
-
-    def _item(self, index: int, item: Item) -> None:
-        nodes = [n for n in item.nodes if self.plan.how[n] not in ("skip",) and n not in self.constants]
-        if not nodes:
-            return
-        phase = info(nodes[0]).phase
-        if phase != self.phase and not all(self.plan.how[n] == "view" for n in nodes):
-            self.body += ["", f"# {phase}"]
-            self.phase = phase
-        if item.kind == "chain":
-            self._chain(index, nodes)
-        elif item.kind == "tile":
-            self._tile(index, nodes)
-        elif item.kind == "batch":
-            self._batch(nodes)
+def _write_inputs(source: ProgramText) -> list[int]:
+    """Variables for the inputs; gives the indices of those whose memory lasts."""
+    signature, viewed = source.plan.step.signature, []
+    written = {*signature.mutations.values()}
+    for index, (node, item) in enumerate(zip(source.plan.live.inputs, signature.inputs, strict=True)):
+        lasts = item.kind in STABLE_KINDS and isinstance(info(node).value, torch.Tensor)
+        if lasts:
+            viewed.append(index)
+        if not node.users and index not in written:
+            continue
+        if lasts:
+            source.bind(variable(node), f"inputs[{index}].detach()", item.source)
         else:
-            self._single(nodes[0], self.body)
+            source.number(node, f"inputs[{index}]", item.source)
+    if signature.donated:
+        for index in sorted({value for kind, value in source.plan.returned if kind == "input"}):
+            source.assign(f"given_{index}", f"inputs[{index}]")
+        source.line("del inputs[:]")
+    return viewed
 
-    def _constant(self, node: fx.Node) -> None:
-        self.stable.add(variable(node))
+
+def _write_constants(source: ProgramText) -> None:
+    for node in source.plan.step.graph.nodes:
+        if node.op == "get_attr":
+            source.namespace[variable(node)] = operator.attrgetter(str(node.target))(source.plan.step.gm)
+            source.lasting.add(variable(node))
+    for node in source.plan.live.constants:
+        value = info(node).value
         if node.target in FILLS:
-            value, number = info(node).value, FILLS[node.target](*node.args, **node.kwargs)
-            self.namespace.setdefault("filled", filled)
             spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}, '{value.device}'"
-            self.bound.append(f"{variable(node)} = filled({literal(number)}, {spec})")
+            source.bind(variable(node), f"filled({literal(fill_number(node))}, {spec})")
         else:
-            self.bound.append(f"{variable(node)} = {self._call(node)}")
-
-    # Ends
-
-    def _find_deaths(self) -> None:
-        last: dict[str, int] = {}
-        for index in self.released:
-            last[variable(self.inputs[index])] = self.plan.last_item[self.inputs[index]]
-        for item in self.plan.items:
-            for node in item.nodes:
-                kind = self.plan.store.get(node)
-                if kind is None or node in self.constants or not self._is_released(kind):
-                    continue
-                if not any(True for _ in fake_tensors(info(node).value)):
-                    continue
-                root = self.plan.root[node]
-                name = self._name(node)
-                last[name] = max(last.get(name, -1), self.plan.last_item.get(root, -1))
-        for name, index in last.items():
-            self.dying.setdefault(index, []).append(name)
-
-    def _is_released(self, store: Store) -> bool:
-        return store.kind in ("call", "fresh") or (store.kind == "input" and store.index in self.released)
-
-    def _delete(self, index: int) -> None:
-        assigned = self._scan()
-        live = [n for n in self.dying.get(index, []) if n in assigned]
-        if live:
-            self.body.append(f"del {', '.join(live)}")
-
-    def _scan(self) -> set[str]:
-        """Variables that the body has assigned so far."""
-        for line in self.body[self.scanned :]:
-            head = line.split(" = ", 1)[0] if " = " in line else ""
-            self.assigned |= {part.strip(" ()*") for part in head.split(",")}
-        self.scanned = len(self.body)
-        return self.assigned
-
-    def _copies(self, index: int) -> None:
-        for into, node in self.plan.copies.get(index, []):
-            self.body.append(f"{variable(self.inputs[into])}.copy_({self._name(node)})  # {self._source(into)}")
-
-    def _finish(self) -> None:
-        """Clones first, since they may read old values; then the last copies; then the result."""
-        last = len(self.plan.items)
-        results = []
-        for index, (kind, value) in enumerate(self.plan.returned):
-            if kind == "input":
-                results.append(f"given_{value}" if self.released else f"inputs[{value}]")
-            elif kind == "clone":
-                self.body.append(f"result_{index} = {self._cloned(value)}")
-                results.append(f"result_{index}")
-            else:
-                results.append(self._arg(value))
-        pairs = self.plan.copies.get(last, [])
-        safe = []
-        for number, (into, node) in enumerate(pairs):
-            name = self._name(node)
-            if self.plan.store[self.plan.root[node]].kind == "input":
-                self.body.append(f"new_{number} = {name}.clone()")
-                name = f"new_{number}"
-            safe.append(f"{variable(self.inputs[into])}.copy_({name})  # {self._source(into)}")
-        self.body += [*safe, f"return [{', '.join(results)}]"]
-
-    def _text(self) -> str:
-        for dtype, cells in self.cells.items():
-            short = str(dtype).removeprefix("torch.")
-            self.namespace["cells"] = cells_of
-            self.bound.insert(0, f"{short}_cells, tensors_{short} = cells([{', '.join(map(literal, cells))}], {dtype})")
-        plan, kernels = self.plan, sum(h in _KERNELS for h in self.plan.how.values())
-        total = sum(plan.arena.values())
-        lines = [
-            f"# after {plan.step.stage}: {kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})",
-            *self.head,
-            "",
-            "def bind(inputs, arena, scratch, tile):",
-            *("    " + line for line in self.bound),
-            "",
-            "    def run(inputs):",
-            *("        " + line if line else "" for line in self._with_cells()),
-            "",
-            "    return run",
-        ]
-        return "\n".join(lines) + "\n"
+            source.bind(variable(node), source.call(node.target, source.arguments(node), node))
 
 
-_KERNELS = ("fill", "copy", "scatter", "collective", "inplace", "out", "call", "mutable", "pack")
+def _last_uses(source: ProgramText) -> dict[int, list[str]]:
+    """By item, the variables that are read for the last time there, and hold memory that is free then."""
+    plan = source.plan
+    released = plan.step.signature.donated
+    last = {variable(plan.live.inputs[i]): plan.last_use[plan.live.inputs[i]] for i in released}
+    for node in plan.live.nodes:
+        store = plan.reuse.store.get(node)
+        if store is None or node in plan.live.fixed or next(fake_tensors(info(node).value), None) is None:
+            continue
+        if store.kind in ("kernel", "fresh") or (store.kind == "input" and store.index in released):
+            name, root = source.name(node), plan.live.root[node]
+            last[name] = max(last.get(name, -1), plan.last_use.get(root, -1))
+    freed: dict[int, list[str]] = {}
+    for name, index in last.items():
+        freed.setdefault(index, []).append(name)
+    return freed
 
 
-def plan_owner(plan: Plan) -> Any:
-    """The module that holds a graph's constants."""
-    return plan.step.gm
+def _write_copies(source: ProgramText, index: int) -> None:
+    for into, node in source.plan.reuse.copies.get(index, []):
+        _write_copy(source, into, source.name(node))
 
 
-def _constant(owner: Any, target: str) -> Any:
-    for part in target.split("."):
-        owner = getattr(owner, part)
-    return owner
+def _write_copy(source: ProgramText, into: int, name: str) -> None:
+    signature = source.plan.step.signature
+    source.line(f"{variable(source.plan.live.inputs[into])}.copy_({name})", signature.inputs[into].source)
+
+
+def _write_results(calls: CallWriter) -> None:
+    """Clones first, since they may read old values; then the last copies; then the result."""
+    source, plan = calls.source, calls.plan
+    results = []
+    for index, (kind, value) in enumerate(plan.returned):
+        if kind == "input":
+            results.append(f"given_{value}" if plan.step.signature.donated else f"inputs[{value}]")
+        elif kind == "clone":
+            source.assign(f"result_{index}", calls.cloned(value))
+            results.append(f"result_{index}")
+        else:
+            results.append(source.arg(value))
+    copies = [(into, node, source.name(node)) for into, node in plan.reuse.copies.get(len(plan.items), [])]
+    for number, (into, node, name) in enumerate(copies):
+        if plan.reuse.store[plan.live.root[node]].kind == "input":
+            source.assign(f"new_{number}", f"{name}.clone()")
+            copies[number] = into, node, f"new_{number}"
+    for into, _, name in copies:
+        _write_copy(source, into, name)
+    source.line(f"return [{commas(results)}]")

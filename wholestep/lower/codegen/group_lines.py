@@ -1,172 +1,144 @@
-"""Writes the lines of a group: a chain, the loop over tiles, and one call for many small tensors."""
+"""The lines of a group of calls: a compiled chain, the loop over tiles, one foreach call for many small tensors."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import fx
 
+from wholestep.functional import base_name
 from wholestep.ir import info
-from wholestep.lower.codegen.bind_memory import at, pieces, tiles
 from wholestep.lower.codegen.call_lines import CallWriter
-from wholestep.lower.codegen.literals import NUMBER_AS_TENSOR
-from wholestep.lower.fusion.blocked_matmuls import by_rows, is_product, rows_at_once
-from wholestep.lower.fusion.chains import chain, chain_step, kernel_of
+from wholestep.lower.codegen.literals import INDENT, commas
+from wholestep.lower.codegen.program_text import NUMBER_AS_TENSOR
+from wholestep.lower.fusion.blocked_matmuls import is_product, rows_at_once
+from wholestep.lower.fusion.chains import chain_step, kernel_of
 from wholestep.lower.fusion.fusible import BATCH_OPS
-from wholestep.lower.plan.liveness import Plan, variable
-from wholestep.lower.plan.operator_facts import aten, base_name
+from wholestep.lower.plan.operator_facts import aten
 
 
-class GroupWriter(CallWriter):
-    """Tiles and batches.
+class GroupWriter:
+    """Writes groups, by way of what writes their calls.
 
     Attributes:
         scratch: number of scratch buffers by dtype.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+    def __init__(self, calls: CallWriter) -> None:
+        self.calls, self.source, self.plan, self.reuse = calls, calls.source, calls.plan, calls.reuse
         self.scratch: dict[torch.dtype, int] = {}
 
-    def _tile(self, index: int, nodes: list[fx.Node]) -> None:
-        shape = info(nodes[0]).value.shape
-        count = math.prod(shape)
-        names: dict[str, str] = {}  # variable -> expression for its tiles
-        self._scratch_buffers(index)
+    def tile(self, index: int, nodes: list[fx.Node]) -> None:
+        """A loop over pieces that stay in the cache, with torch's kernels inside."""
+        shape, count = info(nodes[0]).value.shape, info(nodes[0]).value.numel()
+        over: dict[str, str] = {}  # variable -> expression for its tiles
+        lasts = True
+        for number, dtype in enumerate(self.reuse.scratch.get(index, [])):
+            self.scratch[dtype] = max(self.scratch.get(dtype, 0), number + 1)
         for node in nodes:
             operands = [o for o in node.all_input_nodes if isinstance(info(o).value, torch.Tensor)]
-            for one in [o for o in operands if info(o).value.shape == shape] + [node]:
-                name = self._name(one)
-                if name in names:
+            for one in [*(o for o in operands if info(o).value.shape == shape), node]:
+                name, store = self.source.name(one), self.reuse.store[one]
+                if name in over:
                     continue
-                if self.plan.store[one].kind == "scratch":
-                    dtype = info(one).value.dtype
-                    names[name] = f"pieces(scratch[{dtype}, {self.plan.store[one].index}], {count}, tile)"
-                    self.stable.add(name)
+                if store.in_cache:
+                    over[name] = f"pieces(scratch[{info(one).value.dtype}, {store.index}], {count}, tile)"
                 else:
                     if one is node:
-                        self._destination(node, self.body)
-                    names[name] = f"tiles({name}, tile)"
-        self.namespace["tiles"], self.namespace["pieces"] = tiles, pieces
-        self.in_tile = {name: f"{name}_t" for name in names}
-        lasting = all(name in self.stable for name in names)
-        zipped = f"zip({', '.join(names.values())})"
-        inner: list[str] = []
-        for node in nodes:
-            self._single(node, inner)
-        if lasting:
-            self.bound.append(f"tiles_{index} = list({zipped})")
-            zipped = f"tiles_{index}"
-        self.body.append(f"for {', '.join(self.in_tile.values())}, in {zipped}:  # {count:,} elements by tiles")
-        self.body += ["    " + line for line in inner]
-        if not lasting:
-            self.body.append(f"del {', '.join(self.in_tile.values())}")  # they hold the memory of their tensors
-        self.in_tile = {}
+                        self.calls.destination(node)
+                    over[name] = f"tiles({name}, tile)"
+                    lasts = lasts and name in self.source.lasting
+        tiles = f"zip({commas(over.values())})"
+        if lasts:
+            tiles = self.source.bind(f"tiles_{index}", f"list({tiles})")
+        self.source.in_tile = {name: f"{name}_t" for name in over}
+        with self.source.loop([*self.source.in_tile.values()], tiles, f"{count:,} elements by tiles", not lasts):
+            for node in nodes:
+                self.calls.write(node)
+        self.source.in_tile = {}
 
-    def _chain(self, index: int, nodes: list[fx.Node]) -> None:
+    def chain(self, index: int, nodes: list[fx.Node]) -> None:
         """One call of a compiled kernel; the operators that it runs follow as comments."""
-        memory: dict[str, str] = {}
-        given: list[str] = []
+        memory: dict[str, None] = {}
         rows, words = [], []
-        (product, *_) = *(node for node in nodes if is_product(node)), None
-        if product is not None and self.plan.store[product].kind != "scratch":
-            self._single(product, self.body)
+        product = next((node for node in nodes if is_product(node)), None)
+        by_rows = product is not None and self.reuse.store[product].kind == "rows"
+        if product is not None and not by_rows:
+            self.calls.write(product)
         for node in nodes:
             if node is product:
                 continue
             step = chain_step(node)
             assert step is not None
-            operands = [self._name(o) for o in step.operands]
-            number = None if step.number is None else self._number(node, step.number)
-            for one in [*step.operands, node]:
-                if one is node and self.plan.store[one].kind != "scratch":
-                    self._destination(node, self.body)
-                if self.plan.store[one].kind != "scratch":
-                    self._operand(self._name(one), memory, given)
+            number = None if step.number is None else self.source.operand(node, step.number)
+            if not self.reuse.store[node].in_cache:
+                self.calls.destination(node)
+            operands = [self.source.name(o) for o in step.operands]
+            memory |= {self.source.name(o): None for o in (*step.operands, node) if not self.reuse.store[o].in_cache}
+            name = self.source.name(node)
+            read = commas(map(repr, operands))
+            rows.append(f"({kernel_of(node, step)!r}, {name!r}, ({read},), {number!r})")
             if number is not None:
-                self._operand(number, memory, given)
-            name = self._name(node)
-            rows.append((kernel_of(node, step), name, tuple(operands), number))
-            called = ", ".join([*operands, *([number] if number else [])])
-            words.append(f"#   {name} = {base_name(node.target)}({called})")  # type: ignore[arg-type]
-        self.namespace["chain"] = chain
-        count = math.prod(info(nodes[-1]).value.shape)
-        lasting = f"{{{', '.join(f'{name!r}: {name}' for name in memory)}}}"
-        addresses = [f"{name}.data_ptr()" for name in given]
-        if product in self.plan.pieces:
-            piece = self._piece(product)
-            self.bound.append(f"chain_{index} = chain({count}, {rows}, {lasting}, {given}, {self._name(product)!r})")
-            self._by_rows(index, product, piece, addresses)
+                memory[number] = None
+                operands.append(number)
+            words.append(f"#   {name} = {base_name(node.target)}({', '.join(operands)})")  # type: ignore[arg-type]
+        given = [name for name in memory if name not in self.source.lasting]
+        lasting = commas(f"{name!r}: {name}" for name in memory if name in self.source.lasting)
+        parts = f", {self.source.name(product)!r}" if product is not None and by_rows else ""
+        count = info(nodes[-1]).value.numel()
+        text = f"chain({count}, [{commas(rows)}],\n{INDENT}{{{lasting}}}, [{commas(map(repr, given))}]{parts})"
+        run, addresses = self.source.bind(f"chain_{index}", text), [f"{name}.data_ptr()" for name in given]
+        if product is not None and by_rows:
+            self._by_rows(index, product, commas(["first", "part", *addresses]))
         else:
-            self.bound.append(f"chain_{index} = chain({count}, {rows}, {lasting}, {given})")
-            self._say(self.body, f"chain_{index}({', '.join(addresses)})", nodes[-1])
-        self.body += words
+            self.source.line(f"{run}({commas(addresses)})", nodes[-1])
+        for word in words:
+            self.source.line(word)
 
-    def _by_rows(self, index: int, product: fx.Node, piece: str, addresses: list[str]) -> None:
-        """The loop over a product's pieces, each of which the chain reads from the cache."""
-        left = self._name(product.args[0])  # type: ignore[arg-type]
-        self.namespace["by_rows"], parts = by_rows, f"by_rows({left}, {piece})"
-        if left in self.stable:
-            self.bound.append(f"parts_{index} = list({parts})")
-            parts = f"parts_{index}"
-        self.in_tile = {left: "some", self._name(product): "part"}
-        inner: list[str] = []
-        self._out(product, inner)
-        self.in_tile = {}
-        inner.append(f"chain_{index}({', '.join(['first', 'part', *addresses])})")
-        self.body += [f"for first, some, part in {parts}:", *("    " + line for line in inner)]
-        if left not in self.stable:
-            self.body.append("del some, part")
-
-    def _piece(self, product: fx.Node) -> str:
-        """The variable of memory for some rows of a product."""
-        value, slot = info(product).value, self.plan.slots[self.plan.pieces[product]]
-        name = f"{variable(product)}_rows"
-        shape = (rows_at_once(value), value.shape[1])
+    def _by_rows(self, index: int, product: fx.Node, arguments: str) -> None:
+        """The loop over a product's rows, some of which at a time the chain reads from the cache."""
+        value, slot, left = info(product).value, self.reuse.store[product].slot, self.source.name(product.args[0])  # type: ignore[arg-type]
+        assert slot is not None
+        name, shape = self.source.name(product), (rows_at_once(value), value.shape[1])
         spec = f"{slot.offset}, {shape}, {(shape[1], 1)}, {value.dtype}"
-        self.bound.append(f"{name} = at(arena['{slot.device}'], {spec})")
-        self.namespace["at"] = at
-        self.made.add(variable(product))
-        return name
+        piece = self.source.bind(f"{name}_rows", f"at(arena['{slot.device}'], {spec})")
+        self.calls.made.add(name)
+        lasts, parts = left in self.source.lasting, f"by_rows({left}, {piece})"
+        if lasts:
+            parts = self.source.bind(f"parts_{index}", f"list({parts})")
+        self.source.in_tile = {left: "some", name: "part"}
+        with self.source.loop(["first", "some", "part"], parts, frees=not lasts):
+            self.calls.write(product)
+            self.source.line(f"chain_{index}({arguments})")
+        self.source.in_tile = {}
 
-    def _operand(self, name: str, memory: dict[str, str], given: list[str]) -> None:
-        if name in self.stable:
-            memory[name] = name
-        elif name not in given:
-            given.append(name)
-
-    def _scratch_buffers(self, index: int) -> None:
-        for number, dtype in enumerate(self.plan.scratch.get(index, [])):
-            self.scratch[dtype] = max(self.scratch.get(dtype, 0), number + 1)
-
-    def _batch(self, nodes: list[fx.Node]) -> None:
-        over = [n for n in nodes if isinstance(n.args[0], fx.Node) and self._name(n.args[0]) == self._name(n)]
+    def batch(self, nodes: list[fx.Node]) -> None:
+        """One call for all that are computed where their first operands lie."""
+        over = [
+            n for n in nodes if isinstance(n.args[0], fx.Node) and self.source.name(n.args[0]) == self.source.name(n)
+        ]
         text = self._foreach(over) if len(over) > 2 else None
         for node in nodes:
             if text is None or node not in over:
-                self._single(node, self.body)
+                self.calls.write(node)
         if text is not None:
-            self._say(self.body, text, over[0])
+            self.source.line(text, over[0])
 
     def _foreach(self, nodes: list[fx.Node]) -> str | None:
-        op = nodes[0].target
+        op, arg = nodes[0].target, self.source.arg
         columns = list(zip(*[n.args for n in nodes], strict=True))
-        lists = [self._list([self._name(a) for a in columns[0]])]  # type: ignore[arg-type]
-        scale: str | None = None
+        lists = [self.source.list_of(map(arg, columns[0]))]
+        scale = []
         for column in columns[1:]:
-            tensors = all(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) for a in column)
             if op in NUMBER_AS_TENSOR:
-                items = [self._number(n, a) for n, a in zip(nodes, column, strict=True)]
-                lists.append(self._list(items))
-            elif tensors:
-                lists.append(self._list([self._name(a) for a in column]))  # type: ignore[arg-type]
+                lists.append(self.source.list_of(self.source.operand(n, a) for n, a in zip(nodes, column, strict=True)))
+            elif all(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) for a in column):
+                lists.append(self.source.list_of(map(arg, column)))
             elif len(set(column)) == 1:
-                scale = self._arg(column[0])
+                scale = [arg(column[0])]
             else:
                 return None
-        values = [n.kwargs.get("value", 1) for n in nodes]
         if op in (aten.addcmul.default, aten.addcdiv.default):
-            same = len({repr(v) for v in values}) == 1
-            scale = f"value={self._arg(values[0])}" if same else f"[{', '.join(self._arg(v) for v in values)}]"
-        return f"torch.{BATCH_OPS[op]}({', '.join(lists + ([scale] if scale else []))})"
+            values = [n.kwargs.get("value", 1) for n in nodes]
+            same = len({*map(repr, values)}) == 1
+            scale = [f"value={arg(values[0])}" if same else arg(values)]
+        return f"torch.{BATCH_OPS[op]}({commas([*lists, *scale])})"

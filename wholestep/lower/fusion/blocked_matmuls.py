@@ -1,4 +1,4 @@
-"""Gradients that are never whole in memory: a product of matrices that only the optimizer's arithmetic reads.
+"""Blocked matrix products: a gradient that only the optimizer reads is computed by blocks of rows, never as a whole.
 
 The gradient of a weight on few rows of a batch is a product with little arithmetic and a large result. Computed and
 used by some of its rows at a time, it stays in the cache: of the ten times that such a step passes over memory as

@@ -1,4 +1,4 @@
-"""Collectives that run to their end where they start.
+"""Blocking collectives: those that complete where they start rather than beside the calls that follow.
 
 Those are the ones that the program waits for before it does anything worth while, and all where no core is free.
 """
@@ -10,30 +10,30 @@ from typing import Any
 from torch import fx
 
 from wholestep import comm
-from wholestep.comm.ops.blocking import AT_ONCE, cores_are_busy
+from wholestep.comm.ops.functional_collectives import BLOCKING, cores_are_busy
+from wholestep.functional import base_name
 from wholestep.ir import fake_tensors, info, nbytes
-from wholestep.lower.plan.liveness import Plan
-from wholestep.lower.plan.operator_facts import base_name, inplace_variant, is_collective, is_wait, out_variant
-from wholestep.lower.plan.value_facts import device_key
+from wholestep.lower.plan.memory_plan import Plan
+from wholestep.lower.plan.operator_facts import inplace_variant, is_collective, is_wait, out_variant
+from wholestep.lower.plan.value_facts import KERNELS, device_key
 
 # Bytes that calls between start and wait touch, up to which they are not worth overlapping with: some 30 us, as long as
 # it takes to wake another thread. The 20-layer MLP on two ranks takes 0.8 ms a step at once, 0.95 to 1.7 otherwise.
 LITTLE = 1 << 18
-_NOTHING = ("host", "view", "skip", "wait", "pick")
 
 
-def prompt_starts(plan: Plan) -> set[fx.Node]:
-    """The starts of collectives that had better not run beside what follows.
+def blocking_collectives(plan: Plan) -> set[fx.Node]:
+    """The calls that start collectives which had better not run beside what follows.
 
     Where ranks may issue collectives in other orders than this one, or messages, nothing that communicates may stand
     between start and wait: a rank that waited here might be waited for there.
     """
     calls = [node for item in plan.items for node in item.nodes]
-    alike = plan.step.signature.alike and not any(_is_message(node) for node in calls)
+    ordered = plan.step.signature.same_order and not any(_is_message(node) for node in calls)
     waits: dict[fx.Node, fx.Node] = {}
     for node in calls:
         users = list(node.users)
-        if form_at_once(plan, node) is not None and len(users) == 1 and is_wait(users[0].target):
+        if blocking_form(plan, node) is not None and len(users) == 1 and is_wait(users[0].target):
             waits[users[0]] = node
     found, begun = set(), {}
     touched = met = 0
@@ -43,24 +43,24 @@ def prompt_starts(plan: Plan) -> set[fx.Node]:
             met += 1
         elif is_wait(node.target):
             start = waits.get(node)
-            if start is not None and (alike or met == begun[start][1] + 1):
+            if start is not None and (ordered or met == begun[start][1] + 1):
                 little = touched - begun[start][0] <= LITTLE
-                found |= {start} if little or (alike and _without_a_core(start)) else set()
+                found |= {start} if little or (ordered and _without_a_core(start)) else set()
             met += 1
-        elif plan.how.get(node) not in _NOTHING:
+        elif plan.reuse.how.get(node) in KERNELS:
             touched += _touched(node)
     return found
 
 
-def form_at_once(plan: Plan, node: fx.Node) -> Any:
+def blocking_form(plan: Plan, node: fx.Node) -> Any:
     """The function that runs a collective to its end as the plan has it run; None for any other call."""
     target: Any = node.target
-    if not is_collective(target) or plan.how.get(node) not in ("collective", "out"):
+    if not is_collective(target) or plan.reuse.how.get(node) not in ("collective", "out"):
         return None
-    if plan.how[node] == "collective":
-        return AT_ONCE.get(inplace_variant(target))
+    if plan.reuse.how[node] == "collective":
+        return BLOCKING.get(inplace_variant(target))
     form = out_variant(target, device_key(info(node).value))
-    return None if form is None else AT_ONCE.get(form[0])
+    return None if form is None else BLOCKING.get(form[0])
 
 
 def _is_message(node: fx.Node) -> bool:

@@ -1,9 +1,9 @@
 """The order of execution: which nodes run one by one, tile by tile, or many at once.
 
-Two groupings change the order of elementwise nodes, never their bits:
+Three groupings change the order of elementwise nodes, never their bits:
 
 - a `chain` is the optimizer's arithmetic on one parameter, run by one compiled kernel (see `chains`), with the product
-  of matrices that is its gradient where nobody else reads that (see `products`);
+  of matrices that is its gradient where nobody else reads that (see `blocked_matmuls`);
 - a `tile` group is a chain of other operators over big tensors of one shape. It runs on 64 K elements after another,
   so that memory is passed over once instead of once for each operator;
 - a `batch` group is one operator on many small tensors, run by a single ``_foreach`` call.
@@ -13,7 +13,10 @@ Random and other effectful nodes keep their order.
 
 from __future__ import annotations
 
+import functools
+import graphlib
 import heapq
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -107,10 +110,7 @@ class _Grouping:
         self.by_key[key].append(mine)
 
     def _reached(self, operands: Iterable[fx.Node]) -> int:
-        mask = 0
-        for operand in operands:
-            mask |= self.taint.get(operand, 0)
-        return mask
+        return functools.reduce(operator.or_, (self.taint.get(operand, 0) for operand in operands), 0)
 
     def _open(self, node: fx.Node, key: Any) -> int:
         group = len(self.members)
@@ -198,21 +198,14 @@ def has_order(node: fx.Node) -> bool:
 
 
 def _topological(before: list[set[int]], rank: list[float]) -> list[int]:
-    after: list[list[int]] = [[] for _ in before]
-    waiting = [len(b) for b in before]
-    for index, earlier in enumerate(before):
-        for other in earlier:
-            after[other].append(index)
-    ready = [(rank[i], i) for i, count in enumerate(waiting) if count == 0]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, index = heapq.heappop(ready)
-        order.append(index)
-        for other in after[index]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (rank[other], other))
-    assert len(order) == len(before), "a group depends on itself"
+    """The lowest rank first, among those whose predecessors have run."""
+    sorter = graphlib.TopologicalSorter(dict(enumerate(before)))
+    sorter.prepare()
+    ready: list[tuple[float, int]] = []
+    order: list[int] = []
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, (rank[index], index))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
     return order
-

@@ -1,4 +1,4 @@
-"""Calls that free more memory than they take are moved forward, to where what they read is there.
+"""Memory-aware scheduling: calls that free more than they allocate run at the earliest point their operands allow.
 
 The gradient of a weight is the last to read a layer's input, and often smaller than it. Autograd asks for the gradient
 of that input first; run the other way round, the input's memory serves for it.
@@ -16,7 +16,7 @@ LEAST = 1 << 16  # bytes that are worth a change of order
 
 
 def move_forward(nodes: list[fx.Node], item_of: dict[fx.Node, int], rank: list[float], alone: set[int]) -> None:
-    """Lowers the ranks of such calls, and of the views that they read.
+    """Schedules such calls earlier, and the views that they read.
 
     Args:
         nodes: the calls, in the order of the graph.

@@ -1,1 +1,1 @@
-"""Where each value lives: liveness, in-place reuse, arena offsets, and the facts about operators behind them."""
+"""The memory plan: liveness, buffer reuse, arena offsets, and the facts about operators and values behind them."""

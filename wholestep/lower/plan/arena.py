@@ -1,7 +1,7 @@
-"""Where each intermediate lies in one block of memory: offsets from lifetimes.
+"""Arena allocation: an offset in one block of memory for each buffer, from sizes and lifetimes.
 
 Greedy by size (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020): the
-biggest buffer first, each at the lowest gap free during its whole life that fits it tightest.
+biggest buffer first, each at the lowest gap free during its whole lifetime that fits it tightest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Slot:
 
 
 def place(slots: Sequence[Slot]) -> dict[str, int]:
-    """Sets every slot's offset; slots whose lives overlap never overlap in memory.
+    """Sets every slot's offset; slots whose lifetimes overlap never overlap in memory.
 
     The arena of the transport comes first. The CPU's slots lie there, too, before gradients take their places in it,
     one after another.

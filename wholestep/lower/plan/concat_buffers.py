@@ -1,21 +1,20 @@
-"""Buckets without copies: the parts of a `cat` are computed where it will have them."""
+"""Concatenation without copies: the operands of a `cat` (buckets of gradients) are computed in its result."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from wholestep.ir import info
 from wholestep.lower.plan.operator_facts import aten
-from wholestep.lower.plan.value_facts import is_dense, writer
+from wholestep.lower.plan.value_facts import dense, writer
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Where a value lies in the result of a `cat`: from element ``start`` on."""
 
     whole: fx.Node
@@ -56,4 +55,4 @@ def _fills(operand: fx.Node, owner: fx.Node, whole: fx.Node) -> bool:
     value, held = info(operand).value, info(owner).value
     if owner.op != "call_function" or not isinstance(held, torch.Tensor) or held.dtype != info(whole).value.dtype:
         return False
-    return value.stride() == (1,) and value.numel() == held.numel() > 0 and is_dense(held)
+    return value.stride() == (1,) and value.numel() == held.numel() > 0 and dense(held)

@@ -1,6 +1,6 @@
 """Facts about ATen overloads that lowering rests on, all derived from schemas or kept in tables.
 
-Which operators are views, which have an ``out=`` kernel or an in-place twin, which write their arguments,
+Which operators are views, which have an ``out=`` kernel or an in-place variant, which write their arguments,
 and by which public name an overload can be called fastest.
 """
 
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from wholestep.functional import Functionalized
+from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
 from wholestep.torch_compat import OpOverload as Overload
 from wholestep.torch_compat import TorchDispatchMode, has_native_kernel
 
@@ -22,16 +24,8 @@ aten = torch.ops.aten
 
 # Views in schema that may copy instead: they keep their base alive but are never made ahead of the call.
 MAYBE_VIEWS = {
-    "reshape",
-    "reshape_as",
-    "contiguous",
-    "to",
-    "flatten",
-    "ravel",
-    "resolve_conj",
-    "resolve_neg",
-    "type_as",
-}
+    "reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "resolve_conj", "resolve_neg", "type_as",
+}  # fmt: skip
 # Views whose schema does not say so.
 HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 
@@ -74,7 +68,7 @@ OFFSETS: dict[Any, int] = {
     aten.as_strided_scatter.default: 4,
 }
 
-# In-place twins that read other elements than they write, yet give the functional result bit by bit.
+# In-place variants that read other elements than they write, yet give the functional result bit by bit.
 SELF_ONLY_INPLACE = {
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
     "masked_fill", "masked_scatter", "fill", "copy",
@@ -131,28 +125,9 @@ def offset_of(op: Any, args: tuple[Any, ...]) -> int:
     return (args[place] or 0) if place < len(args) else 0
 
 
-@functools.cache
-def base_name(op: Overload) -> str:
-    """``aten::add_.Tensor`` -> ``add_``."""
-    return op._schema.name.split("::")[-1]
-
-
 def is_pointwise(op: Any) -> bool:
     """True when element i of the result depends on element i of the operands only."""
     return isinstance(op, Overload) and torch.Tag.pointwise in op.tags and not op.is_view
-
-
-def _written(op: Overload) -> tuple[int, ...]:
-    return tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
-
-
-def _signature(op: Overload, skip: tuple[int, ...] = ()) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for i, a in enumerate(op._schema.arguments) if i not in skip]
-
-
-def _overloads(packet_name: str, namespace: str) -> list[Overload]:
-    packet = getattr(getattr(torch.ops, namespace), packet_name, None)
-    return [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
 
 
 @functools.cache
@@ -168,12 +143,11 @@ def out_variant(op: Overload, key: str) -> tuple[Overload, tuple[Any, ...], tupl
         return found, extra, ("out",)
     if op.namespace not in ("aten", "wholestep") or _computes_in_out(op):
         return None
-    for other in _overloads(base_name(op), op.namespace):
-        written = _written(other)
-        if not written or len(written) != len(op._schema.returns):
-            continue
-        if _signature(other, written) == _signature(op) and has_native_kernel(other, key):
-            return other, (), tuple(other._schema.arguments[i].name for i in written)
+    for other in overloads(op.namespace, base_name(op)):
+        written = written_arguments(other)
+        if len(written) == len(op._schema.returns) and parameters(other, written) == parameters(op):
+            if written and has_native_kernel(other, key):
+                return other, (), tuple(other._schema.arguments[i].name for i in written)
     return None
 
 
@@ -187,29 +161,29 @@ def inplace_variant(op: Overload) -> Overload | None:
     """The overload that writes the functional result into its first argument, or None."""
     if op.namespace not in ("aten", "wholestep") or len(op._schema.returns) != 1:
         return None
-    for other in _overloads(base_name(op) + "_", op.namespace):
-        if _written(other) == (0,) and _signature(other) == _signature(op):
-            return other
-    return None
+    same = (o for o in overloads(op.namespace, base_name(op) + "_") if parameters(o) == parameters(op))
+    return next((other for other in same if written_arguments(other) == (0,)), None)
 
 
 @functools.cache
-def mutable_twin(op: Any) -> Mutable | None:
+def mutable_variant(op: Any) -> Mutable | None:
     """The argument-writing form of a `Functionalized`, ``_fused_*`` or ``*_functional`` operator."""
-    if isinstance(op, Functionalized):
-        written = tuple(op.written)  # the schema may not declare them
-        own = [r for r in op.op._schema.returns if not (r.alias_info and r.alias_info.is_write)]
-        return Mutable(op.op, written, len(own), nested=False)
+    if isinstance(op, Functionalized):  # its schema may not declare what it writes
+        return Mutable(op.op, tuple(op.written), _own_results(op.op), nested=False)
     if not isinstance(op, Overload) or len(op._schema.returns) < 2:
         return None
     name = base_name(op)
-    twin_name = name.removesuffix("_functional") if name.endswith("_functional") else name + "_"
-    for other in _overloads(twin_name, op.namespace):
-        written = _written(other)
-        own = [r for r in other._schema.returns if not (r.alias_info and r.alias_info.is_write)]
-        if written and _signature(other) == _signature(op) and len(own) + len(written) == len(op._schema.returns):
-            return Mutable(other, written, len(own), nested=True)
+    variant = name.removesuffix("_functional") if name.endswith("_functional") else name + "_"
+    for other in overloads(op.namespace, variant):
+        written, own = written_arguments(other), _own_results(other)
+        if written and parameters(other) == parameters(op) and own + len(written) == len(op._schema.returns):
+            return Mutable(other, written, own, nested=True)
     return None
+
+
+def _own_results(op: Overload) -> int:
+    """How many results are not one of the written arguments."""
+    return sum(not (r.alias_info and r.alias_info.is_write) for r in op._schema.returns)
 
 
 def read_only(op: Overload, arguments: dict[str, Any]) -> set[str]:
@@ -222,21 +196,14 @@ def read_only(op: Overload, arguments: dict[str, Any]) -> set[str]:
     return {"state_steps"} | ({"grads"} if arguments.get("grad_scale") is None else set())
 
 
-class _Reached(Exception):
-    pass
-
-
 class _FirstCall(TorchDispatchMode):
-    """Stops at the first ATen call and remembers it."""
+    """Stops at the first ATen call, which it remembers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Any = None
-        self.arguments: dict[str, Any] = {}
+    seen: tuple[Any, dict[str, Any]] = (None, {})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen, self.arguments = func, _by_name(func, args, kwargs or {})
-        raise _Reached
+        self.seen = func, _by_name(func, args, kwargs or {})
+        raise StopIteration
 
 
 def _by_name(op: Overload, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -254,23 +221,17 @@ def _same_argument(wanted: Any, found: Any) -> bool:
     return bool(wanted == found)
 
 
-def _stand_in(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    if isinstance(value, (list, tuple)):
-        return type(value)(_stand_in(v) for v in value)
-    return value
+def _on_meta(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _pattern(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return ("T", value.dim() == 0, value.dtype)
-    if isinstance(value, (list, tuple)):
-        return tuple({_pattern(v) for v in value})
-    return type(value)
+    return frozenset(map(_pattern, value)) if isinstance(value, (list, tuple)) else type(value)
 
 
-_ENTRIES: dict[Any, bool] = {}
+_REACHES: dict[Any, bool] = {}
 
 
 def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs: Any) -> bool:
@@ -286,15 +247,12 @@ def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs
     """
     if isinstance(call, FunctionType):  # written in Python: it may do more with what the overload gives
         return False
-    key = (op, name, tuple(_pattern(a) for a in args), tuple((k, _pattern(v)) for k, v in kwargs.items()))
-    if key not in _ENTRIES:
-        mode = _FirstCall()
-        stand_ins, named = [_stand_in(a) for a in args], {k: _stand_in(v) for k, v in kwargs.items()}
-        try:
-            with torch.no_grad(), mode:
-                call(*stand_ins, **named)
-        except Exception:  # any refusal of these arguments means that the entry cannot serve
-            pass
-        wanted = _by_name(op, stand_ins, named)
-        _ENTRIES[key] = mode.seen is op and all(_same_argument(v, mode.arguments[k]) for k, v in wanted.items())
-    return _ENTRIES[key]
+    key = (op, name, tuple(map(_pattern, args)), tuple((k, _pattern(v)) for k, v in kwargs.items()))
+    if key not in _REACHES:
+        args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        with suppress(Exception), torch.no_grad(), _FirstCall() as mode:  # any refusal means that it cannot serve
+            call(*args, **kwargs)
+        found, arguments = mode.seen
+        wanted = _by_name(op, args, kwargs)
+        _REACHES[key] = found is op and all(_same_argument(v, arguments[k]) for k, v in wanted.items())
+    return _REACHES[key]

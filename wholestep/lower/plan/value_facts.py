@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, info
+from wholestep.ir import GETITEM, info, is_dense
 from wholestep.lower.plan.operator_facts import (
     COPIES,
     FILLS,
     SCATTERS,
-    Mutable,
     aten,
-    base_name,
     is_in_place_collective,
     is_view,
     is_wait,
-    mutable_twin,
+    mutable_variant,
     offset_of,
     out_variant,
     read_only,
 )
 from wholestep.torch_compat import OpOverload
 
-How = Literal[
-    "skip",
-    "host",
-    "view",
-    "wait",
-    "collective",
-    "fill",
-    "copy",
-    "scatter",
-    "inplace",
-    "out",
-    "call",
-    "mutable",
-    "pick",
-    "pack",
-]
-
+# How a call is carried out. "skip", "pick", "view" and "wait" compute nothing; "host" is arithmetic on Python numbers;
+# "call" gets memory from the kernel; all others write into memory that they are given.
+How = Literal["skip", "pick", "view", "wait", "host", "call", "fill", "copy", "scatter", "collective", "inplace", "out",
+              "mutable", "concat"]  # fmt: skip
+KERNELS = ("call", "fill", "copy", "scatter", "collective", "inplace", "out", "mutable", "concat")
 
 RECYCLE_FROM = 1 << 20  # bytes
 # Bytes from which the arena lends memory for a gradient: below, that costs more than it is worth.
@@ -50,6 +38,19 @@ LEND_FROM = 1 << 16
 # A backward's gradients die before the next forward's activations are made: kept blocks would stand beside those. glibc
 # itself gives the pages of smaller blocks to the next request, and those from here on back to the system.
 RECYCLE_GRADIENTS_FROM = 1 << 25
+
+
+# Names that the generated program uses itself.
+_RESERVED = re.compile(
+    r"inputs|arena|scratch|tile|fresh|loans|lend_.*|run|direct|torch|math|at|chain|clone_as_it_lies|filled|tiles|pieces|cells"
+    r"|by_rows|parts|first|some|part|(list|tiles|chain|parts|result|new|object|given)_\d+|.*_rows|(number|tensors|aten|host)_.*"
+    r"|.*_(cells|float32|float64|t)"
+)
+
+
+def variable(node: fx.Node) -> str:
+    """The variable of a node's own: its name, unless the program uses that."""
+    return node.name + "_" if _RESERVED.fullmatch(node.name) else node.name
 
 
 @dataclass
@@ -69,14 +70,9 @@ def layout(value: torch.Tensor) -> tuple[Any, ...]:
     return (tuple(value.shape), value.stride(), value.dtype, value.device, *signs)
 
 
-def is_dense(value: torch.Tensor) -> bool:
+def dense(value: torch.Tensor) -> bool:
     """True when the elements fill a block of memory, each one once."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(value.stride(), value.shape, strict=True) if sz != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return is_dense(value.shape, value.stride())
 
 
 def recyclable(value: torch.Tensor, least: int = RECYCLE_FROM) -> bool:
@@ -92,7 +88,7 @@ def device_key(value: Any) -> str:
 def writer(node: fx.Node) -> How | None:
     """How a call can put its one result into memory that it is given; None when it cannot."""
     op, value = node.target, info(node).value
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not is_dense(value):
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or not dense(value):
         return None
     if op in FILLS:
         return "fill"
@@ -116,14 +112,9 @@ def _inside(node: fx.Node) -> bool:
     return begin >= 0 and begin + last < info(node).value.numel()  # type: ignore[no-any-return]
 
 
-def fill_numbers(node: fx.Node) -> list[Any]:
-    """The number that a fill writes, as a list."""
-    return [FILLS[node.target](*node.args, **node.kwargs)]
-
-
-def determined(node: fx.Node) -> bool:
-    """True for calls that give the same result whenever they run; `empty` does not."""
-    return not base_name(node.target).startswith(("empty", "new_empty")) and node.target is not aten.copy.default  # type: ignore[arg-type]
+def fill_number(node: fx.Node) -> Any:
+    """The number, or node, with which a call of `FILLS` fills its result."""
+    return FILLS[node.target](*node.args, **node.kwargs)
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
@@ -162,41 +153,35 @@ def all_operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def results_of_arguments(owner: fx.Node, twin: Mutable) -> list[tuple[str, int | None, fx.Node, tuple[int, ...]]]:
-    """For each tensor that a schema calls written: argument, index in its list, node, path among the results."""
-    schema = twin.op._schema.arguments
+def written_results(owner: fx.Node) -> Iterator[tuple[str, int | None, fx.Node, tuple[int, ...], bool]]:
+    """What an argument-writing call gives for the arguments that its schema calls written.
+
+    Yields:
+        Argument, index in its list, operand, path among the results, and whether this call does write it.
+    """
+    mutable = mutable_variant(owner.target)
+    if mutable is None:
+        return
+    schema = mutable.op._schema.arguments
     bound = dict(zip((a.name for a in schema), owner.args, strict=False)) | dict(owner.kwargs)
-    found: list[tuple[str, int | None, fx.Node, tuple[int, ...]]] = []
-    result = twin.fresh
-    for argument in twin.written:
-        name = schema[argument].name
+    unwritten = read_only(mutable.op, bound)
+    result = mutable.fresh
+    for name in (schema[position].name for position in mutable.written):
         old: Any = bound.get(name)
-        if isinstance(old, (list, tuple)):
-            for index, item in enumerate(old):
-                found.append((name, index, item, (result, index) if twin.nested else (result + index,)))
-            result += 1 if twin.nested else len(old)
-        elif isinstance(old, fx.Node):
-            found.append((name, None, old, (result,)))
-            result += 1
-        elif twin.nested:
-            result += 1
-    return found
+        items = old if isinstance(old, (list, tuple)) else [] if old is None else [old]
+        for index, item in enumerate(items):
+            path = (result,) if items is not old else (result, index) if mutable.nested else (result + index,)
+            yield name, index if items is old else None, item, path, name not in unwritten
+        result += 1 if mutable.nested else len(items)
 
 
-def written_arguments(owner: fx.Node, twin: Mutable, leaves: Any) -> list[Written]:
-    """The tensors that an argument-writing call changes; ``leaves`` gives the getitems of each call by path."""
-    spared = spared_arguments(owner)
-    mine = leaves.get(owner, {})
-    results = results_of_arguments(owner, twin)
-    return [Written(name, index, old, mine.get(path)) for name, index, old, path in results if path not in spared]
+def written_arguments(owner: fx.Node, picked: dict[tuple[int, ...], fx.Node]) -> list[Written]:
+    """The tensors that an argument-writing call changes; ``picked`` has its getitems by path."""
+    return [
+        Written(name, i, old, picked.get(path)) for name, i, old, path, written in written_results(owner) if written
+    ]
 
 
-def spared_arguments(owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
+def unwritten_results(owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
     """By path, results that are an argument which the schema calls written and this call leaves alone."""
-    twin = mutable_twin(owner.target)
-    if twin is None:
-        return {}
-    schema = twin.op._schema.arguments
-    bound = dict(zip((a.name for a in schema), owner.args, strict=False)) | dict(owner.kwargs)
-    spared = read_only(twin.op, bound)
-    return {path: old for name, _, old, path in results_of_arguments(owner, twin) if name in spared}
+    return {path: old for _, _, old, path, written in written_results(owner) if not written}

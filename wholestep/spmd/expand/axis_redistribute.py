@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece, piece_size
-from wholestep.ir import info
+from wholestep.ir import info, is_dense
 from wholestep.spmd.expand.graph_edits import call
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Opaque, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -35,32 +35,35 @@ class Change:
     Attributes:
         shape: what the ranks of the line hold together.
         record: of the nodes that are added: ``phase``, and what else `NodeInfo` takes.
+        names: of what is sent, for the record of the collective.
         unequal: whether ranks hold, here or along other lines, pieces of several sizes. No rank then leaves out a call
             that another one makes: passes that move collectives shall find the same graph on every rank.
     """
 
     graph: fx.Graph
     shape: tuple[int, ...]
-    line: Line
+    group: AxisGroup
     record: dict[str, Any]
     unequal: bool
+    names: tuple[str, ...] = ()
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         return call(self.graph, target, *args, **self.record)
 
     def collective(self, name: str, *args: Any) -> fx.Node:
         """A collective over the line, waited for at once."""
-        started = self.call(getattr(collectives, name).default, *args, self.line.group)
+        target = getattr(collectives, name).default
+        started = call(self.graph, target, *args, self.group.name, placement=self.names or None, **self.record)
         return self.call(collectives.wait.default, started)
 
     def mine(self, dim: int) -> tuple[int, int]:
         """This rank's piece."""
-        return piece(self.shape[dim], self.line.size, self.line.rank)
+        return piece(self.shape[dim], self.group.size, self.group.rank)
 
     def step(self, dim: int) -> int:
-        return piece_size(self.shape[dim], self.line.size)
+        return piece_size(self.shape[dim], self.group.size)
 
-    def cut(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
+    def slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         """Elements from start to stop of a dimension."""
         if not self.unequal and (start, stop) == (0, info(node).value.shape[dim]):
             return node
@@ -109,31 +112,50 @@ def _same(change: Change, node: fx.Node, src: Any, dst: Any) -> fx.Node:
 
 
 def _slice(change: Change, node: fx.Node, src: Replicate, dst: Shard) -> fx.Node:
-    return change.cut(node, dst.dim, *change.mine(dst.dim))
+    return change.slice(node, dst.dim, *change.mine(dst.dim))
 
 
 def _all_gather(change: Change, node: fx.Node, src: Shard, dst: Replicate) -> fx.Node:
     dim, (start, stop) = src.dim, change.mine(src.dim)
     padded = change.pad(node, dim, 0, change.step(dim) - (stop - start))
     rows = change.collective("all_gather", change.dense(change.swap(padded, dim)))
-    return change.dense(change.swap(change.cut(rows, 0, 0, change.shape[dim]), dim))
+    return change.dense(change.swap(change.slice(rows, 0, 0, change.shape[dim]), dim))
+
+
+def _operation(change: Change, node: fx.Node, op: str) -> tuple[fx.Node, str]:
+    """What is to be reduced, and how: the mean by a product before the sum, as DistributedDataParallel takes it.
+
+    Of floats the reduction does both in one pass; halves are rounded between the two.
+    """
+    dtype = info(node).value.dtype
+    if op != "avg" or not dtype.is_floating_point:
+        return node, op
+    if dtype in (torch.float32, torch.float64):
+        return node, f"premul_sum:{1 / change.group.size!r}"
+    return change.call(aten.mul.Tensor, node, 1 / change.group.size), "sum"
 
 
 def _all_reduce(change: Change, node: fx.Node, src: Partial, dst: Replicate) -> fx.Node:
-    return change.collective("all_reduce", node, src.op)
+    """Of whatever order of dimensions: elements are reduced as they lie in memory."""
+    size, stride = list(info(node).value.shape), list(info(node).value.stride())
+    as_is = change.unequal or info(node).value.is_contiguous() or not is_dense(size, stride)
+    if not as_is:
+        node = change.call(aten.as_strided.default, node, [math.prod(size)], [1])
+    done = change.collective("all_reduce", *_operation(change, node, src.op))
+    return done if as_is else change.call(aten.as_strided.default, done, size, stride)
 
 
 def _reduce_scatter(change: Change, node: fx.Node, src: Partial, dst: Shard) -> fx.Node:
     dim, (start, stop) = dst.dim, change.mine(dst.dim)
-    padded = change.pad(node, dim, 0, change.step(dim) * change.line.size - change.shape[dim])
-    rows = change.collective("reduce_scatter", change.dense(change.swap(padded, dim)), src.op)
-    return change.dense(change.swap(change.cut(rows, 0, 0, stop - start), dim))
+    padded = change.pad(node, dim, 0, change.step(dim) * change.group.size - change.shape[dim])
+    rows = change.collective("reduce_scatter", *_operation(change, change.dense(change.swap(padded, dim)), src.op))
+    return change.dense(change.swap(change.slice(rows, 0, 0, stop - start), dim))
 
 
 def _all_to_all(change: Change, node: fx.Node, src: Shard, dst: Shard) -> fx.Node:
     if src == dst:
         return node
-    ranks, old, new = change.line.size, src.dim, dst.dim
+    ranks, old, new = change.group.size, src.dim, dst.dim
     start, stop = change.mine(old)
     node = change.pad(node, old, 0, change.step(old) - (stop - start))
     node = change.pad(node, new, 0, change.step(new) * ranks - change.shape[new])
@@ -149,7 +171,7 @@ def _all_to_all(change: Change, node: fx.Node, src: Shard, dst: Shard) -> fx.Nod
     joined = change.call(aten.view.default, change.dense(change.call(aten.permute.default, blocks, order)), sizes)
     back = change.call(aten.permute.default, joined, [([new, *others]).index(dim) for dim in range(dims)])
     start, stop = change.mine(new)
-    return change.dense(change.cut(change.cut(back, old, 0, change.shape[old]), new, 0, stop - start))
+    return change.dense(change.slice(change.slice(back, old, 0, change.shape[old]), new, 0, stop - start))
 
 
 # What a rank other than the first contributes so that it adds nothing; None: the value itself.
@@ -160,7 +182,7 @@ def _as_part(change: Change, node: fx.Node, src: Replicate, dst: Partial) -> fx.
     neutral = _NEUTRAL[dst.op]
     if neutral is None:
         return node
-    if change.line.rank == 0:  # what stands right before its readers stands alike on all ranks
+    if change.group.rank == 0:  # what stands right before its readers stands alike on all ranks
         return change.call(aten.clone.default, node)
     return change.call(aten.full_like.default, node, neutral)
 

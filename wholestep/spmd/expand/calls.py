@@ -12,7 +12,7 @@ from torch import fx
 from wholestep.comm.ops.rows import piece
 from wholestep.functional import Functionalized, UnderGrad
 from wholestep.ir import fake_tensors, info
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate
 
 R = Replicate()
@@ -39,16 +39,16 @@ class Call:
     operands: tuple[fx.Node, ...]
     values: tuple[torch.Tensor, ...]
     result: Any
-    line: Line
+    group: AxisGroup
     ends: tuple[Call, Call] | None = None
 
     @property
-    def most(self) -> Call:
+    def on_largest(self) -> Call:
         """The call as the rank with the largest parts makes it."""
         return self.ends[0] if self.ends is not None else self
 
     @property
-    def least(self) -> Call:
+    def on_smallest(self) -> Call:
         """The call as the rank with the smallest parts makes it."""
         return self.ends[1] if self.ends is not None else self
 
@@ -87,7 +87,7 @@ class Call:
         return {name: one for (name, _), one in zip(self._named(), ins, strict=True)}
 
     @classmethod
-    def of(cls, node: fx.Node, line: Line) -> Call:
+    def of(cls, node: fx.Node, group: AxisGroup) -> Call:
         """The call that a node of the whole step makes."""
         operands: list[fx.Node] = []
 
@@ -98,12 +98,12 @@ class Call:
 
         fx.map_arg((node.args, node.kwargs), take)
         values = tuple(info(one).value for one in operands)
-        made = cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, line)
+        made = cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, group)
         ends = info(node).ends
-        if not line.uneven or ends is None:
+        if not group.uneven or ends is None:
             return made
-        most, least = (cls.of(one, replace(line, uneven=False)) for one in ends)
-        return replace(made, ends=(replace(most, line=line), replace(least, line=line)))
+        on_largest, on_smallest = (cls.of(one, replace(group, uneven=False)) for one in ends)
+        return replace(made, ends=(replace(on_largest, group=group), replace(on_smallest, group=group)))
 
 
 def exchanged(
@@ -133,10 +133,10 @@ def with_arguments(target: Any, args: Any, kwargs: Any, /, **changed: Any) -> tu
 
 def holds_on_all(call: Call, length: int) -> bool:
     """True when every rank has something of a dimension: some kernels refuse tensors without elements."""
-    start, stop = piece(length, call.line.size, call.line.size - 1)
+    start, stop = piece(length, call.group.size, call.group.size - 1)
     return start < stop
 
 
 def some_hold_none(call: Call, operand: int, dim: int) -> bool:
     """True when a rank may have nothing of an operand's dimension: what is done about it then is done on all ranks."""
-    return not holds_on_all(call, call.least.values[operand].shape[dim])
+    return not holds_on_all(call, call.on_smallest.values[operand].shape[dim])

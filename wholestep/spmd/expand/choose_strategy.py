@@ -21,13 +21,13 @@ from wholestep.ir import info, nbytes
 from wholestep.spmd.expand.axis_redistribute import rule_of
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.fake_evaluate import meta
-from wholestep.spmd.expand.strategy import Row
+from wholestep.spmd.expand.strategy import Strategy
 from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
-from wholestep.spmd.rules import rows
+from wholestep.spmd.rules import strategies
 
 
 @dataclass
-class Held:
+class ShardedValue:
     """A value of the whole step, and the nodes of this rank that give it or its parts.
 
     Attributes:
@@ -40,7 +40,7 @@ class Held:
     value: torch.Tensor
     first: Placement
     node: fx.Node
-    most: int
+    on_largest: int
     versions: dict[Placement, fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,37 +50,42 @@ class Held:
         """Bytes to send for a placement, and the version to start from."""
         if wanted in self.versions:
             return 0, wanted
-        costs = [(rule_of(have, wanted).sends(self.most, ranks), i) for i, have in enumerate(self.versions)]
+        costs = [(rule_of(have, wanted).sends(self.on_largest, ranks), i) for i, have in enumerate(self.versions)]
         cost, index = min(costs)
         return cost, list(self.versions)[index]
 
 
-def replicated(call: Call) -> Row:
+def replicated(call: Call) -> Strategy:
     """The call on whole operands."""
-    return Row((R,) * len(call.operands), (R,) * len(call.results))
+    return Strategy((R,) * len(call.operands), (R,) * len(call.results))
 
 
 def choose(
-    call: Call, rows: Iterable[Row], held: Sequence[Held], wish: Placement | None = None, pending: float = 1.0
-) -> Row:
+    call: Call,
+    strategies: Iterable[Strategy],
+    sharded: Sequence[ShardedValue],
+    preferred: Placement | None = None,
+    pending: float = 1.0,
+) -> Strategy:
     """The best row for a call.
 
     Args:
-        rows: one of whole operands may be among them, which then says how the call runs on these.
+        strategies: one of whole operands may be among them, which then says how the call runs on these.
         held: of the operands.
         wish: where the first result would best be, as far as that is free.
         pending: how much of the reduction that addends among the results still need is charged here.
     """
-    offered = list(rows)
-    best = next((row for row in offered if row.ins == replicated(call).ins and row.emit is not None), replicated(call))
-    cost = _cost(best, call, held, pending)
-    for row in offered:
-        wished = wish is not None and bool(row.outs) and row.outs[0] == wish
-        if not wished and not _is_offered(row, held):
+    offered = list(strategies)
+    whole = replicated(call)
+    best = next((one for one in offered if one.ins == whole.ins and one.emit is not None), whole)
+    cost = _cost(best, call, sharded, pending)
+    for strategy in offered:
+        is_preferred = preferred is not None and bool(strategy.outs) and strategy.outs[0] == preferred
+        if not is_preferred and not _is_offered(strategy, sharded):
             continue
-        other = _cost(row, call, held, pending)
-        if other < cost or (wished and other == cost):
-            best, cost = row, other
+        other = _cost(strategy, call, sharded, pending)
+        if other < cost or (is_preferred and other == cost):
+            best, cost = strategy, other
     return best
 
 
@@ -93,22 +98,22 @@ class Choices:
 
     def __init__(self, pending: float) -> None:
         self._pending = pending
-        self._known: dict[Any, Row] = {}
+        self._known: dict[Any, Strategy] = {}
 
-    def best(self, call: Call, held: Sequence[Held], wish: Placement | None) -> Row:
+    def best(self, call: Call, sharded: Sequence[ShardedValue], preferred: Placement | None) -> Strategy:
         """The best row for a call; see `choose`."""
-        places = [id(one) for one in held]
-        lie = tuple([(places.index(id(one)), *one.versions) for one in held])
+        places = [id(one) for one in sharded]
+        lie = tuple([(places.index(id(one)), *one.versions) for one in sharded])
         ends = tuple([(_key(end.args), _key(end.kwargs)) for end in call.ends or ()])
-        key = (call.target, _key(call.args), _key(call.kwargs), ends, lie, wish)
+        key = (call.target, _key(call.args), _key(call.kwargs), ends, lie, preferred)
         try:
             return self._known[key]
         except (KeyError, TypeError):  # not met before, or with an argument that has no hash
-            row = choose(call, rows(call), held, wish, self._pending)
-        if _serves_all(row):
+            strategy = choose(call, strategies(call), sharded, preferred, self._pending)
+        if _serves_all(strategy):
             with contextlib.suppress(TypeError):
-                self._known[key] = row
-        return row
+                self._known[key] = strategy
+        return strategy
 
 
 def _key(argument: Any) -> Any:
@@ -123,30 +128,30 @@ def _key(argument: Any) -> Any:
     return type(argument), argument
 
 
-def _serves_all(row: Row) -> bool:
+def _serves_all(strategy: Strategy) -> bool:
     """False for a row whose calls may be made of nodes of one call: a function that remembers what is around it."""
-    emit = row.emit.func if isinstance(row.emit, partial) else row.emit
+    emit = strategy.emit.func if isinstance(strategy.emit, partial) else strategy.emit
     return getattr(emit, "__closure__", None) is None
 
 
-def _is_offered(row: Row, held: Sequence[Held]) -> bool:
+def _is_offered(strategy: Strategy, sharded: Sequence[ShardedValue]) -> bool:
     """True when some operand is split, or all that the row takes as addends are such."""
-    if any(isinstance(p, Shard) and p in h.versions for p, h in zip(row.ins, held, strict=True)):
+    if any(isinstance(p, Shard) and p in h.versions for p, h in zip(strategy.ins, sharded, strict=True)):
         return True
-    parts = [(p, h) for p, h in zip(row.ins, held, strict=True) if isinstance(p, Partial)]
+    parts = [(p, h) for p, h in zip(strategy.ins, sharded, strict=True) if isinstance(p, Partial)]
     return bool(parts) and all(p in h.versions and Replicate() not in h.versions for p, h in parts)
 
 
-def _cost(row: Row, call: Call, held: Sequence[Held], pending: float) -> float:
-    ranks = call.line.size
+def _cost(strategy: Strategy, call: Call, sharded: Sequence[ShardedValue], pending: float) -> float:
+    ranks = call.group.size
     seen: set[tuple[int, Placement]] = set()
     total = 0.0
-    for wanted, one in zip(row.ins, held, strict=True):
+    for wanted, one in zip(strategy.ins, sharded, strict=True):
         if (id(one), wanted) not in seen:
             seen.add((id(one), wanted))
             total += one.nearest(wanted, ranks)[0]
-    most = call.most
-    made = sum(nbytes(v) for v, p in zip(most.results, row.outs, strict=True) if isinstance(p, Partial))
-    taken = sum(nbytes(v) for v, p in zip(most.values, row.ins, strict=True) if isinstance(p, Partial))
+    on_largest = call.on_largest
+    made = sum(nbytes(v) for v, p in zip(on_largest.results, strategy.outs, strict=True) if isinstance(p, Partial))
+    taken = sum(nbytes(v) for v, p in zip(on_largest.values, strategy.ins, strict=True) if isinstance(p, Partial))
     grown = made - taken if taken else 0  # addends are best reduced before they become more
     return total + max(pending * made, grown) * (ranks - 1) / ranks

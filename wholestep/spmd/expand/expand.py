@@ -1,7 +1,7 @@
 """Expansion: the graph of a step on one device -> the graph of one rank along one mesh axis.
 
 The graph is walked once, in order. Each call runs on parts in the way that moves the fewest bytes, given where its
-operands are by then: `choose.choose` says which `Row`. An operand that is elsewhere is brought there, once for all who
+operands are by then: `choose_strategy` says which. An operand of another placement is redistributed, once for all who
 want it there. What comes out is a step like any other, so that the next axis's expansion takes it from there.
 """
 
@@ -14,64 +14,74 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.comm.ops.rows import piece
 from wholestep.ir import GETITEM, Gradient, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.choose_strategy import Choices, Held, replicated
+from wholestep.spmd.expand.choose_strategy import Choices, ShardedValue, replicated
 from wholestep.spmd.expand.graph_edits import call, is_view, kept, part_of_whole
 from wholestep.spmd.expand.local_calls import Writer
 from wholestep.spmd.expand.redistribute import redistribute
-from wholestep.spmd.expand.strategy import Build, Row
-from wholestep.spmd.expand.uneven_shards import most
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.expand.sharding_constraint import in_memory, moved, sharding_constraint
+from wholestep.spmd.expand.strategy import Build, Strategy
+from wholestep.spmd.expand.uneven_shards import on_largest
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal
-from wholestep.spmd.plans.constraint_ops import in_memory, moved, place
-from wholestep.spmd.plans.state_placements import Rest
-from wholestep.spmd.rules import rows
+from wholestep.spmd.plans.state_placements import StatePlacements
+from wholestep.spmd.rules import strategies
 from wholestep.spmd.rules.foreach import columns_of, is_on_lists
-from wholestep.spmd.schedule.slice_propagation import raise_cuts
+from wholestep.spmd.schedule.slice_propagation import propagate_slices
 from wholestep.torch_compat import lazy_graph_module
 
 
-def expand(step: StepGraph, *, line: Line, rest: Rest, pending: float = 1.0) -> StepGraph:
+def expand(
+    step: StepGraph, *, group: AxisGroup, placements: StatePlacements, pending: float = 1.0, local: bool = False
+) -> StepGraph:
     """The step of one rank of a line, which holds parts of some inputs.
 
     Args:
-        step: left as it is; `place` marks in it are obeyed.
+        step: left as it is; sharding constraints in it are obeyed.
         line: the ranks.
-        rest: where inputs are, and what the step leaves behind. What it gives back is whole on every rank.
+        placements: of inputs, and of what the step leaves behind. What it gives back is whole on every rank.
         pending: of the bytes that reducing addends takes, how many count where a call makes them. With 0 a product
             over split dimensions makes addends however large, and no operand is moved to avoid it.
+        local: whether the step is in the local view: what is not split is each rank's own, and calls on nothing else
+            run as written.
 
     Raises:
         PlanError: a placement names a dimension that its tensor does not have.
     """
-    return _Expansion(step, line, rest, pending).run()
+    return _Expansion(step, group, placements, pending, local).run()
 
 
 class _Expansion:
-    def __init__(self, step: StepGraph, line: Line, rest: Rest, pending: float) -> None:
-        line = replace(line, uneven=step.signature.uneven)
-        self.step, self.line, self.rest, self.pending = step, line, rest, pending
+    def __init__(
+        self, step: StepGraph, group: AxisGroup, placements: StatePlacements, pending: float, local: bool
+    ) -> None:
+        group = replace(group, uneven=step.signature.uneven)
+        self.step, self.group, self.placements, self.local = step, group, placements, local
+        inputs, outputs = step.placeholders, step.outputs
+        self.updated = {outputs[index]: inputs[into] for index, into in step.signature.mutations.items()}
         self.graph = fx.Graph()
-        self.held: dict[fx.Node, Any] = {}  # node of the step -> `Held`, a tree of them, or this rank's node
-        self.lives: dict[tuple[int | None, torch.Size], Placement] = {}  # by autograd sequence number and shape
+        self.sharded: dict[fx.Node, Any] = {}  # node of the step -> `ShardedValue`, a tree of them, or this rank's node
+        # Of a forward's values, for their gradients: by autograd sequence number and shape.
+        self.preferred_placements: dict[tuple[int | None, torch.Size], Placement] = {}
         self.choices = Choices(pending)
-        self.cuts: dict[fx.Node, int] = {}  # pieces that are taken of whole values, and of which dimension
-        self.gone: dict[fx.Node, fx.Node | None] = {}
-        self.write = Writer(self.graph, line, self._node_of)
+        self.slices: dict[fx.Node, int] = {}  # pieces that are taken of whole values, and of which dimension
+        self.replaced: dict[fx.Node, fx.Node | None] = {}
+        self.write = Writer(self.graph, group, self._node_of)
 
     def run(self) -> StepGraph:
         old = self.step.signature
-        rest = iter(self.rest.inputs)
+        placements = iter(self.placements.inputs)
         for node in self.step.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, next(rest))
+                self._input(node, next(placements))
             elif node.op == "get_attr":
                 self._keep(node, self.write.copy(node), [R])
             elif node.op == "call_function":
                 self._call(node)
         self.graph.output(tuple(self._outputs()))
-        self.gone = raise_cuts(self.graph, self.cuts, self.line)
+        self.replaced = propagate_slices(self.graph, self.slices, self.group)
         gm = lazy_graph_module(self.step.gm, self.graph)
         uneven = old.uneven or self._is_uneven()
         signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()), uneven=uneven)
@@ -82,27 +92,28 @@ class _Expansion:
     def _input(self, node: fx.Node, placement: Placement) -> None:
         local = self.write.copy(node)
         if isinstance(placement, Shard):
-            set_info(local, part_of_whole(info(node), placement, self.line))
+            set_info(local, part_of_whole(info(node), placement, self.group))
         self._keep(node, local, [placement])
 
     def _outputs(self) -> Iterator[Any]:
         for index, value in enumerate(self.step.outputs):
-            held = self.held[value] if isinstance(value, fx.Node) else value
-            if not isinstance(held, Held):
-                yield held
+            sharded = self.sharded[value] if isinstance(value, fx.Node) else value
+            if not isinstance(sharded, ShardedValue):
+                yield sharded
                 continue
-            wanted = self.rest.outputs.get(index, R)
-            record = replace(info(_unmarked(value)), phase="optimizer")  # a mark's own placement is the wanted one
-            local = self._at(held, wanted, record)
-            yield kept(local, record, wanted, self.line) if index in self.step.signature.homes else local
+            wanted = self.placements.outputs.get(index, R)
+            record = replace(info(_unconstrained(value)), phase="optimizer")  # a constraint's own
+            local = self._at(sharded, wanted, record)
+            yield kept(local, record, wanted, self.group) if index in self.step.signature.state_outputs else local
 
     def _gradients(self) -> Iterator[Gradient]:
         """The gradients of the step, where they are when it ends, for plans along other axes."""
-        sources = {item.source: p for item, p in zip(self.step.signature.inputs, self.rest.inputs, strict=True)}
+        sources = {item.source: p for item, p in zip(self.step.signature.inputs, self.placements.inputs, strict=True)}
         nodes = {node.name: node for node in self.step.graph.nodes}
         for gradient in self.step.signature.gradients:
             memory, before = nodes[gradient.after], nodes.get(gradient.before or "")
             wanted = in_memory(sources.get(gradient.parameter, R), info(memory).value, gradient.place)
+            wanted = next((info(c).placement.to for c in _constraints(memory) if info(c).placement.addends), wanted)
             after = self._version(memory, wanted)
             if after is None:
                 continue
@@ -112,60 +123,81 @@ class _Expansion:
             yield replace(gradient, before=name, after=after.name, place=place_of)
 
     def _version(self, node: fx.Node, wanted: Placement | None) -> fx.Node | None:
-        """This rank's node for a value in a placement, where there is one; of its mark, if it has one."""
-        marks = [user for user in node.users if user.target is place]
-        held = self.held.get(marks[0] if marks else node)
-        found = held.versions.get(wanted) if isinstance(held, Held) and wanted is not None else None
-        return self.gone.get(found, found) if found is not None else None
+        """This rank's node for a value in a placement, where there is one; as constrained, if it is."""
+        sharded = self.sharded.get(next(iter(_constraints(node)), node))
+        found = sharded.versions.get(wanted) if isinstance(sharded, ShardedValue) and wanted is not None else None
+        return self.replaced.get(found, found) if found is not None else None
 
     def _is_uneven(self) -> bool:
         """True when a dimension was split into pieces of several sizes."""
-        leaves = [leaf for tree in self.held.values() for leaf in _leaves(tree) if isinstance(leaf, Held)]
-        split = [(held.value, placement) for held in leaves for placement in held.versions]
-        return any(is_unequal(placement, value.shape, self.line) for value, placement in split)
+        leaves = [leaf for tree in self.sharded.values() for leaf in _leaves(tree) if isinstance(leaf, ShardedValue)]
+        split = [(sharded.value, placement) for sharded in leaves for placement in sharded.versions]
+        return any(is_unequal(placement, value.shape, self.group) for value, placement in split)
 
     # Calls
 
     def _call(self, node: fx.Node) -> None:
-        record = info(node)
-        source = self.held.get(node.all_input_nodes[0]) if node.all_input_nodes else None
+        source = self.sharded.get(node.all_input_nodes[0]) if node.all_input_nodes else None
         if node.target is GETITEM and isinstance(source, (list, tuple)):
-            self.held[node] = source[node.args[1]]  # type: ignore[index]
-        elif node.target is place:
-            assert isinstance(source, Held)
-            wanted = normal(record.placement, record.value.shape)
-            # a mark is brought there anew, and let go of alone
-            fresh = Held(source.value, source.first, source.node, source.most)
-            local = self._at(fresh, wanted, record)
-            unequal = self.line.uneven or is_unequal(wanted, record.value.shape, self.line)  # ranks do alike
-            if most(node).is_contiguous() and (unequal or not info(local).value.is_contiguous()):
-                # a gradient has its own memory
-                layout = {"memory_format": torch.contiguous_format}
-                local = call(self.graph, torch.ops.aten.clone.default, local, phase=record.phase, keywords=layout)
-            self.held[node] = Held(record.value, wanted, local, source.most)
+            self.sharded[node] = source[node.args[1]]  # type: ignore[index]
+        elif node.target is sharding_constraint:
+            self._constrain(node)
         elif is_on_lists(node.target):
             self._run_on_lists(node)
         else:
             self._run(node)
+        if self.local and node in self.updated:
+            self._share(node)
+
+    def _constrain(self, node: fx.Node) -> None:
+        """Brings a value where its constraint wants it: anew, so that it is let go of alone."""
+        record, source = info(node), self.sharded[node.all_input_nodes[0]]
+        constraint, value = record.placement, record.value
+        wanted = normal(constraint.to, value.shape)
+        fresh = ShardedValue(source.value, constraint.addends or source.first, source.node, source.on_largest)
+        local = self._at(fresh, wanted, record, constraint.names)
+        unequal = self.group.uneven or is_unequal(wanted, value.shape, self.group)  # ranks do alike
+        alone = on_largest(node).is_contiguous() and (unequal or not info(local).value.is_contiguous())
+        if alone and constraint.addends is None:  # a gradient has its own memory
+            layout = {"memory_format": torch.contiguous_format}
+            local = call(self.graph, torch.ops.aten.clone.default, local, phase=record.phase, keywords=layout)
+        self.sharded[node] = ShardedValue(value, wanted, local, source.on_largest)
+
+    def _share(self, node: fx.Node) -> None:
+        """A parameter of which each rank has new rows gets the others' in its own memory."""
+        sharded, parameter = self.sharded[node], self.updated[node]
+        if not isinstance(sharded, ShardedValue) or sharded.first != Shard(0) or self.sharded[parameter].first != R:
+            return
+        record, item = info(node), self.step.signature.inputs[self.step.placeholders.index(parameter)]
+        start, stop = piece(sharded.value.shape[0], self.group.size, self.group.rank)
+        made: fx.Node = self.sharded[parameter].node
+        ops = torch.ops.wholestep
+        for target, args, names in (
+            (torch.ops.aten.slice_scatter.default, (sharded.node, 0, start, stop), None),
+            (ops.share_rows.default, (self.group.name,), (item.source,)),
+            (ops.wait.default, (), None),
+        ):
+            made = call(self.graph, target, made, *args, phase=record.phase, where=record.where, placement=names)
+        sharded.versions[R] = made
 
     def _run(self, node: fx.Node) -> None:
         """Runs one call in the way that is best now."""
-        call = Call.of(node, self.line)
-        row = self._choose(call, info(node))
-        local = self._operands(call, row, info(node))
-        if row.emit is None:
-            self._keep(node, self.write.call(node, row, local), list(row.outs))
+        call = Call.of(node, self.group)
+        strategy = self._choose(call, info(node))
+        local = self._operands(call, strategy, info(node))
+        if strategy.emit is None:
+            self._keep(node, self.write.call(node, strategy, local), list(strategy.outs))
             if is_view(node) and len(call.operands) == 1:
                 self._look_again(node, call)
         else:
-            self.held[node] = self._built(call, row, local, info(node))
+            self.sharded[node] = self._built(call, strategy, local, info(node))
 
     def _look_again(self, node: fx.Node, call: Call) -> None:
         """A view of what is at hand in several placements is at hand in several, too; what nobody reads is dropped."""
-        source, made = self.held[call.operands[0]], self.held[node]
-        if not isinstance(made, Held) or len(source.versions) == 1:
+        source, made = self.sharded[call.operands[0]], self.sharded[node]
+        if not isinstance(made, ShardedValue) or len(source.versions) == 1:
             return
-        for other in (replicated(call), *rows(call)):
+        for other in (replicated(call), *strategies(call)):
             have = source.versions.get(other.ins[0])
             if have is not None and other.emit is None and other.outs[0] not in made.versions:
                 made.versions[other.outs[0]] = self.write.call(node, other, [have])
@@ -173,65 +205,67 @@ class _Expansion:
     def _run_on_lists(self, node: fx.Node) -> None:
         """Each column goes its own way; those that take other calls leave the lists."""
         record = info(node)
-        columns = list(columns_of(Call.of(node, self.line)))
+        columns = list(columns_of(Call.of(node, self.group)))
         chosen = [self._choose(column.call, record) for column in columns]
-        locals_ = [self._operands(c.call, row, record) for c, row in zip(columns, chosen, strict=True)]
-        together = [i for i, row in enumerate(chosen) if row.emit is None]
+        locals_ = [self._operands(c.call, strategy, record) for c, strategy in zip(columns, chosen, strict=True)]
+        together = [i for i, strategy in enumerate(chosen) if strategy.emit is None]
         made = self.write.lists(node, together, [columns[i].call for i in together], [locals_[i] for i in together])
         found: list[Any] = []
-        for index, (column, row) in enumerate(zip(columns, chosen, strict=True)):
-            if row.emit is None:
+        for index, (column, strategy) in enumerate(zip(columns, chosen, strict=True)):
+            if strategy.emit is None:
                 nodes = made[together.index(index)]
-                found.append(_held(column.call, row, nodes))
+                found.append(_sharded_values(column.call, strategy, nodes))
             else:
-                found.append(_leaves(self._built(column.call, row, locals_[index], record)))
-        self.held[node] = _by_list(record.value, found)
+                found.append(_leaves(self._built(column.call, strategy, locals_[index], record)))
+        self.sharded[node] = _by_list(record.value, found)
 
-    def _choose(self, call: Call, record: NodeInfo) -> Row:
+    def _choose(self, call: Call, record: NodeInfo) -> Strategy:
         if not call.operands or not call.results:
             return replicated(call)
-        held = [self.held[operand] for operand in call.operands]
-        wish = None
-        if record.phase == "backward" and all(one.versions.keys() == {R} for one in held):
-            wish = self.lives.get((record.seq, call.most.results[0].shape))  # a gradient is where its value is
-        row = self.choices.best(call, held, wish)
+        sharded = [self.sharded[operand] for operand in call.operands]
+        if self.local and all(one.versions.keys() == {R} for one in sharded):
+            return replicated(call)
+        preferred = None
+        if record.phase == "backward" and all(one.versions.keys() == {R} for one in sharded):
+            preferred = self.preferred_placements.get((record.seq, call.on_largest.results[0].shape))
+        strategy = self.choices.best(call, sharded, preferred)
         # what one tensor is reduced to gives back a gradient that nothing but the tensor itself tells where to be
         alone = len(call.values) == 1 and not getattr(call.target, "is_view", False)
-        if alone and record.phase == "forward" and record.seq is not None and isinstance(row.ins[0], Shard):
-            self.lives.setdefault((record.seq, call.most.values[0].shape), row.ins[0])
-        return row
+        if alone and record.phase == "forward" and record.seq is not None and isinstance(strategy.ins[0], Shard):
+            self.preferred_placements.setdefault((record.seq, call.on_largest.values[0].shape), strategy.ins[0])
+        return strategy
 
-    def _operands(self, call: Call, row: Row, record: NodeInfo) -> list[fx.Node]:
-        return [self._at(self.held[o], p, record) for o, p in zip(call.operands, row.ins, strict=True)]
+    def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
+        return [self._at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
 
-    def _built(self, call: Call, row: Row, local: Sequence[fx.Node], record: NodeInfo) -> Any:
-        assert row.emit is not None
-        nodes = row.emit(Build(self.graph, record, self.line, self._node_of), call, local)
-        leaves = iter(_held(call, row, nodes))
+    def _built(self, call: Call, strategy: Strategy, local: Sequence[fx.Node], record: NodeInfo) -> Any:
+        assert strategy.emit is not None
+        nodes = strategy.emit(Build(self.graph, record, self.group, self._node_of), call, local)
+        leaves = iter(_sharded_values(call, strategy, nodes))
         return _tree(call.result, lambda value: next(leaves))
 
     # Values
 
-    def _at(self, held: Held, wanted: Placement, record: NodeInfo) -> fx.Node:
+    def _at(self, sharded: ShardedValue, wanted: Placement, record: NodeInfo, names: tuple[str, ...] = ()) -> fx.Node:
         """This rank's node for a value in a placement; made where it is not at hand."""
-        if wanted not in held.versions:
-            start = held.nearest(wanted, self.line.size)[1]
+        if wanted not in sharded.versions:
+            start = sharded.nearest(wanted, self.group.size)[1]
             found = redistribute(
-                self.graph, held.versions[start], held.value.shape, [start], [wanted], [self.line],
-                phase=record.phase, seq=record.seq, where=record.where, module=record.module,
+                self.graph, sharded.versions[start], sharded.value.shape, [start], [wanted], [self.group],
+                phase=record.phase, names=names, seq=record.seq, where=record.where, module=record.module,
             )  # fmt: skip
-            if start == R and isinstance(wanted, Shard) and found is not held.versions[start]:
-                self.cuts[found] = wanted.dim
-            held.versions[wanted] = found
-        return held.versions[wanted]
+            if start == R and isinstance(wanted, Shard) and found is not sharded.versions[start]:
+                self.slices[found] = wanted.dim
+            sharded.versions[wanted] = found
+        return sharded.versions[wanted]
 
     def _keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:
         """Remembers what a call of this rank stands for."""
-        self.held[node] = self._split(info(node).value, most(node), local, iter(placements))
+        self.sharded[node] = self._split(info(node).value, on_largest(node), local, iter(placements))
 
     def _split(self, value: Any, largest: Any, local: fx.Node, placements: Iterator[Placement]) -> Any:
         if isinstance(value, torch.Tensor):
-            return Held(value, next(placements), local, nbytes(largest))
+            return ShardedValue(value, next(placements), local, nbytes(largest))
         if not isinstance(value, (list, tuple)):
             return local
         both = zip(value, largest, strict=True)
@@ -239,22 +273,26 @@ class _Expansion:
 
     def _node_of(self, node: fx.Node) -> fx.Node:
         """This rank's node for a number."""
-        found = self.held[node]
+        found = self.sharded[node]
         assert isinstance(found, fx.Node), f"{node} gives tensors"
         return found
 
 
-def _unmarked(node: fx.Node) -> fx.Node:
-    """What a mark stands for: its record says which part the axes before hold."""
-    while node.target is place:
+def _unconstrained(node: fx.Node) -> fx.Node:
+    """What a constraint is of: its record says which part the axes before hold."""
+    while node.target is sharding_constraint:
         node = node.all_input_nodes[0]
     return node
 
 
-def _held(call: Call, row: Row, nodes: Sequence[fx.Node]) -> list[Held]:
+def _constraints(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.target is sharding_constraint]
+
+
+def _sharded_values(call: Call, strategy: Strategy, nodes: Sequence[fx.Node]) -> list[ShardedValue]:
     """What a call gives, each with this rank's node of it."""
-    sizes = map(nbytes, call.most.results)
-    return [Held(*each) for each in zip(call.results, row.outs, nodes, sizes, strict=True)]
+    sizes = map(nbytes, call.on_largest.results)
+    return [ShardedValue(*each) for each in zip(call.results, strategy.outs, nodes, sizes, strict=True)]
 
 
 def _tree(result: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
@@ -263,11 +301,11 @@ def _tree(result: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
     return [_tree(one, leaf) for one in result] if isinstance(result, (list, tuple)) else result
 
 
-def _leaves(tree: Any) -> list[Held]:
+def _leaves(tree: Any) -> list[ShardedValue]:
     return [leaf for one in tree for leaf in _leaves(one)] if isinstance(tree, list) else [tree]
 
 
-def _by_list(result: Any, columns: Sequence[Sequence[Held]]) -> list[Any]:
+def _by_list(result: Any, columns: Sequence[Sequence[ShardedValue]]) -> list[Any]:
     """Columns of results as the operator gives them: one list, or several."""
     if result and isinstance(result[0], (list, tuple)):
         filled = iter(range(len(result)))

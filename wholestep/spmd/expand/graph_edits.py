@@ -13,7 +13,7 @@ from torch import fx
 from wholestep.comm.ops.rows import piece
 from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, add_call, copy_graph, info, set_info
 from wholestep.spmd.expand.fake_evaluate import evaluate
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard
 from wholestep.tensor_parts import Part, Span
 from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
@@ -31,7 +31,8 @@ def copy_step(step: StepGraph, stage: str) -> StepGraph:
         for g in old.gradients
         if g.after in names
     ]
-    signature = replace(old, mutations=dict(old.mutations), gradients=gradients, homes=dict(old.homes), alike=True)
+    copied = {"mutations": dict(old.mutations), "state_outputs": dict(old.state_outputs), "gradients": gradients}
+    signature = replace(old, same_order=True, **copied)  # type: ignore[arg-type]
     return StepGraph(lazy_graph_module(step.gm, graph), signature, stage)
 
 
@@ -47,31 +48,6 @@ def call(
     keywords = keywords or {}
     node = add_call(graph, target, args, keywords)
     return set_info(node, NodeInfo(evaluate(target, args, keywords), phase, **record))
-
-
-class Runs:
-    """The backward passes of a step: stretches of nodes of phase "backward".
-
-    Attributes:
-        nodes: all nodes in order; new ones are in no run.
-        position: place of a node among them.
-    """
-
-    def __init__(self, step: StepGraph) -> None:
-        self.nodes = list(step.graph.nodes)
-        self.position = {node: place for place, node in enumerate(self.nodes)}
-        self._runs: dict[fx.Node, int] = {}
-        run, inside = -1, False
-        for node in self.nodes:
-            backward = node.op == "call_function" and info(node).phase == "backward"
-            run += backward and not inside
-            inside = backward
-            if backward:
-                self._runs[node] = run
-
-    def of(self, node: fx.Node) -> int | None:
-        """Number of the backward pass that a node belongs to, None when it belongs to none."""
-        return self._runs.get(node)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -110,13 +86,13 @@ def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
                 pairs.append((user, twin))
 
 
-def part_of_whole(record: NodeInfo, placement: Shard, line: Line) -> NodeInfo:
+def part_of_whole(record: NodeInfo, placement: Shard, group: AxisGroup) -> NodeInfo:
     """The record of what one rank holds of a value; what other axes have cut before stays cut."""
     whole = record.value
     everything = Part.of(whole.shape, [(0, size) for size in whole.shape])
     outer = record.placement if isinstance(record.placement, Part) else everything
     dim, start = placement.dim, outer.spans[placement.dim][0]
-    first, last = piece(whole.shape[dim], line.size, line.rank)
+    first, last = piece(whole.shape[dim], group.size, group.rank)
     mine = everything._replace(spans=_with(everything.spans, dim, (first, last)))
     part = outer._replace(spans=_with(outer.spans, dim, (start + first, start + last)))
     return replace(record, value=_cut(whole, mine), placement=part, ends=None)
@@ -140,7 +116,7 @@ def _cut(value: torch.Tensor, part: Part) -> torch.Tensor:
         return torch.empty_strided(part.size, strides, dtype=value.dtype, device=value.device)
 
 
-def kept(node: fx.Node, whole: NodeInfo, placement: Placement, line: Line) -> fx.Node:
+def kept(node: fx.Node, whole: NodeInfo, placement: Placement, group: AxisGroup) -> fx.Node:
     """What a step makes and leaves behind for later ones: this rank's part, in memory of its own, with its mark.
 
     Args:
@@ -152,5 +128,5 @@ def kept(node: fx.Node, whole: NodeInfo, placement: Placement, line: Line) -> fx
     if node.op == "placeholder" or is_view(node):
         layout = {"memory_format": torch.contiguous_format}
         node = call(node.graph, torch.ops.aten.clone.default, node, phase="optimizer", keywords=layout)
-    part = part_of_whole(whole, placement, line).placement if isinstance(placement, Shard) else whole.placement
+    part = part_of_whole(whole, placement, group).placement if isinstance(placement, Shard) else whole.placement
     return set_info(node, replace(info(node), placement=part))

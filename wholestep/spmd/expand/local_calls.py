@@ -12,8 +12,8 @@ from torch import fx
 from wholestep.ir import GETITEM, NodeInfo, add_call, copy_node, fake_tensors, info, set_info
 from wholestep.spmd.expand.calls import Call, exchanged, with_arguments
 from wholestep.spmd.expand.fake_evaluate import evaluate
-from wholestep.spmd.expand.strategy import Row
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.expand.strategy import Strategy
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Shard, local_shape
 from wholestep.torch_compat import OpOverload
 
@@ -32,8 +32,8 @@ class Writer:
         node_of: this rank's node for a node of the whole step that gives a number.
     """
 
-    def __init__(self, graph: fx.Graph, line: Line, node_of: Callable[[fx.Node], fx.Node]) -> None:
-        self.graph, self.line, self.node_of = graph, line, node_of
+    def __init__(self, graph: fx.Graph, group: AxisGroup, node_of: Callable[[fx.Node], fx.Node]) -> None:
+        self.graph, self.group, self.node_of = graph, group, node_of
 
     def copy(self, node: fx.Node) -> fx.Node:
         """A node with its record, whose operands are numbers."""
@@ -44,13 +44,13 @@ class Writer:
         picked = add_call(self.graph, GETITEM, (node, index))
         return set_info(picked, replace(info(node), value=info(node).value[index], ends=None))
 
-    def call(self, node: fx.Node, row: Row, local: Sequence[fx.Node]) -> fx.Node:
+    def call(self, node: fx.Node, strategy: Strategy, local: Sequence[fx.Node]) -> fx.Node:
         """The same call on local operands."""
         args, kwargs = exchanged(node.args, node.kwargs, local, self.node_of)
-        args, kwargs = self._with_sizes(node, row, args, kwargs)
+        args, kwargs = self._with_sizes(node, strategy, args, kwargs)
         if node.target in VIEWS:
             args = (self.viewable(local[0], args[1], info(node)), *args[1:])
-        whole = not any(isinstance(placement, Shard) for placement in (*row.ins, *row.outs))
+        whole = not any(isinstance(placement, Shard) for placement in (*strategy.ins, *strategy.outs))
         return self._add(node.target, args, kwargs, info(node) if whole else replace(info(node), ends=None))
 
     def lists(
@@ -80,17 +80,17 @@ class Writer:
         value = info(made).value
         if value and isinstance(value[0], (list, tuple)):
             rows = [self.pick(made, i) for i, one in enumerate(value) if one]
-            return [[self.pick(row, place) for row in rows] for place in range(len(places))]
+            return [[self.pick(strategy, place) for strategy in rows] for place in range(len(places))]
         return [[self.pick(made, place)] for place in range(len(places))] if value is not None else [[] for _ in places]
 
-    def _with_sizes(self, node: fx.Node, row: Row, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _with_sizes(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments that say the result's shape say that of this rank's."""
-        if not isinstance(node.target, OpOverload) or not row.outs or not isinstance(row.outs[0], Shard):
+        if not isinstance(node.target, OpOverload) or not strategy.outs or not isinstance(strategy.outs[0], Shard):
             return args, kwargs
         value = next(fake_tensors(info(node).value))
         for one in node.target._schema.arguments:
             if one.name in _SIZES and str(one.type) == "List[int]":
-                shape = list(local_shape(value.shape, row.outs[:1], [self.line]))
+                shape = list(local_shape(value.shape, strategy.outs[:1], [self.group]))
                 args, kwargs = with_arguments(node.target, args, kwargs, **{one.name: shape})
         return args, kwargs
 

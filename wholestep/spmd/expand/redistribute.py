@@ -9,7 +9,7 @@ from torch import fx
 
 from wholestep.ir import Phase
 from wholestep.spmd.expand.axis_redistribute import Change, rule_of
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate, Shard, is_unequal, local_shape, normal
 
 
@@ -39,9 +39,10 @@ def redistribute(
     shape: Sequence[int],
     src: Sequence[Placement],
     dst: Sequence[Placement],
-    lines: Sequence[Line],
+    groups: Sequence[AxisGroup],
     *,
     phase: Phase,
+    names: tuple[str, ...] = (),
     **record: Any,
 ) -> fx.Node:
     """Adds the calls that change a value's placements, at the graph's insertion point.
@@ -51,6 +52,7 @@ def redistribute(
         shape: of the whole tensor.
         src, dst, lines: one for each axis of the mesh.
         phase, record: for the records of the new nodes.
+        names: of what is sent, for the records of collectives.
 
     Raises:
         PlanError: a placement names a dimension that the tensor does not have.
@@ -58,16 +60,16 @@ def redistribute(
     now = [normal(p, shape) for p in src]
     for axis, old, new in changes(now, [normal(p, shape) for p in dst]):
         others: list[Placement] = [Replicate() if i == axis else p for i, p in enumerate(now)]
-        whole, line = local_shape(shape, others, lines), lines[axis]
-        unequal = line.uneven or is_unequal(old, whole, line) or is_unequal(new, whole, line)
-        change = Change(graph, whole, line, {"phase": phase, **record}, unequal)
+        whole, group = local_shape(shape, others, groups), groups[axis]
+        unequal = group.uneven or is_unequal(old, whole, group) or is_unequal(new, whole, group)
+        change = Change(graph, whole, group, {"phase": phase, **record}, unequal, names)
         node = rule_of(old, new).emit(change, node, old, new)
         now[axis] = new
     return node
 
 
 def bytes_sent(
-    shape: Sequence[int], itemsize: int, src: Sequence[Placement], dst: Sequence[Placement], lines: Sequence[Line]
+    shape: Sequence[int], itemsize: int, src: Sequence[Placement], dst: Sequence[Placement], groups: Sequence[AxisGroup]
 ) -> float:
     """Bytes that a rank sends for a change of placements, by the best known algorithm of each collective.
 
@@ -80,8 +82,8 @@ def bytes_sent(
         size = float(itemsize)
         for length in shape:
             size *= length
-        for i, (placement, line) in enumerate(zip(now, lines, strict=True)):
-            size /= line.size if i != axis and isinstance(placement, Shard) else 1
-        total += rule_of(old, new).sends(round(size), lines[axis].size)
+        for i, (placement, group) in enumerate(zip(now, groups, strict=True)):
+            size /= group.size if i != axis and isinstance(placement, Shard) else 1
+        total += rule_of(old, new).sends(round(size), groups[axis].size)
         now[axis] = new
     return total

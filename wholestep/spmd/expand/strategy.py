@@ -1,6 +1,6 @@
 """What a sharding rule says: the ways in which one call can run on parts of its operands, along one mesh axis.
 
-A rule takes a `Call`, with its values as one device has them, and gives `Row`s: placements of the operands, and the
+A rule takes a `Call`, with its values as one device has them, and gives strategies: placements of the operands, and the
 placements of the results that the same call on the local operands then gives. That everything can be replicated goes
 without saying. Most rules name the dimensions of operands and results by letters, as `einsum` does: a dimension that
 is split in an operand is split in every other tensor with that letter; where a result lacks the letter, the local
@@ -20,7 +20,7 @@ from wholestep.comm.ops.rows import piece
 from wholestep.ir import GETITEM, NodeInfo, info, set_info
 from wholestep.spmd.expand.calls import Call, R, exchanged, with_arguments
 from wholestep.spmd.expand.graph_edits import call as add_call
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Op, Partial, Placement, Shard
 
 collectives = torch.ops.wholestep
@@ -41,7 +41,7 @@ class Build:
 
     graph: fx.Graph
     record: NodeInfo
-    line: Line
+    group: AxisGroup
     number_of: Callable[[fx.Node], fx.Node]
 
     def same(self, call: Call, ins: Sequence[fx.Node], /, **changed: Any) -> fx.Node:
@@ -62,12 +62,12 @@ class Build:
 
     def all_reduce(self, node: fx.Node, op: Op = "sum") -> fx.Node:
         """The reduction of a value over the ranks."""
-        started = self.call(collectives.all_reduce.default, node, op, self.line.group)
+        started = self.call(collectives.all_reduce.default, node, op, self.group.name)
         return self.call(collectives.wait.default, started)
 
     def all_gather(self, node: fx.Node) -> fx.Node:
         """The values of all ranks, one after the other along dimension 0."""
-        started = self.call(collectives.all_gather.default, node, self.line.group)
+        started = self.call(collectives.all_gather.default, node, self.group.name)
         return self.call(collectives.wait.default, started)
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -76,14 +76,14 @@ class Build:
             return node
         return self.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
 
-    def cut(self, node: fx.Node, dim: int) -> fx.Node:
-        """This rank's piece of a whole value."""
+    def shard(self, node: fx.Node, dim: int) -> fx.Node:
+        """This rank's shard of a whole value."""
         start, stop = self.piece(info(node).value.shape[dim])
         return self.call(torch.ops.aten.slice.Tensor, node, dim, start, stop)
 
     def piece(self, length: int) -> tuple[int, int]:
         """Where this rank's piece of a dimension of the whole starts and stops."""
-        return piece(length, self.line.size, self.line.rank)
+        return piece(length, self.group.size, self.group.rank)
 
     def pick(self, node: fx.Node, index: int) -> fx.Node:
         """One item of a call's results."""
@@ -95,7 +95,7 @@ Emit = Callable[[Build, Call, Sequence[fx.Node]], Sequence[fx.Node]]
 
 
 @dataclass(frozen=True)
-class Row:
+class Strategy:
     """One way to run a call on parts.
 
     Attributes:
@@ -109,7 +109,7 @@ class Row:
     emit: Emit | None = None
 
 
-Rule = Callable[[Call], Iterable[Row]]
+Rule = Callable[[Call], Iterable[Strategy]]
 
 
 @dataclass(frozen=True)
@@ -130,25 +130,25 @@ class Dims:
     added: frozenset[int] = frozenset()
     emit: Emit | None = None
 
-    def rows(self, call: Call) -> Iterator[Row]:
+    def strategies(self, call: Call) -> Iterator[Strategy]:
         """One row for each letter that can be split."""
         for letter in dict.fromkeys(name for names in (*self.ins, *self.outs) for name in names if name):
-            row = self.row(letter)
-            if row is not None and _can_split(letter, self, call):
-                yield row
+            strategy = self.strategy(letter)
+            if strategy is not None and _can_split(letter, self, call):
+                yield strategy
 
-    def row(self, letter: str) -> Row | None:
+    def strategy(self, letter: str) -> Strategy | None:
         """The row of one letter, of whatever sizes its dimensions are; None when it cannot be split."""
         ins: tuple[Placement, ...]
         ins = tuple(Shard(names.index(letter)) if letter in names else R for names in self.ins)
         if all(letter in names for names in self.outs):
-            return Row(ins, tuple(Shard(names.index(letter)) for names in self.outs), self.emit)
+            return Strategy(ins, tuple(Shard(names.index(letter)) for names in self.outs), self.emit)
         if letter not in self.reduced:
             return None
         part = Partial(self.reduced[letter])
         ins = tuple(part if i in self.added and one == R else one for i, one in enumerate(ins))
         outs = tuple(Shard(names.index(letter)) if letter in names else part for names in self.outs)
-        return Row(ins, outs, self.emit)
+        return Strategy(ins, outs, self.emit)
 
 
 def _can_split(letter: str, dims: Dims, call: Call) -> bool:
@@ -171,21 +171,31 @@ def trailing(value: torch.Tensor, letters: Sequence[str | None], shape: Sequence
     ]
 
 
-def beside(call: Call, *dims: int) -> Iterator[Row]:
+def beside(call: Call, *dims: int) -> Iterator[Strategy]:
     """Rows that split all dimensions but some; all operands and results have these dimensions."""
     count = call.values[0].dim()
     letters: list[str | None] = [None if i in {d % count for d in dims} else a for i, a in enumerate(alphabet(count))]
-    yield from Dims([letters] * len(call.values), [letters] * len(call.results)).rows(call)
+    yield from Dims([letters] * len(call.values), [letters] * len(call.results)).strategies(call)
 
 
-def linear_rows(call: Call, groups: Iterable[Sequence[int]]) -> Iterator[Row]:
+def dims_rule(names: Callable[[Call], tuple[Sequence[Names], Sequence[Names]]], *linear: tuple[int, ...]) -> Rule:
+    """A rule of letters for operands and results, and of the groups of operands in which the call is linear."""
+
+    def rule(call: Call) -> Iterator[Strategy]:
+        yield from Dims(*names(call)).strategies(call)
+        yield from linear_strategies(call, linear)
+
+    return rule
+
+
+def linear_strategies(call: Call, groups: Iterable[Sequence[int]]) -> Iterator[Strategy]:
     """Rows in which some operands together are addends, the others whole: what is linear in those operands."""
     outs = tuple(Partial() for _ in call.results)
     if not all(_is_real(value) for value in call.results):
         return
     for group in groups:
         if all(_is_real(call.values[i]) for i in group):
-            yield Row(tuple(Partial() if i in group else R for i in range(len(call.values))), outs)
+            yield Strategy(tuple(Partial() if i in group else R for i in range(len(call.values))), outs)
 
 
 def _is_real(value: torch.Tensor) -> bool:

@@ -1,139 +1,176 @@
-"""Data parallelism in the local view: reduces gradients over the ranks, in buckets, inside of the graph.
+"""Data parallelism in the local view: gradients are reduced before anybody but their backward reads them.
 
-After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020). A gradient is
-its local value inside of `backward()` and the reduced one for everybody who reads it later. Gradients are
-packed into buckets in the order in which they are ready; a bucket's all-reduce starts right after its last
-gradient and is waited for just before somebody reads one, so that it overlaps the rest of the backward.
+After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020), and, where
+optimizer states are sharded, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
+(2020), stage 1. Each rank runs the step as written; a gradient is its local value inside of `backward()`, and for all
+later readers a sharding constraint: `Partial -> Replicate`, or `Partial -> Shard(0)` for an update that is sharded.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from wholestep.errors import PlanError
-from wholestep.ir import Gradient, Phase, StepGraph, info
-from wholestep.spmd.expand.graph_edits import Runs, call, copy_step, readers, reroute
-from wholestep.spmd.schedule.buckets import Bucket, Pending, buckets_of
-from wholestep.tensor_parts import Part
+from wholestep.ir import Gradient, Input, StepGraph, info, is_dense, nbytes
+from wholestep.spmd.expand.calls import R
+from wholestep.spmd.expand.expand import expand
+from wholestep.spmd.expand.graph_edits import call, copy_step, is_view, readers, reroute
+from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_memory, sharding_constraint
+from wholestep.spmd.expand.uneven_shards import on_largest, on_smallest
+from wholestep.spmd.mesh import AxisGroup
+from wholestep.spmd.placements import Partial, Placement, Shard
+from wholestep.spmd.plans.elementwise_updates import ElementwiseUpdates
+from wholestep.spmd.plans.global_view import owner_of
+from wholestep.spmd.plans.state_placements import state_placements
 from wholestep.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
 
-def reduce_gradients(step: StepGraph, *, group: str, ranks: int, reduce: str, caps: tuple[int, int]) -> StepGraph:
-    """Adds the all-reduces of data parallelism to a step.
+def data_parallel(step: StepGraph, *, group: AxisGroup, reduce: str, min_bytes: int | None = None) -> StepGraph:
+    """The step of one rank of a line, with the reductions of its gradients.
 
     Args:
         step: left as it is.
-        group: name of the group, of so many ``ranks``.
+        line: the ranks.
         reduce: "mean" or "sum".
-        caps: bytes of the first bucket and of all others.
+        min_bytes: of the parameters whose updates and optimizer states are sharded by rows, where they are elementwise;
+            None: no parameter's.
 
     Raises:
         PlanError: a gradient that cannot be reduced, or a parameter that changes by one that never is.
     """
-    step = copy_step(step, "reduce_gradients")
-    if ranks > 1:
-        Reducer(step, group, ranks, reduce).run(caps)
-        step.graph.lint()
-        step.gm.recompile()
-    return step
+    step = copy_step(step, "data_parallel")
+    if group.size == 1:
+        return step
+    sharded = _Reductions(step, group, reduce).constrain(min_bytes)
+
+    def placement_of(item: Input, value: torch.Tensor) -> Placement:
+        shape = sharded.get(owner_of(item)) if item.kind == "state" else None
+        return Shard(0) if shape is not None and value.shape == shape else R
+
+    return expand(step, group=group, placements=state_placements(step, placement_of), local=True)
 
 
-class Reducer:
-    """Adds the collectives to one step, in place."""
+class Runs:
+    """The backward passes of a step: stretches of nodes of phase "backward".
 
-    def __init__(self, step: StepGraph, group: str, ranks: int, reduce: str) -> None:
-        self.step, self.group, self.ranks, self.mean = step, group, ranks, reduce == "mean"
+    Attributes:
+        position: place of a node among all; new ones have none.
+    """
+
+    def __init__(self, step: StepGraph) -> None:
+        self.position = {node: place for place, node in enumerate(step.graph.nodes)}
+        self._runs: dict[fx.Node, int] = {}
+        run, inside = -1, False
+        for node in self.position:
+            backward = node.op == "call_function" and info(node).phase == "backward"
+            run += backward and not inside
+            inside = backward
+            if backward:
+                self._runs[node] = run
+
+    def of(self, node: fx.Node) -> int | None:
+        """Number of the backward pass that a node belongs to, None when it belongs to none."""
+        return self._runs.get(node)
+
+    def add(self, node: fx.Node, run: int) -> None:
+        """A new node belongs to a backward pass."""
+        self._runs[node] = run
+
+    def inside(self, node: fx.Node, reader: fx.Node) -> bool:
+        """True when the backward that made a gradient reads it."""
+        mine, other = self.of(node), self.of(reader)
+        return other is not None and mine in (other, None)
+
+
+class _Reductions:
+    """Adds the constraints to one step, in place."""
+
+    def __init__(self, step: StepGraph, group: AxisGroup, reduce: str) -> None:
+        self.step, self.group, self.addends = step, group, Partial("avg" if reduce == "mean" else "sum")
         self.runs = Runs(step)
         self.nodes = {node.name: node for node in step.graph.nodes}
-        self.reduced: set[fx.Node] = set()
-        self.scaled: dict[tuple[str, int], str] = {}
         self.gradients = step.signature.gradients
-        inputs = zip(self.step.signature.inputs, self.step.placeholders, strict=True)
-        self.parts = {item.source: info(node).placement for item, node in inputs}
 
-    def run(self, caps: tuple[int, int]) -> None:
+    def constrain(self, min_bytes: int | None) -> dict[str, torch.Size]:
+        """Gives the shapes of the parameters whose updates are sharded, by their sources."""
         pending = self._pending()
-        late = {gradient for one in pending for gradient in one.gradients}
-        if not self.mean:
+        late = [gradient for gradients in pending.values() for gradient in gradients]
+        if self.addends.op == "sum":
             for gradient in self.gradients:
                 self._count_once(gradient, late)
-        reduced = self._reduce_all(pending, caps)
-        self.step.signature.gradients = [
-            replace(g, before=reduced.get(g.before or "", g.before), after=reduced[g.after]) for g in late
-        ]
-        _check_updates(self.step, self.reduced)
+        updates = ElementwiseUpdates(self.step)
+        parameters = {item.source: node for node, item in zip(self.step.placeholders, self.step.signature.inputs,
+                                                              strict=True) if item.kind == "parameter"}  # fmt: skip
+        trained = {gradient.parameter for gradient in late}  # an average of weights is no such
+        found = {source: node for source, node in parameters.items()
+                 if source in trained and min_bytes is not None and self._is_worth_it(node, min_bytes)}  # fmt: skip
+        to = {node: self._to(node, gradients, found, updates) for node, gradients in pending.items()}
+        by_rows = {gradient.parameter for node in to if to[node] != R for gradient in pending[node]}
+        sharded = {s: info(p).value.shape for s, p in found.items() if s in by_rows or updates.of_states(s, p)}
+        for node, gradients in pending.items():
+            self._reduce(node, gradients, to[node])
+        self.step.signature.gradients = late
+        _check_updates(self.step)
+        return sharded
 
-    def _reduce_all(self, pending: list[Pending], caps: tuple[int, int]) -> dict[str, str]:
-        """Writes all collectives; gives the names of the local values and of the reduced ones."""
-        reduced: dict[str, str] = {}
-        for bucket in buckets_of(pending, caps):
-            reduced |= self._reduce(bucket)
-        return reduced
+    def _is_worth_it(self, parameter: fx.Node, min_bytes: int) -> bool:
+        value, smallest = on_largest(parameter), on_smallest(parameter)
+        size = smallest.shape[0] if value.dim() else 0
+        everybody = size > (self.group.size - 1) * -(-size // self.group.size)  # the last rank has a row, too
+        return value.is_contiguous() and nbytes(value) >= min_bytes and everybody
+
+    def _to(
+        self, node: fx.Node, gradients: Sequence[Gradient], found: dict[str, fx.Node], updates: ElementwiseUpdates
+    ) -> Placement:
+        """By rows, when an elementwise update alone reads a gradient that fills its memory as the parameter does."""
+        source, parameter = gradients[0].parameter, found.get(gradients[0].parameter)
+        if parameter is None or len({g.parameter for g in gradients}) > 1 or self._is_result(node):
+            return R
+        value, wanted = info(node).value, in_memory(Shard(0), info(node).value, gradients[0].place)
+        if not isinstance(wanted, Shard) or not value.is_contiguous() or any(n > 1 for n in value.shape[: wanted.dim]):
+            return R
+        later = [user for user in node.users if not self.runs.inside(node, user)]
+        return wanted if updates.of(source, parameter, {node: later}) else R
 
     # Which gradients
 
-    def _pending(self) -> list[Pending]:
-        """The gradients that somebody reads other than a later backward which adds to them."""
-        by_node: dict[str, list[Gradient]] = {}
+    def _pending(self) -> dict[fx.Node, list[Gradient]]:
+        """The gradients that somebody reads other than a later backward which adds to them, by their memory."""
+        by_node: dict[fx.Node, list[Gradient]] = {}
         for gradient in self.gradients:
-            by_node.setdefault(gradient.after, []).append(gradient)
-        found = []
-        for name, gradients in by_node.items():
-            node = self.nodes[name]
-            adds = {self.runs.of(self.nodes[g.after]) for g in self.gradients if g.before == name}
-            outside = [r for r in readers(node) if not self._inside(node, r) and self.runs.of(r) not in adds - {None}]
-            position = self.runs.position
-            if outside:
-                # once reduced, the later backward reads it too
-                needed = min(position[r] for r in readers(node) if not self._inside(node, r))
-            elif self._is_result(node):
-                needed = len(position)
-            else:
-                continue
-            found.append(Pending(node, gradients, position[node], needed, self._nbytes(node, gradients)))
-        return found
+            by_node.setdefault(self.nodes[gradient.after], []).append(gradient)
+        return {node: gradients for node, gradients in by_node.items()
+                if self._is_read_outside(node) or self._is_result(node)}  # fmt: skip
 
-    def _nbytes(self, node: fx.Node, gradients: list[Gradient]) -> int:
-        """Of the memory; of whole parameters where ranks hold unequal parts, so that all pack alike."""
-        value, wholes = info(node).value, []
-        for gradient in gradients if self.step.signature.uneven else ():
-            part = self.parts.get(gradient.parameter)
-            wholes.append(math.prod(part.shape) if isinstance(part, Part) else math.prod(gradient.place[0]))
-        return (sum(wholes) or value.numel()) * value.itemsize  # type: ignore[no-any-return]
-
-    def _inside(self, node: fx.Node, reader: fx.Node) -> bool:
-        """True when the backward that made a gradient reads it."""
-        mine, other = self.runs.of(node), self.runs.of(reader)
-        return other is not None and mine in (other, None)
+    def _is_read_outside(self, node: fx.Node) -> bool:
+        adds = {self.runs.of(self.nodes[g.after]) for g in self.gradients if g.before == node.name} - {None}
+        return any(not self.runs.inside(node, r) and self.runs.of(r) not in adds for r in readers(node))
 
     def _is_result(self, node: fx.Node) -> bool:
         """A gradient that was made from nothing, hoisted, is left to the user in the input's own memory."""
-        return node.op == "placeholder" and node not in (self.step.placeholders[i] for i in self._written())
+        written = self.step.signature.mutations.values()
+        return node.op == "placeholder" and node not in (self.step.placeholders[i] for i in written)
 
-    def _written(self) -> set[int]:
-        return set(self.step.signature.mutations.values())
-
-    def _count_once(self, gradient: Gradient, reduced: set[Gradient]) -> None:
+    def _count_once(self, gradient: Gradient, reduced: Sequence[Gradient]) -> None:
         """Summing: a gradient from before the backward is the same on all ranks, so each adds its part of it."""
-        if gradient.before is None or gradient.before not in self.nodes:
+        before = self.nodes.get(gradient.before or "")
+        if before is None:
             return
-        before = self.nodes[gradient.before]
         makers = [g for g in self.gradients if g.after == gradient.before]
         if any(g not in reduced for g in makers) or (not makers and self.runs.of(before) is not None):
             return  # local: another backward of this step made it
         run = self._run_that_adds(before, self.nodes[gradient.after])
-        if run is None or (before.name, run) in self.scaled:
+        adding = [reader for reader in readers(before) if self.runs.of(reader) == run]
+        if run is None or not adding:  # done for another parameter whose gradient lies there
             return
-        first = min((r for r in readers(before) if self.runs.of(r) == run), key=self.runs.position.__getitem__)
+        first = min(adding, key=self.runs.position.__getitem__)
         with self.step.graph.inserting_before(first):
-            part = call(self.step.graph, aten.mul.Tensor, before, 1 / self.ranks, phase="backward")
-        self.scaled[before.name, run] = part.name
+            part = call(self.step.graph, aten.mul.Tensor, before, 1 / self.group.size, phase="backward")
         reroute(before, part, lambda r: r is not part and self.runs.of(r) == run, "backward")
 
     def _run_that_adds(self, before: fx.Node, after: fx.Node) -> int | None:
@@ -152,109 +189,53 @@ class Reducer:
 
     # How
 
-    def _reduce(self, bucket: Bucket) -> dict[str, str]:
-        """Writes one bucket's all-reduce; gives the names of the local values and of the reduced ones."""
-        graph = self.step.graph
-        last = max(bucket.members, key=lambda m: m.ready).node
-        flats: dict[str, fx.Node] = {}
-        with graph.inserting_before(self._after(last)):
-            pieces = []
-            for member in bucket.members:
-                flats[member.node.name] = self._flat(member)
-                pieces += [self._piece(flats[member.node.name], start, size) for start, size in member.blocks]
-            packed = pieces[0] if len(pieces) == 1 else call(graph, aten.cat.default, pieces, phase="backward")
-            packed, op = self._scaled(packed)
-            started = call(
-                graph, torch.ops.wholestep.all_reduce.default, packed, op, self.group,
-                phase="backward", placement=bucket.parameters,
-            )  # fmt: skip
-        return self._unpack(bucket, flats, started)
-
-    def _scaled(self, local: fx.Node) -> tuple[fx.Node, str]:
-        """What is to be reduced, and how: the mean by a product before the sum, as DistributedDataParallel takes it.
-
-        Of floats the reduction does both in one pass; halves are rounded between the two.
-        """
-        if not self.mean:
-            return local, "sum"
-        if info(local).value.dtype in (torch.float32, torch.float64):
-            return local, f"premul_sum:{1 / self.ranks!r}"
-        return call(self.step.graph, aten.mul.Tensor, local, 1 / self.ranks, phase="backward"), "sum"
-
-    def _unpack(self, bucket: Bucket, flats: dict[str, fx.Node], started: fx.Node) -> dict[str, str]:
-        graph, names = self.step.graph, {}
-        first = min(m.needed for m in bucket.members)
-        nodes = self.runs.nodes
-        with graph.inserting_before(nodes[first] if first < len(nodes) else self._output()):
-            done = call(graph, torch.ops.wholestep.wait.default, started, phase="optimizer")
-            start = 0
-            for member in bucket.members:
-                whole = flats[member.node.name]
-                for offset, size in member.blocks:
-                    piece = self._piece(done, start, size, "optimizer")
-                    start += size
-                    if size == member.value.numel():
-                        whole = piece
-                    else:
-                        span = (0, offset, offset + size)
-                        whole = call(graph, aten.slice_scatter.default, whole, piece, *span, phase="optimizer")
-                new = self._shaped(whole, member.value)
-                self.reduced.add(new)
-                self._hand_over(member, new)
-                names[member.node.name] = new.name
-        return names
-
-    def _hand_over(self, member: Pending, new: fx.Node) -> None:
-        """Everybody who reads the gradient after its backward reads the reduced one."""
-
-        def later(reader: fx.Node) -> bool:
-            return reader in self.runs.position and not self._inside(member.node, reader)
-
-        reroute(member.node, new, later, "optimizer")
-        if self._is_result(member.node):
-            outputs = self._output()
-            outputs.args = ((*outputs.args[0], new),)  # type: ignore[misc]
+    def _reduce(self, node: fx.Node, gradients: Sequence[Gradient], to: Placement) -> None:
+        """Everybody who reads a gradient after its backward reads the reduced one."""
+        _check_memory(info(node).value, gradients)
+        if self._is_result(node):
+            (output,) = (one for one in self.step.graph.nodes if one.op == "output")
+            output.args = ((*output.args[0], node),)  # type: ignore[misc]
             signature = self.step.signature
-            signature.mutations[signature.n_outputs] = self.step.placeholders.index(member.node)
+            signature.mutations[signature.n_outputs] = self.step.placeholders.index(node)
             signature.n_outputs += 1
-
-    def _after(self, node: fx.Node) -> fx.Node:
-        """The node before which something may stand that reads ``node``."""
-        following = node.next
-        while following.op in ("placeholder", "get_attr"):
-            following = following.next
-        return following
-
-    def _output(self) -> fx.Node:
-        return next(node for node in reversed(self.step.graph.nodes) if node.op == "output")
-
-    def _flat(self, member: Pending) -> fx.Node:
-        """The memory as one row of elements, in the order in which they lie."""
-        graph, node, value = self.step.graph, member.node, member.value
-        if value.is_contiguous():
-            return call(graph, aten.view.default, node, [value.numel()], phase="backward")
-        return call(graph, aten.as_strided.default, node, [value.numel()], [1], phase="backward")
-
-    def _piece(self, flat: fx.Node, start: int, size: int, phase: Phase = "backward") -> fx.Node:
-        if size == info(flat).value.numel():
-            return flat
-        return call(self.step.graph, aten.slice.Tensor, flat, 0, start, start + size, phase=phase)
-
-    def _shaped(self, flat: fx.Node, like: torch.Tensor) -> fx.Node:
-        graph, size = self.step.graph, list(like.shape)
-        if like.is_contiguous():
-            return call(graph, aten.view.default, flat, size, phase="optimizer")
-        return call(graph, aten.as_strided.default, flat, size, list(like.stride()), phase="optimizer")
+        names = tuple(gradient.parameter for gradient in gradients)
+        constrain(node, Constraint(to, self.addends, names), "backward", lambda r: not self.runs.inside(node, r))
 
 
-def _check_updates(step: StepGraph, reduced: set[fx.Node]) -> None:
-    """Refuses a step that changes a parameter by values of a backward that were never reduced."""
+def refuse_sparse(step: StepGraph, plans: str) -> StepGraph:
+    """Refuses gradients that no plan can reduce: the number of their values is in the data, and differs among ranks.
+
+    Raises:
+        PlanError: naming the parameter and the line.
+    """
+    nodes = {node.name: node for node in step.graph.nodes}
+    for gradient in step.signature.gradients:
+        node = nodes.get(gradient.after)
+        if node is not None and info(node).value.layout != torch.strided:
+            raise PlanError(
+                f"{plans}: the gradient of {gradient.parameter} is sparse\n  at: {info(node).where}\n"
+                "  to do: make it dense, by nn.Embedding(…, sparse=False)"
+            )
+    return step
+
+
+def _check_memory(memory: torch.Tensor, gradients: Sequence[Gradient]) -> None:
+    for gradient in gradients:
+        if not is_dense(memory.shape, memory.stride()) or not is_dense(*gradient.place[:2]):
+            raise PlanError(
+                f"DataParallel: the gradient of {gradient.parameter} lies scattered in its memory, of shape "
+                f"{list(gradient.place[0])} at strides {gradient.place[1]}: leave it to backward() to make it"
+            )
+
+
+def _check_updates(step: StepGraph) -> None:
+    """Refuses a step that changes a parameter by values of a backward that are never reduced."""
     local: dict[fx.Node, str] = {}
     for node in step.graph.nodes:
-        if node.op != "call_function" or _is_collective(node) or node in reduced:
+        if node.op != "call_function" or _is_collective(node) or node.target is sharding_constraint:
             continue
         source = next((local[operand] for operand in node.all_input_nodes if operand in local), None)
-        if source is None and info(node).phase == "backward":
+        if source is None and info(node).phase == "backward" and not is_view(node):
             source = info(node).where
         if source is not None:
             local[node] = source
@@ -271,4 +252,3 @@ def _check_updates(step: StepGraph, reduced: set[fx.Node]) -> None:
 
 def _is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep"
-

@@ -13,18 +13,23 @@ from wholestep.errors import PlanError
 from wholestep.ir import Pass, StepGraph
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.expand.graph_edits import copy_step
-from wholestep.spmd.mesh import DeviceMesh, Line
+from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Placement, Replicate, Shard
-from wholestep.spmd.plans.global_view import AtRest, check_placements
+from wholestep.spmd.plans.global_view import ParameterPlan, check_placements
 from wholestep.spmd.plans.patterns import check_patterns, matches, parameter_path, parameter_paths
-from wholestep.spmd.plans.sharding_constraints import dear_to_gather, mark_gradients, mark_inputs, mark_parameters
-from wholestep.spmd.plans.state_placements import at_rest
+from wholestep.spmd.plans.sharding_constraints import (
+    cheaper_to_keep,
+    constrain_gradients,
+    constrain_inputs,
+    constrain_parameters,
+)
+from wholestep.spmd.plans.state_placements import state_placements
 
 R = Replicate()
 
 
 @dataclass(frozen=True)
-class FullyShard(AtRest):
+class FullyShard(ParameterPlan):
     """Parameters, gradients and optimizer state are split over an axis; the batch is, too (ZeRO-3, FSDP).
 
     A parameter is gathered right before a forward or backward computes with it, and freed after; one that is far larger
@@ -64,7 +69,7 @@ class FullyShard(AtRest):
         Raises:
             PlanError: the mesh has no such axis.
         """
-        return [partial(fully_shard, line=mesh.line(self.axis), plan=self)]
+        return [partial(fully_shard, group=mesh.axis_group(self.axis), plan=self)]
 
     def place(self, source: str, value: torch.Tensor) -> Placement:
         """Where a parameter is."""
@@ -78,22 +83,22 @@ class FullyShard(AtRest):
         return [self.parameters] if isinstance(self.parameters, str) else list(self.parameters)
 
 
-def fully_shard(step: StepGraph, *, line: Line, plan: FullyShard) -> StepGraph:
+def fully_shard(step: StepGraph, *, group: AxisGroup, plan: FullyShard) -> StepGraph:
     """The step of one rank of a line, by a plan.
 
     Raises:
         PlanError: a pattern of the plan matches nothing.
     """
     check_patterns("FullyShard", plan.patterns, parameter_paths(step))
-    if line.size == 1:
+    if group.size == 1:
         return step
-    rest = at_rest(step, plan.placement_of)
+    placements = state_placements(step, plan.placement_of)
     step = copy_step(step, "fully_shard")
     if plan.batch == R:
-        step = mark_inputs(step, kind="batch", placement=Shard(0))
-    gathered = rest.inputs
+        step = constrain_inputs(step, kind="batch", placement=Shard(0))
+    gathered = placements.inputs
     if plan.gather == "cheaper":
-        gathered = dear_to_gather(step, rest=rest.inputs, again=plan.again)
-    step = mark_parameters(step, rest=gathered, again=plan.again)
-    step = mark_gradients(step, rest=rest.inputs)
-    return expand(step, line=line, rest=rest, pending=float(gathered != rest.inputs))
+        gathered = cheaper_to_keep(step, placements=placements.inputs, again=plan.again)
+    step = constrain_parameters(step, placements=gathered, again=plan.again)
+    step = constrain_gradients(step, placements=placements.inputs)
+    return expand(step, group=group, placements=placements, pending=float(gathered != placements.inputs))

@@ -17,7 +17,7 @@ import torch
 from wholestep.comm.ops.rows import piece
 from wholestep.errors import PlanError
 from wholestep.ir import Input, Pass
-from wholestep.spmd.mesh import DeviceMesh, Line
+from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Placement, Replicate, Shard, normal
 from wholestep.spmd.plans.patterns import argument_path, check_patterns, matches
 from wholestep.tensor_parts import Part, Span
@@ -44,7 +44,7 @@ class GlobalPlan(Protocol):
         ...
 
 
-class AtRest(ABC):
+class ParameterPlan(ABC):
     """For plans that place parameters: the rest follows.
 
     Gradients and optimizer state lie as their parameter does, where they have as many dimensions; all other tensors
@@ -118,7 +118,7 @@ def owner_of(item: Input) -> str:
 
 
 @dataclass(frozen=True)
-class View:
+class GlobalView:
     """Plans of the global view with the ranks that each spreads the step over.
 
     Attributes:
@@ -126,7 +126,7 @@ class View:
     """
 
     plans: tuple[GlobalPlan, ...]
-    lines: tuple[Line, ...]
+    groups: tuple[AxisGroup, ...]
 
     def placements(self, item: Input, value: torch.Tensor) -> tuple[Placement, ...]:
         """Where a tensor lies when no step runs, along each axis.
@@ -141,26 +141,26 @@ class View:
         return tuple(found)
 
     def check_batch(self, sources: Sequence[str]) -> None:
-        """See `AtRest`."""
+        """See `ParameterPlan`."""
         for plan in self.plans:
-            if isinstance(plan, AtRest):
+            if isinstance(plan, ParameterPlan):
                 plan.check_batch(sources)
 
     def given(self, item: Input, mine: torch.Tensor) -> Part | None:
         """What this rank's tensor of the batch is of the whole one, of which each rank gives an equal piece."""
         shape, placements = list(mine.shape), self.placements(item, mine)
-        for placement, line in zip(placements, self.lines, strict=True):
+        for placement, group in zip(placements, self.groups, strict=True):
             if isinstance(placement, Shard):
-                shape[placement.dim] *= line.size
-        return None if shape == list(mine.shape) else cut(shape, placements, self.lines)
+                shape[placement.dim] *= group.size
+        return None if shape == list(mine.shape) else cut(shape, placements, self.groups)
 
 
-def cut(shape: Sequence[int], placements: Iterable[Placement], lines: Iterable[Line]) -> Part:
+def cut(shape: Sequence[int], placements: Iterable[Placement], groups: Iterable[AxisGroup]) -> Part:
     """What one rank holds of a tensor, axes that split one dimension doing so one after the other."""
     spans: list[Span] = [(0, size) for size in shape]
-    for placement, line in zip(placements, lines, strict=True):
+    for placement, group in zip(placements, groups, strict=True):
         if isinstance(placement, Shard):
             first, last = spans[placement.dim]
-            start, stop = piece(last - first, line.size, line.rank)
+            start, stop = piece(last - first, group.size, group.rank)
             spans[placement.dim] = first + start, first + stop
     return Part.of(shape, spans)

@@ -9,9 +9,9 @@ from typing import Literal
 from wholestep.errors import PlanError
 from wholestep.ir import Pass
 from wholestep.spmd.mesh import DeviceMesh
-from wholestep.spmd.plans.buffer_broadcast import pack_broadcasts
-from wholestep.spmd.plans.data_parallel import reduce_gradients
-from wholestep.spmd.plans.sharded_optimizer import shard_optimizer
+from wholestep.spmd.plans.data_parallel import data_parallel
+from wholestep.spmd.schedule.coalesce import bucket_gradients, pack_broadcasts
+from wholestep.spmd.schedule.overlap import wait_late
 
 MIB = 1 << 20
 
@@ -50,10 +50,7 @@ class DataParallel:
         Raises:
             PlanError: the mesh has no such axis.
         """
-        group = mesh.get_group(self.axis)
-        caps = (self.first_bucket_bytes, self.bucket_bytes)
-        reduce = partial(reduce_gradients, group=group.group_name, ranks=group.size(), reduce=self.reduce, caps=caps)
-        return [*_packing(self), reduce]
+        return _passes(self, mesh)
 
 
 @dataclass(frozen=True)
@@ -93,14 +90,14 @@ class ShardedOptimizer:
         Raises:
             PlanError: the mesh has no such axis.
         """
-        caps = (self.first_bucket_bytes, self.bucket_bytes)
-        line = mesh.line(self.axis)
-        shard = partial(shard_optimizer, line=line, reduce=self.reduce, caps=caps, min_bytes=self.min_bytes)
-        return [*_packing(self), shard]
+        return _passes(self, mesh, self.min_bytes)
 
 
-def _packing(plan: DataParallel | ShardedOptimizer) -> list[Pass]:
-    return [pack_broadcasts] if plan.broadcast_buffers else []
+def _passes(plan: DataParallel | ShardedOptimizer, mesh: DeviceMesh, min_bytes: int | None = None) -> list[Pass]:
+    group = mesh.axis_group(plan.axis)
+    reduce = partial(data_parallel, group=group, reduce=plan.reduce, min_bytes=min_bytes)
+    buckets = partial(bucket_gradients, group=group.name, caps=(plan.first_bucket_bytes, plan.bucket_bytes))
+    return [*([pack_broadcasts] if plan.broadcast_buffers else []), reduce, wait_late, buckets]
 
 
 def _check(plan: DataParallel | ShardedOptimizer) -> None:

@@ -1,4 +1,4 @@
-"""Marks that plans put into a whole step before it is expanded: where parameters and gradients shall be when."""
+"""The sharding constraints that plans put into a whole step before its expansion: of parameters, gradients, results."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from torch import fx
 from wholestep.ir import Phase, StepGraph, info, nbytes
 from wholestep.spmd.expand.calls import R
 from wholestep.spmd.expand.graph_edits import is_view, readers
-from wholestep.spmd.expand.uneven_shards import COPIES, most
+from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_memory
+from wholestep.spmd.expand.uneven_shards import COPIES, on_largest
 from wholestep.spmd.placements import Placement, Shard, normal
-from wholestep.spmd.plans.constraint_ops import in_memory, placed
 from wholestep.spmd.plans.patterns import matches
 from wholestep.torch_compat import OpOverload
 
-# How much smaller what meets a parameter must be for it to stay: collectives have latency, and what is split otherwise
-# than by rows may have to be put in order.
-FAR = 4
+# How much smaller what a parameter is used with must be for it to stay sharded: collectives have latency, and what is
+# split otherwise than by rows may have to be put in order.
+MUCH_SMALLER = 4
 
 
-def mark_parameters(step: StepGraph, *, rest: Sequence[Placement], again: bool) -> StepGraph:
-    """Split parameters are whole where they are computed with, in each forward and each backward on its own.
+def constrain_parameters(step: StepGraph, *, placements: Sequence[Placement], again: bool) -> StepGraph:
+    """Sharded parameters are replicated where they are computed with, in each forward and each backward on its own.
 
     Element-by-element readers, as the optimizer, read the part.
 
     Args:
         step: changed in place.
-        rest: placements of the inputs between calls.
+        placements: of the inputs between calls.
         again: gather in a backward what its forward had gathered, so that it is free between.
     """
     stretch = _stretches(step, again)
     phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items()) if n is not None}
-    for node, placement in _parameters(step, rest):
+    for node, placement in _parameters(step, placements):
         for number in sorted(phases):
-            like = most(node).shape
+            like = on_largest(node).shape
 
             def computes(reader: fx.Node, number: int = number, like: torch.Size = like) -> bool:
                 return stretch.get(reader) == number and not _is_elementwise(reader, like)
 
             if isinstance(placement, Shard):
-                mark = placed(node, R, phases[number], computes)
-                if mark is not None:
-                    _bring_late(mark, stretch)
+                constraint = constrain(node, Constraint(R), phases[number], computes)
+                if constraint is not None:
+                    _move_late(constraint, stretch)
     return step
 
 
-def dear_to_gather(step: StepGraph, *, rest: Sequence[Placement], again: bool) -> list[Placement]:
-    """Of split parameters, leaves those out (as replicated) that had better stay: all that meets them is far smaller.
+def cheaper_to_keep(step: StepGraph, *, placements: Sequence[Placement], again: bool) -> list[Placement]:
+    """Of sharded parameters, leaves those out (as replicated) that stay: all that they are used with is far smaller.
 
     A wide layer on few rows of a batch is computed by parts of its weight, each on all rows.
 
     Args:
-        rest: placements of the inputs between calls.
+        placements: of the inputs between calls.
         again: whether a backward gathers anew.
     """
-    stretch, found = _stretches(step, again), list(rest)
+    stretch, found = _stretches(step, again), list(placements)
     for index, (node, item) in enumerate(zip(step.placeholders, step.signature.inputs, strict=True)):
-        if item.kind != "parameter" or not isinstance(rest[index], Shard):
+        if item.kind != "parameter" or not isinstance(placements[index], Shard):
             continue
-        value = most(node)
-        met = [r for r in readers(node) if stretch.get(r) is not None and not _is_elementwise(r, value.shape)]
-        gathered = nbytes(value) * (len({stretch[reader] for reader in met}) + 1)  # and the gradient, once
-        if met and FAR * sum(_beside(reader, node) for reader in met) <= gathered:
+        value = on_largest(node)
+        used = [r for r in readers(node) if stretch.get(r) is not None and not _is_elementwise(r, value.shape)]
+        gathered = nbytes(value) * (len({stretch[reader] for reader in used}) + 1)  # and the gradient, once
+        if used and MUCH_SMALLER * sum(_beside(reader, node) for reader in used) <= gathered:
             found[index] = R
     return found
 
@@ -71,30 +71,31 @@ def dear_to_gather(step: StepGraph, *, rest: Sequence[Placement], again: bool) -
 def _beside(reader: fx.Node, parameter: fx.Node) -> int:
     """Bytes of what a call reads besides a parameter and its views, and of what it gives."""
     own = {parameter, *_views(parameter)}
-    values = [most(node) for node in (reader, *reader.all_input_nodes) if node not in own]
+    values = [on_largest(node) for node in (reader, *reader.all_input_nodes) if node not in own]
     return nbytes(values)
 
 
-def mark_gradients(step: StepGraph, *, rest: Sequence[Placement]) -> StepGraph:
+def constrain_gradients(step: StepGraph, *, placements: Sequence[Placement]) -> StepGraph:
     """Gradients are reduced, once, to where their parameters are, before anybody but a backward reads them.
 
     Args:
         step: changed in place.
-        rest: placements of the inputs between calls.
+        placements: of the inputs between calls.
     """
     nodes = {node.name: node for node in step.graph.nodes}
-    where = {item.source: placement for item, placement in zip(step.signature.inputs, rest, strict=True)}
+    where = {item.source: placement for item, placement in zip(step.signature.inputs, placements, strict=True)}
     done: set[fx.Node] = set()
     for gradient in step.signature.gradients:
         node = nodes[gradient.after]
         wanted = in_memory(where.get(gradient.parameter, R), info(node).value, gradient.place)
         if node.op == "call_function" and node not in done and wanted is not None:
             done.add(node)
-            placed(node, wanted, "backward", lambda reader: reader.op == "output" or info(reader).phase != "backward")
+            constrain(node, Constraint(wanted), "backward",
+                      lambda reader: reader.op == "output" or info(reader).phase != "backward")  # fmt: skip
     return step
 
 
-def mark_inputs(step: StepGraph, *, kind: str, placement: Shard) -> StepGraph:
+def constrain_inputs(step: StepGraph, *, kind: str, placement: Shard) -> StepGraph:
     """Inputs that every rank holds whole are split where the step reads them.
 
     Args:
@@ -105,18 +106,18 @@ def mark_inputs(step: StepGraph, *, kind: str, placement: Shard) -> StepGraph:
     for node, item in zip(step.placeholders, step.signature.inputs, strict=True):
         value = info(node).value
         if item.kind == kind and isinstance(value, torch.Tensor) and value.dim() > placement.dim:
-            placed(node, placement, "forward", lambda reader: reader.op != "output")
+            constrain(node, Constraint(placement), "forward", lambda reader: reader.op != "output")
     return step
 
 
-def mark_results(step: StepGraph, placements: Mapping[str, Placement], *, least: int = 0) -> StepGraph:
+def constrain_results(step: StepGraph, placements: Mapping[str, Placement], *, min_dims: int = 0) -> StepGraph:
     """What modules give in a forward is placed for those who read it outside.
 
     Args:
         step: changed in place.
         placements: by patterns of the modules' paths; the first that fits counts. Tensors without the dimension that
             is to be split stay as they are.
-        least: tensors of fewer dimensions stay as they are, too.
+        min_dims: tensors of fewer dimensions stay as they are, too.
     """
     if not placements:
         return step
@@ -124,22 +125,22 @@ def mark_results(step: StepGraph, placements: Mapping[str, Placement], *, least:
     for node in calls:
         module, value = info(node).module, info(node).value
         placement = next((one for pattern, one in placements.items() if matches(module, pattern)), None)
-        if placement is None or not isinstance(value, torch.Tensor) or value.dim() < least:
+        if placement is None or not isinstance(value, torch.Tensor) or value.dim() < min_dims:
             continue
         if isinstance(placement, Shard) and not -value.dim() <= placement.dim < value.dim():
             continue
         inside = [user for user in node.users if user.op == "call_function" and info(user).module == module]
         if not any(info(user).phase == "forward" for user in inside):
             placement = normal(placement, value.shape)
-            placed(node, placement, "forward", lambda reader, home=module: (  # type: ignore[misc]
+            constrain(node, Constraint(placement), "forward", lambda reader, home=module: (  # type: ignore[misc]
                 reader.op == "output" or info(reader).module != home or info(reader).phase != "forward"))  # fmt: skip
     return step
 
 
-def _parameters(step: StepGraph, rest: Sequence[Placement]) -> list[tuple[fx.Node, Placement]]:
+def _parameters(step: StepGraph, placements: Sequence[Placement]) -> list[tuple[fx.Node, Placement]]:
     """Parameters as the step meets them, and as it leaves them, for those who read them after an update."""
     inputs, outputs = step.placeholders, step.outputs
-    found = [(node, placement) for node, item, placement in zip(inputs, step.signature.inputs, rest, strict=True)
+    found = [(node, placement) for node, item, placement in zip(inputs, step.signature.inputs, placements, strict=True)
              if item.kind == "parameter"]  # fmt: skip
     by_node = dict(found)
     for output, index in step.signature.mutations.items():
@@ -166,11 +167,11 @@ def _stretches(step: StepGraph, again: bool) -> dict[fx.Node, int | None]:
     return found
 
 
-def _bring_late(mark: fx.Node, stretch: Mapping[fx.Node, int | None]) -> None:
-    """Moves a mark, and the views of it, to right before the first call that reads it."""
-    views = _views(mark)
-    first = min(user for node in (mark, *views) for user in node.users if user not in views)
-    for node in (mark, *sorted(views)):  # nodes compare by their place in the graph
+def _move_late(constraint: fx.Node, stretch: Mapping[fx.Node, int | None]) -> None:
+    """Moves a constraint, and the views of it, to right before the first call that reads it."""
+    views = _views(constraint)
+    first = min(user for node in (constraint, *views) for user in node.users if user not in views)
+    for node in (constraint, *sorted(views)):  # nodes compare by their place in the graph
         first.prepend(node)
 
 
@@ -185,7 +186,7 @@ def _is_elementwise(reader: fx.Node, like: torch.Size) -> bool:
     """True for a call that gives values of the parameter's shape, each from those at its place."""
     if reader.op == "output":
         return True
-    target, value = reader.target, most(reader)
+    target, value = reader.target, on_largest(reader)
     if isinstance(target, OpOverload) and target._schema.name.split("::")[-1].startswith(("_foreach_", "_fused_")):
         return True
     pointwise = isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in COPIES)

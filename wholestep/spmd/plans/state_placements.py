@@ -1,4 +1,4 @@
-"""Where the tensors of a step are along an axis when no step runs."""
+"""The placements of a step's tensors along one axis between steps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PlacementOf = Callable[[Input, torch.Tensor], Placement]
 
 
 @dataclass(frozen=True)
-class Rest:
-    """Where tensors are along one axis when no step runs.
+class StatePlacements:
+    """The placements of tensors along one axis between steps.
 
     Attributes:
         inputs: of each input of the step.
@@ -29,7 +29,7 @@ class Rest:
     outputs: Mapping[int, Placement]
 
 
-def at_rest(step: StepGraph, placement_of: PlacementOf) -> Rest:
+def state_placements(step: StepGraph, placement_of: PlacementOf) -> StatePlacements:
     """Asks a plan for all inputs and outputs of a step, by their whole shapes."""
 
     def ask(item: Input, node: fx.Node) -> Placement:
@@ -42,5 +42,5 @@ def at_rest(step: StepGraph, placement_of: PlacementOf) -> Rest:
         return normal(placement_of(item, value), value.shape, item.source)
 
     inputs = [ask(item, node) for item, node in zip(step.signature.inputs, step.placeholders, strict=True)]
-    kept = {index: ask(item, step.outputs[index]) for index, item in step.signature.homes.items()}
-    return Rest(inputs, kept | {index: inputs[into] for index, into in step.signature.mutations.items()})
+    kept = {index: ask(item, step.outputs[index]) for index, item in step.signature.state_outputs.items()}
+    return StatePlacements(inputs, kept | {index: inputs[into] for index, into in step.signature.mutations.items()})

@@ -13,12 +13,12 @@ from wholestep.errors import PlanError
 from wholestep.ir import Pass, StepGraph, info
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.expand.graph_edits import copy_step
-from wholestep.spmd.mesh import DeviceMesh, Line
+from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Placement, Replicate, Shard
-from wholestep.spmd.plans.global_view import AtRest, check_placements
+from wholestep.spmd.plans.global_view import ParameterPlan, check_placements
 from wholestep.spmd.plans.patterns import check_patterns, matches, parameter_path, tensor_paths
-from wholestep.spmd.plans.sharding_constraints import mark_gradients, mark_results
-from wholestep.spmd.plans.state_placements import at_rest
+from wholestep.spmd.plans.sharding_constraints import constrain_gradients, constrain_results
+from wholestep.spmd.plans.state_placements import state_placements
 
 R = Replicate()
 
@@ -29,7 +29,7 @@ _SPLITS: dict[str, Shard] = {"column": Shard(0), "row": Shard(1), "embedding": S
 
 
 @dataclass(frozen=True)
-class TensorParallel(AtRest):
+class TensorParallel(ParameterPlan):
     """Parameters and the computation with them are split over an axis; every rank is given the same batch.
 
     Roles of modules, by patterns (`fnmatch`) of their paths: "column" splits a linear layer's outputs, "row" its
@@ -70,7 +70,7 @@ class TensorParallel(AtRest):
         Raises:
             PlanError: the mesh has no such axis.
         """
-        return [partial(tensor_parallel, line=mesh.line(self.axis), plan=self)]
+        return [partial(tensor_parallel, group=mesh.axis_group(self.axis), plan=self)]
 
     def place_buffer(self, source: str, value: torch.Tensor) -> Placement:
         """Where a buffer is: by its own path alone."""
@@ -98,7 +98,7 @@ class TensorParallel(AtRest):
         return {pattern: Shard(1) for pattern, role in self.roles.items() if "sequence" in _roles(role)}
 
 
-def tensor_parallel(step: StepGraph, *, line: Line, plan: TensorParallel) -> StepGraph:
+def tensor_parallel(step: StepGraph, *, group: AxisGroup, plan: TensorParallel) -> StepGraph:
     """The step of one rank of a line, by a plan.
 
     Raises:
@@ -107,12 +107,13 @@ def tensor_parallel(step: StepGraph, *, line: Line, plan: TensorParallel) -> Ste
     paths, modules = tensor_paths(step), {info(node).module for node in step.graph.nodes if node.op == "call_function"}
     check_patterns("TensorParallel", list(plan.roles), [*paths, *(path.rpartition(".")[0] for path in paths)])
     check_patterns("TensorParallel, results", list(plan.results), sorted(modules - {""}), "module of the step")
-    if line.size == 1:
+    if group.size == 1:
         return step
-    rest = at_rest(step, plan.placement_of)
+    placements = state_placements(step, plan.placement_of)
     step = copy_step(step, "tensor_parallel")
-    step = mark_results(mark_results(step, plan.results), plan.sequences, least=3)  # batch, sequence, features
-    return expand(mark_gradients(step, rest=rest.inputs), line=line, rest=rest)
+    step = constrain_results(step, plan.results)
+    step = constrain_results(step, plan.sequences, min_dims=3)  # batch, sequence, features
+    return expand(constrain_gradients(step, placements=placements.inputs), group=group, placements=placements)
 
 
 def _roles(role: Role | Sequence[Role] | Placement) -> Sequence[str]:

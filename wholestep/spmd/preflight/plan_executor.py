@@ -1,8 +1,7 @@
-"""Plans put to work: the passes that they add, and one start for all ranks."""
+"""Plan executor: the passes that the plans of one step add, and the ranks' preflight checks before it runs."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,13 +13,14 @@ from wholestep import comm
 from wholestep.capture import InitialState, TensorInput
 from wholestep.errors import PlanError
 from wholestep.ir import Input, Pass, StepGraph
-from wholestep.spmd.expand.uneven_shards import Trio
+from wholestep.spmd.expand.uneven_shards import in_lockstep
 from wholestep.spmd.mesh import DeviceMesh
 from wholestep.spmd.placements import Replicate
-from wholestep.spmd.plans.buffer_broadcast import BufferSync
-from wholestep.spmd.plans.global_view import GlobalPlan, View
-from wholestep.spmd.preflight.preflight_check import SHARED_KINDS, Meeting, Terms, is_setting, terms_of, values_of
-from wholestep.spmd.schedule.buckets import refuse_sparse
+from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
+from wholestep.spmd.plans.data_parallel import refuse_sparse
+from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView
+from wholestep.spmd.preflight.contract import SHARED_KINDS, Contract, contract_of, is_setting, values_of
+from wholestep.spmd.preflight.preflight_check import PreflightCheck
 from wholestep.spmd.schedule.coalesce import coalesce
 from wholestep.spmd.schedule.overlap import start_early, wait_late
 from wholestep.tensor_parts import Part, mark_part, narrow_to
@@ -35,7 +35,7 @@ class Plan(Protocol):
     def passes(self, mesh: DeviceMesh) -> list[Pass]: ...
 
 
-class Cut(NamedTuple):
+class ShardedInputs(NamedTuple):
     """What became of the tensors of a step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     moved: bool
 
 
-class Launch:
+class PlanExecutor:
     """A mesh and its plans, for one compiled step.
 
     Attributes:
@@ -65,9 +65,7 @@ class Launch:
             raise PlanError(
                 f"ws.compile: {mesh!r} without a plan: pass plan=ws.DataParallel({mesh.mesh_dim_names[0]!r})"
             )
-        self._passes: list[Pass] = []
-        first: list[Pass] = []  # the same for the ranks that hold the largest and the smallest parts
-        last: list[Pass] = []
+        self._passes: tuple[list[Pass], ...] = ([], [], [])  # also of the first and the last rank
         groups: list[comm.ProcessGroup] = []
         for one in plans:
             if not callable(getattr(one, "passes", None)):
@@ -79,37 +77,33 @@ class Launch:
                     f"ws.compile: {type(before).__name__} and {type(one).__name__} both spread the step over axis "
                     f"{one.axis!r}\n  to do: one plan for each axis; a mesh may have several axes"
                 )
-            self._passes += one.passes(mesh)
-            first += one.passes(mesh.at_end(first=True))
-            last += one.passes(mesh.at_end(first=False))
+            for passes, seen in zip(self._passes, (mesh, *map(mesh.seen_from_end, (True, False))), strict=True):
+                passes += one.passes(seen)
             groups.append(mesh.get_group(one.axis))
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
-        self.view = View(spread, tuple(mesh.line(one.axis) for one in spread)) if mesh and spread else None
-        self._trio = Trio(tuple(self._passes), tuple(first), tuple(last))
+        self.view = GlobalView(spread, tuple(mesh.axis_group(one.axis) for one in spread)) if mesh and spread else None
+        for passes in self._passes:
+            passes += [wait_late, start_early, coalesce] if self.view else []
         self._mesh, self._plans = mesh, plans
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
         several = [group for group in dict.fromkeys(groups) if group.size() > 1]
-        self._meeting = Meeting(several, self._axes, self.view is not None)
-        self._agreed: set[Terms] = set()
-        self._spread: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._preflight = PreflightCheck(several, self._axes, self.view is not None)
+        self._agreed: set[Contract] = set()
+        self._synchronized: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __reduce__(self) -> Any:
-        return Launch, (self._mesh, self._plans)
+        return PlanExecutor, (self._mesh, self._plans)
 
     def passes_of(self, step: StepGraph) -> list[Pass]:
         """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
-        if self._meeting.groups:
+        if self._preflight.groups:
             refuse_sparse(step, ", ".join(type(one).__name__ for one in self._plans))
-        if self.view is None:
-            return self._passes
-        passes, largest = self._trio.applied_to(step)
-        return [*passes, wait_late, functools.partial(start_early, largest=largest),
-                functools.partial(coalesce, largest=largest)]  # fmt: skip
+        return in_lockstep(step, *self._passes)
 
     @property
     def plain(self) -> bool:
         """True without plans: steps stay as they are traced."""
-        return not self._passes
+        return not self._plans
 
     @property
     def parts(self) -> Callable[[Sequence[TensorInput]], list[Part | None]] | None:
@@ -125,12 +119,12 @@ class Launch:
         return of
 
     @property
-    def sync(self) -> BufferSync | None:
+    def buffer_broadcast(self) -> BufferBroadcast | None:
         """For one capture: what broadcasts buffers along the axes of the local view; None where nothing is to."""
         groups = [self._mesh.get_group(one.axis) for one in self._plans
                   if self._mesh and getattr(one, "broadcast_buffers", False)]  # fmt: skip
         groups = [group for group in groups if group.size() > 1]
-        return BufferSync(groups) if groups else None
+        return BufferBroadcast(groups) if groups else None
 
     @property
     def axes(self) -> dict[str, str]:
@@ -148,12 +142,12 @@ class Launch:
         if self.view is None:
             return fingerprint
         return "\n".join([fingerprint, *(i.source for i in step.signature.inputs),
-                          *(f"{o} {i.source}" for o, i in sorted(step.signature.homes.items()))])  # fmt: skip
+                          *(f"{o} {i.source}" for o, i in sorted(step.signature.state_outputs.items()))])  # fmt: skip
 
     def start(
         self, whole: StepGraph, step: Callable[[], StepGraph], inputs: Sequence[Input], tensors: Sequence[Any],
         parts: Mapping[int, Part], initial: InitialState,
-    ) -> Terms:  # fmt: skip
+    ) -> Contract:  # fmt: skip
         """Brings the ranks together before they run a program for the first time.
 
         All must issue the same collectives and update the same parameters, by optimizers with the same settings. Then
@@ -175,26 +169,26 @@ class Launch:
         Raises:
             PlanError: on every rank, when the ranks' programs do not fit each other.
         """
-        if not self._meeting.groups:
-            return Terms(())
+        if not self._preflight.groups:
+            return Contract(())
         plans = ", ".join(map(_in_words, self._plans))
-        terms = terms_of(step(), inputs, tensors, self._axes, plans, whole, self.view is not None)
-        new = self._new(inputs, tensors, parts)
-        if terms in self._agreed and not self.view and not new:
-            self.begin(terms)
-            return terms
-        self.miss(compare=True)
-        shared = self._agreed and terms.random  # one state of the random generator since the first meeting
+        contract = contract_of(step(), inputs, tensors, self._axes, plans, whole, self.view is not None)
+        new = self._unsynchronized(inputs, tensors, parts)
+        if contract in self._agreed and not self.view and not new:
+            self.check_call(contract)
+            return contract
+        self.announce_capture(compare=True)
+        shared = self._agreed and contract.random  # one state of the random generator since the first meeting
         words = [f"{item.kind} {item.source} to be rank 0's" for item, _ in new]
-        self._compare(terms.now() if shared else terms, self._same_values(inputs, tensors, words))
-        if self._meeting.together:  # else this rank alone captures anew
-            self._spread_from_first(new, initial)
+        self._compare(contract.with_random_state() if shared else contract, self._same_values(inputs, tensors, words))
+        if self._preflight.all_compared:  # else this rank alone captures anew
+            self._broadcast_from_first(new, initial)
         if self.view and not self._agreed:
-            _share_randomness(self._meeting.groups)
-        self._agreed.add(terms)
-        return terms
+            _share_randomness(self._preflight.groups)
+        self._agreed.add(contract)
+        return contract
 
-    def _new(
+    def _unsynchronized(
         self, inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
     ) -> list[tuple[Input, torch.Tensor]]:
         """What rank 0 gives to the others: parameters, buffers, states, and gradients that are there at the start."""
@@ -203,13 +197,13 @@ class Launch:
             (item, tensor)
             for item, tensor in zip(inputs, tensors, strict=True)
             if item.kind in (*SHARED_KINDS, "state", *first) and isinstance(tensor, torch.Tensor)
-            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts and not self._is_spread(tensor)
+            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts and not self._is_synchronized(tensor)
         ]
 
-    def _spread_from_first(self, new: Sequence[tuple[Input, torch.Tensor]], initial: InitialState) -> None:
-        self._spread |= {id(tensor): weakref.ref(tensor) for _, tensor in new}
+    def _broadcast_from_first(self, new: Sequence[tuple[Input, torch.Tensor]], initial: InitialState) -> None:
+        self._synchronized |= {id(tensor): weakref.ref(tensor) for _, tensor in new}
         there = torch.tensor([any(item.kind == "state" and not initial.owns(tensor) for item, tensor in new)])
-        for group in self._meeting.groups:
+        for group in self._preflight.groups:
             comm.all_reduce(there, comm.ReduceOp.MAX, group)
         if there:
             initial.fill()
@@ -221,48 +215,49 @@ class Launch:
                 if item.kind != own and self._mesh is not None:
                     comm.broadcast(tensor.detach(), group=self._mesh.get_group(plan.axis), group_src=0)
 
-    def enter(self, name: str) -> None:
+    def enter_call(self, name: str) -> None:
         """A call of the step begins."""
-        self._meeting.met, self._meeting.expected, self._meeting.step = False, False, name
+        self._preflight.announced, self._preflight.must_compare, self._preflight.step = False, False, name
 
-    def begin(self, terms: Terms) -> None:
+    def check_call(self, contract: Contract) -> None:
         """Before a program serves a call: all ranks are to run it, in the same call; in the global view, on batches of
         one shape. A program without collectives, in the local view, is run alone.
 
         Raises:
             PlanError: on every rank, when they are not, or when another rank's call has failed.
         """
-        if self._meeting.met or (terms.silent and not self.view):
+        if self._preflight.announced or (contract.is_local and not self.view):
             return
-        if not self._meeting.agree(terms):
-            self._compare(terms.now() if terms.random else terms)
+        if not self._preflight.agree(contract):
+            self._compare(contract.with_random_state() if contract.random else contract)
 
     @property
-    def joint(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether the step has ranks that wait for each other."""
-        return bool(self._meeting.groups)
+        return bool(self._preflight.groups)
 
-    def abort(self, error: BaseException) -> None:
+    def abort_group(self, error: BaseException) -> None:
         """This rank's program has failed in the middle: the others, which wait for its collectives, are told."""
-        if isinstance(error, comm.DistMismatchError) and len(self._meeting.groups) == 1:
+        if isinstance(error, comm.DistMismatchError) and len(self._preflight.groups) == 1:
             return  # all of them have seen it
-        reason = f"its call {self._meeting.call} of {self._meeting.step} failed with {type(error).__name__}: {error}"
-        for group in self._meeting.groups:
+        what = f"its call {self._preflight.call} of {self._preflight.step}"
+        reason = f"{what} failed with {type(error).__name__}: {error}"
+        for group in self._preflight.groups:
             group.abort(reason)
 
-    def miss(self, compare: bool = False) -> None:
+    def announce_capture(self, compare: bool = False) -> None:
         """Before a capture, the first one or any in the global view: the others are told, and meet this rank when it is
         done.
 
         Args:
             compare: in any case.
         """
-        if self.joint and not self._meeting.met and (compare or self.view or not self._agreed):
-            self._meeting.agree(None)
+        if self.is_distributed and not self._preflight.announced and (compare or self.view or not self._agreed):
+            self._preflight.agree(None)
 
-    def cut(
+    def shard_inputs(
         self, placements: Sequence[Any], inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
-    ) -> Cut:
+    ) -> ShardedInputs:
         """Cuts whole tensors down to the parts that a program keeps, in place.
 
         Args:
@@ -298,19 +293,19 @@ class Launch:
             shape = part.shape if held is None else held.size
             if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == shape:
                 narrow_to(tensor.grad, part, held)
-        return Cut(bool(before), not all(before))
+        return ShardedInputs(bool(before), not all(before))
 
-    def withdraw(self, error: BaseException) -> None:
+    def abort_call(self, error: BaseException) -> None:
         """This rank's call has failed before its program ran: the others, which wait for it to start, are told why."""
-        meeting = self._meeting
+        preflight = self._preflight
         if not isinstance(error, Exception):  # an interrupt: no time to meet; the next call sees that one is left out
-            meeting.call += not meeting.met
+            preflight.call += not preflight.announced
             return
         with suppress(comm.DistError):  # another rank has gone: this one's own error says more
-            self.miss(compare=any(not terms.silent for terms in self._agreed))
-            if meeting.expected:
+            self.announce_capture(compare=any(not contract.is_local for contract in self._agreed))
+            if preflight.must_compare:
                 what = f"rank {comm.get_rank()} could not capture the step: {type(error).__name__}: {error}"
-                meeting.compare(Terms(()), f"{what}\n  in: call {meeting.call} of {meeting.step}")
+                preflight.compare(Contract(()), f"{what}\n  in: call {preflight.call} of {preflight.step}")
 
     def _same_values(
         self, inputs: Sequence[Input], values: Sequence[Any], words: Sequence[str]
@@ -319,9 +314,9 @@ class Launch:
         batch the plan of its axis does not split."""
         pairs = [(i, v) for i, v in zip(inputs, values, strict=True) if not isinstance(v, FakeTensor)]
         settings = [*words] + [values_of(item, value) for item, value in pairs if is_setting(item)]
-        found = {group.group_name: settings for group in self._meeting.groups}
-        for plan, line in zip(self.view.plans, self.view.lines, strict=True) if self.view else ():
-            found[line.group] = settings + [
+        found = {group.group_name: settings for group in self._preflight.groups}
+        for plan, group in zip(self.view.plans, self.view.groups, strict=True) if self.view else ():
+            found[group.name] = settings + [
                 values_of(item, value)
                 for item, value in pairs
                 if (item.kind == "number" and not is_setting(item))
@@ -329,17 +324,17 @@ class Launch:
             ]
         return found
 
-    def _compare(self, terms: Terms, along: Mapping[str, Sequence[str]] | None = None) -> None:
-        trouble = self._meeting.compare(terms, along=along)
+    def _compare(self, contract: Contract, along: Mapping[str, Sequence[str]] | None = None) -> None:
+        trouble = self._preflight.compare(contract, along=along)
         if trouble:
             raise PlanError(trouble)
 
-    def _is_spread(self, tensor: torch.Tensor) -> bool:
-        known = self._spread.get(id(tensor))
+    def _is_synchronized(self, tensor: torch.Tensor) -> bool:
+        known = self._synchronized.get(id(tensor))
         return known is not None and known() is tensor
 
 
-def _given(view: View, found: TensorInput) -> Part | None:
+def _given(view: GlobalView, found: TensorInput) -> Part | None:
     if found.kind != "batch" or not found.tensor.dim():
         return None
     return view.given(Input("", found.source.text, found.kind), found.tensor)

@@ -1,32 +1,23 @@
-"""Where the ranks of a step compare what they are about to run, so that none waits for a call that never comes."""
+"""Preflight check: ranks compare their contracts before a step runs and fail together on a mismatch."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import fx
 
 from wholestep import comm
-from wholestep.ir import Input, Phase, StepGraph, info, is_effectful
-from wholestep.tensor_parts import part_of
-from wholestep.torch_compat import FakeTensor, OpOverload
+from wholestep.spmd.preflight.contract import Contract, generator_state
 
-SHARED_KINDS = ("parameter", "buffer")
-OPTIMIZER: Phase = "optimizer"
 MISS = -1  # the number of a rank that has no program for a call yet
 _STRIDE = 0x9E3779B97F4A7C15  # between the numbers of one program's calls
 
 PROGRAMS = "the ranks' programs"
 PLANS = "the ranks' plans"
 _NAMED = re.compile(" has (parameter|buffer) ")
-_OPTIMIZERS = re.compile(r"\.(param_groups|state)\[")
 
 # How a word begins -> what differs between ranks, and what to do about it.
 _KINDS = {
@@ -63,98 +54,8 @@ _KINDS = {
 }
 
 
-class Call(NamedTuple):
-    """A collective in words.
-
-    Attributes:
-        axis: of the ranks that meet; those of other axes may send tensors of another size.
-        what: operator and settings.
-        of: what is sent, and for which parameters.
-    """
-
-    axis: str
-    what: str
-    of: str
-
-    def for_axis(self, axis: str | None) -> str:
-        """What ranks along an axis must have alike; None: all ranks of the mesh."""
-        return f"{self.what} of {self.of}" if axis == self.axis else self.what
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What all ranks must have alike to run a program, in words.
-
-    Attributes:
-        calls: in the global view, those of the whole step, as compressed text: ranks that differ compare them.
-        random: whether the program draws random numbers.
-    """
-
-    words: tuple[str | Call, ...]
-    calls: bytes = field(default=b"", compare=False)
-    random: bool = False
-
-    def now(self) -> Terms:
-        """With the state of the random generator, for a program that draws from it."""
-        return replace(self, words=(f"random generator in state {_generator():x}", *self.words))
-
-    def for_axis(self, axis: str | None) -> list[str]:
-        """The words for the ranks along one axis; None: for all ranks of the mesh."""
-        return [word if isinstance(word, str) else word.for_axis(axis) for word in self.words]
-
-    @cached_property
-    def silent(self) -> bool:
-        """Whether the program has no collectives."""
-        return all(isinstance(word, str) for word in self.words)
-
-    @cached_property
-    def number(self) -> int:
-        """One for the words, at least 0."""
-        return int.from_bytes(hashlib.sha256("\n".join(self.for_axis(None)).encode()).digest()[:7], "big")
-
-
-def terms_of(
-    step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any], axes: Mapping[str, str], plans: str,
-    whole: StepGraph, spread: bool,
-) -> Terms:  # fmt: skip
-    """The terms of a program.
-
-    Args:
-        step: the program of this rank, after all passes.
-        inputs, tensors: what it was traced with.
-        axes: group's name -> axis, for words that are the same on all ranks.
-        plans: in words.
-        whole: the graph of the step before all passes; in the global view it is one for all ranks, in the local view
-            the optimizer's calls are.
-        spread: whether the step is in the global view.
-    """
-    pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
-    words: list[str | Call] = [f"plans {plans}"]
-    words += [_describe(i, t) for i, t in pairs if spread and i.kind == "batch"]
-    words += [_describe(item, t) for item, t in pairs if item.kind in (*SHARED_KINDS, "state")]
-    words += communication(step, axes)
-    if not spread:
-        calls = [node for node in whole.graph.nodes if node.op == "call_function"]
-        updates = sorted(_update(node) for node in calls if info(node).phase == OPTIMIZER)
-        return Terms((*words, *([f"setting of an update in {_digest(updates)}"] if updates else [])))
-    lines = [_words(node, whole) for node in whole.graph.nodes]
-    for name, axis in axes.items():  # of buffers' broadcasts
-        lines = [line.replace(repr(name), repr(axis)) for line in lines]
-    words.append(f"a program of {_digest([line.split(' at ')[0] for line in lines])}")
-    return Terms(tuple(words), zlib.compress("\n".join(lines).encode()), any(map(_draws, whole.graph.nodes)))
-
-
-def _digest(calls: Sequence[str]) -> str:
-    return f"{len(calls)} calls, {hashlib.sha256(chr(10).join(calls).encode()).hexdigest()[:8]}"
-
-
-def _update(node: fx.Node) -> str:
-    """A call of an optimizer in words that do not depend on a batch's size, which a closure may see."""
-    return f"{node.target} {[value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float)]}"
-
-
-class Meeting:
-    """The groups of one step's ranks, and what they tell each other.
+class PreflightCheck:
+    """The comparisons of one step's ranks, over their groups.
 
     Attributes:
         axes: group's name -> axis.
@@ -166,32 +67,32 @@ class Meeting:
         together: whether all of them said more words when they compared last.
     """
 
-    together = False
-    step, call, met, expected = "the step", 0, False, False
+    all_compared = False
+    step, call, announced, must_compare = "the step", 0, False, False
 
-    def __init__(self, groups: Sequence[comm.ProcessGroup], axes: Mapping[str, str], spread: bool = False) -> None:
-        self.groups, self.axes, self.spread = list(groups), axes, spread
+    def __init__(self, groups: Sequence[comm.ProcessGroup], axes: Mapping[str, str], in_global_view: bool) -> None:
+        self.groups, self.axes, self.in_global_view = list(groups), axes, in_global_view
 
-    def compare(self, terms: Terms, trouble: str = "", along: Mapping[str, Sequence[str]] | None = None) -> str:
+    def compare(self, contract: Contract, trouble: str = "", along: Mapping[str, Sequence[str]] | None = None) -> str:
         """Compares the ranks' terms along every axis; gives what is wrong, the same on all ranks, or nothing.
 
         Args:
             trouble: what this rank alone knows to be wrong.
             along: group's name -> more words, which the ranks along one axis must have alike where all say them.
         """
-        self.expected = False
+        self.must_compare = False
         for group in self.groups:
             everybody: list[Any] = [None] * group.size()
             name = group.group_name
-            words = [f"call {self.call} of {self.step}", *terms.for_axis(self.axes[name])]
+            words = [f"call {self.call} of {self.step}", *contract.for_axis(self.axes[name])]
             comm.all_gather_object(everybody, (words, (along or {}).get(name), trouble, self.call), group)
             said, more, troubles, calls = zip(*everybody, strict=True)
             self.call = max(calls)  # one that is behind has heard so now
             trouble = next((text for text in troubles if text), "") or _difference(said)
-            self.together = None not in more
-            trouble = trouble or (_difference(more) if self.together else "")
-        if trouble and self.spread and not trouble.startswith(PLANS):  # on all ranks or none
-            trouble = self._first_call(zlib.decompress(terms.calls).decode() if terms.calls else "", trouble)
+            self.all_compared = None not in more
+            trouble = trouble or (_difference(more) if self.all_compared else "")
+        if trouble and self.in_global_view and not trouble.startswith(PLANS):  # on all ranks or none
+            trouble = self._first_call(zlib.decompress(contract.calls).decode() if contract.calls else "", trouble)
         return trouble
 
     def _first_call(self, calls: str, trouble: str) -> str:
@@ -203,110 +104,23 @@ class Meeting:
             found = next((text for _, text in everybody if text), "") or _difference([said for said, _ in everybody])
         return found if found and trouble.startswith(PROGRAMS) and not _NAMED.search(trouble) else trouble
 
-    def agree(self, terms: Terms | None) -> bool:
+    def agree(self, contract: Contract | None) -> bool:
         """True when all ranks have the same terms now; if not, all are to `compare`.
 
         Args:
             terms: None for a rank that has no program for a call yet.
         """
-        self.call, self.met, self.expected = self.call + 1, True, False
+        self.call, self.announced, self.must_compare = self.call + 1, True, False
         number = MISS
-        if terms is not None:
-            number = terms.number ^ _generator() if terms.random else terms.number
+        if contract is not None:
+            number = contract.number ^ generator_state() if contract.random else contract.number
             number = (number + self.call * _STRIDE) % (1 << 56)
         bounds = torch.tensor([number, -number])
         for group in self.groups:
             comm.all_reduce(bounds, comm.ReduceOp.MAX, group)
-        most, least = bounds.tolist()
-        self.expected = most != -least or most == MISS
-        return not self.expected
-
-
-def values_of(item: Input, value: Any) -> str:
-    """What an input holds, in a word that is the same wherever it holds the same."""
-    kind = "setting" if is_setting(item) else "values of"
-    if isinstance(value, torch.Tensor):
-        return f"{kind} {item.source} with checksum {checksum(value):08x}"
-    return f"{kind} {item.source}: {value!r}"
-
-
-def is_setting(item: Input) -> bool:
-    """Whether an input is a number, or a learning rate in a tensor, that an optimizer holds."""
-    return bool(_OPTIMIZERS.search(item.source)) and item.kind in ("number", "tensor")
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """Of a tensor's elements in order."""
-    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-
-
-def communication(step: StepGraph, axes: Mapping[str, str]) -> list[Call]:
-    """The collectives of a program, in order: what all ranks must have alike.
-
-    Args:
-        axes: group's name -> axis, for words that are the same on all ranks.
-    """
-    return [_collective(node, axes) for node in step.graph.nodes if _is_collective(node)]
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep" and is_effectful(node)
-
-
-def _draws(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_effectful(node) and not _is_collective(node)
-
-
-def _generator() -> int:
-    """A number for the state of the random generator."""
-    return zlib.crc32(torch.get_rng_state().numpy().data)
-
-
-def _collective(node: fx.Node, axes: Mapping[str, str]) -> Call:
-    value, target = info(node).value, node.target
-    settings = [axes.get(str(a), str(a)) for a in node.args if not isinstance(a, fx.Node)]
-    axis = next((axes[str(a)] for a in node.args if not isinstance(a, fx.Node) and str(a) in axes), "")
-    what = f"{target._schema.name}({', '.join(settings)})"  # type: ignore[union-attr]
-    return Call(axis, what, f"{_form(value)}: {', '.join(info(node).placement or ())}")
-
-
-def _form(tensor: torch.Tensor) -> str:
-    part = part_of(tensor)  # what is a part now may have been whole when another rank captured its program
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape if part is None else part.shape)}"
-
-
-def _describe(item: Input, tensor: torch.Tensor) -> str:
-    made = " that the step makes" if item.kind == "state" and isinstance(tensor, FakeTensor) else ""
-    return f"{item.kind} {item.source}: {_form(tensor)}{made}"
-
-
-def _words(node: fx.Node, step: StepGraph) -> str:
-    """A node in words that are the same in every process, and where it comes from."""
-    if node.op == "output":
-        return f"{len(node.all_input_nodes)} results"
-    record = info(node)
-    shape = f" of {_form(record.value)}" if isinstance(record.value, torch.Tensor) else ""
-    sources = {item.name: item.source for item in step.signature.inputs} if node.op == "placeholder" else {}
-    place = sources.get(str(node.target), record.where)
-    where = f" at {place}" if place else ""
-    return f"{_call(node, step)}{shape}{where}{f' in {record.module}' if record.module else ''}"
-
-
-def _call(node: fx.Node, step: StepGraph) -> str:
-    if node.op == "placeholder":
-        return "an input"
-    if node.op == "get_attr":
-        return f"a constant with checksum {checksum(getattr(step.gm, str(node.target))):08x}"
-    name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "a call")
-    return f"{name}({', '.join(map(_operand, (*node.args, *node.kwargs.values())))})"
-
-
-def _operand(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return "·"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_operand, value))}]"
-    return repr(value)
+        maximum, minimum = bounds.tolist()
+        self.must_compare = maximum != -minimum or maximum == MISS
+        return not self.must_compare
 
 
 def _difference(everybody: Sequence[Sequence[str]]) -> str:

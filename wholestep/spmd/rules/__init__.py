@@ -14,8 +14,8 @@ from torch import fx
 from wholestep.functional import Functionalized, UnderGrad
 from wholestep.ir import GETITEM, fake_tensors, info, is_host
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Row, Rule
-from wholestep.spmd.plans.constraint_ops import place
+from wholestep.spmd.expand.sharding_constraint import sharding_constraint
+from wholestep.spmd.expand.strategy import Rule, Strategy
 from wholestep.spmd.rules import (
     attention,
     contractions,
@@ -91,7 +91,7 @@ def rule_of(target: object) -> Rule | None:
 
 
 def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:
-    """A decorator that gives operators a sharding rule: a function from a `Call` to the `Row`s in which it can run.
+    """A decorator that gives operators a sharding rule: a function from a `Call` to its strategies.
 
     What a rule gives for a call may be used for others with operands of equal shapes and dtypes, and equal arguments.
     """
@@ -109,20 +109,21 @@ def has_rule(node: fx.Node) -> bool:
     What has no tensor among its operands, such as a factory, runs on every rank, and who wants a part of it cuts it.
     """
     reads = any(True for one in node.all_input_nodes for _ in fake_tensors(info(one).value))
-    known = rule_of(node.target) is not None or name_of(node.target) in WHOLE or node.target in (GETITEM, place)
-    return node.op != "call_function" or known or not reads or is_host(node)
+    known = rule_of(node.target) is not None or name_of(node.target) in WHOLE
+    needless = node.target in (GETITEM, sharding_constraint) or node.op != "call_function" or is_host(node)
+    return known or needless or not reads
 
 
-def rows(call: Call) -> Iterable[Row]:
+def strategies(call: Call) -> Iterable[Strategy]:
     """The ways in which a call can run on parts: where ranks hold unequal ones, those that serve the largest and the
     smallest, in one order on every rank."""
     rule = rule_of(call.target)
     if rule is None or call.ends is None:
         return () if rule is None else rule(call)
-    served = set(map(_way, rule(call.least)))
-    own = {_way(row): row for row in rule(call)}  # what it emits may have been made of this rank's sizes
-    return [own.get(_way(row), row) for row in rule(call.most) if _way(row) in served]
+    served = set(map(_way, rule(call.on_smallest)))
+    own = {_way(strategy): strategy for strategy in rule(call)}  # what it emits may have been made of this rank's sizes
+    return [own.get(_way(strategy), strategy) for strategy in rule(call.on_largest) if _way(strategy) in served]
 
 
-def _way(row: Row) -> tuple[Any, ...]:
-    return row.ins, row.outs, row.emit is None
+def _way(strategy: Strategy) -> tuple[Any, ...]:
+    return strategy.ins, strategy.outs, strategy.emit is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call, holds_on_all
-from wholestep.spmd.expand.strategy import Dims, Names, Row, Rule, linear_rows, trailing
+from wholestep.spmd.expand.strategy import Dims, Names, Rule, Strategy, linear_strategies, trailing
 
 
 def _names(call: Call) -> dict[str, Names]:
@@ -26,25 +26,25 @@ def _names(call: Call) -> dict[str, Names]:
     return found
 
 
-def _attention(call: Call) -> Iterator[Row]:
+def _attention(call: Call) -> Iterator[Strategy]:
     names = _names(call)
     dims = Dims([names[n] for n in call.by_name(call.values)], [names["query"], names["logsumexp"]])
     yield from _rows(dims, call)
 
 
-def _attention_backward(call: Call) -> Iterator[Row]:
+def _attention_backward(call: Call) -> Iterator[Strategy]:
     names = _names(call)
     ins = [names[n] for n in call.by_name(call.values)]
     yield from _rows(Dims(ins, [names["query"], names["key"], names["value"]], {"t": "sum"}), call)
-    yield from linear_rows(call, [(0,)])
+    yield from linear_strategies(call, [(0,)])
 
 
-def _rows(dims: Dims, call: Call) -> Iterator[Row]:
+def _rows(dims: Dims, call: Call) -> Iterator[Strategy]:
     """Heads of keys may be fewer: each serves some heads of queries, and goes with them."""
-    yield from dims.rows(call)
+    yield from dims.strategies(call)
     values = call.by_name(call.values)
-    few, by_heads = values["key"].shape[1], dims.row("h")
-    if few != values["query"].shape[1] and few % call.line.size == 0 and by_heads is not None:
+    few, by_heads = values["key"].shape[1], dims.strategy("h")
+    if few != values["query"].shape[1] and few % call.group.size == 0 and by_heads is not None:
         yield by_heads
 
 

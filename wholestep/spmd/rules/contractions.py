@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Dims, Row, Rule, linear_rows, trailing
+from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, linear_strategies, trailing
 
 
 def contraction(spec: str) -> Rule:
@@ -14,9 +14,9 @@ def contraction(spec: str) -> Rule:
     ins = operands.split(",")
     summed = {letter: "sum" for names in ins for letter in names if letter not in result}
 
-    def rule(call: Call) -> Iterator[Row]:
-        yield from Dims(ins, [result], summed).rows(call)  # type: ignore[arg-type]
-        yield from linear_rows(call, [(i,) for i in range(len(ins))])
+    def rule(call: Call) -> Iterator[Strategy]:
+        yield from Dims(ins, [result], summed).strategies(call)  # type: ignore[arg-type]
+        yield from linear_strategies(call, [(i,) for i in range(len(ins))])
 
     return rule
 
@@ -27,10 +27,10 @@ def sum_with_contraction(spec: str) -> Rule:
     ins = operands.split(",")
     summed = {letter: "sum" for names in ins for letter in names if letter not in result}
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         first = trailing(call.values[0], result, call.results[0].shape)
-        yield from Dims([first, *ins], [result], summed, frozenset([0])).rows(call)  # type: ignore[arg-type]
-        yield from linear_rows(call, [(0, i + 1) for i in range(len(ins))])
+        yield from Dims([first, *ins], [result], summed, frozenset([0])).strategies(call)  # type: ignore[arg-type]
+        yield from linear_strategies(call, [(0, i + 1) for i in range(len(ins))])
 
     return rule
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Dims, Row, Rule, alphabet, linear_rows
+from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, linear_strategies
 from wholestep.spmd.placements import Partial, Shard
 from wholestep.spmd.rules.norm_layers import chosen, present
 
@@ -20,48 +20,48 @@ def _sides(call: Call) -> tuple[Shard, Shard, int]:
     return come, go, int(call.argument("groups"))
 
 
-def _convolution(call: Call) -> Iterator[Row]:
+def _convolution(call: Call) -> Iterator[Strategy]:
     come, go, groups = _sides(call)
     x, weight = call.values[:2]
     if holds_on_all(call, x.shape[0]):
-        yield Row(call.placed(input=Shard(0)), (Shard(0),))
+        yield Strategy(call.placed(input=Shard(0)), (Shard(0),))
     if groups == 1:
         if holds_on_all(call, x.shape[1]):
-            yield Row(call.placed(input=Shard(1), weight=come, bias=Partial()), (Partial(),))
+            yield Strategy(call.placed(input=Shard(1), weight=come, bias=Partial()), (Partial(),))
         if holds_on_all(call, weight.shape[go.dim]):
-            yield Row(call.placed(weight=go, bias=Shard(0)), (Shard(1),))
-    elif groups % call.line.size == 0:
-        yield Row(call.placed(input=Shard(1), weight=Shard(0), bias=Shard(0)), (Shard(1),), _some_groups)
+            yield Strategy(call.placed(weight=go, bias=Shard(0)), (Shard(1),))
+    elif groups % call.group.size == 0:
+        yield Strategy(call.placed(input=Shard(1), weight=Shard(0), bias=Shard(0)), (Shard(1),), _some_groups)
     has_bias = len(call.values) == 3
-    yield from linear_rows(call, [(0, 2), (1, 2)] if has_bias else [(0,), (1,)])
+    yield from linear_strategies(call, [(0, 2), (1, 2)] if has_bias else [(0,), (1,)])
 
 
 def _some_groups(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    return [build.same(call, ins, groups=int(call.argument("groups")) // call.line.size)]
+    return [build.same(call, ins, groups=int(call.argument("groups")) // call.group.size)]
 
 
-def _convolution_backward(call: Call) -> Iterator[Row]:
+def _convolution_backward(call: Call) -> Iterator[Strategy]:
     come, go, groups = _sides(call)
     grad, x, _ = call.values
     if holds_on_all(call, x.shape[0]):
-        yield Row(call.placed(grad_output=Shard(0), input=Shard(0)), present(call, Shard(0), Partial(), Partial()))
+        yield Strategy(call.placed(grad_output=Shard(0), input=Shard(0)), present(call, Shard(0), Partial(), Partial()))
     if groups == 1:
         if holds_on_all(call, grad.shape[1]):
             outs = present(call, Partial(), go, Shard(0))
-            yield Row(call.placed(grad_output=Shard(1), weight=go), outs, _backward_of_some)
+            yield Strategy(call.placed(grad_output=Shard(1), weight=go), outs, _backward_of_some)
         if holds_on_all(call, x.shape[1]):
-            yield Row(call.placed(input=Shard(1), weight=come), present(call, Shard(1), come, R))
-    elif groups % call.line.size == 0:
+            yield Strategy(call.placed(input=Shard(1), weight=come), present(call, Shard(1), come, R))
+    elif groups % call.group.size == 0:
         ins = call.placed(grad_output=Shard(1), input=Shard(1), weight=Shard(0))
-        yield Row(ins, present(call, Shard(1), Shard(0), Shard(0)), _backward_of_some)
-    yield from linear_rows(call, [(0,)])
+        yield Strategy(ins, present(call, Shard(1), Shard(0), Shard(0)), _backward_of_some)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _backward_of_some(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
     """Of some of the channels that go."""
     groups = int(call.argument("groups"))
     sizes = None if call.argument("bias_sizes") is None else [info(ins[0]).value.shape[1]]
-    some = groups if groups == 1 else groups // call.line.size
+    some = groups if groups == 1 else groups // call.group.size
     made = build.same(call, ins, bias_sizes=sizes, groups=some)
     return chosen(call, *[build.pick(made, i) if isinstance(value, torch.Tensor) else None
                           for i, value in enumerate(info(made).value)])  # fmt: skip
@@ -70,23 +70,23 @@ def _backward_of_some(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[
 def planes(count: int, *, is_linear: bool = False) -> Rule:
     """Works on the last dimensions of each operand; those before can be split."""
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         letters = alphabet(call.values[0].dim() - count)
         whole: list[None] = [None] * count
         names = [
             letter if holds_on_all(call, call.values[0].shape[dim]) else None for dim, letter in enumerate(letters)
         ]
-        yield from Dims([[*names, *whole]] * len(call.values), [[*names, *whole]] * len(call.results)).rows(call)
+        yield from Dims([[*names, *whole]] * len(call.values), [[*names, *whole]] * len(call.results)).strategies(call)
         if is_linear:
-            yield from linear_rows(call, [(0,)])
+            yield from linear_strategies(call, [(0,)])
 
     return rule
 
 
-def _first(call: Call) -> Iterator[Row]:
+def _first(call: Call) -> Iterator[Strategy]:
     """By the samples of a batch, which are dimension 0 of each operand and result."""
     if holds_on_all(call, call.values[0].shape[0]):
-        yield Row((Shard(0),) * len(call.values), (Shard(0),) * len(call.results))
+        yield Strategy((Shard(0),) * len(call.values), (Shard(0),) * len(call.results))
 
 
 _KINDS = ["avg_pool", "_adaptive_avg_pool", "reflection_pad", "replication_pad", "upsample_nearest",

@@ -10,7 +10,7 @@ from torch import fx
 from wholestep.comm.ops.rows import piece
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Build, Dims, Row, Rule, alphabet, beside, linear_rows
+from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, beside, linear_strategies
 from wholestep.spmd.placements import Op, Shard
 from wholestep.spmd.rules.reductions import reduction
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def along(*, is_linear: bool = False, default: int = -1) -> Rule:
     """Along ``dim``, which the results have too unless ``keepdim`` says that they do not."""
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         count = call.values[0].dim()
         if count == 0 or call.results[0].dim() < count - 1:  # all elements in one, as `median()` does
             return
@@ -29,9 +29,9 @@ def along(*, is_linear: bool = False, default: int = -1) -> Rule:
         names = [None if i == dim else a for i, a in enumerate(letters)]
         kept = call.results[0].dim() == count
         result = names if kept else [a for i, a in enumerate(names) if i != dim]
-        yield from Dims([names] * len(call.values), [result] * len(call.results)).rows(call)
+        yield from Dims([names] * len(call.values), [result] * len(call.results)).strategies(call)
         if is_linear:
-            yield from linear_rows(call, [(0,)])
+            yield from linear_strategies(call, [(0,)])
 
     return rule
 
@@ -40,44 +40,44 @@ def _extreme(op: Op) -> Rule:
     """Along a dimension, or of all elements."""
     one, all_of_them = along(), reduction(op)
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         yield from (all_of_them if call.argument("dim") is None else one)(call)
 
     return rule
 
 
-def _product_gradient(call: Call) -> Iterator[Row]:
+def _product_gradient(call: Call) -> Iterator[Strategy]:
     """Along a dimension, which all operands have; that of the product of all elements runs whole."""
     if call.argument("dim") is not None:
         yield from along()(call)
 
 
-def _beside_dims(call: Call) -> Iterator[Row]:
+def _beside_dims(call: Call) -> Iterator[Strategy]:
     """`flip`, `roll`: along several dimensions; all when none is named."""
     dims = call.argument("dims")
     if dims is not None and len(dims):
         yield from beside(call, *dims)
-    yield from linear_rows(call, [(0,)])
+    yield from linear_strategies(call, [(0,)])
 
 
-def _triangle(call: Call) -> Iterator[Row]:
+def _triangle(call: Call) -> Iterator[Strategy]:
     """The diagonal of a piece of rows or columns is shifted by where the piece starts."""
     count = call.values[0].dim()
     yield from beside(call, -1, -2)
     for dim in (count - 2, count - 1):
-        yield Row((Shard(dim),), (Shard(dim),), _shifted_triangle)
-    yield from linear_rows(call, [(0,)])
+        yield Strategy((Shard(dim),), (Shard(dim),), _shifted_triangle)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _shifted_triangle(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
     whole, mine = call.values[0].shape, info(ins[0]).value.shape
     rows = mine[-1] == whole[-1]
-    start, _ = piece(whole[-2 if rows else -1], build.line.size, build.line.rank)
+    start, _ = piece(whole[-2 if rows else -1], build.group.size, build.group.rank)
     diagonal = int(call.argument("diagonal", 0))
     return [build.same(call, ins, diagonal=diagonal + (start if rows else -start))]
 
 
-def _matrices(call: Call) -> Iterator[Row]:
+def _matrices(call: Call) -> Iterator[Strategy]:
     """Linear algebra of matrices: by the dimensions before the last two, which all operands and results have."""
     count = call.values[0].dim() - 2
     letters = alphabet(count)
@@ -86,13 +86,13 @@ def _matrices(call: Call) -> Iterator[Row]:
         return [letters[i] if i < count else None for i in range(value.dim())]
 
     if count > 0 and all(value.shape[:count] == call.values[0].shape[:count] for value in call.values):
-        yield from Dims([names(v) for v in call.values], [names(v) for v in call.results]).rows(call)
+        yield from Dims([names(v) for v in call.values], [names(v) for v in call.results]).strategies(call)
 
 
-def _transform(call: Call) -> Iterator[Row]:
+def _transform(call: Call) -> Iterator[Strategy]:
     """Fourier transforms: along the dimensions in ``dim``."""
     yield from beside(call, *call.argument("dim"))
-    yield from linear_rows(call, [(0,)])
+    yield from linear_strategies(call, [(0,)])
 
 
 RULES: dict[str, Rule] = {

@@ -16,7 +16,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, some_hold_none
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Row, Rule, alphabet, linear_rows, trailing
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear_strategies, trailing
 from wholestep.spmd.placements import Op, Partial, Shard
 
 aten = torch.ops.aten
@@ -87,23 +87,23 @@ def _longer(build: Build, node: fx.Node, dim: int) -> fx.Node:
 # Tables -----------------------------------------------------------------------------------------------------------
 
 
-def _embedding(call: Call) -> Iterator[Row]:
+def _embedding(call: Call) -> Iterator[Strategy]:
     count = call.values[1].dim()
     for dim in range(count):
-        yield Row((R, Shard(dim)), (Shard(dim),))
-    yield Row((Shard(1), R), (Shard(count),))
-    yield Row((Shard(0), R), (Partial(),), partial(_picked, of="weight", by="indices", dim=0, after=1))
-    yield from linear_rows(call, [(0,)])
+        yield Strategy((R, Shard(dim)), (Shard(dim),))
+    yield Strategy((Shard(1), R), (Shard(count),))
+    yield Strategy((Shard(0), R), (Partial(),), partial(_picked, of="weight", by="indices", dim=0, after=1))
+    yield from linear_strategies(call, [(0,)])
 
 
-def _embedding_backward(call: Call) -> Iterator[Row]:
+def _embedding_backward(call: Call) -> Iterator[Strategy]:
     count = call.values[1].dim()
     if not call.argument("scale_grad_by_freq"):
         for dim in range(count):
-            yield Row((Shard(dim), Shard(dim)), (Partial(),))
-    yield Row((Shard(count), R), (Shard(1),))
-    yield Row((R, R), (Shard(0),), _own_rows_of_table)
-    yield from linear_rows(call, [(0,)])
+            yield Strategy((Shard(dim), Shard(dim)), (Partial(),))
+    yield Strategy((Shard(count), R), (Shard(1),))
+    yield Strategy((R, R), (Shard(0),), _own_rows_of_table)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _own_rows_of_table(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -119,45 +119,45 @@ def _own_rows_of_table(build: Build, call: Call, ins: Sequence[fx.Node]) -> list
 # Along one dimension ----------------------------------------------------------------------------------------------
 
 
-def _gather(call: Call) -> Iterator[Row]:
+def _gather(call: Call) -> Iterator[Strategy]:
     count, dim = call.values[0].dim(), _dim(call)
     if count == 0 or call.values[1].dim() == 0:
         return
     result = _letters(count, dim, "along")
-    yield from Dims([_letters(count, dim), result], [result]).rows(call)
+    yield from Dims([_letters(count, dim), result], [result]).strategies(call)
     if _is_number(call.values[0]):
-        yield Row((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim))
-    yield from linear_rows(call, [(0,)])
+        yield Strategy((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim))
+    yield from linear_strategies(call, [(0,)])
 
 
-def _index_select(call: Call) -> Iterator[Row]:
+def _index_select(call: Call) -> Iterator[Strategy]:
     count, dim = call.values[0].dim(), _dim(call)
     if count == 0:
         return
     index: Names = ["along"] * call.values[1].dim()
-    yield from Dims([_letters(count, dim), index], [_letters(count, dim, "along")]).rows(call)
+    yield from Dims([_letters(count, dim), index], [_letters(count, dim, "along")]).strategies(call)
     if _is_number(call.values[0]):
         after = count - 1 - dim
-        yield Row((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim, after=after))
-    yield from linear_rows(call, [(0,)])
+        yield Strategy((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim, after=after))
+    yield from linear_strategies(call, [(0,)])
 
 
 def scatter(*, adds: bool, is_linear: bool) -> Rule:
     """Places elements of ``src``, or one value, at the indices; with ``adds`` onto what is there."""
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         count, dim = call.values[0].dim(), _dim(call)
         if count == 0 or call.values[1].dim() == 0:
             return
         beside, index = _letters(count, dim), _letters(count, dim, "along")
         how: dict[str, Op] = {"along": "sum"} if adds else {}
         ins = [beside, *[index] * (len(call.values) - 1)]
-        yield from Dims(ins, [beside], how, frozenset([0])).rows(call)
+        yield from Dims(ins, [beside], how, frozenset([0])).strategies(call)
         if _is_number(call.values[0]):
             whole = (R,) * (len(call.values) - 1)
-            yield Row((Shard(dim), *whole), (Shard(dim),), partial(_placed, dim=dim))
+            yield Strategy((Shard(dim), *whole), (Shard(dim),), partial(_placed, dim=dim))
         if is_linear and len(call.values) == 3:
-            yield from linear_rows(call, [(0, 2)])
+            yield from linear_strategies(call, [(0, 2)])
 
     return rule
 
@@ -165,7 +165,7 @@ def scatter(*, adds: bool, is_linear: bool) -> Rule:
 def index_rows(*, adds: bool, is_linear: bool) -> Rule:
     """Places rows of ``source``, or one value, along a dimension."""
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         count, dim = call.values[0].dim(), _dim(call)
         if count == 0:
             return
@@ -173,11 +173,11 @@ def index_rows(*, adds: bool, is_linear: bool) -> Rule:
         rest: list[Names] = [source if value.dim() == count else [] for value in call.values[2:]]
         how: dict[str, Op] = {"along": "sum"} if adds else {}
         index: Names = ["along"] * call.values[1].dim()
-        yield from Dims([beside, index, *rest], [beside], how, frozenset([0])).rows(call)
+        yield from Dims([beside, index, *rest], [beside], how, frozenset([0])).strategies(call)
         if _is_number(call.values[0]):
-            yield Row((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim),), partial(_placed, dim=dim))
+            yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim),), partial(_placed, dim=dim))
         if is_linear:
-            yield from linear_rows(call, [(0, 2)])
+            yield from linear_strategies(call, [(0, 2)])
 
     return rule
 
@@ -201,19 +201,19 @@ def _plan(call: Call) -> tuple[list[int], list[str | None], list[str], list[Any]
     return places, names, inner, picked
 
 
-def _index(call: Call) -> Iterator[Row]:
+def _index(call: Call) -> Iterator[Strategy]:
     plan = _plan(call)
     if plan is None:
         return
     places, names, inner, picked = plan
     shape = torch.broadcast_shapes(*[value.shape for value in call.values[1:]])
-    yield from Dims([names, *[trailing(v, inner, shape) for v in call.values[1:]]], [picked]).rows(call)
+    yield from Dims([names, *[trailing(v, inner, shape) for v in call.values[1:]]], [picked]).strategies(call)
     if _is_number(call.values[0]):
         after = len(picked) - picked.index(inner[-1]) - 1 if inner else 0
         for number, dim in enumerate(places):
             ins = tuple(Shard(dim) if i == 0 else R for i in range(len(call.values)))
-            yield Row(ins, (Partial(),), partial(_picked_by_several, number=number, after=after))
-    yield from linear_rows(call, [(0,)])
+            yield Strategy(ins, (Partial(),), partial(_picked_by_several, number=number, after=after))
+    yield from linear_strategies(call, [(0,)])
 
 
 def _picked_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, number: int, after: int) -> list[fx.Node]:
@@ -226,7 +226,7 @@ def _picked_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, numb
     return [build.call(aten.masked_fill.Scalar, made, others, 0)]
 
 
-def _index_put(call: Call) -> Iterator[Row]:
+def _index_put(call: Call) -> Iterator[Strategy]:
     plan = _plan(call)
     if plan is None:
         return
@@ -237,12 +237,12 @@ def _index_put(call: Call) -> Iterator[Row]:
     values = trailing(call.values[-1], picked, [outer[str(name)] for name in picked])
     how: dict[str, Op] = dict.fromkeys(inner, "sum") if call.argument("accumulate") else {}
     yield from Dims([names, *[trailing(v, inner, shape) for v in indices], values], [names], how,
-                    frozenset([0])).rows(call)  # fmt: skip
+                    frozenset([0])).strategies(call)  # fmt: skip
     if _is_number(whole):
         for number, dim in enumerate(places):
             ins = tuple(Shard(dim) if i == 0 else R for i in range(len(call.values)))
-            yield Row(ins, (Shard(dim),), partial(_put_by_several, number=number, dim=dim))
-    yield from linear_rows(call, [(0, len(call.values) - 1)])
+            yield Strategy(ins, (Shard(dim),), partial(_put_by_several, number=number, dim=dim))
+    yield from linear_strategies(call, [(0, len(call.values) - 1)])
 
 
 def _put_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, number: int, dim: int) -> list[fx.Node]:
@@ -253,11 +253,11 @@ def _put_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, number:
     return [build.call(aten.slice.Tensor, made, dim, 0, here)]
 
 
-def _sought(call: Call) -> Iterator[Row]:
+def _sought(call: Call) -> Iterator[Strategy]:
     """Each element on its own, against values that are whole."""
     first = "self" if "self" in call.by_name(call.values) else "elements"
     for dim in range(call.results[0].dim()):
-        yield Row(call.placed(**{first: Shard(dim)}), (Shard(dim),))
+        yield Strategy(call.placed(**{first: Shard(dim)}), (Shard(dim),))
 
 
 RULES: dict[str, Rule] = {

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Row, Rule, alphabet, linear_rows, trailing
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear_strategies, trailing
 from wholestep.spmd.placements import Op, Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -30,14 +30,14 @@ def _classes(call: Call) -> Shard:
     return Shard(min(1, call.by_name(call.values)["self"].dim() - 1))
 
 
-def _nll(call: Call) -> Iterator[Row]:
+def _nll(call: Call) -> Iterator[Strategy]:
     reduction = call.argument("reduction")
     loss: Placement = Partial()
     for x, target in _samples(call):
         outs = (target if reduction == NONE else loss, Partial() if reduction == SUM else R)
-        yield Row(call.placed(self=x, target=target), outs, _nll_of_samples)
+        yield Strategy(call.placed(self=x, target=target), outs, _nll_of_samples)
     ins = call.placed(self=_classes(call), weight=Shard(0))
-    yield Row(ins, (loss, Partial() if reduction == SUM else R), _nll_of_classes)
+    yield Strategy(ins, (loss, Partial() if reduction == SUM else R), _nll_of_classes)
 
 
 def _nll_of_samples(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -76,16 +76,16 @@ def _own_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> dict[str, 
     return {"target": local, "ignore_index": -100}
 
 
-def _nll_backward(call: Call) -> Iterator[Row]:
+def _nll_backward(call: Call) -> Iterator[Strategy]:
     reduction = call.argument("reduction")
     unread: list[Placement] = [R, Partial()]
     for weight in unread if reduction == SUM else [R]:
         for x, target in _samples(call):
             grad = target if reduction == NONE else R
-            yield Row(call.placed(grad_output=grad, self=x, target=target, total_weight=weight), (x,))
+            yield Strategy(call.placed(grad_output=grad, self=x, target=target, total_weight=weight), (x,))
         ins = call.placed(self=_classes(call), weight=Shard(0), total_weight=weight)
-        yield Row(ins, (_classes(call),), _nll_backward_of_classes)
-    yield from linear_rows(call, [(0,)])
+        yield Strategy(ins, (_classes(call),), _nll_backward_of_classes)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _nll_backward_of_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -100,15 +100,15 @@ def _whole_shape(call: Call, *names: str) -> list[int]:
     return list(torch.broadcast_shapes(*[value.shape for name, value in values.items() if name in names]))
 
 
-def _elementwise(call: Call) -> Iterator[Row]:
+def _elementwise(call: Call) -> Iterator[Strategy]:
     shape = _whole_shape(call, "self", "target", "weight", "pos_weight")
     letters, reduction = alphabet(len(shape)), call.argument("reduction")
     ins = [trailing(value, letters, shape) for value in call.values]
     if reduction == NONE:
-        yield from Dims(ins, [letters]).rows(call)
+        yield from Dims(ins, [letters]).strategies(call)
         return
     added: dict[str, Op] = dict.fromkeys(letters, "sum")
-    yield from Dims(ins, [[]], added, emit=_part_of_mean if reduction == MEAN else None).rows(call)
+    yield from Dims(ins, [[]], added, emit=_part_of_mean if reduction == MEAN else None).strategies(call)
 
 
 def _part_of_mean(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -116,13 +116,13 @@ def _part_of_mean(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.N
     return [build.call(aten.div.Scalar, build.same(call, ins, reduction=SUM), count)]
 
 
-def _elementwise_backward(call: Call) -> Iterator[Row]:
+def _elementwise_backward(call: Call) -> Iterator[Strategy]:
     shape = _whole_shape(call, "self", "target")
     letters: Names = alphabet(len(shape))
     ins = [trailing(value, list(letters), shape) for value in call.values]
     emit = _part_of_mean_backward if call.argument("reduction") == MEAN else None
-    yield from Dims(ins, [letters], emit=emit).rows(call)
-    yield from linear_rows(call, [(0,)])
+    yield from Dims(ins, [letters], emit=emit).strategies(call)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _part_of_mean_backward(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:

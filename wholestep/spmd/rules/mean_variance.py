@@ -11,7 +11,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, some_hold_none
-from wholestep.spmd.expand.strategy import Build, Dims, Placement, Row, Rule
+from wholestep.spmd.expand.strategy import Build, Dims, Placement, Rule, Strategy
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of, reduced_dims
 
@@ -65,13 +65,13 @@ def _total(build: Build, node: fx.Node) -> fx.Node:
     return build.call(aten.sum.dim_IntList, node, [0])
 
 
-def _variance(call: Call) -> Iterator[Row]:
+def _variance(call: Call) -> Iterator[Strategy]:
     letters, result, gone = names_of(call)
     outs: list[Placement] = [R] * len(call.results)
-    yield from Dims([letters], [result] * len(outs)).rows(call)
+    yield from Dims([letters], [result] * len(outs)).strategies(call)
     if call.values[0].is_floating_point():
         for letter in gone:
-            yield Row((Shard(letters.index(letter)),), tuple(outs), _of_moments)
+            yield Strategy((Shard(letters.index(letter)),), tuple(outs), _of_moments)
 
 
 def _of_moments(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:

@@ -8,24 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Row, Rule, beside, linear_rows
+from wholestep.spmd.expand.strategy import Rule, Strategy, beside, linear_strategies
 
 
 def _is_linear(call: Call) -> bool:
     return call.argument("op", "sum").partition(":")[0] in ("sum", "avg", "premul_sum")
 
 
-def _elementwise(call: Call) -> Iterator[Row]:
+def _elementwise(call: Call) -> Iterator[Strategy]:
     if call.values[0].dim():
         yield from beside(call)
     if _is_linear(call):
-        yield from linear_rows(call, [(0,)])
+        yield from linear_strategies(call, [(0,)])
 
 
-def _by_rows(call: Call) -> Iterator[Row]:
+def _by_rows(call: Call) -> Iterator[Strategy]:
     yield from beside(call, 0)
     if _is_linear(call):
-        yield from linear_rows(call, [(0,)])
+        yield from linear_strategies(call, [(0,)])
 
 
 RULES: dict[str, Rule] = {

@@ -10,7 +10,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Row, Rule, linear_rows
+from wholestep.spmd.expand.strategy import Build, Rule, Strategy, linear_strategies
 from wholestep.spmd.placements import Partial, Placement, Shard
 from wholestep.spmd.rules.mean_variance import moments
 
@@ -35,14 +35,14 @@ def _leading(call: Call) -> int:
     return call.by_name(call.values)["input"].dim() - len(call.argument("normalized_shape"))
 
 
-def _over_last(call: Call) -> Iterator[Row]:
+def _over_last(call: Call) -> Iterator[Strategy]:
     lead, count = _leading(call), len(call.results)
     for dim in range(lead):
-        yield Row(call.placed(input=Shard(dim)), (Shard(dim),) * count)
+        yield Strategy(call.placed(input=Shard(dim)), (Shard(dim),) * count)
     if count == 3:
         for dim in range(len(call.argument("normalized_shape"))):
             ins = call.placed(input=Shard(lead + dim), weight=Shard(dim), bias=Shard(dim))
-            yield Row(ins, (Shard(lead + dim), R, R), _layer_norm)
+            yield Strategy(ins, (Shard(lead + dim), R, R), _layer_norm)
 
 
 def _layer_norm(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -62,17 +62,17 @@ def _layer_norm(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Nod
     return [build.cast(out, result), both.mean, scale]
 
 
-def _over_last_backward(call: Call) -> Iterator[Row]:
+def _over_last_backward(call: Call) -> Iterator[Strategy]:
     lead, affine = _leading(call), len(call.result) - 1
     for dim in range(lead):
         ins = call.placed(**dict.fromkeys(["grad_out", "input", "mean", "rstd"], Shard(dim)))
-        yield Row(ins, present(call, Shard(dim), *[Partial()] * affine))
+        yield Strategy(ins, present(call, Shard(dim), *[Partial()] * affine))
     if affine == 2:
         for dim in range(len(call.argument("normalized_shape"))):
             here, there = Shard(lead + dim), Shard(dim)
             ins = call.placed(grad_out=here, input=here, weight=there, bias=there)
-            yield Row(ins, present(call, here, there, there), _layer_norm_backward)
-    yield from linear_rows(call, [(0,)])
+            yield Strategy(ins, present(call, here, there, there), _layer_norm_backward)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _layer_norm_backward(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -99,21 +99,21 @@ def _layer_norm_backward(build: Build, call: Call, ins: Sequence[fx.Node]) -> li
 # Over groups of channels -------------------------------------------------------------------------------------------
 
 
-def _groups(call: Call) -> Iterator[Row]:
+def _groups(call: Call) -> Iterator[Strategy]:
     first = (Shard(0), Shard(0), Shard(0))
-    yield Row(call.placed(input=Shard(0)), first, _with_local_sizes)
-    if int(call.argument("group")) % call.line.size == 0:
+    yield Strategy(call.placed(input=Shard(0)), first, _with_local_sizes)
+    if int(call.argument("group")) % call.group.size == 0:
         ins = call.placed(input=Shard(1), weight=Shard(0), bias=Shard(0))
-        yield Row(ins, (Shard(1), Shard(1), Shard(1)), _with_local_sizes)
+        yield Strategy(ins, (Shard(1), Shard(1), Shard(1)), _with_local_sizes)
 
 
-def _groups_backward(call: Call) -> Iterator[Row]:
+def _groups_backward(call: Call) -> Iterator[Strategy]:
     ins = call.placed(**dict.fromkeys(["grad_out", "input", "mean", "rstd"], Shard(0)))
-    yield Row(ins, present(call, Shard(0), Partial(), Partial()), _with_local_sizes)
-    if int(call.argument("group")) % call.line.size == 0:
+    yield Strategy(ins, present(call, Shard(0), Partial(), Partial()), _with_local_sizes)
+    if int(call.argument("group")) % call.group.size == 0:
         ins = call.placed(**dict.fromkeys(["grad_out", "input", "mean", "rstd"], Shard(1)), weight=Shard(0))
-        yield Row(ins, present(call, Shard(1), Shard(0), Shard(0)), _with_local_sizes)
-    yield from linear_rows(call, [(0,)])
+        yield Strategy(ins, present(call, Shard(1), Shard(0), Shard(0)), _with_local_sizes)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _with_local_sizes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -127,17 +127,17 @@ def _with_local_sizes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[
 # Over all but the channels ------------------------------------------------------------------------------------------
 
 
-def _batch_norm(call: Call) -> Iterator[Row]:
+def _batch_norm(call: Call) -> Iterator[Strategy]:
     whole, outs = call.values[0].shape, len(call.results)
     channels = dict.fromkeys(["weight", "bias", "running_mean", "running_var"], Shard(0))
     saved: Placement = Shard(0) if call.results[1].numel() else R
     if holds_on_all(call, whole[1]):
-        yield Row(call.placed(input=Shard(1), **channels), (Shard(1), saved, saved, *[Shard(0)] * (outs - 3)))
+        yield Strategy(call.placed(input=Shard(1), **channels), (Shard(1), saved, saved, *[Shard(0)] * (outs - 3)))
     trains = bool(call.argument("training"))
     for dim in (dim for dim in range(len(whole)) if dim != 1):
         if trains or holds_on_all(call, whole[dim]):
             emit = _batch_norm_of_all if trains else None
-            yield Row(call.placed(input=Shard(dim)), (Shard(dim), *[R] * (outs - 1)), emit)
+            yield Strategy(call.placed(input=Shard(dim)), (Shard(dim), *[R] * (outs - 1)), emit)
 
 
 def _batch_norm_of_all(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -168,19 +168,19 @@ def _moved(build: Build, old: fx.Node, new: fx.Node, momentum: object) -> fx.Nod
     return build.call(aten.add.Tensor, old, build.call(aten.mul.Tensor, change, momentum))
 
 
-def _batch_norm_backward(call: Call) -> Iterator[Row]:
+def _batch_norm_backward(call: Call) -> Iterator[Strategy]:
     whole = call.values[0].shape
     channels = ["weight", "running_mean", "running_var", *[n for n in ("save_mean", "save_invstd") if _has(call, n)]]
     ins = call.placed(grad_out=Shard(1), input=Shard(1), **dict.fromkeys(channels, Shard(0)))
     if holds_on_all(call, whole[1]):
-        yield Row(ins, present(call, Shard(1), Shard(0), Shard(0)))
+        yield Strategy(ins, present(call, Shard(1), Shard(0), Shard(0)))
     trains = bool(call.argument("train"))
     for dim in (dim for dim in range(len(whole)) if dim != 1 and (trains or holds_on_all(call, whole[dim]))):
         affine: Placement = R if trains else Partial()
         outs = present(call, Shard(dim), affine, affine)
         ins = call.placed(grad_out=Shard(dim), input=Shard(dim))
-        yield Row(ins, outs, _batch_norm_backward_of_all if trains else None)
-    yield from linear_rows(call, [(0,)])
+        yield Strategy(ins, outs, _batch_norm_backward_of_all if trains else None)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _has(call: Call, name: str) -> bool:

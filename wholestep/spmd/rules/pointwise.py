@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.strategy import Dims, Row, Rule, alphabet, linear_rows, trailing
+from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, alphabet, linear_strategies, trailing
 from wholestep.spmd.placements import Partial, Shard
 
 
-def pointwise(call: Call) -> Iterator[Row]:
+def pointwise(call: Call) -> Iterator[Strategy]:
     """Operands are broadcast to the result's shape."""
     like = call.results[0]
     letters = alphabet(like.dim())
     ins = [trailing(value, letters, like.shape) for value in call.values]
-    yield from Dims(ins, [letters] * len(call.results)).rows(call)
+    yield from Dims(ins, [letters] * len(call.results)).strategies(call)
 
 
 def linear(*groups: tuple[int, ...]) -> Rule:
@@ -23,72 +23,72 @@ def linear(*groups: tuple[int, ...]) -> Rule:
     A number beside the tensor operand, as in ``x + 1``, would be added by every rank: then there is no such row.
     """
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         yield from pointwise(call)
         count = len(call.values)
         fitting = [group for group in groups if all(i < count for i in group)]
-        yield from linear_rows(call, fitting)
+        yield from linear_strategies(call, fitting)
 
     return rule
 
 
-def _sum(call: Call) -> Iterator[Row]:
+def _sum(call: Call) -> Iterator[Strategy]:
     """``x + y``: addends when both are; a number is no addend."""
     yield from pointwise(call)
     if len(call.values) == 2:
-        yield from linear_rows(call, [(0, 1)])
+        yield from linear_strategies(call, [(0, 1)])
 
 
-def _product(call: Call) -> Iterator[Row]:
+def _product(call: Call) -> Iterator[Strategy]:
     """Linear in each operand alone."""
     yield from pointwise(call)
-    yield from linear_rows(call, [(i,) for i in range(len(call.values))])
+    yield from linear_strategies(call, [(i,) for i in range(len(call.values))])
 
 
-def _quotient(call: Call) -> Iterator[Row]:
+def _quotient(call: Call) -> Iterator[Strategy]:
     yield from pointwise(call)
     if call.argument("rounding_mode") is None:
-        yield from linear_rows(call, [(0,)])
+        yield from linear_strategies(call, [(0,)])
 
 
-def _masked(call: Call) -> Iterator[Row]:
+def _masked(call: Call) -> Iterator[Strategy]:
     """Filled with zeros, addends stay such."""
     yield from pointwise(call)
     if call.argument("value") == 0:
-        yield from linear_rows(call, [(0,)])
+        yield from linear_strategies(call, [(0,)])
 
 
-def unread(call: Call) -> Iterator[Row]:
+def unread(call: Call) -> Iterator[Strategy]:
     """What is made in the shape of an operand whose elements are not read, or in another one."""
     value = call.values[0]
     alike = call.results[0].shape == value.shape
     for dim in range(value.dim()):
-        yield Row((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim) if alike else R,))
-    yield Row((Partial(), *[R] * (len(call.values) - 1)), (R,))
+        yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim) if alike else R,))
+    yield Strategy((Partial(), *[R] * (len(call.values) - 1)), (R,))
 
 
-def _unread_whole(call: Call) -> Iterator[Row]:
+def _unread_whole(call: Call) -> Iterator[Strategy]:
     """What has strides of its own, and no element yet."""
     for dim in range(call.values[0].dim()):
-        yield Row((Shard(dim),), (R,))
-    yield Row((Partial(),), (R,))
+        yield Strategy((Shard(dim),), (R,))
+    yield Strategy((Partial(),), (R,))
 
 
-def _copied(call: Call) -> Iterator[Row]:
+def _copied(call: Call) -> Iterator[Strategy]:
     """`copy`: the second operand in the shape of the first, which is not read."""
     yield from pointwise(call)
     for first in (R, Partial()):
-        yield Row((first, Partial()), (Partial(),))
-        yield Row((first, R), (R,))
+        yield Strategy((first, Partial()), (Partial(),))
+        yield Strategy((first, R), (R,))
 
 
-def _with_buffer(call: Call) -> Iterator[Row]:
+def _with_buffer(call: Call) -> Iterator[Strategy]:
     """Beside the tensors of one shape there is one that the kernel may leave empty."""
     like = call.values[0]
     for dim in range(like.dim()):
         ins, outs = (tuple(Shard(dim) if one.shape == like.shape else R for one in side)
                      for side in (call.values, call.results))  # fmt: skip
-        yield Row(ins, outs)
+        yield Strategy(ins, outs)
 
 
 # Gradients of these are linear in the result's.

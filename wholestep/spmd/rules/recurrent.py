@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call, holds_on_all
-from wholestep.spmd.expand.strategy import Row, Rule
+from wholestep.spmd.expand.strategy import Rule, Strategy
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
 
 _SEQUENCES = ["input", "output", "grad_output"]  # [time, batch, features], whatever `batch_first` says
@@ -17,14 +17,14 @@ def _by_batch(call: Call) -> tuple[Placement, ...]:
     return call.placed(**where, workspace=Opaque())
 
 
-def _layer(call: Call) -> Iterator[Row]:
+def _layer(call: Call) -> Iterator[Strategy]:
     if holds_on_all(call, call.values[0].shape[1]):
-        yield Row(_by_batch(call), (Shard(1), Shard(0), Shard(0), Opaque()))
+        yield Strategy(_by_batch(call), (Shard(1), Shard(0), Shard(0), Opaque()))
 
 
-def _layer_backward(call: Call) -> Iterator[Row]:
+def _layer_backward(call: Call) -> Iterator[Strategy]:
     if holds_on_all(call, call.values[0].shape[1]):
-        yield Row(_by_batch(call), (Shard(1), *[Partial()] * 4, Shard(0), Shard(0)))
+        yield Strategy(_by_batch(call), (Shard(1), *[Partial()] * 4, Shard(0), Shard(0)))
 
 
 RULES: dict[str, Rule] = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Row, Rule, alphabet, linear_rows
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear_strategies
 from wholestep.spmd.placements import Op, Shard
 
 aten = torch.ops.aten
@@ -34,24 +34,24 @@ def names_of(call: Call) -> tuple[Names, Names, list[str]]:
 def reduction(op: Op | None, *, is_linear: bool = False) -> Rule:
     """Over whole dimensions, or by ``op`` over split ones."""
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         letters, result, gone = names_of(call)
         shape, always = call.values[0].shape, op in ("sum", "product")
         fit = [a for a in gone if always or holds_on_all(call, shape[letters.index(a)])]
         how = dict.fromkeys(fit, op) if op is not None else {}
-        yield from Dims([letters], [result] * len(call.results), how).rows(call)  # type: ignore[arg-type]
+        yield from Dims([letters], [result] * len(call.results), how).strategies(call)  # type: ignore[arg-type]
         if is_linear:
-            yield from linear_rows(call, [(0,)])
+            yield from linear_strategies(call, [(0,)])
 
     return rule
 
 
-def _mean(call: Call) -> Iterator[Row]:
+def _mean(call: Call) -> Iterator[Strategy]:
     """A mean over split dimensions is the sum of what each rank's elements add to it."""
     letters, result, gone = names_of(call)
-    yield from Dims([letters], [result]).rows(call)
-    yield from Dims([letters], [result], dict.fromkeys(gone, "sum"), emit=_part_of_mean).rows(call)
-    yield from linear_rows(call, [(0,)])
+    yield from Dims([letters], [result]).strategies(call)
+    yield from Dims([letters], [result], dict.fromkeys(gone, "sum"), emit=_part_of_mean).strategies(call)
+    yield from linear_strategies(call, [(0,)])
 
 
 def _part_of_mean(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
@@ -64,21 +64,21 @@ def _part_of_mean(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> lis
     return [build.call(aten.div.Scalar, total, count)]
 
 
-def _masked_sum(call: Call) -> Iterator[Row]:
+def _masked_sum(call: Call) -> Iterator[Strategy]:
     """A sum of the elements that a mask, which may have fewer or shorter dimensions, chooses."""
     x, mask = call.values[:2]
     letters = alphabet(x.dim())
     last = list(zip(letters, x.shape, strict=True))[x.dim() - mask.dim() :]
     same = [a if n == m else None for (a, n), m in zip(last, mask.shape, strict=True)]
-    yield from Dims([letters, same], [[]], dict.fromkeys(letters, "sum")).rows(call)
-    yield from linear_rows(call, [(0,)])
+    yield from Dims([letters, same], [[]], dict.fromkeys(letters, "sum")).strategies(call)
+    yield from linear_strategies(call, [(0,)])
 
 
-def _any_or_all(call: Call) -> Iterator[Row]:
+def _any_or_all(call: Call) -> Iterator[Strategy]:
     letters, result, gone = names_of(call)
-    yield from Dims([letters], [result]).rows(call)
+    yield from Dims([letters], [result]).strategies(call)
     for letter in gone:
-        yield Row((Shard(letters.index(letter)),), (R,), _voted)
+        yield Strategy((Shard(letters.index(letter)),), (R,), _voted)
 
 
 def _voted(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, some_hold_none
-from wholestep.spmd.expand.strategy import Build, Dims, Emit, Row, Rule, beside, linear_rows
+from wholestep.spmd.expand.strategy import Build, Dims, Emit, Rule, Strategy, beside, linear_strategies
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of, reduced_dims
 
@@ -20,14 +20,14 @@ aten = torch.ops.aten
 def along(emit: Emit, *, is_linear: bool = False) -> Rule:
     """Rows beside a dimension ``dim``, and along it by other calls."""
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         if call.values[0].dim() == 0:
             return
         dim = int(call.argument("dim")) % call.values[0].dim()
         yield from beside(call, dim)
-        yield Row((Shard(dim),) * len(call.values), (Shard(dim),), emit)
+        yield Strategy((Shard(dim),) * len(call.values), (Shard(dim),), emit)
         if is_linear:
-            yield from linear_rows(call, [(0,)])
+            yield from linear_strategies(call, [(0,)])
 
     return rule
 
@@ -93,11 +93,11 @@ def _log_softmax_backward(build: Build, call: Call, ins: Sequence[fx.Node]) -> l
     return [build.cast(build.call(aten.sub.Tensor, grad, below), call.results[0].dtype)]
 
 
-def _logsumexp_rows(call: Call) -> Iterator[Row]:
+def _logsumexp_rows(call: Call) -> Iterator[Strategy]:
     letters, result, gone = names_of(call)
-    yield from Dims([letters], [result]).rows(call)
+    yield from Dims([letters], [result]).strategies(call)
     for letter in gone:
-        yield Row((Shard(letters.index(letter)),), (R,), _logsumexp)
+        yield Strategy((Shard(letters.index(letter)),), (R,), _logsumexp)
 
 
 def _logsumexp(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:

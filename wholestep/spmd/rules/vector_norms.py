@@ -9,24 +9,24 @@ import torch
 from torch import fx
 
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Dims, Row, Rule
+from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of
 
 aten = torch.ops.aten
 
 
-def _norm(call: Call) -> Iterator[Row]:
+def _norm(call: Call) -> Iterator[Strategy]:
     letters, result, gone = names_of(call)
-    yield from Dims([letters], [result]).rows(call)
+    yield from Dims([letters], [result]).strategies(call)
     order = float(call.argument("ord", 2.0))
     if order in (math.inf, -math.inf):
         fit = [a for a in gone if holds_on_all(call, call.values[0].shape[letters.index(a)])]
         how = dict.fromkeys(fit, "max" if order > 0 else "min")
-        yield from Dims([letters], [result], how).rows(call)  # type: ignore[arg-type]
+        yield from Dims([letters], [result], how).strategies(call)  # type: ignore[arg-type]
         return
     for letter in gone:
-        yield Row((Shard(letters.index(letter)),), (R,), _root_of_powers)
+        yield Strategy((Shard(letters.index(letter)),), (R,), _root_of_powers)
 
 
 def _root_of_powers(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:

@@ -9,31 +9,31 @@ import torch
 from torch import fx
 
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Row, Rule, alphabet, linear_rows
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear_strategies
 from wholestep.spmd.placements import Shard
 
 
 def linear_view(names: Rule) -> Rule:
     """A rule for a view, which passes addends on."""
 
-    def rule(call: Call) -> Iterator[Row]:
+    def rule(call: Call) -> Iterator[Strategy]:
         yield from names(call)
         if len(call.values) == 1:
-            yield from linear_rows(call, [(0,)])
+            yield from linear_strategies(call, [(0,)])
 
     return rule
 
 
-def _permutation(call: Call, order: Sequence[int]) -> Iterator[Row]:
+def _permutation(call: Call, order: Sequence[int]) -> Iterator[Strategy]:
     letters = alphabet(len(order))
-    yield from Dims([letters], [[letters[i] for i in order]]).rows(call)
+    yield from Dims([letters], [[letters[i] for i in order]]).strategies(call)
 
 
-def _t(call: Call) -> Iterator[Row]:
+def _t(call: Call) -> Iterator[Strategy]:
     yield from _permutation(call, list(reversed(range(call.values[0].dim()))))
 
 
-def _transpose(call: Call) -> Iterator[Row]:
+def _transpose(call: Call) -> Iterator[Strategy]:
     order = list(range(call.values[0].dim()))
     if order:
         one, two = (int(call.args[i]) % len(order) for i in (1, 2))
@@ -41,18 +41,18 @@ def _transpose(call: Call) -> Iterator[Row]:
     yield from _permutation(call, order)
 
 
-def _permute(call: Call) -> Iterator[Row]:
+def _permute(call: Call) -> Iterator[Strategy]:
     count = call.values[0].dim()
     yield from _permutation(call, [int(i) % count for i in call.args[1]])
 
 
-def _expand(call: Call) -> Iterator[Row]:
+def _expand(call: Call) -> Iterator[Strategy]:
     old, new = call.values[0], call.results[0]
     letters = alphabet(new.dim())
     skipped = new.dim() - old.dim()
     ins: Names = [a if s == w else None
                   for a, s, w in zip(letters[skipped:], old.shape, new.shape[skipped:], strict=True)]  # fmt: skip
-    yield from Dims([ins], [letters]).rows(call)
+    yield from Dims([ins], [letters]).strategies(call)
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -72,20 +72,20 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], 
         yield ins, outs
 
 
-def _reshape(call: Call) -> Iterator[Row]:
+def _reshape(call: Call) -> Iterator[Strategy]:
     """Dimensions that stay, or that are the first of those that are joined or taken apart."""
     old, new = call.values[0], call.results[0]
     if old.numel() == 0 or old.dtype != new.dtype:
         return
-    ranks = call.line.size
+    ranks = call.group.size
     for ins, outs in groups(old.shape, new.shape):
         a, b = ins[0], outs[0]
         alone = len(ins) == len(outs) == 1
         if alone or (old.shape[a] % ranks == 0 and new.shape[b] % ranks == 0):
-            yield Row((Shard(a),), (Shard(b),))
+            yield Strategy((Shard(a),), (Shard(b),))
 
 
-def _squeeze(call: Call) -> Iterator[Row]:
+def _squeeze(call: Call) -> Iterator[Strategy]:
     """Of the dimensions that are of size 1 in the whole."""
     for row in _reshape(call):
         yield replace(row, emit=_squeeze_whole)
@@ -98,7 +98,7 @@ def _squeeze_whole(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.
     return [build.call(torch.ops.aten.squeeze.dims, ins[0], [dim for dim in dims if value.shape[dim] == 1])]
 
 
-def _complex(call: Call) -> Iterator[Row]:
+def _complex(call: Call) -> Iterator[Strategy]:
     """Real and imaginary parts as a last dimension of the real side."""
     count = min(call.values[0].dim(), call.results[0].dim())
     letters = alphabet(count)
@@ -106,7 +106,7 @@ def _complex(call: Call) -> Iterator[Row]:
     def names(value: torch.Tensor) -> Names:
         return [*letters, None] if value.dim() > count else letters
 
-    yield from Dims([names(call.values[0])], [names(call.results[0])]).rows(call)
+    yield from Dims([names(call.values[0])], [names(call.results[0])]).strategies(call)
 
 
 RULES: dict[str, Rule] = {

@@ -1,7 +1,8 @@
-"""Small collectives of one kind are packed into one, where each is ready before any of them is needed.
+"""Coalescing: collectives of one kind are packed into one, where each is ready before any of them is needed.
 
-What a small collective costs is its latency; what packing costs is a copy in and a copy out. So only small ones are
-packed: the norms of gradients, biases, scales.
+What a small collective costs is its latency; what packing costs is a copy in and a copy out. So the norms of gradients,
+biases and scales are packed while they are small, the broadcasts of a model's buffers always, and the gradients of the
+local view in buckets as DistributedDataParallel fills them, in which they are computed.
 """
 
 from __future__ import annotations
@@ -14,26 +15,23 @@ import torch
 from torch import fx
 
 from wholestep.comm import get_group
-from wholestep.ir import StepGraph, info, nbytes, set_info
+from wholestep.ir import NodeInfo, StepGraph, info, nbytes, set_info
 from wholestep.spmd.expand.graph_edits import call, copy_step
+from wholestep.spmd.expand.uneven_shards import on_largest
 
 aten = torch.ops.aten
 collectives = torch.ops.wholestep
 
 KIB = 1 << 10
-_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_KINDS = tuple(getattr(collectives, name).default for name in _NAMES)
-
-Largest = Callable[[], StepGraph]
 
 
 @dataclass
-class One:
-    """A collective: the call that starts it, and the one that waits for it.
+class Collective:
+    """The call that starts a collective, and the one that waits for it.
 
     Attributes:
         ready, needed: places in the graph of the start, and of the first reader of the result.
-        sends, gives: bytes that caps count, alike on all ranks: those of the rank with the largest parts.
+        sends, gives: bytes that caps count, alike on all ranks: those of the rank with the largest shards.
     """
 
     start: fx.Node
@@ -52,98 +50,133 @@ class One:
         return info(self.sent).value  # type: ignore[no-any-return]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters whose gradients it carries."""
+        return info(self.start).placement or ()
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What those that are packed together have alike."""
-        return self.start.target, self.start.args[1:], self.value.dtype, self.value.device, info(self.start).phase
+        dtype = None if self.start.target is collectives.broadcast.default else self.value.dtype
+        return self.start.target, self.start.args[1:], dtype, self.value.device, info(self.start).phase
 
 
 @dataclass
 class Bucket:
     """Collectives that are packed into one."""
 
-    members: list[One] = field(default_factory=list)
+    members: list[Collective] = field(default_factory=list)
     nbytes: int = 0
 
-    def takes(self, one: One, cap: int) -> bool:
+    def takes(self, one: Collective, cap: int | None) -> bool:
         """True when another one fits: ready before any is needed, within the cap."""
         everybody = [*self.members, one]
         in_time = max(m.ready for m in everybody) < min(m.needed for m in everybody)
-        return in_time and self.nbytes + one.sends <= cap
+        return in_time and (cap is None or self.nbytes + one.sends <= cap)
 
 
-def coalesce(
-    step: StepGraph, *, each: int = 64 * KIB, together: int = 1024 * KIB, largest: Largest | None = None
-) -> StepGraph:
+def coalesce(step: StepGraph, *, each: int = 64 * KIB, together: int = 1024 * KIB) -> StepGraph:
     """Packs small all-reduces, all-gathers and reduce-scatters.
 
     Args:
         step: left as it is.
-        largest: see `found`.
         each: only collectives that send at most so many bytes are packed.
         together: bytes that are packed into one at most.
     """
     step = copy_step(step, "coalesce")
-    buckets: dict[Any, list[Bucket]] = {}
-    for one in found(step, largest):
-        if one.start.target not in _PACKS or not 0 < one.sends <= each:
-            continue
-        alike = buckets.setdefault(one.key, [])
-        if not alike or not alike[-1].takes(one, together):
-            alike.append(Bucket())
-        alike[-1].members.append(one)
-        alike[-1].nbytes += one.sends
-    for bucket in (b for alike in buckets.values() for b in alike if len(b.members) > 1):
-        _pack(step.graph, bucket.members)
+    several = [one for one in found(step) if one.start.target in _PACKS and 0 < one.sends <= each]
+    return _packed(step, [bucket for bucket in buckets_of(several, (together, together)) if len(bucket.members) > 1])
+
+
+def pack_broadcasts(step: StepGraph) -> StepGraph:
+    """Sends as one what one rank broadcasts to the same ranks before any of it is needed, of whatever dtypes."""
+    step = copy_step(step, "pack_broadcasts")
+    several = [one for one in found(step) if one.start.target is collectives.broadcast.default]
+    return _packed(step, [bucket for bucket in buckets_of(several, (None, None)) if len(bucket.members) > 1])
+
+
+def bucket_gradients(step: StepGraph, *, group: str, caps: tuple[int, int]) -> StepGraph:
+    """Packs the all-reduces of gradients in the order in which they are ready.
+
+    Args:
+        step: left as it is.
+        group: name of the group that they are reduced over.
+        caps: bytes of the first bucket and of all others.
+    """
+    step = copy_step(step, "bucket_gradients")
+    gradients = [one for one in found(step) if one.names and one.start.target is collectives.all_reduce.default]
+    return _packed(step, buckets_of([one for one in gradients if one.start.args[-1] == group], caps))
+
+
+def found(step: StepGraph) -> list[Collective]:
+    """All collectives of a graph that nothing reads but one wait, in order."""
+    place = {node: i for i, node in enumerate(step.graph.nodes)}
+    result = []
+    for node in place:
+        waits = [u for u in node.users if u.target is collectives.wait.default] if node.target in _KINDS else []
+        if len(waits) == len(node.users) == 1 and waits[0].users:
+            needed = min(place[user] for user in waits[0].users)
+            sizes = nbytes(on_largest(node.args[0])), nbytes(on_largest(node))  # type: ignore[arg-type]
+            # broadcasts are packed where the first is read, others where the last is started
+            ready = place[node.args[0] if node.target is collectives.broadcast.default else node]  # type: ignore[index]
+            result.append(Collective(node, waits[0], ready, needed, *sizes))
+    return result
+
+
+def buckets_of(several: Sequence[Collective], caps: tuple[int | None, int | None]) -> list[Bucket]:
+    """Packs collectives in their order.
+
+    Args:
+        caps: bytes of the first bucket and of all others.
+    """
+    buckets: list[Bucket] = []
+    latest: dict[Any, Bucket] = {}
+    for one in several:
+        bucket = latest.get(one.key)
+        if bucket is None or not bucket.takes(one, caps[bucket is not buckets[0]]):
+            buckets.append(bucket := Bucket())
+            latest[one.key] = bucket
+        bucket.members.append(one)
+        bucket.nbytes += one.sends
+    return buckets
+
+
+def _packed(step: StepGraph, buckets: Sequence[Bucket]) -> StepGraph:
+    renamed: dict[str, str] = {}
+    for bucket in buckets:
+        renamed |= _pack(step.graph, bucket.members)
+    signature = step.signature  # plans along other axes look for gradients where they are now
+    signature.gradients = [
+        replace(g, before=g.before and renamed.get(g.before, g.before), after=renamed.get(g.after, g.after))
+        for g in signature.gradients
+    ]
     step.graph.lint()
     step.gm.recompile()
     return step
 
 
-def found(step: StepGraph, largest: Largest | None = None) -> list[One]:
-    """All collectives of a graph that nothing reads but one wait, in order.
-
-    Args:
-        largest: gives the graph, with the same collectives in the same order, of the rank that holds the largest parts.
-            It is asked where ranks hold unequal ones.
-    """
-    place = {node: i for i, node in enumerate(step.graph.nodes)}
-    pairs = _pairs(step)
-    like = _pairs(largest()) if largest is not None and step.signature.uneven else pairs
-    assert len(pairs) == len(like), "ranks have other collectives than the first one"
-    result = []
-    for (start, wait), (other, _) in zip(pairs, like, strict=True):
-        sizes = nbytes(info(other.args[0]).value), nbytes(info(other).value)  # type: ignore[arg-type]
-        result.append(One(start, wait, place[start], min(place[user] for user in wait.users), *sizes))
-    return result
-
-
-def _pairs(step: StepGraph) -> list[tuple[fx.Node, fx.Node]]:
-    pairs = []
-    for node in step.graph.nodes:
-        waits = [u for u in node.users if u.target is collectives.wait.default] if node.target in _KINDS else []
-        if len(waits) == len(node.users) == 1 and waits[0].users:
-            pairs.append((node, waits[0]))
-    return pairs
-
-
-@dataclass
 class _Packer:
     """Adds the calls of one bucket: before the collective at one place, after it at another."""
 
-    graph: fx.Graph
-    record: dict[str, Any]
+    def __init__(self, graph: fx.Graph, record: NodeInfo) -> None:
+        self.graph = graph
+        self.record: dict[str, Any] = {"phase": record.phase, "where": record.where, "module": record.module}
 
-    def call(self, target: Any, *args: Any, **keywords: Any) -> fx.Node:
-        return call(self.graph, target, *args, keywords=keywords, **self.record)
+    def call(self, target: Any, *args: Any, names: tuple[str, ...] = (), **keywords: Any) -> fx.Node:
+        return call(self.graph, target, *args, keywords=keywords, placement=names or None, **self.record)
 
-    def rows(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """A value in another shape."""
+    def rows(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype | None = None) -> fx.Node:
+        """A value in another shape; its bytes as elements of another type."""
         if not info(node).value.is_contiguous():
             node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return self.call(aten.view.default, node, list(shape))
+        if dtype not in (None, info(node).value.dtype):
+            node = self.call(aten.view.dtype, self.rows(node, [info(node).value.numel()]), dtype)
+        return node if list(info(node).value.shape) == list(shape) else self.call(aten.view.default, node, list(shape))
 
-    def piece(self, node: fx.Node, dim: int, start: int, size: int) -> fx.Node:
-        return self.call(aten.slice.Tensor, node, dim, start, start + size)
+    def piece(self, node: fx.Node, start: int, size: int) -> fx.Node:
+        """Elements of the last dimension."""
+        shape = info(node).value.shape
+        return node if size == shape[-1] else self.call(aten.slice.Tensor, node, len(shape) - 1, start, start + size)
 
 
 def _flat(ranks: int, value: torch.Tensor) -> list[int]:
@@ -154,42 +187,53 @@ def _by_rank(ranks: int, value: torch.Tensor) -> list[int]:
     return [ranks, value.numel() // ranks]
 
 
+def _in_bytes(ranks: int, value: torch.Tensor) -> list[int]:
+    return [value.numel() * value.itemsize]
+
+
 # collective -> the shape in which its operands are packed, and that in which its result is taken apart
 _PACKS: dict[Any, tuple[Callable[..., list[int]], Callable[..., list[int]]]] = {
     collectives.all_reduce.default: (_flat, _flat),
     collectives.all_gather.default: (_flat, _by_rank),
     collectives.reduce_scatter.default: (_by_rank, _flat),
 }
+_KINDS = (*_PACKS, collectives.all_to_all.default, collectives.broadcast.default)
 
 
-def _pack(graph: fx.Graph, members: Sequence[One]) -> None:
+def _pack(graph: fx.Graph, members: Sequence[Collective]) -> dict[str, str]:
+    """Writes one collective in place of several, or of one in the form of several; gives what stands for each wait."""
     last = max(members, key=lambda m: m.ready)
-    first = min(members, key=lambda m: m.needed)
-    to_send, received = _PACKS[last.start.target]
-    ranks = _ranks(last)
-    record = info(last.start)
-    packer = _Packer(graph, {"phase": record.phase, "where": record.where, "module": record.module})
-    with graph.inserting_before(last.start):
-        packed = [packer.rows(m.sent, to_send(ranks, m.value)) for m in members]
-        joined = packer.call(aten.cat.default, packed, len(to_send(ranks, last.value)) - 1)
-        started = packer.call(last.start.target, joined, *last.start.args[1:])
-    with graph.inserting_before(min(first.wait.users)):
+    reader = min(min(members, key=lambda m: m.needed).wait.users)  # nodes compare by their place in the graph
+    to_send, received = _PACKS.get(last.start.target, (_in_bytes, _in_bytes))
+    in_bytes = torch.uint8 if last.start.target is collectives.broadcast.default else None
+    if in_bytes:  # each at a multiple of its size
+        members = sorted(members, key=lambda m: -m.value.itemsize)
+    group: Any = last.start.args[-1]
+    ranks = get_group(group).size() if _by_rank in (to_send, received) else 1
+    names = tuple(name for m in members for name in (m.names or ((str(m.sent),) if in_bytes else ())))
+    packer = _Packer(graph, info(members[0].start))
+    with graph.inserting_before(reader if in_bytes else last.start):
+        packed = [packer.rows(m.sent, to_send(ranks, m.value), in_bytes) for m in members]
+        joined = packed[0]
+        if len(packed) > 1:
+            joined = packer.call(aten.cat.default, packed, len(to_send(ranks, last.value)) - 1)
+        started = packer.call(last.start.target, joined, *last.start.args[1:], names=names)
+    if reader.op == "call_function":
+        packer.record["phase"] = info(reader).phase
+    with graph.inserting_before(reader):
         done = packer.call(collectives.wait.default, started)
         done = packer.rows(done, received(ranks, info(done).value))
-        start = 0
+        start, renamed = 0, {}
         for member in members:
             value = info(member.wait).value
             shape = received(ranks, value)
-            piece = packer.piece(done, len(shape) - 1, start, shape[-1])
+            piece = packer.piece(done, start, shape[-1])
             start += shape[-1]
-            new = packer.rows(piece, value.shape)
+            new = packer.rows(piece, value.shape, value.dtype)
             set_info(new, replace(info(new), placement=info(member.wait).placement))
             member.wait.replace_all_uses_with(new)
+            renamed[member.wait.name] = new.name
     for member in members:
         graph.erase_node(member.wait)
         graph.erase_node(member.start)
-
-
-def _ranks(one: One) -> int:
-    """How many ranks a collective is over."""
-    return get_group(one.start.args[-1]).size()  # type: ignore[arg-type]
+    return renamed

@@ -10,7 +10,7 @@ from torch import fx
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.spmd.expand.graph_edits import copy_step, is_view
 from wholestep.spmd.expand.uneven_shards import COPIES
-from wholestep.spmd.schedule.coalesce import Largest, One, found
+from wholestep.spmd.schedule.coalesce import Collective, found
 
 aten = torch.ops.aten
 collectives = torch.ops.wholestep
@@ -46,20 +46,19 @@ def _is_light(node: fx.Node) -> bool:
     return node.target in COPIES or all(isinstance(v, torch.Tensor) and not v.dim() for v in values)
 
 
-def start_early(step: StepGraph, *, in_flight: int = 64 * MIB, largest: Largest | None = None) -> StepGraph:
+def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
     """Moves each start to right after what it sends is made, or after a wait that makes room for it; in their order.
 
     Args:
         step: left as it is.
         in_flight: results of collectives that were moved, and not waited for, hold at most so many bytes. A collective
             that alone gives more stays where it is.
-        largest: see `found`.
     """
     step = copy_step(step, "start_early")
-    flying: deque[One] = deque()
+    flying: deque[Collective] = deque()
     in_air = 0
     previous: fx.Node | None = None
-    for one in found(step, largest):
+    for one in found(step):
         size = one.gives
         if size > in_flight:
             previous = one.start

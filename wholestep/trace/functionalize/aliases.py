@@ -1,10 +1,10 @@
 """Functionalisation: which value each tensor has at each moment, when tensors share memory.
 
-Every tensor of the traced step has a `Ref`: a storage and the chain of view operators that leads from the
-storage's root to it. A storage has one current value, a graph node of the root's geometry, and a
-generation that grows with each write. Reading a tensor replays its chain on the current value; writing
-to it runs the chain backwards (`select` becomes `select_scatter`) and gives the storage a new value.
-So no node of the graph ever writes, and a later reader of any alias sees every earlier write.
+Every tensor of the traced step has a `Ref`: a storage and the chain of view operators that leads from the storage's
+root to it. A storage has one current value, a graph node of the root's geometry, and a generation that grows with each
+write. Reading a tensor replays its views on the current value; writing to it applies their inverses (`select` becomes
+`select_scatter`) and gives the storage a new value. So no node of the graph ever writes, and a later reader of any
+alias sees every earlier write.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import UnsupportedError
+from wholestep.ir import is_dense
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def elements(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a tensor lies in its memory; offset and strides in elements."""
+    """A tensor's dtype, size, stride and offset, in elements."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -52,30 +53,24 @@ class Geometry:
 
     @property
     def repeats(self) -> bool:
-        """Whether several elements lie in one place, as after `expand`."""
+        """Whether several elements share an address, as after `expand`."""
         pairs = zip(self.shape, self.stride, strict=True)
         return elements(self.shape) > 0 and any(stride == 0 and size > 1 for size, stride in pairs)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there are more elements than places, as after `unfold` with a small step."""
+        return 0 < elements(self.shape) > self.extent
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill one stretch of memory, each place once."""
+        return is_dense(self.shape, self.stride)
 
     @property
     def extent(self) -> int:
         """How many elements of memory it reaches over."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether there are more elements than places, as after `unfold` with a small step."""
-        count = elements(self.shape)
-        return count > 0 and count > self.extent
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the elements fill one stretch of memory, each place once."""
-        expected = 1
-        for stride, size in sorted((st, sz) for st, sz in zip(self.stride, self.shape, strict=True) if sz > 1):
-            if stride != expected:
-                return False
-            expected *= size
-        return True
 
     def overlaps_partly(self, other: Geometry) -> bool:
         """Whether two dense tensors in one memory share some places but not all, as ATen's kernels refuse."""
@@ -104,8 +99,9 @@ class Storage:
 
     Attributes:
         value: the node that gives the root's current content.
+        emit: adds a call to the graph.
         generation: number of writes so far.
-        input: index of the lifted input whose memory this is, None for memory made in the step.
+        input: index of the input whose memory this is; None for memory allocated in the step.
         first: the node that gave the root its first content.
         moved: whether it became the memory of a tensor from outside, by ``p.data = t``.
         given: memories of tensors from outside that parts of it were copied to, as ``p.data = t[:n]`` would have let
@@ -113,6 +109,7 @@ class Storage:
     """
 
     value: fx.Node
+    emit: Emit
     root: Ref | None = None
     generation: int = 0
     input: int | None = None
@@ -126,10 +123,13 @@ class Storage:
 
 @dataclass(eq=False)
 class Ref:
-    """One tensor's way into a storage.
+    """A tensor as a view of its storage: the last view operator, and the `Ref` that it was applied to.
 
     Attributes:
-        born: how often the storage was written before it was made.
+        parent: what it is a view of; None for the root, which is all of the storage.
+        view, args, kwargs, index: the operator, its arguments after the first, and which of several results it is.
+        node, generation: the node that had the content at that generation of the storage.
+        born: the storage's generation when the view was made.
     """
 
     storage: Storage
@@ -146,7 +146,18 @@ class Ref:
     def __post_init__(self) -> None:
         self.born = self.storage.generation
 
-    def read(self, emit: Emit) -> fx.Node:
+    @property
+    def whole(self) -> Ref:
+        """The root of its storage."""
+        assert self.storage.root is not None
+        return self.storage.root
+
+    def strided(self, geometry: Geometry) -> Ref:
+        """Another view of the same storage, by size, stride and offset."""
+        place = list(geometry.shape), list(geometry.stride), geometry.offset - self.whole.geometry.offset
+        return Ref(self.storage, geometry, self.whole, aten.as_strided.default, place)
+
+    def read(self) -> fx.Node:
         """The node that holds this tensor's content now."""
         if any(other.generation != then for other, then in self.storage.given):
             what = "a read of memory that an assignment to .data gave to another tensor, which was written since"
@@ -161,15 +172,15 @@ class Ref:
             if node is None:
                 node = one.storage.value
             else:
-                outs = emit(one.view, (node, *one.args), one.kwargs)
-                node = outs if one.index is None else emit(operator.getitem, (outs, one.index))
+                outs = one.storage.emit(one.view, (node, *one.args), one.kwargs)
+                node = outs if one.index is None else one.storage.emit(operator.getitem, (outs, one.index))
             one.node, one.generation = node, one.storage.generation
         assert node is not None
         return node
 
-    def write(self, new: fx.Node, emit: Emit) -> None:
-        """Makes ``new`` (of this tensor's shape and dtype) the content, visible to every alias."""
-        ref = self
+    def write(self, new: fx.Node) -> None:
+        """Makes ``new`` the content, converted to this tensor's dtype and shape, visible to every alias."""
+        ref, new = self, self._converted(new)
         while ref.parent is not None:
             if not elements(ref.geometry.shape):
                 return
@@ -178,10 +189,11 @@ class Ref:
                 # one of several elements in one place: all of them
                 while whole.geometry.repeats and whole.parent is not None:
                     whole = whole.parent
-                new = scatter_strided(ref, new, emit, whole)
+                new = _strided_inverse(ref, new, whole)
             else:
-                new = ref._scatter(new, emit)
-            ref, new = whole, _fit(new, whole, emit)
+                invert = INVERSES.get(ref.view)
+                new = invert(ref, new) if invert is not None else _strided_inverse(ref, new, whole)
+            ref, new = whole, whole._converted(new)
         if ref.storage.moved:
             what = "a write through a view of memory that was given away by an assignment to .data"
             raise UnsupportedError(what, user_line(), "write to the tensor that was given it")
@@ -189,137 +201,112 @@ class Ref:
         ref.storage.generation += 1
         ref.node, ref.generation = new, ref.storage.generation
 
-    def _scatter(self, new: fx.Node, emit: Emit) -> fx.Node:
-        assert self.parent is not None
-        invert = INVERSES.get(self.view)
-        if invert is not None:
-            return invert(self, new, emit)
-        return scatter_strided(self, new, emit, self.parent)
+    def _converted(self, new: fx.Node) -> fx.Node:
+        """``new`` as an in-place write stores it: with the dtype and shape, for a root also the strides, of this."""
+        value = new.meta["info"].value
+        same = value.dtype == self.geometry.dtype and value.shape == self.geometry.shape
+        exact = same and (self.parent is not None or self.geometry.holds(value))
+        return new if exact else self.storage.emit(aten.copy.default, (self.read(), new))
 
 
-def _value(node: fx.Node) -> torch.Tensor:
-    return node.meta["info"].value
+def new_root(fake: torch.Tensor, node: fx.Node, emit: Emit) -> Ref:
+    """Makes a tensor the root of a storage of its own, with a node's value as content."""
+    storage = Storage(node, emit)
+    storage.root = Ref(storage, Geometry.of(fake), node=node, generation=0)
+    fake.wholestep_ref = storage.root  # type: ignore[attr-defined]
+    return storage.root
 
 
-def _fit(new: fx.Node, ref: Ref, emit: Emit) -> fx.Node:
-    """``new`` with the exact dtype, shape and strides that ``ref`` has."""
-    if ref.parent is None and not ref.geometry.holds(_value(new)):
-        return emit(aten.copy.default, (ref.read(emit), new))
-    return new
-
-
-def fit(new: fx.Node, ref: Ref, emit: Emit) -> fx.Node:
-    """``new`` converted to what an in-place write into ``ref`` stores: its dtype and shape.
-
-    A root also needs its own strides, since views are replayed on it.
-    """
-    value = _value(new)
-    same = value.dtype == ref.geometry.dtype and value.shape == ref.geometry.shape
-    exact = same and (ref.parent is not None or ref.geometry.holds(value))
-    return new if exact else emit(aten.copy.default, (ref.read(emit), new))
-
-
-def scatter_strided(ref: Ref, new: fx.Node, emit: Emit, whole: Ref) -> fx.Node:
+def _strided_inverse(ref: Ref, new: fx.Node, whole: Ref) -> fx.Node:
     """The content of what a view is taken from after writing through any view at all: an as_strided_scatter."""
     shape, stride = list(ref.geometry.shape), list(ref.geometry.stride)
     for dim, size in enumerate(shape):
         if size > 1 and stride[dim] == 0:  # a constant, in one place: once
-            new, shape[dim] = emit(aten.slice.Tensor, (new, dim, 0, 1)), 1
+            new, shape[dim] = ref.storage.emit(aten.slice.Tensor, (new, dim, 0, 1)), 1
     offset = ref.geometry.offset - whole.geometry.offset
-    return emit(aten.as_strided_scatter.default, (whole.read(emit), new, shape, stride, offset))
+    return ref.storage.emit(aten.as_strided_scatter.default, (whole.read(), new, shape, stride, offset))
 
 
-def _reshape_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+Inverse = Callable[[Ref, fx.Node], fx.Node]
+
+
+def _same(op: Any) -> Inverse:
+    """The inverse that applies an operator with the view's arguments."""
+    return lambda ref, new: ref.storage.emit(op, (new, *ref.args))
+
+
+def _scatter(op: Any) -> Inverse:
+    """The inverse that puts what is new into the old content, with the view's arguments."""
+    return lambda ref, new: ref.storage.emit(op, (ref.parent.read(), new, *ref.args), ref.kwargs)  # type: ignore[union-attr]
+
+
+def _reshape(ref: Ref, new: fx.Node) -> fx.Node:
     assert ref.parent is not None
-    shape = list(ref.parent.geometry.shape)
-    if not _value(new).is_contiguous():
-        new = emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
-    return emit(aten.view.default, (new, shape))
+    if not new.meta["info"].value.is_contiguous():
+        new = ref.storage.emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
+    return ref.storage.emit(aten.view.default, (new, list(ref.parent.geometry.shape)))
 
 
-def _transpose_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
-    return emit(aten.transpose.int, (new, *ref.args))
-
-
-def _permute_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+def _permute(ref: Ref, new: fx.Node) -> fx.Node:
     order = [d % len(ref.args[0]) for d in ref.args[0]]
-    return emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))
+    return ref.storage.emit(aten.permute.default, (new, [order.index(d) for d in range(len(order))]))
 
 
-def _select_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+def _split(ref: Ref, new: fx.Node) -> fx.Node:
+    """split, split_with_sizes, chunk: writes one piece back into its slice."""
     assert ref.parent is not None
-    return emit(aten.select_scatter.default, (ref.parent.read(emit), new, *ref.args))
-
-
-def _slice_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
-    assert ref.parent is not None
-    return emit(aten.slice_scatter.default, (ref.parent.read(emit), new, *ref.args), ref.kwargs)
-
-
-def _diagonal_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
-    assert ref.parent is not None
-    return emit(aten.diagonal_scatter.default, (ref.parent.read(emit), new, *ref.args), ref.kwargs)
-
-
-def _pieces_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
-    """split, split_with_sizes, chunk: write one piece back into its slice."""
-    assert ref.parent is not None and ref.index is not None
     dim = ref.args[1] if len(ref.args) > 1 else ref.kwargs.get("dim", 0)
     parent, piece = ref.parent.geometry, ref.geometry
     start = (piece.offset - parent.offset) // (parent.stride[dim] or 1)
-    args = (ref.parent.read(emit), new, dim, start, start + piece.shape[dim])
-    return emit(aten.slice_scatter.default, args)
+    args = (ref.parent.read(), new, dim, start, start + piece.shape[dim])
+    return ref.storage.emit(aten.slice_scatter.default, args)
 
 
-def _unbind_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
-    assert ref.parent is not None and ref.index is not None
-    dim = ref.args[0] if ref.args else ref.kwargs.get("dim", 0)
-    return emit(aten.select_scatter.default, (ref.parent.read(emit), new, dim, ref.index))
-
-
-def _same(op: Any) -> Callable[[Ref, fx.Node, Emit], fx.Node]:
-    return lambda ref, new, emit: emit(op, (new,))
-
-
-def _view_dtype_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+def _unbind(ref: Ref, new: fx.Node) -> fx.Node:
     assert ref.parent is not None
-    return emit(aten.view.dtype, (new, ref.parent.geometry.dtype))
+    dim = ref.args[0] if ref.args else ref.kwargs.get("dim", 0)
+    return ref.storage.emit(aten.select_scatter.default, (ref.parent.read(), new, dim, ref.index))
 
 
-def _expand_back(ref: Ref, new: fx.Node, emit: Emit) -> fx.Node:
+def _view_dtype(ref: Ref, new: fx.Node) -> fx.Node:
+    assert ref.parent is not None
+    return ref.storage.emit(aten.view.dtype, (new, ref.parent.geometry.dtype))
+
+
+def _expand(ref: Ref, new: fx.Node) -> fx.Node:
     """Only a constant is ever written through an expanded tensor: any one of the repeated elements will do."""
     assert ref.parent is not None
     before = (1,) * (len(ref.geometry.shape) - len(ref.parent.geometry.shape)) + tuple(ref.parent.geometry.shape)
     for dim, size in enumerate(ref.geometry.shape):
         if size > before[dim]:
-            new = emit(aten.slice.Tensor, (new, dim, 0, 1))
-    new = emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
-    return emit(aten.view.default, (new, list(ref.parent.geometry.shape)))
+            new = ref.storage.emit(aten.slice.Tensor, (new, dim, 0, 1))
+    new = ref.storage.emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
+    return ref.storage.emit(aten.view.default, (new, list(ref.parent.geometry.shape)))
 
 
 # View operator -> how a value written through it becomes a value of what it was taken from.
 # Views that are not here, and those that repeat or leave out elements in unusual ways, go by strides.
-INVERSES: dict[Any, Callable[[Ref, fx.Node, Emit], fx.Node]] = {
-    aten.view.default: _reshape_back,
-    aten._unsafe_view.default: _reshape_back,
-    aten._reshape_alias.default: _reshape_back,
-    aten.expand.default: _expand_back,
-    aten.unsqueeze.default: _reshape_back,
-    aten.squeeze.default: _reshape_back,
-    aten.squeeze.dim: _reshape_back,
-    aten.squeeze.dims: _reshape_back,
+INVERSES: dict[Any, Inverse] = {
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten._reshape_alias.default: _reshape,
+    aten.expand.default: _expand,
+    aten.unsqueeze.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
     aten.t.default: _same(aten.t.default),
-    aten.transpose.int: _transpose_back,
-    aten.permute.default: _permute_back,
-    aten.select.int: _select_back,
-    aten.slice.Tensor: _slice_back,
-    aten.diagonal.default: _diagonal_back,
-    aten.split.Tensor: _pieces_back,
-    aten.split_with_sizes.default: _pieces_back,
-    aten.unbind.int: _unbind_back,
+    aten.transpose.int: _same(aten.transpose.int),
+    aten.permute.default: _permute,
+    aten.select.int: _scatter(aten.select_scatter.default),
+    aten.slice.Tensor: _scatter(aten.slice_scatter.default),
+    aten.diagonal.default: _scatter(aten.diagonal_scatter.default),
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
     aten.view_as_real.default: _same(aten.view_as_complex.default),
     aten.view_as_complex.default: _same(aten.view_as_real.default),
     aten._conj.default: _same(aten.conj_physical.default),
     aten._neg_view.default: _same(aten.neg.default),
-    aten.view.dtype: _view_dtype_back,
+    aten.view.dtype: _view_dtype,
 }

@@ -13,7 +13,7 @@ DTYPES = {aten.view_as_real.default, aten.view_as_complex.default, aten.view.dty
 
 
 @dataclass(frozen=True)
-class Kind:
+class ElementKind:
     """What a view's elements are.
 
     Attributes:
@@ -40,31 +40,21 @@ class Kind:
         return aten._neg_view.default(view) if view.is_neg() != self.negated else view  # type: ignore[no-any-return]
 
 
-def kind_of(tensor: torch.Tensor, ref: Ref) -> Kind | None:
+def kind_of(tensor: torch.Tensor, ref: Ref) -> ElementKind | None:
     """The kind of a tensor in memory of a certain dtype; None where it cannot be shown as a view of all that memory."""
-    assert ref.storage.root is not None
-    whole, here = ref.storage.root.geometry, ref.geometry
-    changes = [r for r in _way(ref) if r.view in DTYPES]
-    bits = any(r.view is aten.view.dtype for r in changes)
-    if whole.lazy:
-        return None
+    whole, here = ref.whole.geometry, ref.geometry
+    changes: list[Ref] = []
+    above: Ref | None = ref
+    while above is not None:
+        changes += [above] if above.view in DTYPES else []
+        above = above.parent
+    bits = any(change.view is aten.view.dtype for change in changes)
     if bits:
         fits = whole.is_dense and here.dtype.itemsize <= whole.dtype.itemsize
-        return Kind(here.dtype, tensor.is_conj(), tensor.is_neg(), True) if fits else None
-    if len(changes) > 1:
-        return None
-    if changes and changes[0].view is aten.view_as_complex.default:
-        before = changes[0].parent
-        if before is None or before.geometry != whole:  # the first element may be the second of a pair
-            return None
-    return Kind(here.dtype, tensor.is_conj(), tensor.is_neg(), False)
-
-
-def _way(ref: Ref) -> list[Ref]:
-    way = [ref]
-    while way[-1].parent is not None:
-        way.append(way[-1].parent)
-    return way
+    else:  # of `view_as_complex` of a part, the first element may be the second of a pair
+        parts = [c.parent for c in changes if c.view is aten.view_as_complex.default]
+        fits = len(changes) <= 1 and all(part is not None and part.geometry == whole for part in parts)
+    return ElementKind(here.dtype, tensor.is_conj(), tensor.is_neg(), bits) if fits and not whole.lazy else None
 
 
 def offset_from(here: Geometry, whole: Geometry) -> int:

@@ -17,7 +17,7 @@ import torch
 from wholestep.capture import Guard, Snapshot, compare, sharing
 from wholestep.errors import CaptureError, LazyError
 from wholestep.trace import Traced
-from wholestep.trace.numbers.specialize import UnlikeKernels, at_sizes
+from wholestep.trace.numbers.specialize import OtherLayouts, at_sizes
 from wholestep.trace.numbers.symbolic_sizes import Sizes
 
 # Called as `pipeline.capture` is, with the sizes to take as symbols, or None.
@@ -48,7 +48,7 @@ class Template:
     @property
     def written(self) -> frozenset[str]:
         """Paths of the inputs that the step writes."""
-        items = [self.traced.lifted[i] for i in self.traced.step.signature.mutations.values()]
+        items = [self.traced.inputs[i] for i in self.traced.step.signature.mutations.values()]
         return frozenset(item.source.path for item in items if item.source is not None)
 
     def misfit(self, world: Snapshot) -> str | None:
@@ -71,7 +71,7 @@ class Template:
 
     def forget(self) -> None:
         """Lets go of the first call's tensors."""
-        for item in self.traced.lifted:
+        for item in self.traced.inputs:
             if item.source is None:  # of state that the step makes, the graph's own
                 item.value, item.ref = item.node.meta["info"].value, None
             elif not item.members:
@@ -108,7 +108,7 @@ class Templates:
             if misfit is None:
                 try:
                     found = template.at(world)
-                except UnlikeKernels as error:
+                except OtherLayouts as error:
                     misfit = str(error)
                 else:
                     self.reason = ""
@@ -129,22 +129,24 @@ class Templates:
             what = str(error)
             if not isinstance(error, CaptureError):
                 what = what.partition("\n")[0]  # errors of torch's C++ carry their stack
-            reason = f"all sizes, as symbols ended in {type(error).__name__}: {what}"
-            self.specialized += [] if reason in self.specialized else [reason]
+            self._note(f"all sizes, as symbols ended in {type(error).__name__}: {what}")
             return result
         last = sizes[-1]
-        self.specialized += [reason for reason in last.specialized() if reason not in self.specialized]
+        self._note(*last.specialized())
         paths = frozenset(source.path for source, _, _ in last.layouts)
         template = Template(traced, last, _sizeless(world, paths), world.names, varying, frozenset(), frozenset())
         template.shares, template.grown = sharing(world, template.written), world.varying - varying
         try:
             found = template.at(world)
-        except UnlikeKernels as error:
-            self.specialized += [] if str(error) in self.specialized else [str(error)]
+        except OtherLayouts as error:
+            self._note(str(error))
             return self._capture(fn, args, kwargs, varying, *rest)
         self.known.insert(0, template)
         template.forget()
         return world, found
+
+    def _note(self, *reasons: str) -> None:
+        self.specialized += [reason for reason in reasons if reason not in self.specialized]
 
 
 def _sizable(world: Snapshot) -> dict[str, torch.Tensor]:

@@ -6,9 +6,9 @@ Python function, so that replaying computes the same double. It derives from `to
 torch's argument parser takes those where it takes numbers.
 
 Where an operator insists on a C++ double (`lr: float`, lists of scalars) the parser asks for a concrete
-value: it gets a token, a float that occurs nowhere else, which the recorder exchanges again.
+value: it gets a token, a float that none of the call's other arguments is, which the recorder replaces again.
 
-Whatever else needs the number itself asks `HostRecorder.escaped`: it becomes a guard, or is refused.
+Whatever else needs the number itself asks `NumberRecorder.escaped`: it becomes a guard, or is refused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from wholestep.trace.outputs.leaks import Watch
 from wholestep.trace.record.provenance import user_line
 
 
-class HostRecorder(Protocol):
+class NumberRecorder(Protocol):
     """What host numbers need of the recorder."""
 
     watch: Watch
 
-    def record_host(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any: ...
-    def decide(self, node: fx.Node, hint: Any, line: str) -> Any: ...
+    def record(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any: ...
+    def decide(self, node: fx.Node, line: str) -> Any: ...
     def token(self, number: HostNode) -> float: ...
     def escaped(self, number: HostNode, how: str) -> Any: ...
 
@@ -45,11 +45,11 @@ class HostNode:
 
     Attributes:
         fx_node: the node that computes the number; the number itself for one of C++'s own.
-        hint: its value if known while tracing, else a stand-in of the right type.
+        hint: its value if known while tracing, else a placeholder value of the right type.
         known: whether `hint` is the true value.
     """
 
-    def __init__(self, recorder: HostRecorder, fx_node: Any, hint: Any, known: bool) -> None:
+    def __init__(self, recorder: NumberRecorder, fx_node: Any, hint: Any, known: bool) -> None:
         self.recorder, self.fx_node, self.hint, self.known = recorder, fx_node, hint, known
         self.constant = None
         recorder.watch.add([self])
@@ -85,7 +85,7 @@ class HostNode:
         return self.recorder.escaped(self, "an operator needs its integer value")
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return self.recorder.decide(self.fx_node, self.hint, user_line())
+        return self.recorder.decide(self.fx_node, user_line())
 
     expect_true = expect_size = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
     statically_known_true = guard_bool
@@ -108,16 +108,16 @@ def _result(function: Callable[..., Any], *args: Any) -> Any:
     hints = [a.node.hint if isinstance(a, HOSTS) else a for a in args]
     try:
         hint = function(*hints)
-    except (ArithmeticError, ValueError):  # the stand-in value is out of the function's domain
+    except (ArithmeticError, ValueError):  # the placeholder value is out of the function's domain
         hint = 1.0
-    return owner.node.recorder.record_host(function, args, hint)
+    return owner.node.recorder.record(function, args, hint)
 
 
 def _record(function: Callable[..., Any], *args: Any) -> Any:
     """The same, for Python, which decides at once on a bool."""
     result = _result(function, *args)
     if isinstance(result, HostBool):
-        return result.node.recorder.decide(result.node.fx_node, result.node.hint, user_line())
+        return result.node.recorder.decide(result.node.fx_node, user_line())
     return result
 
 
@@ -232,7 +232,7 @@ class _Type(type):
     __hash__ = type.__hash__
 
 
-def _stand_in(name: str, base: type, stands_for: type) -> Any:
+def _number_class(name: str, base: type, stands_for: type) -> Any:
     table = {"__doc__": f"A {stands_for.__name__} known when the step runs.", "stands_for": stands_for}
     return _Type(name, (base,), table | _methods())
 
@@ -245,8 +245,8 @@ def is_for_plain(error: TypeError) -> bool:
     return given or "HostInt" in text or ("HostFloat" in text and re.search(r"\bints?\b", text) is None)
 
 
-HostFloat: Any = _stand_in("HostFloat", torch.SymFloat, float)
-HostInt: Any = _stand_in("HostInt", torch.SymInt, int)
+HostFloat: Any = _number_class("HostFloat", torch.SymFloat, float)
+HostInt: Any = _number_class("HostInt", torch.SymInt, int)
 
 
 class HostBool:
@@ -267,7 +267,7 @@ def make_host(node: HostNode) -> Any:
 
 
 def _aware(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, recording its call when it meets a host number."""
+    """`function`, recording its call when it is given a host number."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, (HostFloat, HostInt)) for a in args) and not kwargs:

@@ -1,29 +1,28 @@
 """Decisions that Python takes on host numbers: `if weight_decay != 0`, `if (mask == causal).all()`.
 
 Such a decision is part of the captured program. It is allowed when the number can be computed, cheaply, before
-the step runs: from lifted numbers, single-element CPU tensors, constants, and by comparisons and reductions of
-small tensors that the step is given. It becomes a guard. A decision on anything else is an error, unless the caller
+the step runs: from numbers among the inputs, single-element CPU tensors, constants, and by comparisons and reductions
+of small tensors that the step is given. It becomes a guard. A decision on anything else is an error, unless the caller
 asked for such guards too (`guard_data`): then whatever it follows from is computed once more before each call.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 from torch.amp import GradScaler
 
 from wholestep.errors import DataDependentError
-from wholestep.ir import draws_nothing, is_effectful
+from wholestep.ir import ancestors, draws_nothing, fake_tensors, info, is_effectful
 from wholestep.torch_compat import OpOverload, lazy_graph_module, no_modes
 from wholestep.trace.numbers.symbolic_sizes import decided
 from wholestep.trace.operators.tables import is_view
+from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.provenance import called_from
 
 aten = torch.ops.aten
@@ -50,14 +49,6 @@ CHEAP = {
 # Where an offset stands that an operator counts from the start of the memory, and a graph from the operand's first
 # element.
 OFFSETS = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
-
-
-class LiftedLike(Protocol):
-    """What a decision needs of an input: its node, where it comes from and its value now."""
-
-    node: fx.Node
-    source: Any
-    value: Any
 
 
 @dataclass(frozen=True)
@@ -101,60 +92,57 @@ def geometry(result: Any) -> list[tuple[Any, ...]]:
 
 def decide(
     node: fx.Node,
-    lifted: Sequence[LiftedLike],
+    inputs: Sequence[TracedInput],
     constants: dict[str, torch.Tensor],
-    data: Callable[[fx.Node], bool],
+    is_data: Callable[[fx.Node], bool],
     line: str,
     guard_data: bool = False,
-    absent: Set[fx.Node] = frozenset(),
+    parts: Container[int] = (),
 ) -> Predicate:
     """Computes a decision now, from the real inputs, and makes it a guard.
 
     Args:
         node: gives the number, or the sizes, on which Python decides.
-        data: tells placeholders of data from those of parameters, gradients and optimizer state.
+        is_data: tells placeholders of data from those of parameters, gradients and optimizer state.
         guard_data: it may follow from any tensor, at any cost.
-        absent: inputs of which each rank holds a part, so that none knows the whole.
+        parts: ids of the tensors of which each rank holds a part, so that none knows the whole.
 
     Raises:
         DataDependentError: it cannot be computed cheaply from the inputs, or takes random numbers.
     """
-    needed = _slice(node, data, line, guard_data)
-    _refuse_parts([n for n in needed if n in absent], lifted, line)
+    needed = ancestors([node], None if guard_data else MAX_NODES)
+    if not _can_be_known(needed, is_data, guard_data):
+        random = guard_data or not _can_be_known(ancestors([node]), is_data, guard_data=True)
+        raise _unknown(line, random)
+    read = {item.node: index for index, item in enumerate(inputs) if item.node in needed}
+    for index in read.values():
+        if id(inputs[index].value) in parts:
+            raise DataDependentError(
+                f"Python decides on the values of {inputs[index].source}, of which each rank holds a part",
+                line,
+                "use torch.where, decide outside of the step, or give every rank the whole batch: batch=ws.Replicate()",
+            )
+    ordered = [n for n in node.graph.nodes if n in needed]
+    if any(n.op == "placeholder" and n not in read for n in ordered):
+        what = "the backward decides on a gradient, which is only known when it runs"
+        raise DataDependentError(what, line, "use torch.where")
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    positions = {item.node: index for index, item in enumerate(lifted)}
-    inputs: list[int] = []
-    for old in needed:
-        copies[old] = graph.node_copy(old, lambda n: copies[n])
+    for old in ordered:
+        copies[old] = graph.node_copy(old, copies.__getitem__)
         copies[old].args = decided(copies[old].args)
         if old.target in OFFSETS:
             _count_from_first(graph, copies[old], OFFSETS[old.target])
-        if old.op == "placeholder" and old not in positions:
-            what = "the backward decides on a gradient, which is only known when it runs"
-            raise DataDependentError(what, line, "use torch.where")
-        if old.op == "placeholder":
-            inputs.append(positions[old])
+        copies[old].meta.clear()  # records hold fake tensors, and are of no use here
     graph.output(copies[node])
-    for copied in graph.nodes:
-        copied.meta.clear()  # records hold fake tensors, and are of no use here
     module = lazy_graph_module(constants, graph)
+    positions = tuple(read[n] for n in ordered if n.op == "placeholder")
     with no_modes():
-        expected = module(*(lifted[i].value for i in inputs))
-    texts = {item.node: str(item.source) for item in lifted}
-    for each in needed:
+        expected = module(*(inputs[i].value for i in positions))
+    texts = {n: str(inputs[index].source) for n, index in read.items()}
+    for each in ordered:
         texts.setdefault(each, _text(each, texts)[: MAX_TEXT + 1])
     text = texts[node]
-    return Predicate(module, tuple(inputs), expected, text if len(text) <= MAX_TEXT else f"{text[:157]}…", line)
-
-
-def _refuse_parts(nodes: Sequence[fx.Node], lifted: Sequence[LiftedLike], line: str) -> None:
-    if nodes:
-        source = next(item.source for item in lifted if item.node is nodes[0])
-        raise DataDependentError(
-            f"Python decides on the values of {source}, of which each rank holds a part",
-            line,
-            "use torch.where, decide outside of the step, or give every rank the whole batch: batch=ws.Replicate()",
-        )
+    return Predicate(module, positions, expected, text if len(text) <= MAX_TEXT else f"{text[:157]}…", line)
 
 
 def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:
@@ -164,46 +152,31 @@ def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:
     node.update_arg(place, offset)
 
 
-def follows_from_numbers(nodes: Sequence[fx.Node]) -> bool:
+def follows_from_numbers(nodes: Iterable[fx.Node]) -> bool:
     """Whether the values of nodes follow from Python's numbers alone, so that they are the same at each call."""
-    needed = {*nodes, *itertools.islice(_ancestors(*nodes), MAX_NODES)}
+    needed = ancestors(nodes, MAX_NODES)
     return len(needed) <= MAX_NODES and _is_constant(needed)
 
 
-def _ancestors(*nodes: fx.Node) -> Iterator[fx.Node]:
-    """All that some nodes follow from, each once, the nearest first."""
-    found, queue = set[fx.Node](), deque(nodes)
-    while queue:
-        for operand in queue.popleft().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                queue.append(operand)
-                yield operand
+def _unknown(line: str, random: bool) -> DataDependentError:
+    what = "Python decides on a value that is only known when the step runs"
+    remedy = f"{REMEDY}, or pass guard_data=True to ws.compile"
+    if random:
+        what = "Python decides on a value that follows from random numbers, or from other ranks, of the step itself"
+        remedy = REMEDY
+    if called_from(GradScaler.step, GradScaler.unscale_, GradScaler.update):
+        what = "GradScaler decides whether to skip the optimizer's step, by gradients only known when the step runs"
+        remedy = "give the optimizer fused=True, which decides on the device, or pass guard_data=True to ws.compile"
+    return DataDependentError(what, line, remedy)
 
 
-def _slice(node: fx.Node, data: Callable[[fx.Node], bool], line: str, guard_data: bool) -> list[fx.Node]:
-    """All nodes that a number follows from, in order."""
-    needed = {node, *itertools.islice(_ancestors(node), None if guard_data else MAX_NODES)}
-    if not _can_be_known(needed, data, guard_data):
-        what = "Python decides on a value that is only known when the step runs"
-        remedy = f"{REMEDY}, or pass guard_data=True to ws.compile"
-        if guard_data or not _can_be_known({node, *_ancestors(node)}, data, guard_data=True):
-            what = "Python decides on a value that follows from random numbers, or from other ranks, of the step itself"
-            remedy = REMEDY
-        if called_from(GradScaler.step, GradScaler.unscale_, GradScaler.update):
-            what = "GradScaler decides whether to skip the optimizer's step, by gradients only known when the step runs"
-            remedy = "give the optimizer fused=True, which decides on the device, or pass guard_data=True to ws.compile"
-        raise DataDependentError(what, line, remedy)
-    return [n for n in node.graph.nodes if n in needed]
-
-
-def _can_be_known(nodes: set[fx.Node], data: Callable[[fx.Node], bool], guard_data: bool) -> bool:
+def _can_be_known(nodes: set[fx.Node], is_data: Callable[[fx.Node], bool], guard_data: bool) -> bool:
     """Whether the value that follows from the nodes may be computed before each call."""
     if guard_data:
         return not any(n.op == "call_function" and _is_effectful(n) for n in nodes)
     if len(nodes) > MAX_NODES:
         return False
-    return _is_constant(nodes) or (all(_is_known(n, data) for n in nodes) and _is_small(nodes, MAX_ELEMENTS))
+    return _is_constant(nodes) or (all(_is_known(n, is_data) for n in nodes) and _is_small(nodes, MAX_ELEMENTS))
 
 
 def _is_effectful(node: fx.Node) -> bool:
@@ -216,43 +189,35 @@ def _is_constant(nodes: set[fx.Node]) -> bool:
     return pure and _is_small(nodes, MAX_CONSTANT_ELEMENTS)
 
 
-def _is_known(node: fx.Node, data: Callable[[fx.Node], bool]) -> bool:
+def _is_known(node: fx.Node, is_data: Callable[[fx.Node], bool]) -> bool:
     """Whether one step of a decision is cheap to repeat before each call."""
-    tensors = _tensors(node.meta["info"].value)
+    tensors = [*fake_tensors(info(node).value)]
     if any(t.device.type != "cpu" for t in tensors) or _is_effectful(node) and node.op != "placeholder":
         return False
     if all(t.numel() == 1 for t in tensors) or node.op == "get_attr":
         return node.target not in UNDEFINED
     if node.op == "placeholder":
-        return data(node)
+        return is_data(node)
     if isinstance(node.target, OpOverload) and is_view(node.target):
         return True
     return node.target in CHEAP or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_small(nodes: set[fx.Node], limit: int) -> bool:
-    return sum(t.numel() for n in nodes for t in _tensors(n.meta["info"].value)) <= limit
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    return sum(t.numel() for n in nodes for t in fake_tensors(info(n).value)) <= limit
 
 
 UNDEFINED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 
-SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "lt": "<", "le": "<=", "gt": ">",
-           "ge": ">=", "eq": "==", "ne": "!="}  # fmt: skip
+COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}
 
 
 def _text(node: fx.Node, texts: dict[fx.Node, str]) -> str:
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
     args = [texts[a] if isinstance(a, fx.Node) else repr(a) for a in node.args]
-    if name in SYMBOLS and len(args) == 2:
-        return f"{args[0]} {SYMBOLS[name]} {args[1]}" if name in ("lt", "le", "gt", "ge", "eq", "ne") else (
-            f"({args[0]} {SYMBOLS[name]} {args[1]})"
-        )  # fmt: skip
-    if name == "_local_scalar_dense":
-        return f"{args[0]}.item()"
-    return f"{name}({', '.join(args)})"
+    if name in COMPARISONS and len(args) == 2:
+        return f"{args[0]} {COMPARISONS[name]} {args[1]}"
+    if name in ARITHMETIC and len(args) == 2:
+        return f"({args[0]} {ARITHMETIC[name]} {args[1]})"
+    return f"{args[0]}.item()" if name == "_local_scalar_dense" else f"{name}({', '.join(args)})"

@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from wholestep.fake_layouts import differ
-from wholestep.ir import StepGraph, check, info, set_info
+from wholestep.ir import StepGraph, check, copy_graph, info, set_info
 from wholestep.torch_compat import FakeTensorMode, evaluated, lazy_graph_module
 from wholestep.trace import Traced
 from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size
 from wholestep.trace.outputs.canonical import fingerprint
-from wholestep.trace.record.inputs import Lifted
-from wholestep.trace.record.tape import fake_value, map_leaves
+from wholestep.trace.record.graph_builder import fake_value, map_leaves
+from wholestep.trace.record.inputs import TracedInput
 
 aten = torch.ops.aten
 
@@ -58,25 +58,23 @@ class AtSizes:
 
     def module(self, module: fx.GraphModule) -> fx.GraphModule:
         """A graph whose calls have these sizes."""
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in module.graph.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].args, copies[node].kwargs = self.numbers(copies[node].args), self.numbers(copies[node].kwargs)
+        graph, _ = copy_graph(module.graph)
+        for node in graph.nodes:
+            node.args, node.kwargs = self.numbers(node.args), self.numbers(node.kwargs)
             if "info" in node.meta:
                 record = info(node)
-                set_info(copies[node], replace(record, value=map_leaves(self.value, record.value)))
-                self._check(copies[node])
+                set_info(node, replace(record, value=map_leaves(self.value, record.value)))
+                self._check(node)
         return lazy_graph_module(module, graph)
 
     def _check(self, node: fx.Node) -> None:
         args, kwargs = map_leaves(fake_value, node.args), map_leaves(fake_value, node.kwargs)
         if node.op == "call_function" and differ(node.target, args, kwargs, info(node).value):
-            raise UnlikeKernels(f"{node.target} lays its result out otherwise than for symbols ({info(node).where})")
+            raise OtherLayouts(f"{node.target} gives another layout than for symbols ({info(node).where})")
 
 
-class UnlikeKernels(Exception):  # noqa: N818 - an answer, not an error
-    """At these sizes a trace with symbols does not lie as kernels lay their results."""
+class OtherLayouts(Exception):  # noqa: N818 - an answer, not an error
+    """At these sizes kernels give results of other layouts than the trace with symbols has."""
 
 
 def at_sizes(traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Mapping[str, Any]) -> Traced:
@@ -87,7 +85,7 @@ def at_sizes(traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Ma
         inputs: by the path of their source, tensors and numbers of the call that it is made for.
 
     Raises:
-        UnlikeKernels: kernels lay results out otherwise at these sizes.
+        OtherLayouts: kernels give results of other layouts at these sizes.
     """
     at = AtSizes(sizes.mode, values)
     gm = at.module(traced.step.gm)
@@ -96,27 +94,27 @@ def at_sizes(traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Ma
     step = check(StepGraph(gm, replace(old, gradients=gradients)), "trace")
     constants = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
     nodes = dict(zip(traced.step.graph.nodes, gm.graph.nodes, strict=True))
-    lifted = {id(item): _lifted(item, nodes.get(item.node, item.node), inputs) for item in traced.lifted}
+    items = {id(item): _at_call(item, nodes.get(item.node, item.node), inputs) for item in traced.inputs}
     hoisted = replace(
         traced.hoisted,
         module=at.module(traced.hoisted.module),
-        inputs=[lifted[id(i)] for i in traced.hoisted.inputs],
-        state=[lifted[id(i)] for i in traced.hoisted.state],
+        inputs=[items[id(i)] for i in traced.hoisted.inputs],
+        state=[items[id(i)] for i in traced.hoisted.state],
     )
     return replace(
         traced,
         step=step,
-        lifted=list(lifted.values()),
-        slots=[
-            replace(s, geometry=s.geometry and at.numbers(s.geometry), views=s.views and at.numbers(s.views))
-            for s in traced.slots
+        inputs=list(items.values()),
+        aliases=[
+            replace(a, geometry=a.geometry and at.numbers(a.geometry), views=a.views and at.numbers(a.views))
+            for a in traced.aliases
         ],
         hoisted=hoisted,
         fingerprint=fingerprint(step, constants, traced.derivative),
     )
 
 
-def _lifted(item: Lifted, node: fx.Node, inputs: Mapping[str, Any]) -> Lifted:
+def _at_call(item: TracedInput, node: fx.Node, inputs: Mapping[str, Any]) -> TracedInput:
     if item.source is None or item.members:
         return replace(item, node=node)
     return replace(item, node=node, value=inputs.get(item.source.path, item.value))

@@ -1,6 +1,6 @@
 """Sizes that are symbols while a step is traced, so that one trace serves many of them.
 
-Tensors among the step's arguments are exchanged for fakes whose sizes are symbols of torch's shape environment. Sizes
+Tensors among the step's arguments are replaced by fakes whose sizes are symbols of torch's shape environment. Sizes
 that follow from them are expressions; where Python or an operator decides on one, the environment notes the outcome
 as a guard. A trace holds for all sizes that meet its guards: `specialize.py` makes the trace of given sizes from it.
 """
@@ -19,7 +19,7 @@ from wholestep.trace.record.provenance import user_line
 
 
 def is_made(value: object) -> bool:
-    """Whether something is a tensor that the step made, not one that it was given under a stand-in."""
+    """Whether something is a tensor that the step made, not a fake that it was given for an input."""
     made = isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and hasattr(value, "wholestep_ref"))
     return made and not getattr(value, "wholestep_given", False)
 
@@ -85,7 +85,7 @@ class Sizes:
         self.symbols: list[Symbol] = []
         self.layouts: list[tuple[Any, list[Any], list[Any]]] = []
 
-    def stand_in(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
+    def fake(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
         """A fake of a tensor, with symbols for its sizes, and for the strides that follow from them."""
         shape = [self._size(source, dim, size) for dim, size in enumerate(tensor.shape)]
         strides = _strides(tensor, shape)

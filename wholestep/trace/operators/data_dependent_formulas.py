@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.torch_compat import CUMPROD_BY_DATA, empty_fake, saved_as_it_is
-from wholestep.trace.functionalize.aliases import Geometry, Ref, Storage
+from wholestep.torch_compat import CUMPROD_BY_DATA, empty_fake, saved_as_it_is, saved_numbers
+from wholestep.trace.functionalize.aliases import new_root
 
 Engine = Callable[..., Any]
 
@@ -86,15 +86,16 @@ def _fake_masked_sum(x: Tensor, mask: Tensor, wanted: bool) -> Tensor:
     return x.new_empty(())
 
 
-_library.define("masked_sum(Tensor x, Tensor mask, bool wanted) -> Tensor")
-_library.impl("masked_sum", _masked_sum, "CompositeExplicitAutograd")
-torch.library.register_fake("wholestep_formulas::masked_sum", _fake_masked_sum, lib=_library)
-_library.define("cumprod_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor")
-_library.impl("cumprod_backward", _cumprod_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("wholestep_formulas::cumprod_backward", _fake_cumprod_backward, lib=_library)
-_library.define("prod_backward(Tensor grad, Tensor x, Tensor? result, int? dim) -> Tensor")
-_library.impl("prod_backward", _prod_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("wholestep_formulas::prod_backward", _fake_prod_backward, lib=_library)
+_SCHEMAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "masked_sum(Tensor x, Tensor mask, bool wanted) -> Tensor": (_masked_sum, _fake_masked_sum),
+    "cumprod_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor":
+        (_cumprod_backward, _fake_cumprod_backward),
+    "prod_backward(Tensor grad, Tensor x, Tensor? result, int? dim) -> Tensor": (_prod_backward, _fake_prod_backward),
+}  # fmt: skip
+for _schema, (_kernel, _fake) in _SCHEMAS.items():
+    _name = _library.define(_schema)
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"wholestep_formulas::{_name}", _fake, lib=_library)
 
 
 def _of_prod(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
@@ -106,7 +107,7 @@ def _of_prod(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
     dim: int | None = None
     if node.name() == "ProdBackward1":
         dim = _dim(node, x)
-        if not node._saved_keepdim:
+        if not saved_numbers(node, "keepdim")[0]:
             grad, result = grad.unsqueeze(dim), None if result is None else result.unsqueeze(dim)
     return torch.ops.wholestep_formulas.prod_backward(grad, x.to(grad.dtype), result, dim)  # type: ignore[no-any-return]
 
@@ -124,7 +125,7 @@ def _operand(made: Tensor, flat: bool) -> Tensor | None:
         for node in level:
             if node.target is torch.ops.aten.slice.Tensor:
                 x: Any = node.args[0]
-                return _holding(_unflattened(x, made.shape) if flat else x)
+                return _holding(_unflattened(x, made.shape) if flat else x, made)
         level = [operand for node in level for operand in node.all_input_nodes]
     return None
 
@@ -138,12 +139,11 @@ def _unflattened(node: fx.Node, shape: torch.Size) -> fx.Node:
     return node
 
 
-def _holding(node: fx.Node) -> Tensor:
+def _holding(node: fx.Node, like: Any) -> Tensor:
     """A tensor with a node's value."""
     value = node.meta["info"].value
-    fake, storage = empty_fake(value.fake_mode, value), Storage(node)
-    storage.root = Ref(storage, Geometry.of(fake), node=node, generation=0)
-    fake.wholestep_ref = storage.root  # type: ignore[attr-defined]
+    fake = empty_fake(value.fake_mode, value)
+    new_root(fake, node, like.wholestep_ref.storage.emit)
     return fake
 
 
@@ -157,7 +157,7 @@ def _of_cumprod(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
 
 def _dim(node: Any, x: Tensor) -> int:
     """The dimension that a node works along; autograd shows it without its sign."""
-    dim = int(node._saved_dim)
+    dim = int(saved_numbers(node, "dim")[0])
     return (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
 
 
@@ -208,13 +208,13 @@ def as_eager_sums(nodes: Iterable[fx.Node]) -> None:
 def by_data(run: Engine, roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
     """Calls the autograd engine while a recorder looks on: choices by data are left to when the step runs."""
     roots = tuple(roots)
-    with _exchanged(roots):
+    with _with_formulas(roots):
         return run(roots, *args, **kwargs)
 
 
 @contextmanager
-def _exchanged(roots: tuple[Any, ...]) -> Iterator[None]:
-    handles = [node.register_hook(partial(_exchange, node)) for node in behind(roots) if node.name() in FORMULAS]
+def _with_formulas(roots: tuple[Any, ...]) -> Iterator[None]:
+    handles = [node.register_hook(partial(_replace, node)) for node in behind(roots) if node.name() in FORMULAS]
     try:
         yield
     finally:
@@ -222,7 +222,7 @@ def _exchanged(roots: tuple[Any, ...]) -> Iterator[None]:
             handle.remove()
 
 
-def _exchange(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _replace(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a node's hook does: another gradient, unless autograd is to differentiate it once more."""
     index, formula = FORMULAS[node.name()]
     if torch.is_grad_enabled() or made[index] is None or given[0] is None:
@@ -232,7 +232,7 @@ def _exchange(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple
 
 
 def behind(roots: Iterable[Any]) -> Iterator[Any]:
-    """All nodes that a backward from tensors, gradient edges or nodes may come by."""
+    """All nodes of the graph behind tensors, gradient edges or nodes."""
     waiting = [getattr(root, "node", None) or getattr(root, "grad_fn", root) for root in roots]
     seen = set()
     while waiting:

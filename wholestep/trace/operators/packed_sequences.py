@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from wholestep.torch_compat import no_modes
-from wholestep.trace.numbers.data_dependent import Numbers
+from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 
 aten = torch.ops.aten
 
@@ -25,35 +25,36 @@ def is_packed(args: Any) -> bool:
     return len(args) > 3 and isinstance(args[1], torch.Tensor) and isinstance(args[3], (list, tuple))
 
 
-def pack(recorder: Numbers, tensor: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
+def pack(numbers: RecordedNumbers, tensor: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
     """`aten::_pack_padded_sequence`: the packed data, and the batch sizes as a real tensor."""
-    known = known_numbers(recorder, lengths)
+    inputs, builder = numbers.inputs, numbers.builder
+    known = known_numbers(numbers, lengths)
     time, batch = (1, 0) if batch_first else (0, 1)
     with no_modes():  # eager's errors, and the sizes: they follow from the lengths alone
         row = torch.empty(tensor.shape[time], tensor.shape[batch], 1)
         rows, sizes = aten._pack_padded_sequence.default(row, known, False)
-    with recorder.fake_mode:
+    with builder.fake_mode:
         data = torch.empty(len(rows), *tensor.shape[2:], dtype=tensor.dtype, device=tensor.device)
-    read = recorder.ref(tensor).read(recorder.emit), recorder.ref(recorder.constant(known)).read(recorder.emit)
-    value = recorder.value(data), recorder.known(sizes).fake
-    node = recorder.emit(aten._pack_padded_sequence.default, (*read, batch_first), value=value)
-    recorder.root(data, recorder.emit(getitem, (node, 0)))
+    read = inputs.read(tensor), inputs.read(builder.constant(known))
+    value = builder.detached(data), inputs.known(sizes)
+    node = builder.emit(aten._pack_padded_sequence.default, (*read, batch_first), value=value)
+    builder.root(data, builder.emit(getitem, (node, 0)))
     return data, sizes
 
 
-def known_numbers(recorder: Numbers, tensor: torch.Tensor) -> torch.Tensor:
+def known_numbers(numbers: RecordedNumbers, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of integers with its values, which are guards where they are not the same at each call."""
     with no_modes():
-        return torch.tensor(recorder.as_list(tensor), dtype=torch.int64)
+        return torch.tensor(numbers.as_list(tensor), dtype=torch.int64)
 
 
-def with_known_sizes(recorder: Numbers, args: Any) -> Any:
+def with_known_sizes(numbers: RecordedNumbers, args: Any) -> Any:
     """The arguments of a recurrent operator, whose batch sizes C++ may read."""
-    return (args[0], known_numbers(recorder, args[1]), *args[2:])
+    return (args[0], known_numbers(numbers, args[1]), *args[2:])
 
 
 def padded(
-    recorder: Numbers,
+    numbers: RecordedNumbers,
     data: torch.Tensor,
     batch_sizes: torch.Tensor,
     batch_first: bool,
@@ -61,7 +62,7 @@ def padded(
     total_length: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`_pad_packed_sequence`: the sequences one beside the other, and their lengths."""
-    sizes = known_numbers(recorder, batch_sizes).tolist()
+    sizes = known_numbers(numbers, batch_sizes).tolist()
     steps = len(sizes)
     if 0 < total_length < steps:
         raise RuntimeError(

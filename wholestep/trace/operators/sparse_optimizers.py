@@ -1,7 +1,7 @@
 """Optimizers on sparse gradients, whose number of values is in the data: one operator for each parameter's update.
 
 torch.optim coalesces such gradients in Python, so that the shapes of what follows depend on data. While a step is
-traced its functions are exchanged for these operators, which run them as they are: same bits, and no memory but for the
+traced its functions are patched with these operators, which run them as they are: same bits, and no memory but for the
 rows that a gradient has.
 """
 
@@ -97,7 +97,7 @@ def traced_adagrad(original: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def exchanges() -> list[Replacement]:
+def patches() -> list[Replacement]:
     """What stands in the place of torch.optim's functions: (owner, name, function)."""
     return [
         (OPTIMIZERS_FUNCTIONS, "sparse_adam", traced_sparse_adam),

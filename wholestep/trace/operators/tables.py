@@ -1,4 +1,4 @@
-"""Tables of the recorder: which operators write, their pure twins, and what must not be traced."""
+"""Facts of operators, from tables and schemas: which write, their functional variants, what must not be traced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wholestep.functional import Functionalized
+from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
 from wholestep.torch_compat import OpOverload as Overload
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ ESCAPES: dict[str, str] = {
     "__format__": "return the tensor from the step and format it outside",
     "__contains__": "use torch.eq(...).any() and torch.where",
 }
-# ... or out of memory itself, which only the exchange of the method sees where C++ has called Python.
+# ... or out of memory itself, which only a patch of the method sees where C++ has called Python.
 MEMORY_READS: dict[str, str] = {
     "__repr__": "return the tensor from the step and print it outside",
     "tolist": "return the tensor from the step and call tolist() outside",
@@ -58,22 +58,16 @@ MEMORY_READS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Twin:
-    """A pure operator that computes what another one writes.
+class Variant:
+    """The functional variant of an operator that writes: a pure one that computes the same.
 
     Attributes:
         target: the pure operator.
-        drop: names of arguments (``out``) that the pure one does not take.
+        drop: names of arguments (``out``) that it does not take.
     """
 
     target: Any
     drop: tuple[str, ...] = ()
-
-
-@cache
-def written_arguments(op: Overload) -> tuple[int, ...]:
-    """Positions of the arguments that an operator declares to write."""
-    return tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
 
 
 @cache
@@ -82,39 +76,28 @@ def is_view(op: Overload) -> bool:
     return any(r.alias_info and not r.alias_info.is_write for r in op._schema.returns)
 
 
-def _type(argument: Any) -> str:
-    return str(argument.type)
-
-
 @cache
-def pure_twin(op: Overload) -> Twin:
-    """The pure form of an operator that writes: found by schema, else the operator on clones.
+def functional_variant(op: Overload) -> Variant:
+    """The functional variant of an operator that writes: found by schema, else the operator on clones.
 
     An in-place ``mul_.Tensor`` has ``mul.Tensor``; ``add.out`` has ``add.Tensor`` without ``out``.
     """
     if torch.Tag.nondeterministic_seeded in op.tags:
-        return Twin(Functionalized(op))  # a pure form may draw in another order when strides differ
-    namespace, _, name = op._schema.name.partition("::")
-    packets = getattr(torch.ops, namespace)
-    arguments = list(op._schema.arguments)
+        return Variant(Functionalized(op))  # another operator may draw in another order when strides differ
+    name, written = base_name(op), written_arguments(op)
     drop: tuple[str, ...] = ()
     if name.endswith("_") and not name.endswith("__"):
-        wanted = name[:-1]
+        kept = parameters(op)
     else:
-        written = written_arguments(op)
-        drop = tuple(arguments[i].name for i in written if arguments[i].is_out)
-        wanted = name
+        drop = tuple(op._schema.arguments[i].name for i in written if op._schema.arguments[i].is_out)
+        kept = parameters(op, without=written)
         if len(drop) != len(written):
-            return Twin(Functionalized(op))
-    kept = [(a.name, _type(a)) for a in arguments if a.name not in drop]
-    packet = getattr(packets, wanted, None)
-    for overload in packet.overloads() if packet is not None else ():
-        candidate = getattr(packet, overload)
-        if candidate._schema.is_mutable or is_view(candidate):
-            continue
-        if [(a.name, _type(a)) for a in candidate._schema.arguments] == kept and _returns_written(op, candidate):
-            return Twin(candidate, drop)
-    return Twin(Functionalized(op))
+            return Variant(Functionalized(op))
+    for candidate in overloads(op.namespace, name if drop else name.removesuffix("_")):
+        pure = not candidate._schema.is_mutable and not is_view(candidate)
+        if pure and parameters(candidate) == kept and _returns_written(op, candidate):
+            return Variant(candidate, drop)
+    return Variant(Functionalized(op))
 
 
 def _returns_written(op: Overload, candidate: Overload) -> bool:
@@ -123,20 +106,14 @@ def _returns_written(op: Overload, candidate: Overload) -> bool:
     returns = candidate._schema.returns
     if len(returns) != len(written):
         return False
-    return all(("List" in _type(r)) == ("List" in _type(w)) for r, w in zip(returns, written, strict=True))
+    return all(("List" in str(r.type)) == ("List" in str(w.type)) for r, w in zip(returns, written, strict=True))
 
 
 @cache
-def view_twin(op: Overload) -> Any:
+def functional_view(op: Overload) -> Any:
     """The view that an operator like `transpose_` turns its argument into; None when it is not one."""
-    name = op._schema.name.split("::")[1]
-    packet = getattr(aten, name[:-1], None)
-    wanted = [(a.name, _type(a)) for a in op._schema.arguments]
-    for overload in packet.overloads() if packet is not None else ():
-        candidate = getattr(packet, overload)
-        if is_view(candidate) and [(a.name, _type(a)) for a in candidate._schema.arguments] == wanted:
-            return candidate
-    return None
+    found = (o for o in overloads("aten", base_name(op)[:-1]) if is_view(o) and parameters(o) == parameters(op))
+    return next(found, None)
 
 
 def positional(func: Overload, args: Any, kwargs: Any) -> list[Any]:
@@ -150,11 +127,11 @@ def all_args(func: Overload, args: Any, kwargs: Any) -> dict[int, Any]:
     return dict(enumerate(positional(func, args, kwargs)))
 
 
-def defaults(func: Overload, twin: Twin, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that an operator has a default for and its twin has not."""
-    if not isinstance(twin.target, Overload):
+def defaults(func: Overload, variant: Variant, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that an operator has a default for and its functional variant has not."""
+    if not isinstance(variant.target, Overload):
         return {}
-    needed = {a.name for a in twin.target._schema.arguments if not a.has_default_value()}
+    needed = {a.name for a in variant.target._schema.arguments if not a.has_default_value()}
     rest = func._schema.arguments[given:]
     return {a.name: a.default_value for a in rest if a.has_default_value() and a.name in needed - set(kwargs)}
 
@@ -164,9 +141,10 @@ def is_fused(func: Overload) -> bool:
     return func._schema.name.startswith("aten::_fused_")
 
 
-def scale_position(func: Overload) -> int:
-    """Where a fused optimizer takes `grad_scale`; -1 where it does not."""
-    return next((i for i, a in enumerate(func._schema.arguments) if a.name == "grad_scale"), -1)
+def is_scaled(func: Overload, args: Any, kwargs: Any) -> bool:
+    """Whether a fused optimizer is given a `grad_scale`."""
+    pairs = zip(func._schema.arguments, positional(func, args, kwargs), strict=True)
+    return any(argument.name == "grad_scale" and given is not None for argument, given in pairs)
 
 
 def is_list_op(func: Overload) -> bool:

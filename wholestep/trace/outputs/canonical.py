@@ -16,22 +16,13 @@ from torch import fx
 from wholestep.ir import StepGraph
 
 
-def first_uses(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Placeholder -> its rank by first use, for those that are used."""
-    seen: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        for used in node.all_input_nodes:
-            if used.op == "placeholder":
-                seen.setdefault(used, len(seen))
-    return seen
-
-
 def order_inputs(graph: fx.Graph, needed: list[fx.Node], last: Sequence[fx.Node] = ()) -> list[fx.Node]:
     """Placeholders in the order of their first use, then those of `needed` that nothing uses, then `last`.
 
     Moves them into that order in the graph and erases all others.
     """
-    ordered = [n for n in dict.fromkeys([*first_uses(graph), *needed]) if n not in last] + [*last]
+    used = [n for node in graph.nodes for n in node.all_input_nodes if n.op == "placeholder"]
+    ordered = [n for n in dict.fromkeys([*used, *needed]) if n not in last] + [*last]
     kept = set(ordered)
     body = next(n for n in graph.nodes if n.op != "placeholder")
     for node in ordered:

@@ -1,7 +1,7 @@
 """Leaks: what only exists while a step is traced and is alive afterwards, found by identity.
 
-Whoever holds a fake tensor, a host number or a stand-in once the capture has let go of all that it can account for
-would get values of no call. Weak references tell what is alive; who holds it is only asked to explain it.
+Code that keeps a fake tensor, a host number or a substitute after the capture would get values of no call. Weak
+references tell what is alive; who holds it is only asked to explain it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Watch:
         """Refuses what is still alive, when all that may hold it has let go.
 
         Raises:
-            LeakError: somebody else holds it.
+            LeakError: it is still referenced.
         """
         before, now = -1, self._alive()
         while now and before != now:  # what refers to itself; of tensors that C++ holds one layer at a time
@@ -125,7 +125,7 @@ def _holder(value: Any, known: list[Any]) -> str | None:
             if name is not None:
                 return f"{name}{way[id(holder)]}"
         held = [h for h in above if not (isinstance(h, types.FrameType) and id(h) in running)]
-        if not held:  # by C++ alone, as the hooks in the history of a tensor are, or by what nobody reaches
+        if not held:  # by C++ alone, as the hooks in the history of a tensor are, or by unreachable objects
             return None
         level[:] = held
         held.clear()

@@ -1,4 +1,4 @@
-"""Gradients from before a step that it replaces unread, as `zero_grad()` at its beginning does.
+"""Gradients from before a step that it replaces unread, as a `zero_grad()` before the backward does.
 
 Whether such a gradient is there is no matter: a step captured at its first call, where `.grad` is None, serves later
 ones too. What decides is the first thing that happens to a `.grad` in the step: that it is set, or is read by

@@ -1,4 +1,4 @@
-"""The one place where calls of the autograd engine are exchanged, for all threads and contexts.
+"""The hook into the autograd engine: its calls are replaced in this one place, for all threads and contexts.
 
 The engine describes a backward to whoever asked last, in any thread: while one thread has its graph walked, another's
 backward must wait (a walk takes microseconds and calls no user code); while another's runs, there is no walk.

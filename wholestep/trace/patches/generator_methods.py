@@ -34,11 +34,8 @@ REFUSED = {
 
 def methods(recorder: Recorder) -> list[Replacement]:
     """What stands in for the methods of generators while the step is traced."""
+    builder, refused = recorder.builder, recorder.numbers.refused
     seeds: dict[int, int | None] = {}  # the initial seeds of generators that the step moved; None where it is unknown
-
-    def refused(error: CaptureError) -> CaptureError:
-        recorder.refusal = recorder.refusal or error  # the step may let it pass
-        return error
 
     def refuse(name: str, remedy: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -48,15 +45,16 @@ def methods(recorder: Recorder) -> list[Replacement]:
 
     def operand(generator: Generator) -> tuple[fx.Node, ...]:
         try:
-            node = recorder.generator(generator)
+            node = recorder.inputs.generator(generator)
         except CaptureError as error:
             raise refused(error) from None
         return () if node is None else (node,)
 
     def get_state(generator: Generator) -> torch.Tensor:
-        with no_modes(), recorder.fake_mode:
+        with no_modes(), builder.fake_mode:
             fake = torch.empty(_get_state(generator).numel(), dtype=torch.uint8)
-            recorder.root(fake, recorder.emit(functional.get_rng_state, operand(generator), value=recorder.value(fake)))
+            value = builder.detached(fake)
+            builder.root(fake, builder.emit(functional.get_rng_state, operand(generator), value=value))
         return fake
 
     def like(generator: Generator, given: torch.Tensor) -> torch.Tensor:
@@ -71,15 +69,15 @@ def methods(recorder: Recorder) -> list[Replacement]:
                 _set_state(Generator(generator.device), like(generator, new_state))
             else:
                 _set_state(generator, new_state)
-            read = recorder.ref(new_state).read(recorder.emit)
-            recorder.emit(functional.set_rng_state, (read, *operand(generator)), value=())
+            read = recorder.inputs.read(new_state)
+            builder.emit(functional.set_rng_state, (read, *operand(generator)), value=())
         seeds[generator_id(generator)] = None
         return generator
 
     def manual_seed(generator: Generator, seed: int) -> Generator:
         seed = int(seed) if isinstance(seed, torch.SymInt) else seed
         _manual_seed(Generator(generator.device), seed)  # eager's errors
-        recorder.emit(functional.manual_seed, (seed, *operand(generator)), value=())
+        builder.emit(functional.manual_seed, (seed, *operand(generator)), value=())
         seeds[generator_id(generator)] = seed
         return generator
 
@@ -89,7 +87,7 @@ def methods(recorder: Recorder) -> list[Replacement]:
         if known is None and (key in seeds or key != generator_id(torch.default_generator)):
             what = "the step asks for the seed of a generator of its own, or of one whose state it has set"
             raise refused(UnsupportedError(what, user_line(), "ask for it outside of the step"))
-        return recorder.ask("torch.initial_seed()") if known is None else known
+        return recorder.inputs.world.ask("torch.initial_seed()") if known is None else known
 
     recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed, initial_seed]
     refusing = [(Generator, name, refuse(name, remedy)) for name, remedy in REFUSED.items()]

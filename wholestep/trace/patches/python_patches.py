@@ -1,4 +1,4 @@
-"""What is patched in Python, for the thread that traces a step (`patches.py`).
+"""The table of what is patched while a step is traced, for the thread that traces it (`wholestep/patches.py`).
 
 Some things that a step does never reach the dispatcher: reading the random generator's state, `math.sqrt`
 of a host number, the end of a `backward()`. For these the functions themselves are replaced for the time
@@ -47,41 +47,37 @@ def _recorded_backward(
     run = torch.autograd.backward
 
     def backward(*args: Any, **kwargs: Any) -> None:
-        held = [p.grad for p in parameters]
-        before = [gradient_memory(recorder, grad) for grad in held]
+        grads = [p.grad for p in parameters]
+        before = [gradient_memory(recorder, grad) for grad in grads]
         run(*args, **kwargs)
         changed = []
-        for parameter, grad, old in zip(parameters, held, before, strict=True):
+        for parameter, grad, old in zip(parameters, grads, before, strict=True):
             new = gradient_memory(recorder, parameter.grad)
-            if new is None or new is old or id(parameter) not in recorder.by_id:
+            if new is None or new is old or id(parameter) not in recorder.inputs.by_id:
                 continue
-            if old is None and gradient_memory(recorder, grad) is not None:  # a gradient from outside, met just now
-                old = recorder.ref(grad).storage.first  # type: ignore[arg-type]
+            if old is None and gradient_memory(recorder, grad) is not None:  # a gradient from outside, new to the trace
+                old = recorder.inputs.ref(grad).storage.first  # type: ignore[arg-type]
             changed.append(parameter)
-            source = str(recorder.by_id[id(parameter)].source)
-            recorder.gradients.append(Gradient(source, old and old.name, new.name, _place(recorder, parameter.grad)))
+            source = str(recorder.inputs.of(parameter).source)
+            ref = recorder.inputs.ref(parameter.grad)  # type: ignore[arg-type]
+            here = ref.geometry
+            place = tuple(here.shape), tuple(here.stride), here.offset - ref.whole.geometry.offset
+            recorder.builder.gradients.append(Gradient(source, old and old.name, new.name, place))
         gradients.accumulated(changed)
 
     return backward
 
 
 def gradient_memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:
-    """The node that gives the memory in which a gradient lies now; None for one that the step has not met."""
-    if grad is None or (not is_made(grad) and id(grad) not in recorder.by_id):
+    """The node that gives the memory of a gradient; None for one that the step has not used."""
+    if grad is None or (not is_made(grad) and id(grad) not in recorder.inputs.by_id):
         return None
-    return recorder.ref(grad).storage.value
-
-
-def _place(recorder: Recorder, grad: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    ref = recorder.ref(grad)
-    assert ref.storage.root is not None
-    here = ref.geometry
-    return tuple(here.shape), tuple(here.stride), here.offset - ref.storage.root.geometry.offset
+    return recorder.inputs.ref(grad).storage.value
 
 
 def _batch_size(recorder: Recorder) -> Callable[[Any], int]:
     """`int` for the size of a packed sequence's batch."""
-    return lambda value: recorder.as_list(value) if isinstance(value, torch.Tensor) else int(value)
+    return lambda value: recorder.numbers.as_list(value) if isinstance(value, torch.Tensor) else int(value)
 
 
 def _number_of(value: Any) -> Any:
@@ -114,9 +110,7 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
 
     Floats that follow from symbolic sizes are host numbers too: as expressions they would round in another order.
     """
-
-    def number(value: Any) -> Any:
-        return recorder.size(value) if is_size(value) else value
+    number = recorder.numbers.size
 
     def aware(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: function(*map(number, args), **kwargs)
@@ -128,12 +122,13 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
             floats = isinstance(other, (float, torch.SymFloat)) or "truediv" in name
             if not floats or not is_size(size):
                 return original(size, other)
-            return getattr(recorder.size(size), name)(number(other))
+            return getattr(number(size), name)(number(other))
 
         return call
 
     functions = [(owner, name, aware(function)) for owner, name, function in AWARE]
-    return functions if recorder.sizes is None else [*functions, *((torch.SymInt, n, method(n)) for n in SIZE_METHODS)]
+    methods = SIZE_METHODS if recorder.builder.sizes is not None else []
+    return [*functions, *((torch.SymInt, name, method(name)) for name in methods)]
 
 
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
@@ -177,7 +172,7 @@ def _dynamos_checkpoint(operator: Any, body: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _inside(run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls the autograd engine for a backward of the step's own, which ends where the step begins."""
+    """Calls the autograd engine for a backward of the step's own, which stops at the step's inputs."""
     roots = tuple(roots)
     refuse_outside(roots, args[3], behind)
     return by_data(run, roots, *args, **kwargs)
@@ -190,22 +185,22 @@ def _sequences(recorder: Recorder) -> Iterator[Replacement]:
 
 
 @contextmanager
-def exchanged(
+def patched_python(
     recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients, reentrant: bool = True,
     more: Iterable[Replacement] = (),
 ) -> Iterator[None]:
-    """Replaces what must be seen while tracing; everything is as before on exit, however it ends.
+    """Patches what must be seen while tracing; everything is as before on exit, however it ends.
 
     Args:
         reentrant: see `trace_step`.
-        more: what else is replaced.
+        more: what else is patched.
     """
     replacements: list[Replacement] = [
         *more,
         *_size_aware(recorder),
         *_sequences(recorder),
-        *recorder.resizing(),
-        *sparse_optimizers.exchanges(),
+        *recorder.storages.patches(),
+        *sparse_optimizers.patches(),
         *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
         *generator_methods.methods(recorder),
         (builtins, "max", aware_choice(max)),
@@ -225,5 +220,5 @@ def exchanged(
     ]
     if not reentrant:
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
-    with patched(replacements, recorder.whereabouts.thread.is_here), handled(_inside):
+    with patched(replacements, recorder.builder.provenance.thread.is_here), handled(_inside):
         yield

@@ -1,7 +1,8 @@
-"""The end of a trace: its outputs, inputs and records in one `Traced`, without what nobody needs."""
+"""The end of a trace: its outputs, inputs and records in one `Traced`, without dead code and unused inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,119 +10,122 @@ from torch import fx
 
 from wholestep.ir import Input, Phase, Signature, StepGraph, dead_code, info, set_info
 from wholestep.torch_compat import lazy_graph_module
-from wholestep.trace.outputs.canonical import fingerprint, first_uses, order_inputs
-from wholestep.trace.outputs.hoisted_state import Hoisted
-from wholestep.trace.outputs.results import Outlet
-from wholestep.trace.outputs.state_outputs import Derivative, Differentiated, Made
-from wholestep.trace.record.inputs import Lifted
+from wholestep.trace.outputs.canonical import fingerprint, order_inputs
+from wholestep.trace.outputs.collect_outputs import OutputCollector
+from wholestep.trace.outputs.hoisted_state import HoistedState
+from wholestep.trace.outputs.output_records import Derivative, Differentiated, NewValue
+from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.traced import Traced
 
 
 def finish(
     recorder: Recorder,
-    outlet: Outlet,
+    collector: OutputCollector,
     result: Any,
     effects: list[Any],
-    made: list[Made],
-    hoisted: Hoisted,
-    versions: dict[Any, int],
+    new_values: list[NewValue],
+    hoisted: HoistedState,
+    versions: dict[TracedInput, int],
     backward: Differentiated | None,
-    homes: dict[int, Input],
+    state_outputs: Mapping[int, Input],
 ) -> Traced:
     """Closes the graph.
 
     Args:
         result, effects: as capture describes them.
-        made: where the new values that they hold are.
+        new_values: where the new values that they hold are.
         versions: input -> how many in-place writes eager execution counts.
         backward: what the trace of a backward has added.
-        homes: index of a new value -> the gradient or state that it is.
+        state_outputs: index of a new value -> the gradient or state that it is.
     """
-    rewritten = {id(item) for item, _, _ in (*backward.rewritten, *backward.refused)} if backward else set()
-    rewritten |= {id(m.item) for m in recorder.memories.values() if not m.now}  # nowhere is left to write to
-    written = [i for i in recorder.lifted if is_written(i) and i.ref.parent is None and id(i) not in rewritten]  # type: ignore[union-attr]
-    copied = [outlet.add_output(node) for _, node, _ in backward.rewritten] if backward else []
-    refused = [(item, outlet.add_output(node), why) for item, node, why in backward.refused] if backward else []
-    results = len(outlet.outputs)
-    late = backward.late if backward else []
-    gradients = [*backward.gradients, *(node for _, node in late)] if backward else []
-    output = recorder.graph.output((*outlet.outputs, *(i.ref.storage.value for i in written), *gradients))  # type: ignore[union-attr]
-    gm = lazy_graph_module(recorder.constants, recorder.graph)
-    if backward and backward.slots:
+    builder, outputs, items = recorder.builder, collector.outputs, recorder.inputs.items
+    sizes = recorder.storages.known
+    elsewhere = {size.item for size in sizes if not size.now}  # nowhere is left to write to
+    if backward is not None:
+        elsewhere |= {item for item, *_ in (*backward.rewritten, *backward.refused)}
+    written = [i for i in items if i.is_written and i.ref.parent is None and i not in elsewhere]  # type: ignore[union-attr]
+    gradients = [*backward.gradients, *(node for _, node in backward.late)] if backward else []
+    tangents = backward.tangents if backward else []
+    output = builder.graph.output((*outputs, *map(_new_value, written), *gradients))
+    gm = lazy_graph_module(builder.constants, builder.graph)
+    if backward is not None and backward.derivative.outputs:
         _set_phases(gm.graph, backward.last)
     dead_code(StepGraph(gm, Signature()))
-    ranks = first_uses(gm.graph)
-    written.sort(key=lambda item: ranks.get(item.node, len(ranks)))
-    outlet.outputs.extend(item.ref.storage.value for item in written)  # type: ignore[union-attr]
-    mutated = dict(enumerate(written, start=results))
-    output.args = ((*outlet.outputs, *gradients),)
-    in_slots = [recorder.lifted[s.input].node for s in outlet.slots if s.input is not None]
-    needed = [*(i.node for i in mutated.values()), *in_slots]
-    needed += [*(i.node for i in backward.inputs), *(i.node for i, _ in late)] if backward else []
-    used = order_inputs(gm.graph, needed, backward.tangents if backward else [])
+    in_aliases = [items[alias.input] for alias in collector.aliases if alias.input is not None]
+    named = backward.items if backward else []
+    graded = [*backward.inputs, *(item for item, _ in backward.late)] if backward else []
+    needed = [item.node for item in (*written, *in_aliases, *graded)]
+    used = order_inputs(gm.graph, needed, tangents)
+    order = {node: index for index, node in enumerate(used)}
+    written.sort(key=lambda item: order[item.node])
+    mutated = dict(enumerate(written, start=len(outputs)))
+    outputs.extend(map(_new_value, written))
+    output.args = ((*outputs, *gradients),)
     gm.recompile()
-    primary: dict[fx.Node, Lifted] = {}
-    for item in recorder.lifted:
-        primary.setdefault(item.node, item)
-    primals = used[: len(used) - len(backward.tangents)] if backward else used
-    lifted = [primary[node] for node in primals]
-    known = {id(item) for item in lifted}
-    reshaped = [(recorder.by_id[key], ref.geometry) for key, ref in recorder.reshaped.items()]
-    served = [*recorder.lifted, *versions, *(i for i, _ in reshaped), *(m.item for m in recorder.memories.values())]
-    served += recorder.offsets.values()
-    served += [*backward.inputs, *(i for i, _, _ in (*backward.rewritten, *backward.refused))] if backward else []
-    lifted += [item for item in dict.fromkeys(served) if id(item) not in known]
-    new_index = {id(item): index for index, item in enumerate(lifted)}
-    moved = [new_index[id(item)] for item in recorder.lifted]
-    by_name = {i.name: i for i in recorder.inputs}
-    step = StepGraph(
-        gm,
-        Signature(
-            [by_name[str(node.target)] for node in used],
-            len(outlet.outputs) + len(gradients),
-            {output: new_index[id(item)] for output, item in mutated.items()},
-            recorder.gradients,
-            {output: home for index, home in homes.items() if (output := _own_output(outlet, made[index])) is not None},
-        ),
+
+    by_node: dict[fx.Node, TracedInput] = {}
+    for item in items:
+        by_node.setdefault(item.node, item)
+    primals = [by_node[node] for node in used[: len(used) - len(tangents)]]
+    reshaped = {item: item.reshaped.geometry for item in recorder.inputs.by_id.values() if item.reshaped}
+    offsets = list(recorder.inputs.offsets.values())
+    resized = [size.item for size in sizes]
+    inputs = list(dict.fromkeys([*primals, *items, *versions, *reshaped, *resized, *offsets, *named]))
+    for index, item in enumerate(inputs):
+        item.index = index
+    by_name = {i.name: i for i in builder.inputs}
+    wholes = {index: _output(collector, place) for index, place in enumerate(new_values)}
+    signature = Signature(
+        [by_name[str(node.target)] for node in used],
+        len(outputs) + len(gradients),
+        {output: item.index for output, item in mutated.items()},
+        builder.gradients,
+        {output: state_outputs[i] for i, output in wholes.items() if output is not None and i in state_outputs},
     )
-    derivative = None
-    if backward and backward.slots:
-        derivative = Derivative(
-            len(outlet.outputs),
-            tuple(backward.slots),
-            tuple((new_index[id(i)], out, k) for (i, _, k), out in zip(backward.rewritten, copied, strict=True)),
-            tuple(new_index[id(item)] for item in backward.inputs),
-            tuple(backward.reaches),
-            tuple(new_index[id(item)] for item, _ in late),
-            tuple(backward.made),
-            len(backward.gradients) - len(backward.made),
-            tuple(backward.names),
-        )
+    step, derivative = StepGraph(gm, signature), _derivative(backward, len(outputs))
     return Traced(
         step,
-        lifted,
-        [s if s.input is None else replace(s, input=moved[s.input]) for s in outlet.slots],
+        inputs,
+        [a if a.input is None else replace(a, input=items[a.input].index) for a in collector.aliases],
         result,
         effects,
-        made,
-        [replace(p, inputs=tuple(moved[i] for i in p.inputs)) for p in recorder.predicates.values() if p.inputs],
+        new_values,
+        [replace(p, inputs=tuple(items[i].index for i in p.inputs))
+         for p in recorder.numbers.predicates.values() if p.inputs],
         hoisted,
-        {new_index[id(item)]: times for item, times in versions.items()},
-        fingerprint(step, recorder.constants, derivative),
-        recorder.watch,
+        {item.index: times for item, times in versions.items()},
+        fingerprint(step, builder.constants, derivative),
+        builder.watch,
         derivative,
-        [(new_index[id(m.item)], m.before, m.now) for m in recorder.memories.values()],
-        refused=[(new_index[id(item)], output, why) for item, output, why in refused],
-        offsets=[(new_index[id(item)], item.value.storage_offset()) for item in recorder.offsets.values()],  # type: ignore[union-attr,misc]
-        reshaped=[(new_index[id(item)], tuple(place.shape), tuple(place.stride)) for item, place in reshaped],
+        [(size.item.index, size.before, size.now) for size in sizes],
+        refused=[(item.index, output, why) for item, output, why in backward.refused] if backward else [],
+        offsets=[(item.index, item.value.storage_offset()) for item in offsets],  # type: ignore[union-attr,misc]
+        reshaped=[(item.index, tuple(place.shape), tuple(place.stride)) for item, place in reshaped.items()],
+    )  # fmt: skip
+
+
+def _new_value(item: TracedInput) -> fx.Node:
+    assert item.ref is not None
+    return item.ref.storage.value
+
+
+def _derivative(backward: Differentiated | None, n_forward: int) -> Derivative | None:
+    if backward is None or not backward.derivative.outputs:
+        return None
+    return replace(
+        backward.derivative,
+        n_forward=n_forward,
+        inputs=tuple(item.index for item in backward.inputs),
+        rewritten=tuple((item.index, output, place) for item, output, place in backward.rewritten),
+        late=tuple(item.index for item, _ in backward.late),
     )
 
 
-def _own_output(outlet: Outlet, place: Made) -> int | None:
+def _output(collector: OutputCollector, place: NewValue) -> int | None:
     """The output that is all of what the step leaves at a place."""
-    slot = None if place.slot is None else outlet.slots[place.slot]
-    return slot.output if slot is not None and slot.geometry is None else None
+    alias = None if place.alias is None else collector.aliases[place.alias]
+    return alias.output if alias is not None and alias.geometry is None else None
 
 
 def _set_phases(graph: fx.Graph, last: fx.Node) -> None:
@@ -132,8 +136,3 @@ def _set_phases(graph: fx.Graph, last: fx.Node) -> None:
             set_info(node, replace(info(node), phase=phase))
         if node is last:
             phase = "backward"
-
-
-def is_written(item: Lifted) -> bool:
-    """Whether the step writes to the memory of an input."""
-    return item.ref is not None and item.ref.storage.generation > 0

@@ -1,25 +1,27 @@
-"""Inputs: the real tensors that a step reads, each a placeholder with a fake twin from when it is first met."""
+"""Inputs: the real tensors, numbers and generators that a step reads, each a placeholder from its first use on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
+from wholestep.capture import Snapshot, TensorInput
 from wholestep.errors import CaptureError, UnsupportedError
-from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, below_autograd, no_modes
+from wholestep.ir import InputKind
+from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, below_autograd, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
-from wholestep.trace.record.options import Found, Setting
+from wholestep.trace.record.graph_builder import GraphBuilder, fake_value, leaves, map_leaves
 from wholestep.trace.record.provenance import user_line
-from wholestep.trace.record.tape import Tape, fake_value, leaves, map_leaves
 
 aten = torch.ops.aten
 
 
 class ReshapedInput(Exception):  # noqa: N818 - a request, not an error
-    """The step makes an input a view of what it was, as `t_` does; trace again, with a twin in its place."""
+    """The step makes an input a view of what it was, as `t_` does; trace again, with an alias in its place."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__("an input is given another shape in place")
@@ -27,12 +29,15 @@ class ReshapedInput(Exception):  # noqa: N818 - a request, not an error
 
 
 @dataclass(eq=False)
-class Lifted:
-    """One placeholder: a real tensor with its fake twin, a number, or memory that several tensors share.
+class TracedInput:
+    """One input: a real tensor with its fake, a number, a generator, or memory that several tensors share.
 
     Attributes:
-        source: where the value is found; for shared memory, where its first member is.
+        source: where the value is found (for shared memory, where its first member is); None for state that the step
+            makes.
+        ref: itself as a view of its storage; `reshaped` once the step has made it a view of what it was.
         members: the tensors in a shared memory, whose value is then the memory as one flat tensor.
+        index: its position among the inputs.
     """
 
     node: fx.Node
@@ -41,39 +46,85 @@ class Lifted:
     ref: Ref | None = None
     fake: Any = None
     members: list[torch.Tensor] = field(default_factory=list)
+    reshaped: Ref | None = None
+    index: int = -1
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the step writes to its memory."""
+        return self.ref is not None and self.ref.storage.generation > 0
 
 
-class Inputs(Tape):
-    """A tape that knows what stands behind each tensor of the step."""
+class Inputs:
+    """The inputs of one run, and what operators read of them.
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self.find, self.shared, self.parts = setting.find, setting.shared, setting.parts
-        self.twins, self.generators, self.ask = setting.twins, setting.generators, setting.ask
-        self.flat: dict[int, Lifted] = {}
-        self.reached: dict[int, Lifted] = {}  # memory -> an input in it beyond whose elements the step reads
-        self.offsets: dict[int, Lifted] = {}  # inputs whose storage offset the graph or Python has read
-        self.lifted: list[Lifted] = []
-        self.by_id: dict[int, Lifted] = {}
-        self.reshaped: dict[int, Ref] = {}  # id of a twin that became a view of what it was -> its way into memory
-        self.given: list[tuple[torch.Tensor, bool, dict[str, Any]]] = []  # stand-ins, with their flag and attributes
-        self.drawn: dict[int, Lifted] = {}  # the generators that the step draws from
+    Args:
+        world: tells where real tensors are found.
+        shared: memories that several inputs share, of which one is written; each becomes one input.
 
-    def stand_in(self, found: Found) -> torch.Tensor:
-        """An input that the step is given under a fake with symbolic sizes."""
-        assert self.sizes is not None
-        fake = self.sizes.stand_in(found.tensor, found.source)
-        lifted = Lifted(self.placeholder(found.source, found.kind, fake), found.source, fake)
-        lifted.ref, lifted.fake = self.root(fake, lifted.node), fake
-        lifted.ref.storage.input = len(self.lifted)
-        self.lifted.append(lifted)
-        self.by_id[id(fake)] = lifted
-        self.given.append((fake, bool(fake.requires_grad), vars(fake) | vars(found.tensor)))
+    Attributes:
+        items: the inputs, in the order of their first use.
+        by_id: id of a real tensor -> its input.
+        reached: memory -> an input in it beyond whose elements the step reads.
+        offsets: inputs whose storage offset the graph or Python has read, by their id.
+        on_new: called with each new input that is a tensor.
+    """
+
+    def __init__(self, builder: GraphBuilder, world: Snapshot, shared: frozenset[int] = frozenset()) -> None:
+        self.builder, self.world, self.shared = builder, world, shared
+        self.items: list[TracedInput] = []
+        self.by_id: dict[int, TracedInput] = {}
+        self.reached: dict[int, TracedInput] = {}
+        self.offsets: dict[int, TracedInput] = {}
+        self.on_new: Callable[[TracedInput, torch.Tensor], None] = lambda item, tensor: None
+        self._flat: dict[int, TracedInput] = {}
+        self._generators: dict[int, TracedInput] = {}
+        self._symbolic: list[tuple[torch.Tensor, bool, dict[str, Any]]] = []  # fakes, with their flag and attributes
+
+    def add(self, item: TracedInput) -> TracedInput:
+        """Adds an input; memory that it is the root of is known by it."""
+        item.index = len(self.items)
+        if item.ref is not None and item.ref.parent is None:
+            item.ref.storage.input = item.index
+        self.items.append(item)
+        return item
+
+    def _root(self, name: Any, source: Any, kind: InputKind, value: torch.Tensor, fake: torch.Tensor) -> TracedInput:
+        node = self.builder.placeholder(name, kind, fake)
+        return self.add(TracedInput(node, source, value, self.builder.root(fake, node), fake))
+
+    def number(self, source: Any, value: float) -> TracedInput:
+        """A Python number as an input."""
+        return self.add(TracedInput(self.builder.placeholder(source, "number", value), source, value))
+
+    def generator(self, generator: torch.Generator) -> fx.Node | None:
+        """The input that a random generator which the step can see is, or becomes; None for the default generator."""
+        key = generator_id(generator)
+        if key == generator_id(torch.default_generator):
+            return None
+        found = self.world.generators.get(key)
+        if found is None:
+            what = "a random operator with a generator that the step makes, or that is out of its sight"
+            raise UnsupportedError(what, user_line(), "make it before the step")
+        if self.world.substitutes.parts:
+            what = "a random operator with its own generator, in a step that is spread over ranks"
+            raise UnsupportedError(what, user_line(), "draw from torch's default generator")
+        if key not in self._generators:
+            node = self.builder.placeholder(found[1], "generator", None)
+            self._generators[key] = self.add(TracedInput(node, found[1], found[0]))
+        return self._generators[key].node
+
+    def with_symbolic_sizes(self, found: TensorInput) -> torch.Tensor:
+        """An input that the step is given as a fake with symbolic sizes."""
+        assert self.builder.sizes is not None
+        fake = self.builder.sizes.fake(found.tensor, found.source)
+        self.by_id[id(fake)] = self._root(found.source, found.source, found.kind, fake, fake)
+        self._symbolic.append((fake, bool(fake.requires_grad), vars(fake) | vars(found.tensor)))
         return fake
 
     def refuse_changed(self) -> None:
-        """Refuses what a step did to Python's side of a stand-in: the tensor that it stands for knows nothing of it."""
-        for fake, required, attributes in self.given:
+        """Refuses what a step did to the Python object of a fake with symbolic sizes: the real tensor lacks it."""
+        for fake, required, attributes in self._symbolic:
             hooked = any(getattr(fake, name) for name in HOOK_TABLES)
             now = {name: value for name, value in vars(fake).items() if not name.startswith(("_", "wholestep_"))}
             set_anew = any(name not in attributes or attributes[name] is not now[name] for name in now)
@@ -84,10 +135,10 @@ class Inputs(Tape):
                 raise UnsupportedError(what, user_line())
 
     def ref(self, tensor: torch.Tensor) -> Ref:
-        """The way into memory of a tensor that the step uses."""
+        """A tensor that the step uses, as a view of its storage."""
         if isinstance(tensor, FakeTensor):
-            found = getattr(tensor, "wholestep_ref", None)
-            if found is None and getattr(tensor, "fake_mode", None) is not self.fake_mode:
+            found: Ref | None = getattr(tensor, "wholestep_ref", None)
+            if found is None and getattr(tensor, "fake_mode", None) is not self.builder.fake_mode:
                 raise UnsupportedError(
                     f"the step reads a fake tensor of shape {list(tensor.shape)} from outside",
                     user_line(),
@@ -96,21 +147,35 @@ class Inputs(Tape):
             if found is None:
                 raise UnsupportedError("an operator's result was made outside of the recorder", user_line())
             return found
-        lifted = self.lift_once(tensor)
-        assert lifted.ref is not None
-        return self.reshaped.get(id(tensor), lifted.ref)
+        item = self.of(tensor)
+        assert item.ref is not None
+        return item.reshaped or item.ref
 
-    def lift_once(self, tensor: torch.Tensor) -> Lifted:
-        """The input that a real tensor is, or becomes."""
-        return self.by_id.get(id(tensor)) or self.lift(tensor)
+    def read(self, tensor: torch.Tensor) -> fx.Node:
+        """The node that holds a tensor's content now."""
+        return self.ref(tensor).read()
 
-    def lift(self, tensor: torch.Tensor) -> Lifted:
-        """Makes a real tensor an input of the graph.
+    def of(self, tensor: torch.Tensor) -> TracedInput:
+        """The input that a real tensor is, or becomes.
 
         Raises:
-            CaptureError: nobody knows where it comes from, or tracing cannot follow it.
+            CaptureError: it is found nowhere, or tracing cannot follow it.
         """
-        found = self.find(tensor)
+        known = self.by_id.get(id(tensor))
+        if known is None:
+            found = self._found(tensor)
+            if memory_of(tensor) in self.shared:
+                known = self._member(tensor, found)
+            else:
+                with no_modes():  # it asks for the tensor's storage, which is no part of the step
+                    fake = self.builder.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+                known = self._root(found.source, found.source, found.kind, tensor, fake)
+            self.by_id[id(tensor)] = known
+            self.on_new(known, tensor)
+        return known
+
+    def _found(self, tensor: torch.Tensor) -> TensorInput:
+        found = self.world.find(tensor)
         if found is None:
             raise CaptureError(
                 f"the step reads a tensor of shape {list(tensor.shape)} that none of its arguments, closures, "
@@ -121,7 +186,7 @@ class Inputs(Tape):
         if tensor.layout != torch.strided:
             what = f"{found.source} holds a sparse tensor between calls"
             raise UnsupportedError(what, user_line(), "use dense tensors")
-        begins_inside = found.detached or tensor._base is not None or id(tensor) in self.twins
+        begins_inside = found.detached or tensor._base is not None or id(tensor) in self.world.substitutes.ids
         if tensor.requires_grad and not tensor.is_leaf and not begins_inside:
             raise UnsupportedError(
                 f"{found.source} is the result of an earlier differentiable computation",
@@ -130,38 +195,24 @@ class Inputs(Tape):
             )
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             raise UnsupportedError(f"{found.source} is a {type(tensor).__name__}, a tensor subclass", user_line())
-        if memory_of(tensor) in self.shared:
-            return self._member(tensor, found)
-        fake = self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
-        lifted = Lifted(self.placeholder(found.source, found.kind, fake), found.source, tensor)
-        ref = self.root(fake, lifted.node)
-        ref.storage.input = len(self.lifted)
-        lifted.ref, lifted.fake = ref, fake
-        self.lifted.append(lifted)
-        self.by_id[id(tensor)] = lifted
-        return lifted
+        return found
 
-    def _member(self, tensor: torch.Tensor, found: Found) -> Lifted:
+    def _member(self, tensor: torch.Tensor, found: TensorInput) -> TracedInput:
         """A tensor in a memory that other inputs share: a view of the memory, which is the input."""
         memory = memory_of(tensor)
-        base = self.flat.get(memory)
-        if base is None:
+        if memory not in self._flat:
             flat = flat_memory(tensor)
-            fake = self.fake_mode.from_tensor(flat, static_shapes=True)
-            base = Lifted(self.placeholder(f"memory of {found.source}", found.kind, fake), found.source, flat)
-            base.ref, base.fake = self.root(fake, base.node), fake
-            base.ref.storage.input = len(self.lifted)
-            self.lifted.append(base)
-            self.flat[memory] = base
+            fake = self.builder.fake_mode.from_tensor(flat, static_shapes=True)
+            self._flat[memory] = self._root(f"memory of {found.source}", found.source, found.kind, flat, fake)
+        base = self._flat[memory]
         assert base.ref is not None
         if tensor.dtype != base.ref.geometry.dtype:
             raise UnsupportedError(f"{found.source} shares written memory under another dtype", user_line())
         base.members.append(tensor)
-        geometry = (list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
-        with self.fake_mode, torch.no_grad():
-            twin = torch.as_strided(base.fake, *geometry)
-        ref = Ref(base.ref.storage, Geometry.of(tensor), base.ref, aten.as_strided.default, geometry)
-        item = self.by_id[id(tensor)] = Lifted(base.node, found.source, tensor, ref, twin)
+        ref = base.ref.strided(Geometry.of(tensor))
+        with self.builder.fake_mode, torch.no_grad():
+            view = torch.as_strided(base.fake, *ref.args)
+        item = TracedInput(base.node, found.source, tensor, ref, view)
         self.offsets[id(item)] = item
         return item
 
@@ -171,7 +222,7 @@ class Inputs(Tape):
         inside = here.offset <= place.offset and place.offset + place.extent <= here.offset + here.extent
         if index is None or inside or place.dtype != here.dtype or not elements(place.shape):
             return
-        item = self.lifted[index]
+        item = self.items[index]
         if isinstance(item.value, torch.Tensor) and not isinstance(item.value, FakeTensor) and not item.members:
             self.reached[memory_of(item.value)] = item
 
@@ -181,48 +232,52 @@ class Inputs(Tape):
             ref = getattr(tensor, "wholestep_ref", None)
         else:
             with no_modes():  # Python asks, with the recorder on
-                ref = self.ref(tensor) if self.find(tensor) is not None else None
-        index = ref.storage.input if ref is not None else None
-        item = self.lifted[index] if index is not None else None
+                ref = self.ref(tensor) if self.world.find(tensor) is not None else None
+        item = self.items[ref.storage.input] if ref is not None and ref.storage.input is not None else None
         if item is not None and isinstance(item.value, FakeTensor):
             raise UnsupportedError(f"the storage offset of {item.source}, of symbolic size, is read", user_line())
         if item is not None and not item.members:
             self.offsets[id(item)] = item
 
-    def known(self, real: torch.Tensor) -> Lifted:
-        """A tensor with values that the step may hold, and C++ may read, as a constant of the graph."""
-        fake = self.constant(real)
+    def known(self, real: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor with values that the step may hold, and C++ may read, as a constant of the graph."""
+        fake = self.builder.constant(real)
         ref: Ref = fake.wholestep_ref  # type: ignore[attr-defined]
         real.wholestep_ref = ref  # type: ignore[attr-defined]
-        self.by_id[id(real)] = Lifted(ref.storage.value, "constant", real, ref, fake)
-        return self.by_id[id(real)]
+        self.by_id[id(real)] = TracedInput(ref.storage.value, "constant", real, ref, fake)
+        return fake
 
-    def _fakes(self, leaf: Any) -> Any:
+    def fake(self, leaf: Any) -> Any:
+        """The fake tensor or number that an argument stands for while it is traced."""
         if isinstance(leaf, torch.Tensor):
             self.ref(leaf)
             return leaf if isinstance(leaf, FakeTensor) else self.by_id[id(leaf)].fake
         return fake_value(leaf)
 
-    def _reads(self, leaf: Any) -> Any:
-        return self.ref(leaf).read(self.emit) if isinstance(leaf, torch.Tensor) else leaf
+    def operand(self, leaf: Any) -> Any:
+        """An argument as the graph has it: for a tensor the node that holds its content now."""
+        return self.ref(leaf).read() if isinstance(leaf, torch.Tensor) else leaf
 
-    def _execute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        fakes = map_leaves(self._fakes, args), map_leaves(self._fakes, kwargs)
-        with self.fake_mode, torch.no_grad(), below_autograd():
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator on fakes."""
+        fakes = map_leaves(self.fake, args), map_leaves(self.fake, kwargs)
+        with self.builder.fake_mode, torch.no_grad(), below_autograd():
             out = func(*fakes[0], **fakes[1])
-        self.watch.add(t for t in leaves(out) if isinstance(t, torch.Tensor) and not hasattr(t, "wholestep_ref"))
+        made = (t for t in leaves(out) if isinstance(t, torch.Tensor) and not hasattr(t, "wholestep_ref"))
+        self.builder.watch.add(made)
         return out
 
-    def _describe(self, tensor: torch.Tensor) -> str:
-        lifted = self.by_id.get(id(tensor))
-        return str(lifted.source) if lifted else f"a tensor of shape {list(tensor.shape)}"
+    def describe(self, tensor: torch.Tensor) -> str:
+        """What errors call a tensor."""
+        item = self.by_id.get(id(tensor))
+        return str(item.source) if item else f"a tensor of shape {list(tensor.shape)}"
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Identifies the memory that a tensor lies in."""
+    """Identifies the memory of a tensor."""
     return address_of(tensor.untyped_storage())
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a tensor lies in, as one flat view of its dtype that shares its version counter."""
+    """All of the memory of a tensor, as one flat view of its dtype that shares its version counter."""
     return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)

@@ -1,4 +1,4 @@
-"""Where in the user's program an operator runs: file and line, module path, phase of the step."""
+"""Provenance of operators in the user's program: file and line, module path, phase of the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from wholestep.capture.snapshot.user_code import is_library, is_system
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Phase
-from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside
+from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside, node_sequence_number
 
 
 def user_line() -> str:
@@ -75,7 +75,7 @@ class Thread:
         return threading.get_ident() == self.ident or (self.mode is not None and is_inside(self.mode))
 
 
-class Whereabouts:
+class Provenance:
     """Follows modules and optimizers while the step runs, through torch's global hooks."""
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -87,6 +87,7 @@ class Whereabouts:
         self.thread = Thread()
 
     def phase(self) -> Phase:
+        """Which part of the step runs."""
         if self.optimizers:
             return "optimizer"
         return "backward" if current_autograd_node() is not None else "forward"
@@ -96,16 +97,18 @@ class Whereabouts:
             self.outermost(module, begins)
 
     def module(self) -> str:
+        """The path of the module whose forward runs."""
         return self.modules[-1] if self.modules else ""
 
     def seq(self) -> int | None:
+        """The sequence number of the autograd node that runs; None in a forward."""
         node = current_autograd_node()
-        if node is not None:
-            return int(node._sequence_nr())
-        return None
+        return None if node is None else node_sequence_number(node)
 
     @contextmanager
     def following(self) -> Iterator[None]:
+        """While the step runs."""
+
         def enter(module: nn.Module, args: Any) -> None:
             if self.thread.is_here():
                 _refuse_wrappers(module)
@@ -117,17 +120,17 @@ class Whereabouts:
                 self._tell(module, False)
                 self.modules.pop()
 
-        def start(*_: Any) -> None:
-            self.optimizers += self.thread.is_here()
+        def count(by: int) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                self.optimizers += by * self.thread.is_here()
 
-        def stop(*_: Any) -> None:
-            self.optimizers -= self.thread.is_here()
+            return hook
 
         handles = [
             register_module_forward_pre_hook(enter),
             register_module_forward_hook(leave, always_call=True),
-            register_optimizer_step_pre_hook(start),
-            register_optimizer_step_post_hook(stop),
+            register_optimizer_step_pre_hook(count(1)),
+            register_optimizer_step_post_hook(count(-1)),
         ]
         try:
             yield
@@ -153,13 +156,3 @@ def _refuse_wrappers(module: nn.Module) -> None:
                     user_line(),
                     f"give the step the module as it was before, and its ranks a plan: plan=ws.{plan}(axis), mesh=…",
                 )
-
-
-def module_names(roots: dict[str, Any]) -> dict[int, str]:
-    """id of every submodule -> path, for the modules among the roots."""
-    names: dict[int, str] = {}
-    for root_name, root in roots.items():
-        if isinstance(root, nn.Module):
-            for name, module in root.named_modules():
-                names.setdefault(id(module), f"{root_name}.{name}" if name else root_name)
-    return names

@@ -14,16 +14,16 @@ from wholestep.ir import Input
 from wholestep.torch_compat import FakeTensor, no_modes
 from wholestep.trace.numbers.host_numbers import is_for_plain
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_made
+from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.hoisted_state import hoist
 from wholestep.trace.outputs.leaks import made_at
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
-from wholestep.trace.outputs.results import Outlet
-from wholestep.trace.patches.function_mode import CallWindow
-from wholestep.trace.patches.python_patches import exchanged
-from wholestep.trace.record.finish import finish, is_written
-from wholestep.trace.record.inputs import Lifted, memory_of
-from wholestep.trace.record.options import Setting
-from wholestep.trace.record.provenance import Whereabouts, line_of
+from wholestep.trace.patches.function_mode import TorchCalls
+from wholestep.trace.patches.python_patches import patched_python
+from wholestep.trace.record.finish import finish
+from wholestep.trace.record.graph_builder import leaves
+from wholestep.trace.record.inputs import TracedInput, memory_of
+from wholestep.trace.record.provenance import Provenance, line_of
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.traced import Differentiate, SharedMemory, Traced
 
@@ -56,11 +56,11 @@ def trace_step(
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
     """
-    how = shared, guard_data, world.substitutes.parts, sizes, world.substitutes.ids, world.generators, world.ask
-    recorder = Recorder(Setting(world.find, Whereabouts(world.module_names()), *how))
+    recorder = Recorder(world, Provenance(world.module_names()), shared, guard_data, sizes)
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
-        world.substitutes.exchange({id(found.tensor): recorder.stand_in(found) for found in world.sizable()})
+        fakes = {id(found.tensor): recorder.inputs.with_symbolic_sizes(found) for found in world.sizable()}
+        world.substitutes.exchange(fakes)
     if begin is not None:
         begin(recorder)
     gradients = ReplacedGradients(parameters)
@@ -69,14 +69,14 @@ def trace_step(
 
     @contextmanager
     def recording() -> Iterator[None]:
-        window = CallWindow(recorder, gradients)
-        exchange = exchanged(recorder, parameters, gradients, reentrant, window.exchanges())
-        with recorder.whereabouts.following(), exchange, window, recorder:
+        mode = TorchCalls(recorder, gradients)
+        patches = patched_python(recorder, parameters, gradients, reentrant, mode.patches())
+        with recorder.builder.provenance.following(), patches, mode, recorder:
             yield
 
     grad_mode = torch.is_grad_enabled()
     with recording():
-        args, kwargs = world.substitutes.lift([recorder.lift_number(n.source, n.value) for n in world.numbers])
+        args, kwargs = world.substitutes.lift([recorder.numbers.input(n.source, n.value) for n in world.numbers])
         try:
             result = fn(*args, **kwargs)
         except Exception as error:
@@ -84,47 +84,58 @@ def trace_step(
                 _refuse_shared_writes(recorder)  # had it been known, another error may have come first
             if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
                 error.locate(line_of(error))
-            if isinstance(error, TypeError) and is_for_plain(error) and recorder.refusal is None:
-                remedy = "give it float(…) or int(…) of the number, with guard_data=True if it comes from a tensor"
-                raise DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy) from error
-            if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
-                name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0]
-                what = f"the step calls the higher-order operator {name}, which tracing cannot follow"
-                remedy = "write it as a Python loop or branch, or with torch.where"
-                raise UnsupportedError(what, line_of(error), remedy) from None
-            if recorder.refusal is not None and not isinstance(error, CaptureError):
-                raise recorder.refusal from error  # which C code met with an error of its own
+            other = _in_our_words(error, recorder.numbers.refusal)
+            if other is not None:
+                explains = isinstance(other, DataDependentError) or other is recorder.numbers.refusal
+                raise other from (error if explains else None)
             raise
-    if recorder.refusal is not None:  # the step went on past it, on a way that eager would not have taken
-        raise recorder.refusal
+    if recorder.numbers.refusal is not None:  # the step went on past it, on a way that eager would not have taken
+        raise recorder.numbers.refusal
     torch.clear_autocast_cache()
-    recorder.refuse_changed()
+    recorder.inputs.refuse_changed()
     _refuse_shared_writes(recorder)
-    _refuse_memories(recorder, world)
-    outlet = Outlet(recorder, world.substitutes.spread)
+    _refuse_storages(recorder)
+    collector = OutputCollector(recorder, world.substitutes.spread)
     world.replaces_gradients(gradients.tensors)
-    recorder.watch.add(value for value in world.substitutes.standing() if not isinstance(value, FakeTensor))
+    recorder.builder.watch.add(value for value in world.substitutes.standing() if not isinstance(value, FakeTensor))
     try:
         effects, value = outcome(world, is_made, result)
     except LeakError as error:
         leak = LeakError(error.what, error.where or made_at(error.held) or made_at(fn) or line_of(error), error.remedy)
         leak.grown, leak.optional = error.grown, error.optional
         raise leak from None
-    made = new_values(effects, value)
-    outlet.observe(made)
+    new = new_values(effects, value)
+    collector.observe(new)
     versions = _versions(recorder, before)
-    homes = {index: Input("", source, kind) for index, (source, kind) in state_outputs(effects).items()}
-    hoisted = hoist(recorder, made, homes)
-    places = [outlet.place(v, index in homes) for index, v in enumerate(made)]
-    differentiated = differentiate(recorder, outlet, made, recording) if differentiate else None
-    if differentiated:
+    stays = {index: Input("", source, kind) for index, (source, kind) in state_outputs(effects).items()}
+    hoisted = hoist(recorder, new, stays)
+    places = [collector.new_value(v, index in stays) for index, v in enumerate(new)]
+    backward = differentiate(recorder, collector, new, recording) if differentiate else None
+    if backward:
         _refuse_late_effects(world, effects)
-        _refuse_shared_writes(recorder)  # of inputs that it met besides: bases of those that the step writes
-    traced = finish(recorder, outlet, value, effects, places, hoisted, versions, differentiated, homes)
-    recorder.tokens.clear()  # numbers of which each holds the recorder
+        _refuse_shared_writes(recorder)  # of inputs that only it reads: bases of those that the step writes
+    traced = finish(recorder, collector, value, effects, places, hoisted, versions, backward, stays)
+    recorder.forget()
     if torch.is_grad_enabled() != grad_mode:
         traced.grad_mode = not grad_mode
     return traced
+
+
+def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureError | None:
+    """Why the step cannot be captured, where that made it fail; None where the error is its own."""
+    if isinstance(error, TypeError) and is_for_plain(error) and refusal is None:
+        remedy = "give it float(…) or int(…) of the number, with guard_data=True if it comes from a tensor"
+        return DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy)
+    if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
+        name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0]
+        what = f"the step calls the higher-order operator {name}, which tracing cannot follow"
+        return UnsupportedError(what, line_of(error), "write it as a Python loop or branch, or with torch.where")
+    if refusal is not None and not isinstance(error, CaptureError):  # which C code replaced by an error of its own
+        return refusal
+    if any(isinstance(leaf, FakeTensor) for leaf in leaves((error.args, vars(error)))):
+        what = f"the step raises {type(error).__name__} with a tensor that it computed, which has no values yet"
+        return UnsupportedError(what, line_of(error), "raise it outside of the step, or without the tensor")
+    return None
 
 
 def _refuse_late_effects(world: Snapshot, effects: list[Any]) -> None:
@@ -139,44 +150,46 @@ def _refuse_late_effects(world: Snapshot, effects: list[Any]) -> None:
 
 
 def _refuse_shared_writes(recorder: Recorder) -> None:
-    by_memory: dict[int, list[Lifted]] = {}
-    for item in recorder.lifted:
+    inputs = recorder.inputs
+    by_memory: dict[int, list[TracedInput]] = {}
+    for item in inputs.items:
         tensor = item.value
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or item.members:
             continue
         if tensor.numel() and memory_of(tensor):
             by_memory.setdefault(memory_of(tensor), []).append(item)
-    written = [m for m, items in by_memory.items() if len(items) > 1 and any(is_written(i) for i in items)]
-    for item in (item for item in recorder.reached.values() if id(item.value) in recorder.parts):
+    parts = inputs.world.substitutes.parts
+    for item in (item for item in inputs.reached.values() if id(item.value) in parts):
         what = f"the step reads memory beyond the elements of {item.source}, of which each rank holds a part"
         raise UnsupportedError(what, remedy="pass all of that memory as an argument")
-    for item in (item for memory in written for item in by_memory[memory] if id(item.value) in recorder.parts):
+    written = {m: items for m, items in by_memory.items() if len(items) > 1 and any(i.is_written for i in items)}
+    for item in (item for items in written.values() for item in items if id(item.value) in parts):
         raise UnsupportedError(
             f"the step writes to memory that {item.source}, of which each rank holds a part, shares with others",
             remedy="pass a copy: tensor.clone()",
         )
-    written += recorder.reached.keys()
-    if written:
-        raise SharedMemory(recorder.shared | frozenset(written))
+    if written or inputs.reached:
+        raise SharedMemory(inputs.shared | written.keys() | inputs.reached.keys())
 
 
-def _refuse_memories(recorder: Recorder, world: Snapshot) -> None:
-    for memory in recorder.memories.values():
-        if world.substitutes.spread or id(memory.item.value) in world.substitutes.parts:
+def _refuse_storages(recorder: Recorder) -> None:
+    world = recorder.inputs.world
+    for item in (size.item for size in recorder.storages.known):
+        if world.substitutes.spread or id(item.value) in world.substitutes.parts:
             raise UnsupportedError(
-                f"the step asks for the memory of {memory.item.source}, of which each rank holds a part",
+                f"the step asks for the memory of {item.source}, of which each rank holds a part",
                 remedy="leave storages alone in a step that is spread over ranks",
             )
 
 
-def _versions(recorder: Recorder, before: dict[int, int]) -> dict[Any, int]:
+def _versions(recorder: Recorder, before: dict[int, int]) -> dict[TracedInput, int]:
     """How often eager execution would have counted a write to each tensor."""
-    counts: dict[Any, int] = {}
-    for item in recorder.lifted:
+    counts: dict[TracedInput, int] = {}
+    for item in recorder.inputs.items:
         inside: list[Any] = [*item.members] or [item.value]
         for tensor in inside:
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
                 times = tensor._version - before.get(id(tensor), tensor._version)
                 if times:
-                    counts[item if not item.members else recorder.by_id[id(tensor)]] = times
+                    counts[item if not item.members else recorder.inputs.by_id[id(tensor)]] = times
     return counts

@@ -6,13 +6,13 @@
 
 #include "shm.h"
 
-static size_t rounds(const group_t *g, const job_t *j) { return j->d.bytes ? chunks(j->d.bytes, g->chunk) : 1; }
+static size_t rounds(const group_t *g, const work_t *j) { return j->d.bytes ? chunks(j->d.bytes, g->chunk) : 1; }
 
-static void write(group_t *g, job_t *j, size_t k, char *slot) {
+static void write(group_t *g, work_t *j, size_t k, char *slot) {
     slot_put(g, slot, j->in + k * g->chunk, part(j->d.bytes, g->chunk, k));
 }
 
-static int read(group_t *g, job_t *j, size_t k) {
+static int read(group_t *g, work_t *j, size_t k) {
     size_t n = part(j->d.bytes, g->chunk, k);
     const char *src[MAX_RANKS];
     for (int r = 0; r < g->size; r++) src[r] = r == g->rank ? j->in + k * g->chunk : slot_of(g, r, g->reading);
@@ -39,7 +39,7 @@ static uint32_t claim(group_t *g, int rank, uint32_t pieces) {
     }
 }
 
-static void direct(group_t *g, job_t *j) {
+static void direct(group_t *g, work_t *j) {
     size_t each = (j->d.bytes / (size_t)g->size + 63) & ~(size_t)63;
     char *dst[MAX_RANKS];
     const char *src[MAX_RANKS];

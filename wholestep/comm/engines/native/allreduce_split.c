@@ -7,27 +7,27 @@
 #include "shm.h"
 
 /* A rank's part of a chunk: of a short message, all its parts are one chunk. */
-static size_t one(const group_t *g, const job_t *j) {
+static size_t one(const group_t *g, const work_t *j) {
     size_t n = (size_t)g->size, most = g->chunk / n & ~(size_t)63, all = (chunks(j->d.bytes, n) + 63) & ~(size_t)63;
     return all < most ? all : most;
 }
-static size_t whole(const group_t *g, const job_t *j) { return one(g, j) * (size_t)g->size; }
+static size_t whole(const group_t *g, const work_t *j) { return one(g, j) * (size_t)g->size; }
 
-static size_t lead(const group_t *g, const job_t *j) {
+static size_t lead(const group_t *g, const work_t *j) {
     size_t all = chunks(j->d.bytes, whole(g, j));
     return all < g->ahead ? all : g->ahead;
 }
 
-static size_t rounds(const group_t *g, const job_t *j) { return chunks(j->d.bytes, whole(g, j)) + lead(g, j); }
+static size_t rounds(const group_t *g, const work_t *j) { return chunks(j->d.bytes, whole(g, j)) + lead(g, j); }
 
-static void write(group_t *g, job_t *j, size_t k, char *slot) {
+static void write(group_t *g, work_t *j, size_t k, char *slot) {
     const char *from = j->in + k * whole(g, j);
     size_t n = part(j->d.bytes, whole(g, j), k), p = one(g, j), before = p * (size_t)g->rank;
     slot_put(g, slot, from, n < before ? n : before); /* all but our own part; the reduced part is there: see read */
     if (n > before + p) slot_put(g, slot + before + p, from + before + p, n - before - p);
 }
 
-static int read(group_t *g, job_t *j, size_t k) {
+static int read(group_t *g, work_t *j, size_t k) {
     size_t p = one(g, j), now_n = part(j->d.bytes, whole(g, j), k), late = lead(g, j);
     if (k >= late) {
         char *done = j->out + (k - late) * whole(g, j);

@@ -10,7 +10,7 @@
 #include "shm.h"
 
 /* Whom this rank waits for in the first round of a collective: EVERYBODY, NOBODY, or a rank. */
-int awaited(const group_t *g, const job_t *j, const algorithm_t *a) {
+int awaited(const group_t *g, const work_t *j, const algorithm_t *a) {
     int root = (int)j->d.root;
     if (a->flow == AMONG_ALL || g->spins || g->meeting) return EVERYBODY;
     if (j->d.bytes >= SMALL_JOB || root >= g->size || a->rounds(g, j) != 1) return EVERYBODY;
@@ -23,7 +23,7 @@ static int alike(const group_t *g, int rank, uint32_t round) {
 }
 
 /* Compares all rounds until one that every rank has published. */
-int round_compare(group_t *g, job_t *job, uint32_t until) {
+int round_compare(group_t *g, work_t *work, uint32_t until) {
     for (; g->compared != until; g->compared++) {
         uint32_t round = g->compared + 1;
         if (g->passed) {
@@ -32,8 +32,8 @@ int round_compare(group_t *g, job_t *job, uint32_t until) {
         }
         for (int r = 0; r < g->size; r++) {
             if (alike(g, r, round)) continue;
-            job->ours = *desc_of(g, g->rank, round), job->theirs = *desc_of(g, r, round), job->culprit = r;
-            job->late = job->ours.seq != job->d.seq;
+            work->ours = *desc_of(g, g->rank, round), work->theirs = *desc_of(g, r, round), work->culprit = r;
+            work->late = work->ours.seq != work->d.seq;
             g->reading = round;
             return E_MISMATCH;
         }
@@ -64,7 +64,7 @@ int round_there(const group_t *g, int from, uint32_t round) {
 
 /* Waits for those in the round that is being read, and compares. One rank alone whose word is another's: all are asked,
  * since they may have disagreed before. */
-int round_meet(group_t *g, job_t *job, int from) {
+int round_meet(group_t *g, work_t *work, int from) {
     uint32_t round = g->reading, last = round + (g->round - round) / 2;
     if (from == NOBODY) return OK;
     if (from != EVERYBODY) {
@@ -72,17 +72,17 @@ int round_meet(group_t *g, job_t *job, int from) {
         if (status || alike(g, from, round)) return status;
     }
     int status = round_wait(g, round, last);
-    return status ? status : round_compare(g, job, round);
+    return status ? status : round_compare(g, work, round);
 }
 
 /* The same if nothing has to be waited for. 0: something has, or ranks disagree. */
-int round_met(group_t *g, job_t *job, int from) {
+int round_met(group_t *g, work_t *work, int from) {
     if (!round_there(g, from, g->reading)) return 0;
-    return from == NOBODY || (from == EVERYBODY ? !round_compare(g, job, g->reading) : alike(g, from, g->reading));
+    return from == NOBODY || (from == EVERYBODY ? !round_compare(g, work, g->reading) : alike(g, from, g->reading));
 }
 
 /* Compares what has come since of the rounds that this rank went on from, and waits until at most `most` are left. */
-int round_settle(group_t *g, job_t *job, uint32_t most) {
+int round_settle(group_t *g, work_t *work, uint32_t most) {
     int status = OK;
     while (!status && g->compared != g->round) {
         uint32_t next = g->compared + 1;
@@ -90,7 +90,7 @@ int round_settle(group_t *g, job_t *job, uint32_t most) {
             if (g->round - g->compared <= most) break;
             status = round_wait(g, next, next + (g->round - next) / 2);
         }
-        if (!status) status = round_compare(g, job, next);
+        if (!status) status = round_compare(g, work, next);
     }
     return disagree(g, status);
 }

@@ -1,4 +1,4 @@
-/* The flight recorder's entries of quick calls that end at once: as those of flight_recorder.py, but made of nothing that Python
+/* The flight recorder's entries of calls with a plan that end at once: as those of flight_recorder.py, but made of nothing that Python
  * must allocate and collect. One that takes longer, or fails, is handed over to the recorder's own ring. */
 #include "python.h"
 

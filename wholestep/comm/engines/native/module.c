@@ -1,7 +1,7 @@
 /* The Python names of the engine. Stable ABI, no header of torch: tensors come as addresses.
  *
  * A failed collective gives (status, culprit rank, our descriptor, the other's descriptor, whether they are of an earlier
- * collective); native_jobs.py words it. */
+ * collective); native_errors.py words it. */
 #define _GNU_SOURCE
 #include "python.h"
 
@@ -79,7 +79,7 @@ static PyObject *py_settle(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (wrong(n, 2)) return NULL;
     group_t *g = address(a[0]);
-    job_t j = {.timeout = PyFloat_AsDouble(a[1])};
+    work_t j = {.timeout = PyFloat_AsDouble(a[1])};
     int status;
     GROUP_BEGIN(g)
     status = group_settle(g, &j);
@@ -145,7 +145,7 @@ static PyObject *py_release(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
-PyObject *outcome(int status, const job_t *j) {
+PyObject *outcome(int status, const work_t *j) {
     if (status == OK) Py_RETURN_NONE;
     int late = status == E_MISMATCH && j->late;
     return Py_BuildValue("iiy#y#i", status, j->culprit, (const char *)(late ? &j->ours : &j->d),
@@ -163,16 +163,16 @@ static uint64_t *array(PyObject *o, int *bad) {
     return copy;
 }
 
-void job_free(job_t *j) {
+void work_free(work_t *j) {
     free(j->ins), free(j->outs), free(j->in_sizes), free(j->out_sizes);
     free(j);
 }
 
-/* A job or a message under way as Python holds it: freed with its last holder, since several threads may wait for it.
+/* A work or a message under way as Python holds it: freed with its last holder, since several threads may wait for it.
  * Holders keep it until it has ended or the group has. */
-static void drop_job(PyObject *ticket) { job_free(PyCapsule_GetPointer(ticket, "job")); }
+static void drop_job(PyObject *ticket) { work_free(PyCapsule_GetPointer(ticket, "work")); }
 static void drop_message(PyObject *ticket) { free(PyCapsule_GetPointer(ticket, "message")); }
-PyObject *ticket_of(job_t *j) { return PyCapsule_New(j, "job", drop_job); }
+PyObject *ticket_of(work_t *j) { return PyCapsule_New(j, "work", drop_job); }
 
 /* run(handle, op, dtype, red, root, bytes, shape, in, out, in_stride, out_stride, elem, timeout_s, async,
  *     ins, outs, in_sizes, out_sizes) -> None, a failure, or a ticket for finish() */
@@ -181,7 +181,7 @@ static PyObject *py_run(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     if (wrong(n, 18)) return NULL;
     group_t *g = address(a[0]);
     int async = (int)number(a[13]), status, bad = 0;
-    job_t *j = calloc(1, sizeof *j);
+    work_t *j = calloc(1, sizeof *j);
     if (!j) return PyErr_NoMemory();
     j->d.op = (uint8_t)number(a[1]), j->d.dtype = (uint8_t)number(a[2]), j->d.red = (uint8_t)number(a[3]);
     j->d.root = (uint32_t)number(a[4]), j->d.bytes = number(a[5]), j->d.shape = number(a[6]);
@@ -191,16 +191,16 @@ static PyObject *py_run(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     j->ins = array(a[14], &bad), j->outs = array(a[15], &bad);
     j->in_sizes = array(a[16], &bad), j->out_sizes = array(a[17], &bad);
     if (bad || PyErr_Occurred()) {
-        job_free(j);
+        work_free(j);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     j->d.seq = ++g->seq;
     GROUP_BEGIN(g)
-    status = job_submit(g, j, async);
+    status = work_submit(g, j, async);
     GROUP_END(g)
     if (status < 0) return ticket_of(j);
     PyObject *result = outcome(status, j);
-    job_free(j);
+    work_free(j);
     return result;
 }
 
@@ -209,12 +209,12 @@ static PyObject *py_finish(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
     if (wrong(n, 3)) return NULL;
     group_t *g = address(a[0]);
-    job_t *j = PyCapsule_GetPointer(a[1], "job");
+    work_t *j = PyCapsule_GetPointer(a[1], "work");
     if (!j) return NULL;
     double seconds = PyFloat_AsDouble(a[2]);
     int status;
     GROUP_BEGIN(g)
-    status = job_finish(g, j, seconds);
+    status = work_finish(g, j, seconds);
     GROUP_END(g)
     if (status < 0) Py_RETURN_FALSE;
     return outcome(status, j);
@@ -222,8 +222,8 @@ static PyObject *py_finish(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 
 static PyObject *py_test(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    job_t *j = wrong(n, 2) ? NULL : PyCapsule_GetPointer(a[1], "job");
-    return j ? PyBool_FromLong(job_test(address(a[0]), j)) : NULL;
+    work_t *j = wrong(n, 2) ? NULL : PyCapsule_GetPointer(a[1], "work");
+    return j ? PyBool_FromLong(work_test(address(a[0]), j)) : NULL;
 }
 
 /* p2p_start(handle, send, peer, tag, address, bytes) -> ticket */
@@ -303,9 +303,9 @@ static PyObject *py_repeat(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     Py_BEGIN_ALLOW_THREADS
     double began = now();
     for (u64 i = 0; i < times && !status; i++) {
-        job_t j = {.in = address(a[1]), .out = address(a[1]), .elem = 4, .timeout = 60};
+        work_t j = {.in = address(a[1]), .out = address(a[1]), .elem = 4, .timeout = 60};
         j.d.op = OP_ALL_REDUCE, j.d.dtype = T_F32, j.d.red = RED_MAX, j.d.bytes = 4 * number(a[2]), j.d.seq = ++g->seq;
-        status = job_submit(g, &j, 0);
+        status = work_submit(g, &j, 0);
     }
     took = (now() - began) / (double)(times ? times : 1);
     Py_END_ALLOW_THREADS

@@ -46,7 +46,7 @@ static void wake_thread(group_t *g) {
 }
 
 /* A message of one cell that can be moved now, with nothing before it. 0: it is not such a one. */
-int p2p_dash(group_t *g, int send, int peer, char *data, size_t bytes) {
+int p2p_try(group_t *g, int send, int peer, char *data, size_t bytes) {
     ring_t *ring = send ? ring_of(g, g->rank, peer) : ring_of(g, peer, g->rank);
     if (bytes > CELL || pthread_mutex_trylock(&g->p2p_lock)) return 0;
     int done = 0;

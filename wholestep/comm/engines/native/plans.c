@@ -1,7 +1,7 @@
 /* Plans: what is known of collectives that have been called before in the same way: same function, reduction, group,
  * root, dtypes and shapes.
  *
- * The first call goes through Python, with all its checks, and leaves a plan here; quick.c runs later ones. Tensors are
+ * The first call goes through Python, with all its checks, and leaves a plan here; cached_call.c runs later ones. Tensors are
  * looked at through DLPack's exchange interface (dlpack.h 1.3), which torch offers from 2.10 on; without it nothing is
  * ever found here, and every call goes through Python. */
 #include "python.h"
@@ -24,12 +24,12 @@ static PyObject *tensor_type, *count_modes;
 static const exchange_t *exchange;
 static int paused;
 
-static int same(const key_t_ *a, const key_t_ *b) {
+static int same(const plan_key_t *a, const plan_key_t *b) {
     return a->words == b->words && !memcmp(a->word, b->word, a->words * sizeof a->word[0]);
 }
 
 /* Looks at a tensor: dense and contiguous in the CPU's memory, at most DIMS dimensions. Adds it to the key. */
-static int look(PyObject *tensor, view_t *v, key_t_ *key) {
+static int describe_tensor(PyObject *tensor, view_t *v, plan_key_t *key) {
     if ((PyObject *)Py_TYPE(tensor) != tensor_type) return 0;
     if (exchange->view_of(tensor, v)) {
         PyErr_Clear();
@@ -49,12 +49,12 @@ static int look(PyObject *tensor, view_t *v, key_t_ *key) {
 }
 
 /* The same for a list of such tensors of one dtype and shape. */
-static int look_at_all(PyObject *list, side_t *side, key_t_ *key) {
-    key_t_ first = {.words = 0};
+static int describe_list(PyObject *list, side_t *side, plan_key_t *key) {
+    plan_key_t first = {.words = 0};
     for (Py_ssize_t i = 0; i < side->count; i++) {
-        key_t_ one = {.words = 0};
+        plan_key_t one = {.words = 0};
         view_t v;
-        if (!look(PyList_GetItem(list, i), &v, i ? &one : &first) || (i && !same(&one, &first))) return 0;
+        if (!describe_tensor(PyList_GetItem(list, i), &v, i ? &one : &first) || (i && !same(&one, &first))) return 0;
         side->at[i] = (uint64_t)(uintptr_t)v.data;
     }
     memcpy(&key->word[key->words], first.word, first.words * sizeof first.word[0]);
@@ -62,17 +62,17 @@ static int look_at_all(PyObject *list, side_t *side, key_t_ *key) {
     return 1;
 }
 
-static int look_at(PyObject *given, side_t *side, key_t_ *key) {
+static int describe_side(PyObject *given, side_t *side, plan_key_t *key) {
     side->view.data = NULL;
     side->count = given == Py_None ? ABSENT : PyList_CheckExact(given) ? PyList_Size(given) : ONE;
     key->word[key->words++] = (uint64_t)side->count;
     if (side->count == ABSENT) return 1;
-    if (side->count == ONE) return look(given, &side->view, key);
-    return side->count <= MAX_RANKS && look_at_all(given, side, key);
+    if (side->count == ONE) return describe_tensor(given, &side->view, key);
+    return side->count <= MAX_RANKS && describe_list(given, side, key);
 }
 
 /* a: what, out, in, op, group, root. Tensors may be None (barrier), and the same one twice. */
-static int key_of(PyObject *const *a, key_t_ *key, side_t *out, side_t *in) {
+static int key_of(PyObject *const *a, plan_key_t *key, side_t *out, side_t *in) {
     long long root = -1;
     if (a[5] != Py_None) {
         if (!PyLong_Check(a[5])) return 0;
@@ -83,15 +83,15 @@ static int key_of(PyObject *const *a, key_t_ *key, side_t *out, side_t *in) {
     key->word[1] = (uint64_t)(uintptr_t)a[3], key->word[2] = (uint64_t)(uintptr_t)a[4], key->word[3] = (uint64_t)root;
     key->word[4] = a[1] == a[2];
     key->words = 5;
-    if (!look_at(a[1], out, key)) return 0;
-    if (a[1] != a[2]) return look_at(a[2], in, key);
+    if (!describe_side(a[1], out, key)) return 0;
+    if (a[1] != a[2]) return describe_side(a[2], in, key);
     if (out->count >= 0) return 0;
     in->view = out->view, in->count = out->count;
     return 1;
 }
 
 /* Where the plan for this key is, or may be put. */
-static plan_t **place_of(const key_t_ *key) {
+static plan_t **place_of(const plan_key_t *key) {
     static size_t victim;
     uint64_t h = 1469598103934665603ULL;
     for (size_t i = 0; i < key->words; i++) h = (h ^ key->word[i]) * 1099511628211ULL;
@@ -165,7 +165,7 @@ PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 
 /* The plan for a call, and where its tensors lie. NULL: there is none, or a recorder is to see the call. */
 const plan_t *plan_for(PyObject *const *a, side_t *out, side_t *in) {
-    key_t_ key;
+    plan_key_t key;
     if (!exchange || paused || !key_of(a, &key, out, in)) return NULL;
     const plan_t *p = *place_of(&key);
     if (!p || !same(&p->key, &key)) return NULL;

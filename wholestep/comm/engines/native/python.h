@@ -31,10 +31,10 @@ enum { ONE = -1, ABSENT = -2 };
 typedef struct {
     uint64_t word[WORDS];
     size_t words;
-} key_t_;
+} plan_key_t;
 
 typedef struct {
-    key_t_ key;
+    plan_key_t key;
     PyObject *op, *group, *owner, *what; /* what was given; the group itself; what the flight recorder shows */
     group_t *g;                          /* NULL: an empty place */
     desc_t d;
@@ -43,9 +43,9 @@ typedef struct {
     uint64_t part; /* all_to_all: bytes for each rank */
 } plan_t;
 
-PyObject *outcome(int status, const job_t *j);
-PyObject *ticket_of(job_t *j);
-void job_free(job_t *j);
+PyObject *outcome(int status, const work_t *j);
+PyObject *ticket_of(work_t *j);
+void work_free(work_t *j);
 
 /* Around what a thread does in a group without the GIL: `group_stop` waits for it. */
 #define GROUP_BEGIN(g) atomic_fetch_add(&(g)->inside, 1); Py_BEGIN_ALLOW_THREADS
@@ -67,7 +67,7 @@ PyObject *py_quick_setup(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_quick_pause(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n);
 
-/* quick.c */
+/* cached_call.c */
 PyObject *py_quicken(PyObject *self, PyObject *const *a, Py_ssize_t n);
 
 #endif

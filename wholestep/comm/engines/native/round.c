@@ -109,14 +109,14 @@ int round_arrived(const group_t *g, uint32_t round) {
 }
 
 int round_fail(group_t *g, int rank, int status) {
-    if (g->job) {
-        g->job->culprit = rank;
+    if (g->work) {
+        g->work->culprit = rank;
         uint32_t at = atomic_load(&g->ctl[rank].round);
-        g->job->theirs = *desc_of(g, rank, at);
-        if (at == 0) memset(&g->job->theirs, 0, sizeof g->job->theirs);
+        g->work->theirs = *desc_of(g, rank, at);
+        if (at == 0) memset(&g->work->theirs, 0, sizeof g->work->theirs);
     }
     g->fail_status = status, g->fail_culprit = rank;
-    if (g->job) g->fail_theirs = g->job->theirs;
+    if (g->work) g->fail_theirs = g->work->theirs;
     g->broken = 1;
     atomic_store(&g->ctl[g->rank].failed, 1);
     for (int r = 0; r < g->size; r++) futex_wake_all(&g->ctl[r].round);
@@ -146,8 +146,8 @@ int round_unreadable(group_t *g, int rank) {
 }
 
 /* What a call on a broken group gets: what broke it. */
-int round_broken(const group_t *g, job_t *job) {
-    job->culprit = g->fail_culprit, job->theirs = g->fail_theirs;
+int round_broken(const group_t *g, work_t *work) {
+    work->culprit = g->fail_culprit, work->theirs = g->fail_theirs;
     return g->fail_status ? g->fail_status : E_ABORTED;
 }
 
@@ -189,7 +189,7 @@ static int sleep_until(group_t *g, int rank, uint32_t round) {
             int gone = !rank_alive(g, r) || atomic_load(&g->ctl[r].failed);
             if (gone && !round_reached(g, r, round)) status = blame(g, r);
         }
-        if (g->deadline < 0) g->deadline = now() + g->job->timeout;
+        if (g->deadline < 0) g->deadline = now() + g->work->timeout;
         if (!status && (g->stop || now() > g->deadline)) status = round_fail(g, rank, g->stop ? E_ABORTED : E_TIMEOUT);
         if (status) break;
     }
@@ -231,7 +231,7 @@ static int part_from(group_t *g, int rank) {
  * on each. The highest of those above a core's share steps aside. Not in large collectives, where ranks note their cores
  * too seldom for that, and a move costs what is in the caches. */
 static void spread(group_t *g) {
-    if (g->job->d.bytes >= SMALL_JOB) return;
+    if (g->work->d.bytes >= SMALL_JOB) return;
     uint32_t here = core_noted(g);
     int alike = 0;
     for (int r = 0; r < g->size; r++) {

@@ -11,10 +11,10 @@
  * round.c    flags, waiting, dead ranks        compare.c   whether all do the same
  * reduce.c   vector kernels
  * move.c     gather, scatter, broadcast …      allreduce_*.c   one algorithm each
- * job.c      one job, its rounds
- * p2p.c, p2p_wait.c   send and receive         progress.c  jobs, their order, the progress thread
+ * work.c      one work, its rounds
+ * p2p.c, p2p_wait.c   send and receive         progress.c  works, their order, the progress thread
  * segment.c  memory                            slots.c     copies in and out of slots
- * module.c   the Python names                 quick.c, plans.c, flight.c   calls like an earlier one
+ * module.c   the Python names                 cached_call.c, plans.c, flight.c   calls like an earlier one
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* cpu_set_t */
@@ -83,7 +83,7 @@ typedef struct {
     _Atomic uint32_t bell_sleepers;
 } ctl_t;
 
-typedef struct job {
+typedef struct work {
     desc_t d;
     const char *in;
     char *out;
@@ -97,8 +97,8 @@ typedef struct job {
     int late;                                             /* a mismatch of an earlier collective, ours: */
     desc_t ours;
     _Atomic uint32_t done;
-    struct job *next;
-} job_t;
+    struct work *next;
+} work_t;
 
 typedef struct ring ring_t;
 
@@ -114,30 +114,30 @@ typedef struct {
     uint32_t round, reading; /* published last; being read, or read last */
     uint32_t compared, passed; /* all ranks were seen to do the same until this round; then so many that are nobody's */
     uint32_t ahead, depth; /* rounds; of the ring of slots */
-    int tiny;              /* this job's bytes are beside their descriptions */
+    int tiny;              /* this work's bytes are beside their descriptions */
     size_t chunk, slot;    /* bytes that a rank publishes a round; of a slot */
-    int spins, limit, budget; /* at most; at most in this job; what has paid lately */
-    int yielding;             /* in this job, before it sleeps */
+    int spins, limit, budget; /* at most; at most in this work; what has paid lately */
+    int yielding;             /* in this work, before it sleeps */
     int meeting;              /* in every collective, also where that is slow */
     int share;                /* ranks for each core, at most, when they are spread evenly */
     size_t put;          /* bytes put into the slot of the round that is being filled */
-    int streaming, slow, longer; /* slots.c: writing past the caches; slow spans in a row; in a job that has had a span */
+    int streaming, slow, longer; /* slots.c: writing past the caches; slow spans in a row; in a work that has had a span */
     size_t filled, judged;   /* bytes written through the caches since the last round was read; of this span so far, */
     double filling, judging; /* and the seconds it took */
     size_t beside;           /* bytes copied in that time that were in no slot */
     int broken;
     int fail_status, fail_culprit; /* why the group is broken: every later call says the same */
     desc_t fail_theirs;
-    _Atomic uint32_t waiters; /* threads asleep until some job is done */
+    _Atomic uint32_t waiters; /* threads asleep until some work is done */
     _Atomic uint32_t inside;  /* threads that are in the group without the GIL */
     double deadline, moved; /* moved: when we last left a core that we shared with another rank */
-    job_t *job; /* running */
+    work_t *work; /* running */
     /* progress.c */
     pthread_mutex_t lock;
     pthread_cond_t wake;
     pthread_t thread;
     int has_thread, busy, stop;
-    job_t *head, *tail, *lazy;
+    work_t *head, *tail, *lazy;
     struct message *active, *early; /* p2p.c */
     pthread_mutex_t p2p_lock;
     int p2p_thread, p2p_waiters, slow_cells;
@@ -150,11 +150,11 @@ enum { EVERYBODY = -1, NOBODY = -2 };    /* whom a rank waits for, if it is not 
 /* One way to run a collective in rounds. `direct` replaces them when every rank's input is in shared memory. */
 typedef struct {
     const char *name;
-    size_t (*rounds)(const group_t *, const job_t *);
-    size_t (*lead)(const group_t *, const job_t *); /* rounds to fill before the first is read; NULL: g->ahead */
-    void (*write)(group_t *, job_t *, size_t k, char *slot);
-    int (*read)(group_t *, job_t *, size_t k);
-    void (*direct)(group_t *, job_t *);
+    size_t (*rounds)(const group_t *, const work_t *);
+    size_t (*lead)(const group_t *, const work_t *); /* rounds to fill before the first is read; NULL: g->ahead */
+    void (*write)(group_t *, work_t *, size_t k, char *slot);
+    int (*read)(group_t *, work_t *, size_t k);
+    void (*direct)(group_t *, work_t *);
     int flow;
 } algorithm_t;
 
@@ -191,44 +191,44 @@ void round_abort(group_t *g, const char *reason, size_t length);
 int round_unreadable(group_t *g, int rank);
 int round_gone(group_t *g);
 int round_left(const group_t *g);
-int round_broken(const group_t *g, job_t *job);
+int round_broken(const group_t *g, work_t *work);
 char *slot_of(const group_t *g, int rank, uint32_t round);
 desc_t *desc_of(const group_t *g, int rank, uint32_t round);
 
 /* compare.c */
-int awaited(const group_t *g, const job_t *j, const algorithm_t *a);
+int awaited(const group_t *g, const work_t *j, const algorithm_t *a);
 int round_there(const group_t *g, int from, uint32_t round);
-int round_compare(group_t *g, job_t *job, uint32_t until);
-int round_meet(group_t *g, job_t *job, int from);
-int round_met(group_t *g, job_t *job, int from);
-int round_settle(group_t *g, job_t *job, uint32_t most);
+int round_compare(group_t *g, work_t *work, uint32_t until);
+int round_meet(group_t *g, work_t *work, int from);
+int round_met(group_t *g, work_t *work, int from);
+int round_settle(group_t *g, work_t *work, uint32_t most);
 int disagree(group_t *g, int status);
 
 /* move.c */
-int job_tiny(const group_t *g, const job_t *j);
+int work_tiny(const group_t *g, const work_t *j);
 
-/* job.c */
-const algorithm_t *choose(const group_t *g, const job_t *job);
-const algorithm_t *job_direct_form(const group_t *g, const job_t *job); /* NULL: none for this one */
-void job_patience(group_t *g, int behind);
-void job_enter(group_t *g, job_t *job);
-void job_start_round(group_t *g, job_t *job, const algorithm_t *a, size_t k);
-int job_take_round(group_t *g, job_t *job, const algorithm_t *a, size_t k);
-int job_end_round(group_t *g, job_t *job, const algorithm_t *a, size_t k, int checked);
-int job_run_rounds(group_t *g, job_t *job, const algorithm_t *a, size_t k, size_t filled, int checked);
-int job_single(const group_t *g, const job_t *job);
-int job_full(const group_t *g);
-int job_ready(group_t *g, job_t *job);
-int job_run(group_t *g, job_t *job);
+/* work.c */
+const algorithm_t *choose(const group_t *g, const work_t *work);
+const algorithm_t *work_direct_form(const group_t *g, const work_t *work); /* NULL: none for this one */
+void work_patience(group_t *g, int behind);
+void work_enter(group_t *g, work_t *work);
+void work_start_round(group_t *g, work_t *work, const algorithm_t *a, size_t k);
+int work_take_round(group_t *g, work_t *work, const algorithm_t *a, size_t k);
+int work_end_round(group_t *g, work_t *work, const algorithm_t *a, size_t k, int checked);
+int work_run_rounds(group_t *g, work_t *work, const algorithm_t *a, size_t k, size_t filled, int checked);
+int work_single(const group_t *g, const work_t *work);
+int work_full(const group_t *g);
+int work_ready(group_t *g, work_t *work);
+int work_run(group_t *g, work_t *work);
 
 /* progress.c */
-int job_submit(group_t *g, job_t *job, int async);
-int group_settle(group_t *g, job_t *job);
-int job_dash(group_t *g, job_t *j);
-int job_dash_end(group_t *g, job_t *j);
-int job_go_on(group_t *g, job_t *j);
-int job_finish(group_t *g, job_t *job, double seconds);
-int job_test(group_t *g, job_t *job);
+int work_submit(group_t *g, work_t *work, int async);
+int group_settle(group_t *g, work_t *work);
+int work_try(group_t *g, work_t *j);
+int work_try_end(group_t *g, work_t *j);
+int work_resume(group_t *g, work_t *j);
+int work_finish(group_t *g, work_t *work, double seconds);
+int work_test(group_t *g, work_t *work);
 int group_stop(group_t *g);
 
 /* reduce.c: dst[0..count) of each of `ndst` = fold over `nsrc` sources, in their order; AVG divides by nsrc */
@@ -245,16 +245,16 @@ void slots_note_cell(group_t *g, size_t bytes, double seconds);
 /* p2p.c */
 typedef struct message message_t;
 size_t p2p_bytes(int size);
-int p2p_dash(group_t *g, int send, int peer, char *data, size_t bytes);
+int p2p_try(group_t *g, int send, int peer, char *data, size_t bytes);
 message_t *p2p_start(group_t *g, int send, int peer, int tag, char *data, size_t bytes, int alone);
 int p2p_finish(group_t *g, message_t *m, double seconds, int *peer, size_t *got);
 int p2p_test(group_t *g, message_t *m);
 void p2p_stop(group_t *g);
 
-static inline const char *in_at(const job_t *j, int rank) {
+static inline const char *in_at(const work_t *j, int rank) {
     return j->ins ? (const char *)(uintptr_t)j->ins[rank] : j->in + (size_t)rank * j->in_stride;
 }
-static inline char *out_at(const job_t *j, int rank) {
+static inline char *out_at(const work_t *j, int rank) {
     return j->outs ? (char *)(uintptr_t)j->outs[rank] : j->out + (size_t)rank * j->out_stride;
 }
 static inline void pause_cpu(void) {

@@ -1,9 +1,12 @@
-"""Marks in a whole step's graph that say where a value shall be: what plans write and the expansion obeys."""
+"""Sharding constraints: calls in a whole step's graph that say how a value shall be placed for its readers.
+
+Plans write them; the expansion brings the value there by the collective that this takes.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,31 +14,46 @@ from torch import fx
 
 from wholestep.ir import Phase, info, set_info
 from wholestep.spmd.expand.graph_edits import Choice, reroute
-from wholestep.spmd.placements import Placement, Shard
+from wholestep.spmd.placements import Partial, Placement, Shard
 
 
-def place(value: Any) -> Any:
-    """Its argument: the record of the node that calls it says the placement."""
+@dataclass(frozen=True)
+class Constraint:
+    """What the record of a constraint's node says.
+
+    Attributes:
+        to: the placement for the readers.
+        addends: in the local view: what the ranks' own values are to one another; they are reduced.
+        names: of the parameters whose gradients are reduced, for buckets and reports.
+    """
+
+    to: Placement
+    addends: Partial | None = None
+    names: tuple[str, ...] = ()
+
+
+def sharding_constraint(value: Any) -> Any:
+    """Its argument: the record of the node that calls it has the `Constraint`."""
     return value
 
 
-def placed(node: fx.Node, placement: Placement, phase: Phase, chosen: Choice) -> fx.Node | None:
-    """Has the chosen readers of a value, and of its views, read it as placed; None when there are none.
+def constrain(node: fx.Node, constraint: Constraint, phase: Phase, chosen: Choice) -> fx.Node | None:
+    """Has the chosen readers of a value, and of its views, read it as constrained; None when there are none.
 
     Args:
-        phase: for the records of the mark and of views that are made anew.
+        phase: for the records of the constraint and of views that are made anew.
     """
     if not node.users:
         return None
-    # a placeholder's mark comes after all placeholders; nodes compare by their place in the graph
+    # a placeholder's constraint comes after all placeholders; nodes compare by their place in the graph
     following = node.next if node.op == "call_function" else min(node.users)
     with node.graph.inserting_before(following):
-        mark = node.graph.call_function(place, (node,))
-    set_info(mark, replace(info(node), phase=phase, placement=placement))
-    reroute(node, mark, lambda reader: reader is not mark and chosen(reader), phase)
-    if mark.users:
-        return mark
-    node.graph.erase_node(mark)
+        made = node.graph.call_function(sharding_constraint, (node,))
+    set_info(made, replace(info(node), phase=phase, placement=constraint))
+    reroute(node, made, lambda reader: reader is not made and chosen(reader), phase)
+    if made.users:
+        return made
+    node.graph.erase_node(made)
     return None
 
 

@@ -1,4 +1,4 @@
-"""The tape: the graph under construction, its placeholders, and the memory of the tensors that it makes."""
+"""The graph under construction: its calls, placeholders and constants, each with a record of where it comes from."""
 
 from __future__ import annotations
 
@@ -13,27 +13,36 @@ from torch import fx
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, sequence_number
-from wholestep.trace.functionalize.aliases import Geometry, Ref, Storage
-from wholestep.trace.numbers.symbolic_sizes import held
+from wholestep.trace.functionalize.aliases import Ref, new_root
+from wholestep.trace.numbers.symbolic_sizes import Sizes, held
 from wholestep.trace.outputs.leaks import Watch
-from wholestep.trace.record.options import Setting
-from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.provenance import Provenance, user_line
 
 
-class Tape:
-    """The graph of one run of a step."""
+class GraphBuilder:
+    """Writes the graph of one run of a step.
 
-    def __init__(self, setting: Setting) -> None:
-        sizes = setting.sizes
-        self.whereabouts, self.sizes = setting.whereabouts, sizes
+    Args:
+        provenance: follows modules and optimizers.
+        sizes: holds the symbols of tensors whose sizes are some.
+
+    Attributes:
+        fake_mode: that of all fake tensors of the run.
+        inputs: one for each placeholder.
+        gradients: which gradients each backward of the step left, for data parallelism.
+        watch: weak references to what must not outlive the trace.
+    """
+
+    def __init__(self, provenance: Provenance, sizes: Sizes | None = None) -> None:
+        self.provenance, self.sizes = provenance, sizes
         self.graph = fx.Graph()
         self.fake_mode = sizes.mode if sizes else strict_fake_mode()
         self.inputs: list[Input] = []
-        self.taken: set[str] = set()
         self.constants: dict[str, torch.Tensor] = {}
         self.gradients: list[Gradient] = []
-        self.last_placeholder: fx.Node | None = None
         self.watch = Watch()
+        self._taken: set[str] = set()
+        self._last_placeholder: fx.Node | None = None
 
     def emit(
         self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, value: Any = None
@@ -41,31 +50,27 @@ class Tape:
         """Adds a call; runs it on the fake values of its arguments unless the value is given."""
         kwargs = kwargs or {}
         if value is None:
-            value = self._run(target, args, kwargs)
+            fakes = map_leaves(fake_value, args), map_leaves(fake_value, kwargs)
+            with self.fake_mode, torch.no_grad(), below_autograd():
+                value = target(*fakes[0], **fakes[1])
         if self.sizes is not None:
             args, kwargs = map_leaves(held, args), map_leaves(held, kwargs)
-        node = self.graph.call_function(target, args, kwargs)
-        return set_info(node, self._record(value))
+        return set_info(self.graph.call_function(target, args, kwargs), self._record(value))
 
-    def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        fakes = map_leaves(fake_value, args), map_leaves(fake_value, kwargs)
-        with self.fake_mode, torch.no_grad(), below_autograd():
-            return target(*fakes[0], **fakes[1])
-
-    def note(self) -> int:
+    def note_module(self) -> int:
         """Notes whose module the autograd node belongs to that was made last; gives its sequence number.
 
         Autograd makes an operator's node before it calls the operator.
         """
         seq = max(sequence_number() - 1, 0)
-        self.whereabouts.module_of_seq.setdefault(seq, self.whereabouts.module())
+        self.provenance.module_of_seq.setdefault(seq, self.provenance.module())
         return seq
 
     def _record(self, value: Any) -> NodeInfo:
-        place = self.whereabouts
+        place = self.provenance
         seq = place.seq()
         if seq is None:
-            seq, module = self.note(), place.module()
+            seq, module = self.note_module(), place.module()
         else:
             module = place.module_of_seq.get(seq, "")
         return NodeInfo(value, place.phase(), seq, user_line(), module)
@@ -75,33 +80,26 @@ class Tape:
         with no_modes():  # a source may print a tensor
             source = str(source)
         name = self._name(source)
-        position = self.last_placeholder
-        with self.graph.inserting_after(position) if position else self.graph.inserting_before(self._first()):
-            node = self.graph.placeholder(name)
-        self.last_placeholder = node
+        first = next(iter(self.graph.nodes), None)
+        last = self._last_placeholder
+        with self.graph.inserting_after(last) if last else self.graph.inserting_before(first):
+            node = self._last_placeholder = self.graph.placeholder(name)
         self.inputs.append(Input(str(node.target), source, kind))
         return set_info(node, NodeInfo(value))
-
-    def _first(self) -> fx.Node | None:
-        return next(iter(self.graph.nodes), None)
 
     def _name(self, source: str) -> str:
         name = re.sub(r"\W+", "_", re.sub(r"^[LGC]\['(\w+)'\]", r"\1", source)).strip("_") or "value"
         if name[0].isdigit() or keyword.iskeyword(name):
             name = f"v_{name}"
         unique, count = name, 1
-        while unique in self.taken:
+        while unique in self._taken:
             unique, count = f"{name}_{count}", count + 1
-        self.taken.add(unique)
+        self._taken.add(unique)
         return unique
 
     def root(self, fake: torch.Tensor, node: fx.Node) -> Ref:
         """Makes a tensor the root of memory of its own, with a node's value as content."""
-        storage = Storage(node)
-        ref = Ref(storage, Geometry.of(fake), node=node, generation=0)
-        storage.root = ref
-        fake.wholestep_ref = ref  # type: ignore[attr-defined]
-        return ref
+        return new_root(fake, node, self.emit)
 
     def constant(self, real: torch.Tensor) -> torch.Tensor:
         """A tensor that the step builds from Python numbers: a constant of the graph."""
@@ -109,16 +107,17 @@ class Tape:
         self.constants[name] = real.detach().clone()
         with self.fake_mode:
             fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
-        node = set_info(self.graph.get_attr(name), self._record(self.value(fake)))
-        self.root(fake, node)
+        self.root(fake, set_info(self.graph.get_attr(name), self._record(self.detached(fake))))
         return fake
 
-    def value(self, fake: torch.Tensor) -> torch.Tensor:
-        """A fake of the same geometry for the graph to keep: the step's own tensor and memory can die."""
-        if fake.layout != torch.strided or fake.is_conj() or fake.is_neg():
+    def detached(self, value: Any) -> Any:
+        """A fake of the same geometry for the graph to keep: the step's own tensor and memory can be freed."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.layout != torch.strided or value.is_conj() or value.is_neg():
             with self.fake_mode, torch.no_grad(), below_autograd():
-                return fake.detach()
-        return empty_fake(self.fake_mode, fake)
+                return value.detach()
+        return empty_fake(self.fake_mode, value)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -13,13 +13,15 @@ from torch import fx
 from wholestep.ir import Input, NodeInfo, StepGraph, info, set_info
 from wholestep.spmd.expand.graph_edits import call, copy_step, kept, part_of_whole
 from wholestep.spmd.expand.redistribute import redistribute
-from wholestep.spmd.mesh import Line
+from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate, Shard, normal
 
 aten = torch.ops.aten
 
 
-def naive_expand(step: StepGraph, *, line: Line, placement_of: Callable[[Input, torch.Tensor], Placement]) -> StepGraph:
+def naive_expand(
+    step: StepGraph, *, group: AxisGroup, placement_of: Callable[[Input, torch.Tensor], Placement]
+) -> StepGraph:
     """The step of one rank of a line, which holds parts of some inputs; see `expand`.
 
     Args:
@@ -37,30 +39,30 @@ def naive_expand(step: StepGraph, *, line: Line, placement_of: Callable[[Input, 
         if isinstance(info(node).value, torch.Tensor):
             places[index] = placement(item, info(node).value)
             if isinstance(places[index], Shard):
-                _gather(node, item.source, places[index], line)
+                _gather(node, item.source, places[index], group)
     outputs, (out,) = list(step.outputs), (node for node in step.graph.nodes if node.op == "output")
     with step.graph.inserting_before(out):
-        for index, home in step.signature.homes.items():
+        for index, home in step.signature.state_outputs.items():
             whole = info(outputs[index])
             wanted = placement(home, whole.value)
-            outputs[index] = kept(_cut(outputs[index], wanted, line), whole, wanted, line)
+            outputs[index] = kept(_cut(outputs[index], wanted, group), whole, wanted, group)
         for index, into in step.signature.mutations.items():
-            outputs[index] = _cut(outputs[index], places[into], line)
+            outputs[index] = _cut(outputs[index], places[into], group)
     out.args = (tuple(outputs),)
     step.graph.lint()
     step.gm.recompile()
     return step
 
 
-def _gather(node: fx.Node, source: str, placement: Placement, line: Line) -> None:
+def _gather(node: fx.Node, source: str, placement: Placement, group: AxisGroup) -> None:
     """Makes an input the rank's part, and all its readers read the whole."""
     assert isinstance(placement, Shard)
     record, readers = info(node), list(node.users)
     whole: torch.Tensor = record.value
     body = next(other for other in node.graph.nodes if other.op != "placeholder")
     with node.graph.inserting_before(body):
-        set_info(node, part_of_whole(record, placement, line))
-        gathered = _redistributed(node, whole, placement, Replicate(), line, NodeInfo(None, placement=(source,)))
+        set_info(node, part_of_whole(record, placement, group))
+        gathered = _redistributed(node, whole, placement, Replicate(), group, NodeInfo(None, placement=(source,)))
         if info(gathered).value.stride() != whole.stride():
             layout = {"dtype": whole.dtype, "device": whole.device}
             place = list(whole.shape), list(whole.stride())
@@ -72,18 +74,18 @@ def _gather(node: fx.Node, source: str, placement: Placement, line: Line) -> Non
         reader.replace_input_with(node, gathered)
 
 
-def _cut(node: fx.Node, placement: Placement, line: Line) -> fx.Node:
+def _cut(node: fx.Node, placement: Placement, group: AxisGroup) -> fx.Node:
     """The rank's part of a value, in memory of its own."""
     if not isinstance(placement, Shard):
         return node
-    mine = _redistributed(node, info(node).value, Replicate(), placement, line, NodeInfo(None, "optimizer"))
+    mine = _redistributed(node, info(node).value, Replicate(), placement, group, NodeInfo(None, "optimizer"))
     layout = {"memory_format": torch.contiguous_format}
     return call(node.graph, aten.clone.default, mine, phase="optimizer", keywords=layout)
 
 
 def _redistributed(
-    node: fx.Node, whole: torch.Tensor, old: Placement, new: Placement, line: Line, record: NodeInfo
+    node: fx.Node, whole: torch.Tensor, old: Placement, new: Placement, group: AxisGroup, record: NodeInfo
 ) -> fx.Node:
     return redistribute(
-        node.graph, node, whole.shape, [old], [new], [line], phase=record.phase, placement=record.placement
+        node.graph, node, whole.shape, [old], [new], [group], phase=record.phase, names=record.placement or ()
     )

@@ -1,0 +1,67 @@
+"""Collectives called inside a traced program: each becomes its operator.
+
+While a dispatch mode records (or the tensors are fake) a collective does not run: it becomes its ``wholestep::``
+operator, and ``work.wait()`` becomes exactly one ``wait``, put before the first use of the result. In-place forms
+become ``all_reduce_`` and ``wait_``, which the recorder makes pure as it does any in-place call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from wholestep.comm.process_group import ProcessGroup
+from wholestep.comm.work import Work
+from wholestep.torch_compat import FakeTensor, dispatch_modes_active
+
+
+def is_traced(tensor: torch.Tensor | None) -> bool:
+    """True when a call on this tensor, or on none, is to be recorded, not run."""
+    return dispatch_modes_active() or isinstance(tensor, FakeTensor)
+
+
+class TracedWork(Work):
+    """Collectives in a recorded program: `wait` records the waiting, once."""
+
+    def __init__(self, finish: list[Callable[[], None]], result: list[torch.Tensor]) -> None:
+        self._finish, self._result = finish, result
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        while self._finish:
+            self._finish.pop(0)()
+        return True
+
+
+def in_place(name: str, tensors: list[torch.Tensor], group: ProcessGroup, *args: Any) -> TracedWork:
+    """``wholestep::name`` on each tensor now, or on a contiguous copy, ``wholestep::wait_`` at the wait."""
+    return TracedWork([_in_place(name, tensor, group, *args) for tensor in tensors], tensors)
+
+
+def _in_place(name: str, tensor: torch.Tensor, group: ProcessGroup, *args: Any) -> Callable[[], None]:
+    ops, dense = torch.ops.wholestep, tensor if tensor.is_contiguous() else tensor.contiguous()
+    getattr(ops, name)(dense, *args, group.group_name)
+
+    def finish() -> None:
+        ops.wait_(dense)
+        if dense is not tensor:  # waiting for a copy of what the collective gives would be waiting for nothing
+            tensor.copy_(dense)
+
+    return finish
+
+
+def into(name: str, outputs: list[torch.Tensor], inputs: Any, group: ProcessGroup, *args: Any) -> TracedWork:
+    """The pure operator now; at the wait its result is cut into the outputs, in order, if there are any."""
+    ops = torch.ops.wholestep
+    flat = getattr(ops, name)(inputs, *args, group.group_name)
+
+    def finish() -> None:
+        whole = ops.wait(flat)
+        if outputs:
+            parts = whole.reshape(-1).split([out.numel() for out in outputs])
+            for out, part in zip(outputs, parts, strict=True):
+                out.copy_(part.view(out.shape))
+
+    return TracedWork([finish], outputs)

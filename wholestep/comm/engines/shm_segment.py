@@ -1,0 +1,68 @@
+"""How the ranks of one host come to share a group's memory: rank 0 makes it and shows it to the others."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from wholestep.comm.diagnostics.debug_level import DebugLevel, get_debug_level
+from wholestep.comm.engines.hosts import host_identity
+from wholestep.comm.shared_tensors import native, no_room, unnamed_file
+from wholestep.comm.stores.store import Store
+from wholestep.comm.stores.store_barrier import barrier_keys, forget, give_up, leave_together, store_based_barrier
+from wholestep.errors import DistBackendError, DistError
+
+
+def attach(store: Store, rank: int, size: int, timeout: timedelta) -> int:
+    """Returns the engine's handle when all ranks have mapped the memory.
+
+    Raises:
+        DistBackendError: the ranks are not on one host, or shared memory is full.
+        DistStoreError: not all ranks came within the time-out.
+    """
+    handle = 0
+    try:
+        handle = _map(store, rank, size)
+        store_based_barrier(rank, store, "shm", size, timeout)
+    except (DistError, ValueError) as failure:
+        if handle:
+            native.stop(handle)
+        elif isinstance(failure, DistError):
+            why = DistBackendError(f"rank {rank} of the group cannot go on: {failure}")
+            give_up(store, "shm", why)
+            if rank == 0:
+                store.set("segment", f"- - {why}")
+        if isinstance(failure, DistBackendError):
+            leave_together(store, "shm", size)
+        raise
+    forget(store, "shm", size, ["segment", *barrier_keys("shm", size)])
+    native.ready(handle, get_debug_level() is DebugLevel.DETAIL)
+    return handle
+
+
+def _map(store: Store, rank: int, size: int) -> int:
+    length = native.group_bytes(size)
+    host = host_identity()  # else /proc could show us somebody else's process
+    if rank == 0:
+        fd = unnamed_file(length, "shm group")
+    else:
+        pid, number, text = store.get("segment").decode().split(" ", 2)
+        if pid == "-":
+            raise DistBackendError(text)
+        if text != host:
+            raise DistBackendError(f"shm: ranks {rank} and 0 of the group are on different hosts")
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as failure:
+            raise DistBackendError(
+                f"shm group: the memory of rank 0, process {pid}, cannot be opened: {failure}; has it ended, or "
+                "is it another user's?"
+            ) from failure
+    try:
+        handle = int(native.attach(fd, rank, size))
+    except OSError as failure:
+        os.close(fd)
+        raise no_room(length, "shm group", failure) from failure
+    if rank == 0:
+        store.set("segment", f"{os.getpid()} {fd} {host}")  # now that there is room for it
+    return handle

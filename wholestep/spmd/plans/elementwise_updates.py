@@ -1,0 +1,116 @@
+"""Which parameters' updates are elementwise, so that each rank can update some rows alone.
+
+From a parameter's optimizer states and its gradient on: whatever reads them, or what was made of them, must be an
+elementwise call over the parameter's shape in the optimizer, until it is the new value of the parameter or of a state.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from wholestep.ir import GETITEM, StepGraph, info, is_effectful
+from wholestep.spmd.expand.graph_edits import is_view
+from wholestep.spmd.plans.global_view import owner_of
+from wholestep.spmd.rules.foreach import is_on_lists
+from wholestep.torch_compat import OpOverload
+
+Readers = Mapping[fx.Node, Sequence[fx.Node]]
+
+
+class ElementwiseUpdates:
+    """The updates of one step."""
+
+    def __init__(self, step: StepGraph) -> None:
+        inputs, outputs = list(zip(step.placeholders, step.signature.inputs, strict=True)), step.outputs
+        self._states: dict[str, list[fx.Node]] = defaultdict(list)  # by the source of the parameter
+        for node, given in inputs:
+            if given.kind == "state":
+                self._states[owner_of(given)].append(node)
+        self._owners: dict[fx.Node, set[str]] = defaultdict(set)  # result of the step -> whose new value or state it is
+        for index, value in enumerate(outputs):
+            into = step.signature.mutations.get(index)
+            item = step.signature.state_outputs.get(index) if into is None else step.signature.inputs[into]
+            owner = "" if item is None else item.source if item.kind == "parameter" else owner_of(item)
+            kept = item is not None and item.kind in ("parameter", "state")
+            if isinstance(value, fx.Node):
+                self._owners[value].add(owner if kept else "")
+        self._new = {outputs[index]: inputs[into][0] for index, into in step.signature.mutations.items()}
+        self._items: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)  # results of calls on lists
+        for node in step.graph.nodes:
+            column = _column_of(node)
+            if column is not None:
+                self._items[column].append(node)
+
+    def of_states(self, source: str, parameter: fx.Node) -> bool:
+        """True when an update reads states of the parameter's shape, elementwise."""
+        states = self._states_of(source, parameter)
+        return bool(states) and self.of(source, parameter, {})
+
+    def of(self, source: str, parameter: fx.Node, gradient: Readers) -> bool:
+        """True for an elementwise update.
+
+        Args:
+            source: of the parameter.
+            gradient: the node that gives it -> those of its readers that count; empty where it need not be split.
+        """
+        like, updated = info(parameter).value, False
+        ahead = [*self._states_of(source, parameter), *gradient]
+        seen = set(ahead)
+        while ahead:
+            node = ahead.pop()
+            if self._owners.get(node, {source}) != {source}:  # it is an output, or another parameter's
+                return False
+            if self._new.get(node) is parameter:
+                updated = True
+                continue
+            for result in self._results(node, gradient.get(node, list(node.users))):
+                if result is None or not _is_elementwise(result, like):
+                    return False
+                ahead += [] if result in seen else [result]
+                seen.add(result)
+        return updated
+
+    def _states_of(self, source: str, parameter: fx.Node) -> list[fx.Node]:
+        return [node for node in self._states[source] if _is_alike(info(node).value, info(parameter).value)]
+
+    def _results(self, node: fx.Node, users: Sequence[fx.Node]) -> Iterator[fx.Node | None]:
+        """What is made of a value: of operators on lists, their results at its places; None where it is not known."""
+        for user in users:
+            if user.op == "output":
+                continue
+            if is_on_lists(user.target):
+                lists = [one for one in (*user.args, *user.kwargs.values()) if isinstance(one, (list, tuple))]
+                places = {index for one in lists for index, item in enumerate(one) if item is node}
+                results = [result for index in places for result in self._items[user, index]]
+                yield from results or (None,)
+            else:
+                yield user
+
+
+def _column_of(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """For a result of an operator on lists: the call, and the result's place in the lists."""
+    if node.target is not GETITEM or not isinstance(info(node).value, torch.Tensor):
+        return None
+    owner = node.args[0]
+    while isinstance(owner, fx.Node) and owner.target is GETITEM:
+        owner = owner.args[0]
+    assert isinstance(owner, fx.Node) and isinstance(node.args[1], int)
+    return (owner, node.args[1]) if is_on_lists(owner.target) else None
+
+
+def _is_alike(value: object, like: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == like.shape and value.is_contiguous()
+
+
+def _is_elementwise(node: fx.Node, like: torch.Tensor) -> bool:
+    """Random numbers of a part are not the part of random numbers; gradients' sums are reduced before that."""
+    if is_view(node) and _column_of(node) is None:
+        return True
+    if not _is_alike(info(node).value, like) or is_effectful(node):
+        return False
+    pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return info(node).phase != "backward" and (pointwise or _column_of(node) is not None)

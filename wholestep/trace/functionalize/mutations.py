@@ -1,0 +1,192 @@
+"""Mutations: in-place calls, `out=`, and operators that write undeclared, as calls of their functional variants."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.errors import UnsupportedError
+from wholestep.functional import Functionalized, written_arguments
+from wholestep.torch_compat import FakeTensor, OpOverload
+from wholestep.trace.functionalize.aliases import Geometry, Ref
+from wholestep.trace.operators import tables
+from wholestep.trace.operators.tables import Variant, all_args
+from wholestep.trace.record.graph_builder import fake_value, map_leaves
+from wholestep.trace.record.inputs import Inputs
+from wholestep.trace.record.provenance import user_line
+
+aten = torch.ops.aten
+
+
+class Mutations:
+    """Turns the writes of one run into new values."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.builder = inputs, inputs.builder
+
+    def record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator whose schema says that it writes; gives back the very tensors that it was given."""
+        in_loop = tables.is_list_op(func)
+        if in_loop and self._overlap(args, kwargs):
+            count = len(args[0])
+            for index in range(count):  # one after the other: a later tensor sees an earlier one's write
+                only = partial(_only, index, count)
+                self.record(func, tuple(map(only, args)), {k: only(v) for k, v in kwargs.items()})
+            return None
+        written = self._written(func, args, kwargs, written_arguments(func))
+        if func not in tables.CONSTANT_WRITES:
+            if not (func is aten.copy_.default and self._same_elements(args[0], args[1])):
+                _refuse_repeats(func, [self.inputs.ref(t).geometry for t in written])
+            if not in_loop:
+                self._refuse_partial_overlap(written, args, kwargs)
+        out = None
+        if not in_loop:
+            out = self.inputs.run(func, args, kwargs)
+            for tensor in written:
+                self._check_geometry(func, tensor)
+        elif func._schema.name.startswith("aten::_foreach_"):  # on the CPU they are a loop of in-place calls
+            torch.autograd.graph.increment_version([t for t in written if t.device.type == "cpu"])
+        node = self._write(func, tables.functional_variant(func), written, args, kwargs)
+        return self._given_back(func, node, out, args, kwargs)
+
+    def record_undeclared(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that writes without saying so: its functional variant and its own results."""
+        positions = tables.HIDDEN_WRITES[func]
+        written = self._written(func, args, kwargs, positions)
+        out = self.inputs.run(func, args, kwargs)
+        node = self._write(func, Variant(Functionalized(func, positions)), written, args, kwargs)
+        for index, item in enumerate(out):
+            self.builder.root(item, self._part(node, index))
+        return out
+
+    def _part(self, node: fx.Node, index: int) -> fx.Node:
+        return self.builder.emit(operator.getitem, (node, index))
+
+    def _same_elements(self, one: torch.Tensor, two: torch.Tensor) -> bool:
+        """Whether each element of a tensor is the other's: a copy then returns before it looks at layouts."""
+        ours, theirs = self.inputs.ref(one), self.inputs.ref(two)
+        return ours.storage is theirs.storage and ours.geometry == theirs.geometry
+
+    def _refuse_partial_overlap(self, written: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        """ATen's kernels refuse to write where they still read; fake tensors have no addresses to see that."""
+        read = [self.inputs.ref(t) for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+        for one in map(self.inputs.ref, written):
+            if any(one.storage is two.storage and one.geometry.overlaps_partly(two.geometry) for two in read):
+                raise RuntimeError(
+                    "unsupported operation: some elements of the input tensor and the written-to tensor refer "
+                    "to a single memory location. Please clone() the tensor before performing the operation."
+                )
+
+    def _overlap(self, args: Any, kwargs: Any) -> bool:
+        """Whether two tensors of a list operator share memory."""
+        if len(args[0]) < 2:
+            return False
+        written = [id(self.inputs.ref(t).storage) for t in args[0]]
+        others = [t for group in (*args[1:], *kwargs.values()) if isinstance(group, list) for t in group]
+        read = [id(self.inputs.ref(t).storage) for t in others if isinstance(t, torch.Tensor)]
+        return len(set(written)) < len(written) or any(
+            storage in written and written.index(storage) != index % len(written) for index, storage in enumerate(read)
+        )
+
+    def _written(self, func: Any, args: Any, kwargs: Any, positions: tuple[int, ...]) -> list[torch.Tensor]:
+        """The tensors that a call writes, in schema order."""
+        bound = all_args(func, args, kwargs)
+        tensors: list[torch.Tensor] = []
+        for position in positions:
+            if position == 1 and tables.is_fused(func) and not tables.is_scaled(func, args, kwargs):
+                continue  # gradients are only written when they are unscaled
+            item = bound.get(position)
+            tensors.extend([item] if isinstance(item, torch.Tensor) else [t for t in item or () if t is not None])
+        return tensors
+
+    def _write(self, func: Any, variant: Variant, written: list[torch.Tensor], args: Any, kwargs: Any) -> fx.Node:
+        """Records the functional variant and makes its results the written tensors' content."""
+        kept = {k: v for k, v in kwargs.items() if k not in variant.drop}
+        kept |= tables.defaults(func, variant, len(args), kwargs)
+        refs = [self.inputs.ref(t) for t in written]
+        reads = map_leaves(self.inputs.operand, args), map_leaves(self.inputs.operand, kept)
+        scaled = tables.is_fused(func) and tables.is_scaled(func, args, kwargs)
+        value = self._like_written(func, *reads) if scaled else None
+        node = self.builder.emit(variant.target, *reads, value=value)
+        news = [*self._new_values(func, variant, node, len(written), scaled)]
+        on_clones = isinstance(variant.target, Functionalized)
+        if not on_clones and not tables.is_list_op(func) and _permutes(refs, news):
+            return self._write(func, Variant(Functionalized(func)), written, args, kwargs)
+        for ref, new in zip(refs, news, strict=True):
+            ref.write(new)
+        return node
+
+    def _like_written(self, func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], ...]:
+        """The value of a fused optimizer's functional variant, whose kernel looks at the scale of the gradients."""
+        bound = all_args(func, args, kwargs)
+        with self.builder.fake_mode:
+            return tuple([torch.empty_like(fake_value(n)) for n in bound[i]] for i in written_arguments(func))
+
+    def _new_values(self, func: Any, variant: Variant, node: fx.Node, count: int, scaled: bool) -> Iterator[fx.Node]:
+        value = node.meta["info"].value
+        if isinstance(value, torch.Tensor):
+            yield node
+        elif isinstance(variant.target, Functionalized):
+            yield from (self._part(node, index) for index in range(len(value) - count, len(value)))
+        else:
+            for index, item in enumerate(value):
+                if isinstance(item, torch.Tensor):
+                    yield self._part(node, index)
+                elif item and not (index == 1 and tables.is_fused(func) and not scaled):
+                    group = self._part(node, index)
+                    yield from (self._part(group, inner) for inner in range(len(item)))
+
+    def _given_back(self, func: Any, node: fx.Node, out: Any, args: Any, kwargs: Any) -> Any:
+        """The very tensors that were written where the schema returns them, new ones where it does not."""
+        returns = func._schema.returns
+        pairs = zip(func._schema.arguments, tables.positional(func, args, kwargs), strict=True)
+        by_alias = {tuple(a.alias_info.before_set): given for a, given in pairs if a.alias_info}
+        outs = out if isinstance(out, (tuple, list)) else (out,) * min(1, len(returns))
+        results = zip(returns, outs, strict=False)
+        given = [by_alias.get(tuple(r.alias_info.before_set), item) if r.alias_info else item for r, item in results]
+        fresh = [g for g in given if isinstance(g, FakeTensor) and not hasattr(g, "wholestep_ref")]
+        for index, item in enumerate(fresh):  # an operator on clones gives its own results first
+            self.builder.root(item, self._part(node, index))
+        return None if not given else given[0] if len(given) == 1 else tuple(given)
+
+    def _check_geometry(self, func: Any, tensor: torch.Tensor) -> None:
+        geometry, now = self.inputs.ref(tensor).geometry, self.inputs.fake(tensor)
+        if not geometry.holds(now):
+            raise UnsupportedError(
+                f"{func} resized {self.inputs.describe(tensor)} from {list(geometry.shape)} to {list(now.shape)}",
+                user_line(),
+                "give it an output of the right shape",
+            )
+
+
+def _refuse_repeats(func: OpOverload, places: list[Geometry]) -> None:
+    """Refuses writes to several elements at one address: with eager's error, or ours where its result is undefined."""
+    repeats = any(place.repeats for place in places)
+    if not repeats and not any(place.overlaps for place in places):
+        return
+    if func._schema.name in tables.EAGER_REPEATS or not repeats:
+        raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
+    raise RuntimeError(
+        "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+        "location. Please clone() the tensor before performing the operation."
+    )
+
+
+def _permutes(refs: list[Ref], news: list[fx.Node]) -> bool:
+    """Whether a functional variant gives dimensions in another order than the memory has them that eager writes to.
+
+    The kernel goes through its operands in another order then, and may round otherwise.
+    """
+    pairs = [(ref.geometry, fake_value(new)) for ref, new in zip(refs, news, strict=True)]
+    return any(place.shape == value.shape and not place.repeats and not place.orders(value) for place, value in pairs)
+
+
+def _only(index: int, count: int, argument: Any) -> Any:
+    """The part of a list operator's argument that concerns one of its tensors."""
+    whole = isinstance(argument, (list, tuple)) and len(argument) == count
+    return [argument[index]] if whole else argument

@@ -1,0 +1,129 @@
+"""View operators, in place or not: each result is another `Ref` into the storage of its operand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from wholestep.errors import UnsupportedError
+from wholestep.torch_compat import below_autograd, no_modes
+from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
+from wholestep.trace.functionalize.storage_resize import StorageSizes
+from wholestep.trace.numbers.symbolic_sizes import is_made
+from wholestep.trace.operators.kernel_checks import check_strided, check_view
+from wholestep.trace.operators.tables import functional_view
+from wholestep.trace.record.graph_builder import map_leaves
+from wholestep.trace.record.inputs import Inputs, ReshapedInput
+from wholestep.trace.record.provenance import user_line
+
+aten = torch.ops.aten
+
+# Views of the whole tensor, of the same shape: the result is the same `Ref`.
+TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+RESIZES = {aten.resize_.default, aten.resize_as_.default}
+
+
+class Views:
+    """Records the views of one run."""
+
+    def __init__(self, inputs: Inputs, storages: StorageSizes) -> None:
+        self.inputs, self.builder, self.storages = inputs, inputs.builder, storages
+
+    def record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator whose results are views of its first argument."""
+        base = self.inputs.ref(args[0])
+        if func is aten.view.default and (base.geometry.repeats or self.builder.sizes is None):
+            check_view(base.geometry, args[1])
+        if func is aten.as_strided.default and self.builder.sizes is None:
+            check_strided(self.inputs.fake(args[0]), self._memory_behind(args[0], base), *args[1:], **kwargs)
+        self.builder.note_module()
+        if func is aten.as_strided.default and (len(args) > 3 and args[3] is not None or kwargs.get("storage_offset")):
+            self.inputs.read_offset(args[0])
+        out = self.inputs.run(func, args, kwargs)
+        if func is aten.view.default and any(type(size) is int and size == 0 for size in out.shape):
+            # torch caches the fake of such a view as memory of its own, which begins at 0
+            place = list(out.shape), list(out.stride()), self.inputs.fake(args[0]).storage_offset()
+            out = self.inputs.run(aten.as_strided.default, (args[0], *place), {})
+        if isinstance(out, torch.Tensor):
+            self._alias(out, base, func, args, kwargs, None)
+        else:
+            for index, item in enumerate(out):
+                self._alias(item, base, func, args, kwargs, index)
+        return out
+
+    def _memory_behind(self, tensor: torch.Tensor, ref: Ref) -> Any:
+        """A tensor with as much memory as a tensor of the step has: of an input, fakes know its own elements alone."""
+        item = self.inputs.items[ref.storage.input] if ref.storage.input is not None else None
+        resized = any(size.item is item for size in self.storages.known)
+        return self.inputs.fake(tensor) if item is None or resized else item.value
+
+    def _alias(self, out: Any, base: Ref, func: Any, args: Any, kwargs: Any, index: int | None) -> None:
+        if func in TRANSPARENT:
+            out.wholestep_ref = base
+        elif func is aten.as_strided.default:
+            # its numbers count from the start of the memory, whatever view it is taken from
+            self.inputs.check_reach(Geometry.of(out), base.whole)
+            out.wholestep_ref = base.strided(Geometry.of(out))
+        else:
+            rest, named = tuple(map_leaves(self.inputs.operand, args[1:])), map_leaves(self.inputs.operand, kwargs)
+            out.wholestep_ref = Ref(base.storage, Geometry.of(out), base, func, rest, named, index)
+
+    def record_inplace(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`t_`, `unsqueeze_`, …: the tensor itself becomes a view of what it was."""
+        tensor, view = args[0], functional_view(func)
+        if view is not None:
+            self.inputs.run(view, args, kwargs)  # eager's own error first, if there is one
+        if not is_made(tensor):
+            return self._reshape_input(func, view, args, kwargs)
+        resized = func in RESIZES and self._fits(tensor, args[1])
+        if view is None and not resized:
+            raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
+        base = self.inputs.ref(tensor)
+        before = replace(base)
+        if base.storage.root is base:
+            base.storage.root = before
+        self.inputs.run(func, args, kwargs)
+        geometry = Geometry.of(tensor)
+        # `resize_` within the memory that there is gives a strided view of all of it
+        ref = base.strided(geometry) if resized else Ref(base.storage, geometry, before, view, tuple(args[1:]), kwargs)
+        tensor.wholestep_ref = ref
+        return tensor
+
+    def _reshape_input(self, func: Any, view: Any, args: Any, kwargs: Any) -> Any:
+        """An input that becomes a view of what it was: its alias while the step is traced, itself at each run."""
+        tensor = args[0]
+        can = view is not None and _can_have_an_alias(tensor) and not self.inputs.world.substitutes.parts
+        if can and id(tensor) not in self.inputs.world.substitutes.ids:
+            raise ReshapedInput(tensor)
+        base, before = self.inputs.ref(tensor), tensor.storage_offset()
+        item = self.inputs.of(tensor)
+        with self.builder.fake_mode, torch.no_grad(), below_autograd():
+            fake = func(item.fake.detach(), *args[1:], **kwargs)
+        if not can or fake.storage_offset() != item.fake.storage_offset():
+            raise UnsupportedError(
+                f"{func} changes the shape of {self.inputs.describe(tensor)}, which the step did not make",
+                user_line(),
+                "use the form that returns a view",
+            )
+        with no_modes(), torch.no_grad(), below_autograd():
+            func(*args, **kwargs)
+        assert tensor.storage_offset() == before
+        item.fake = fake
+        item.reshaped = Ref(base.storage, Geometry.of(fake), base, view, tuple(args[1:]), kwargs)
+        return tensor
+
+    def _fits(self, tensor: torch.Tensor, wanted: Any) -> bool:
+        """Whether a tensor can take another shape inside of the memory that it has."""
+        whole = self.inputs.ref(tensor).whole.geometry
+        count = math.prod(wanted.shape if isinstance(wanted, torch.Tensor) else wanted)
+        end = tensor.storage_offset() - whole.offset + count
+        return whole.is_dense and not whole.lazy and end <= elements(whole.shape)
+
+
+def _can_have_an_alias(tensor: torch.Tensor) -> bool:
+    """Not a leaf: gradients flow to itself."""
+    leaf = tensor.requires_grad and tensor.is_leaf
+    return type(tensor) is torch.Tensor and not tensor.is_inference() and not leaf

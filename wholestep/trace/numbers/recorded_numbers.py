@@ -1,0 +1,199 @@
+"""What the recorder does with host numbers: calls in the graph, decisions that become guards, and C++ doubles."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
+from wholestep.torch_compat import current_autograd_node, is_one_operator, no_modes, saved_numbers
+from wholestep.trace.numbers.host_numbers import HostNode, make_host
+from wholestep.trace.numbers.predicates import Predicate, decide, follows_from_numbers
+from wholestep.trace.numbers.symbolic_sizes import is_size
+from wholestep.trace.record.graph_builder import leaves, map_leaves
+from wholestep.trace.record.inputs import Inputs
+from wholestep.trace.record.provenance import user_line
+
+aten = torch.ops.aten
+
+
+class PythonCall:
+    """A call of torch's Python API; C++ may ask for numbers until the outermost one ends.
+
+    Attributes:
+        tokens: floats that stand for host numbers in it -> whether its operator has been given them.
+    """
+
+    def __init__(self, numbers: RecordedNumbers, function: Any, args: Any, kwargs: Any) -> None:
+        self.numbers, self.function, self.args, self.kwargs = numbers, function, args, kwargs
+        self.tokens: dict[float, bool] = {}
+
+    def __enter__(self) -> None:
+        self.numbers.call = self.numbers.call or self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self.numbers.call is self:
+            self.numbers.call = None
+            if error is None and not all(self.tokens.values()):
+                raise UnsupportedError(f"{self.function} computed with a number that may change", user_line())
+
+
+class RecordedNumbers:
+    """The host numbers of one run (`host_numbers.py`).
+
+    Attributes:
+        predicates: node that Python decided on -> the decision, a guard.
+        refusal: the first error of this run's, whether the step let it pass or not.
+        tokens: float that stands for a host number where C++ wants a double -> the number, and the names of the
+            operators' arguments that were given it.
+        call: the outermost call of torch's Python API that runs now.
+    """
+
+    def __init__(self, inputs: Inputs, guard_data: bool) -> None:
+        self.inputs, self.builder, self.guard_data = inputs, inputs.builder, guard_data
+        self.watch = self.builder.watch
+        self.predicates: dict[fx.Node, Predicate] = {}
+        self.refusal: CaptureError | None = None
+        self._recorded: dict[tuple[Any, ...], fx.Node] = {}
+        self.call: PythonCall | None = None
+        self._fresh = (0.5 + n * 2.0**-45 for n in itertools.count(1))
+        self.tokens: dict[float, tuple[HostNode, set[str]]] = {}
+
+    def input(self, source: Any, value: float) -> Any:
+        """A Python float or int as an input of the step: the host number that stands for it."""
+        return make_host(HostNode(self, self.inputs.number(source, value).node, value, known=True))
+
+    def record(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any:
+        """Adds a call of a Python function on host numbers; gives the number that stands for its result."""
+        hosts = [isinstance(getattr(a, "node", None), HostNode) for a in args]
+        nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
+        known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
+        key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
+        if key not in self._recorded:  # pure functions of numbers: the same call is the same number
+            self._recorded[key] = self.builder.emit(function, nodes, value=hint)
+        return make_host(HostNode(self, self._recorded[key], hint, known))
+
+    def size(self, number: Any) -> Any:
+        """A number that follows from symbolic sizes, as a host number; any other as it is."""
+        return self.record(operator.pos, (number,), number.node.hint) if is_size(number) else number
+
+    def item(self, tensor: torch.Tensor) -> Any:
+        """`.item()`: a host number, or the decision at once for a boolean."""
+        kind = tensor.dtype
+        value = False if kind == torch.bool else 1.0 if kind.is_floating_point else 1  # until it is known
+        node = self.builder.emit(aten._local_scalar_dense.default, (self.inputs.read(tensor),), value=value)
+        from_python = self.call is not None and self.call.function is torch.Tensor.item
+        if kind == torch.bool or (self.guard_data and (kind.is_complex or not from_python)):
+            return self.decide(node, user_line())
+        if kind.is_complex:
+            raise DataDependentError("Python needs the value of a complex tensor", user_line())
+        return make_host(HostNode(self, node, value, known=False))
+
+    def as_list(self, tensor: torch.Tensor) -> Any:
+        """`.tolist()`: its numbers now become a guard, if they are cheap to know."""
+        with no_modes():
+            node = self.builder.emit(to_list, (self.inputs.read(tensor),), value=[])
+            return self.decide(node, user_line())
+
+    def is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the same values at each call."""
+        with no_modes():
+            return follows_from_numbers([self.inputs.read(tensor)])
+
+    def decide(self, node: fx.Node, line: str, fixed: bool = False) -> Any:
+        """Python branches on a host number: its value now becomes a guard, if it is cheap to know.
+
+        Args:
+            fixed: it is the same at each call.
+        """
+        if node not in self.predicates:
+            try:
+                self.predicates[node] = decide(
+                    node, self.inputs.items, self.builder.constants, self._is_data, line,
+                    self.guard_data or fixed, self.inputs.world.substitutes.parts,
+                )  # fmt: skip
+            except CaptureError as error:
+                self.refused(error)
+                raise
+        return self.predicates[node].expected
+
+    def refused(self, error: CaptureError) -> CaptureError:
+        """Remembers an error, which ends the capture even where the step catches it."""
+        self.refusal = self.refusal or error
+        return error
+
+    def _is_data(self, node: fx.Node) -> bool:
+        kinds = ("batch", "tensor", "buffer")
+        return any(i.name == node.target and i.kind in kinds for i in self.builder.inputs)
+
+    def escaped(self, number: HostNode, how: str) -> Any:
+        """The value that a number has now, for what needs the number itself: a guard, or an error."""
+        if not isinstance(number.fx_node, fx.Node):
+            return number.hint
+        fixed = self.guard_data or number.known or follows_from_numbers([number.fx_node])
+        if fixed or number.is_int():  # of ints there are few: a program for each, where it is cheap to know
+            return self.decide(number.fx_node, user_line(), fixed)
+        raise self.refused(DataDependentError(
+            f"Python needs a number that is only known when the step runs: {how}",
+            user_line(),
+            "use it in arithmetic and as operators' arguments only, return it from the step, or pass guard_data=True "
+            "to ws.compile",
+        ))  # fmt: skip
+
+    def forget(self) -> None:
+        """Lets go of numbers, of which each holds this object."""
+        self.tokens.clear()
+
+    # -- C++ doubles ---------------------------------------------------------------------------------------
+
+    def token(self, number: HostNode) -> float:
+        """A float that stands for a host number where C++ wants a double.
+
+        That of one operator: what C++ does besides with the number, such as a size, would be done with the token.
+        """
+        call = self.call
+        if call is None or not (call.function in PASSING_ON or is_one_operator(call.function)):
+            return float(self.escaped(number, "C++ computes with its value"))
+        own = {leaf for leaf in leaves((call.args, call.kwargs)) if type(leaf) is float}
+        token = next(token for token in self._fresh if token not in own)
+        call.tokens[token], self.tokens[token] = False, (number, set())
+        return token
+
+    def with_numbers(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """An operator's arguments with the nodes of host numbers for tokens."""
+        names = [argument.name for argument in func._schema.arguments]
+        exchanged = [map_leaves(partial(self._for_token, name), a) for name, a in zip(names, args, strict=False)]
+        return tuple(exchanged), {k: map_leaves(partial(self._for_token, k), a) for k, a in kwargs.items()}
+
+    def _for_token(self, name: str, leaf: Any) -> Any:
+        """What an argument stands for; a float counts as a token only where it cannot be the user's own number.
+
+        That is in the call that it was made for, which has no such float among its arguments, and in an autograd node
+        that saved it there.
+        """
+        if type(leaf) is not float or leaf not in self.tokens:
+            return leaf
+        number, saved_as = self.tokens[leaf]
+        if self.call is not None and leaf in self.call.tokens:
+            self.call.tokens[leaf] = True
+            saved_as.add(name)
+        elif not any(leaf in saved_numbers(current_autograd_node(), name) for name in saved_as):
+            raise UnsupportedError(f"the step uses {leaf!r}, by which tracing knows another number", user_line())
+        return number.fx_node
+
+
+# Functions of several operators that hand their numbers on to one as they are.
+PASSING_ON = (torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm)
+
+_read_list = torch.Tensor.tolist  # not what a trace puts there
+
+
+def to_list(tensor: torch.Tensor) -> Any:
+    """``tensor.tolist()`` as a node's target."""
+    return _read_list(tensor)

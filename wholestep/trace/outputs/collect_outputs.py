@@ -1,0 +1,172 @@
+"""From what a traced step returned and left behind to a graph's outputs, and the aliases that refer to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.trace.functionalize.aliases import Ref
+from wholestep.trace.functionalize.dtype_views import kind_of, offset_from
+from wholestep.trace.numbers.symbolic_sizes import is_made
+from wholestep.trace.outputs.output_records import Counter, NewValue, OutputAlias, View
+from wholestep.trace.outputs.tensor_state import TensorState, counts_alone, is_leaf
+from wholestep.trace.record.graph_builder import leaves
+from wholestep.trace.record.inputs import TracedInput
+from wholestep.trace.record.recorder import Recorder
+
+aten = torch.ops.aten
+
+
+class OutputCollector:
+    """Collects the graph's outputs and the aliases that refer to them.
+
+    Args:
+        apart: each rank may come to hold a part of any tensor: strides of a whole one mean nothing in it, so that what
+            stays for later steps, and results in the memory of inputs, are values of their own.
+    """
+
+    def __init__(self, recorder: Recorder, apart: bool = False) -> None:
+        self.recorder, self.inputs, self.apart = recorder, recorder.inputs, apart
+        self.outputs: list[fx.Node] = []
+        self.aliases: list[OutputAlias] = []
+        self._by_tensor: dict[int, int] = {}
+        self._by_storage: dict[int, int] = {}
+        self._first: dict[int, torch.Tensor] = {}  # id of a storage -> the tensor that is all of it, or the first seen
+        self._keep: list[Any] = []  # what is known by its id
+        self._states: dict[int, TensorState] = {}
+
+    def observe(self, values: list[Any]) -> None:
+        """Notes what autograd says of the tensors to come, before anything is done to find out more."""
+        for value in values:
+            if is_made(value):
+                bases = [value._base] if value._is_view() and is_made(value._base) else []
+                for tensor in (value, *bases, _gradient(value)):
+                    if tensor is not None:
+                        self._states[id(tensor)] = TensorState.of(tensor)
+                        self._note_whole(tensor)
+
+    def _note_whole(self, tensor: torch.Tensor) -> None:
+        """Chooses which of several tensors that are all of a memory is it: one with a history, else the first."""
+        ref = self.inputs.ref(tensor)
+        if ref.parent is None and not tensor._is_view():
+            held = self._first.setdefault(id(ref.storage), tensor)
+            if tensor.grad_fn is not None and held.grad_fn is None:
+                self._first[id(ref.storage)] = tensor
+
+    def alias(self, tensor: torch.Tensor, stays: bool = False) -> int:
+        """The index of the alias of a tensor made in the step.
+
+        Args:
+            stays: its object is kept for later steps.
+        """
+        if id(tensor) not in self._by_tensor:
+            described = self._described(tensor, self.inputs.ref(tensor), self._states[id(tensor)], stays)
+            self.aliases.append(described)
+            self._by_tensor[id(tensor)] = len(self.aliases) - 1
+            self._keep.append(tensor)
+        return self._by_tensor[id(tensor)]
+
+    def _described(self, tensor: torch.Tensor, ref: Ref, state: TensorState, stays: bool) -> OutputAlias:
+        storage, here, whole = ref.storage, ref.geometry, ref.whole.geometry
+        base = tensor._base if tensor._is_view() and is_made(tensor._base) else None
+        viewed = base if base is not None and self._has_memorys_elements(base) else None
+        kind = None
+        if here.dtype != whole.dtype or here.lazy:
+            kind = kind_of(tensor, ref) if not self.apart else None
+            if kind is None or viewed is not base:
+                return OutputAlias(state, self.add_output(ref.read()))
+        is_whole = not tensor._is_view() and here == whole
+        is_first = is_whole and self._first.setdefault(id(storage), tensor) is tensor
+        item = None if storage.input is None else self.inputs.items[storage.input]
+        if self.apart and (not is_first and stays if item is None else item.source is not None or not is_first):
+            copy = self.recorder.builder.emit(aten.clone.default, (ref.read(),))
+            alone = replace(state, is_view=False, several=False, leaf=bool(state.leaf))
+            return OutputAlias(alone, self.add_output(copy))
+        place = tuple(here.shape), here.stride, offset_from(here, whole)
+        parent = self.alias(viewed) if viewed is not None else None
+        start = None if viewed is None else self.inputs.ref(viewed)
+        if item is not None:
+            is_state = item.source is None and is_first  # state that the step makes is the input
+            inside: list[Any] = [*item.members] or [item.value]
+            own = all(counts_alone(tensor, real) for real in inside)
+            if start is None:
+                start = item.ref if item.members else self.inputs.ref(item.value)  # type: ignore[arg-type]
+            views = None if own else self._views(tensor, start)
+            geometry = None if is_state else place
+            return OutputAlias(state, None, item.index, geometry, kind, "own" if own else "shared", parent, views)
+        if id(storage) not in self._by_storage:
+            self._by_storage[id(storage)] = self.add_output(ref.whole.read())
+        first = self._first.setdefault(id(storage), tensor)
+        counter: Counter = "memory" if first is tensor else "own" if counts_alone(tensor, first) else "shared"
+        views = self._views(tensor, start)
+        geometry = None if is_first else place
+        return OutputAlias(state, self._by_storage[id(storage)], None, geometry, kind, counter, parent, views)
+
+    def _views(self, view: torch.Tensor, start: Ref | None) -> tuple[View, ...] | None:
+        """The operators that lead from a tensor to a view of it, as autograd knows them.
+
+        A view that is used after its memory was written is known to it as `as_strided` of the whole.
+        """
+        ref: Ref | None = self.inputs.ref(view)
+        assert ref is not None
+        used = ref.born if self._states[id(view)].several else ref.storage.generation
+        views: list[View] = []
+        while ref is not None and ref is not start and ref.parent is not None and start is not None:
+            if ref.kwargs or any(isinstance(leaf, fx.Node) for leaf in leaves(ref.args)):
+                return None
+            if ref.born != used:
+                if ref.geometry.dtype != start.geometry.dtype or ref.geometry.lazy:
+                    return None
+                place = tuple(ref.geometry.shape), ref.geometry.stride, offset_from(ref.geometry, start.geometry)
+                return ((aten.as_strided.default, place, None), *views[::-1])
+            views.append((ref.view, _frozen(ref.args), ref.index))
+            used, ref = ref.born, ref.parent
+        return tuple(views[::-1]) or ((aten.alias.default, (), None),) if ref is start else None
+
+    def _has_memorys_elements(self, base: torch.Tensor) -> bool:
+        """Whether views can be made again from a tensor, which shows the memory's own elements."""
+        ref = self.inputs.ref(base)
+        return id(base) in self._states and ref.geometry.dtype == ref.whole.geometry.dtype and not ref.geometry.lazy
+
+    def change(self, index: int, **changes: Any) -> None:
+        """Changes an alias."""
+        self.aliases[index] = replace(self.aliases[index], **changes)
+
+    def move(self, tensor: torch.Tensor, item: TracedInput) -> None:
+        """Makes a tensor's alias a view of one input, as autograd knows it, where several share memory."""
+        if item.ref is None or item.ref.parent is None:
+            return
+        if item not in self.inputs.items:
+            self.inputs.add(item)
+        here, base = self.inputs.ref(tensor).geometry, item.ref.geometry
+        place = (tuple(here.shape), here.stride, offset_from(here, base))
+        self.change(self.alias(tensor), input=item.index, geometry=place, views=self._views(tensor, item.ref))
+
+    def add_output(self, node: fx.Node) -> int:
+        """Makes a node an output of the graph; gives its index."""
+        if node.op == "get_attr":  # each call gives memory of its own
+            node = self.recorder.builder.emit(aten.clone.default, (node,))
+        self.outputs.append(node)
+        return len(self.outputs) - 1
+
+    def new_value(self, value: Any, stays: bool = False) -> NewValue:
+        """Where a replay finds a tensor or a number that the step made; see `alias`."""
+        if isinstance(value, torch.Tensor):
+            index, grad = self.alias(value, stays), _gradient(value)
+            if grad is not None:
+                self.change(index, grad=self.alias(grad))
+            return NewValue(alias=index)
+        return NewValue(output=self.add_output(self.recorder.numbers.size(value).node.fx_node))
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that a tensor of the step's own has by now."""
+    held = bool(is_leaf(tensor)) or tensor.retains_grad
+    return tensor.grad if held and is_made(tensor.grad) else None
+
+
+def _frozen(args: Any) -> Any:
+    return tuple(map(_frozen, args)) if isinstance(args, (list, tuple)) else args

@@ -1,0 +1,121 @@
+"""What outlives a traced step, and what makes it differentiable, as records that a replay goes by.
+
+Every tensor that outlives the step is an `OutputAlias`: an output of the graph, or a view of one or of an input.
+Results and effects refer to them by index, so that one tensor that is both a result and a parameter's gradient is one
+object again after a replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from wholestep.trace.functionalize.dtype_views import ElementKind
+from wholestep.trace.outputs.tensor_state import TensorState
+from wholestep.trace.record.inputs import TracedInput
+
+# An operator, its arguments after the first, and which of several results the view is.
+View = tuple[Any, tuple[Any, ...], int | None]
+Counter = Literal["memory", "shared", "own"]
+
+
+@dataclass(frozen=True)
+class OutputAlias:
+    """How a replay makes one tensor that outlives the step.
+
+    Attributes:
+        state: what autograd knows of it.
+        output: index of the graph's output that holds its memory, or None.
+        input: index of the input whose memory it shares, or None.
+        geometry: (size, stride, offset from the start of that output or input) for a view, None for the
+            whole of it.
+        kind: what the view's elements are, where they are not that memory's own.
+        counter: whose version counter it has: that of its output or input, which is set for it
+            ("memory"); the same, set for another one ("shared"); or one of its own.
+        base: index of the alias that autograd knows it as a view of.
+        views: the operators that lead there from that alias, or from the input, as autograd knows them; None where
+            strides alone say how.
+        grad: index of the alias of its gradient.
+        refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
+    """
+
+    state: TensorState
+    output: int | None = None
+    input: int | None = None
+    geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+    kind: ElementKind | None = None
+    counter: Counter = "memory"
+    base: int | None = None
+    views: tuple[View, ...] | None = None
+    grad: int | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class NewValue:
+    """Where a replay finds something that the step made: an alias's tensor, or a number at an output."""
+
+    alias: int | None = None
+    output: int | None = None
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """What makes a step's results differentiable outside of it.
+
+    The graph's outputs are then the forward's, followed by the gradients of `inputs` and of `made`, then by
+    the new values of `late`; its last placeholders are tangents, one for each entry of `outputs`.
+
+    Attributes:
+        outputs: what autograd is to see as results: an alias's index, or None for the new value of an input.
+        reaches: for each entry of `outputs`, the positions in `inputs`, then `made`, of those that it depends on.
+        names: for each entry of `outputs`, which result of which node it is in eager, as autograd's errors say it.
+        made: aliases of leaves that the step makes; their gradients follow those of `inputs`.
+        n_given: how many of `inputs`, the first ones, get a gradient; the others are only known to be depended on.
+        n_forward: how many outputs belong to the forward.
+        inputs: indices of those that gradients flow to.
+        rewritten: (input index, output index, position in `outputs`) of each input to which autograd gives a new
+            history: its new value is copied into it.
+        late: inputs that hooks write in the backward; their new values follow the gradients.
+    """
+
+    outputs: tuple[int | None, ...]
+    reaches: tuple[frozenset[int], ...]
+    names: tuple[str, ...]
+    made: tuple[int, ...]
+    n_given: int
+    n_forward: int = 0
+    inputs: tuple[int, ...] = ()
+    rewritten: tuple[tuple[int, int, int], ...] = ()
+    late: tuple[int, ...] = ()
+
+
+@dataclass
+class Differentiated:
+    """What differentiating a step adds to its trace.
+
+    Attributes:
+        derivative: without what the order of inputs decides; `inputs`, `rewritten` and `late` are here.
+        gradients: the nodes of the gradients.
+        tangents: the placeholders.
+        last: the last node of the forward.
+        late: inputs that hooks write in the backward, and the nodes of their new values.
+        refused: input, output of its new value, and what autograd says of its history when that is differentiated.
+    """
+
+    derivative: Derivative
+    inputs: list[TracedInput]
+    gradients: list[fx.Node]
+    tangents: list[fx.Node]
+    last: fx.Node
+    rewritten: list[tuple[TracedInput, int, int]]
+    late: list[tuple[TracedInput, fx.Node]]
+    refused: list[tuple[TracedInput, int, str]]
+
+    @property
+    def items(self) -> list[TracedInput]:
+        """All inputs that are named."""
+        groups = self.inputs, *([item for item, *_ in group] for group in (self.rewritten, self.late, self.refused))
+        return [item for group in groups for item in group]
