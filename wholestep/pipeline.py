@@ -221,8 +221,8 @@ def joint_of(step: StepGraph, traced: Traced) -> Joint:
 
 
 def _name(transform: Pass) -> str:
-    function = transform.func if isinstance(transform, functools.partial) else transform
-    return getattr(function, "__name__", str(function))
+    bound = getattr(transform, "func", transform)  # of a partial, which has a name of its own only if it was given one
+    return getattr(transform, "__name__", None) or getattr(bound, "__name__", str(bound))
 
 
 def is_tracing() -> bool:
