@@ -119,7 +119,7 @@ def check(cases: list[tuple], sizes: tuple[int, ...], seed: int = 0) -> None:
             assert part.shape == local_shape(shape, dst, lines), (shape, src, dst, place)
         rounds = any(isinstance(item, ws.Partial) and item.op == "avg" for item in src)  # each rank divides, as in DDP
         wanted = {"rtol": 1e-14 if rounds else 0, "atol": 1e-14 if rounds else 0}
-        torch.testing.assert_close(whole_of(parts, dst), whole, **wanted, msg=lambda text: f"{shape, src, dst}: {text}")
+        torch.testing.assert_close(whole_of(parts, dst), whole, **wanted, msg=f"{shape, src, dst}")
 
 
 SOME = [R, ws.Shard(0), ws.Shard(1), ws.Shard(-1), *(ws.Partial(op) for op in OPS)]
