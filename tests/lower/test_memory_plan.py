@@ -351,7 +351,8 @@ def test_big_results_take_memory_that_nobody_holds() -> None:
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
 def test_what_a_collective_takes_lies_where_others_can_read_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "get_group", lambda _: SimpleNamespace(backend_name="shm", size=lambda: 2))
+    group = SimpleNamespace(backend_name="shm", size=lambda: 2, rank=lambda: 0)
+    monkeypatch.setattr(comm, "get_group", lambda _: group)
     monkeypatch.setattr(comm, "is_initialized", lambda: True)
     monkeypatch.setattr("wholestep.comm.ops.functional_collectives.get_group", comm.get_group)
     operators = torch.ops.wholestep

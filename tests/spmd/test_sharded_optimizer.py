@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from torch import nn
 import tests.support.spmd_programs as programs
 import tests.support.spmd_sharded as sharded
 import wholestep as ws
+from tests.support.lower_programs import Builder
 from tests.support.spmd_passes import rank_graph
+from wholestep import comm
 from wholestep.errors import PlanError
 from wholestep.ir import info
 from wholestep.lower import lower
+from wholestep.lower.backends.aten import plan_of
 from wholestep.spmd.preflight.contract import communication
 from wholestep.tensor_parts import Part
 from wholestep.testing import run_ranks
@@ -130,6 +134,25 @@ def test_new_rows_are_computed_in_the_parameter_and_gradients_reduced_where_they
     for operand in (r"share_rows_(blocking)?\(model_0_weight", r"reduce_scatter(_blocking)?\(mm"):
         assert re.search(operand, code)
     assert "slice_Tensor(model_0_weight, 0, 3, 6).copy_" not in code and ".clone()" not in code
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_a_reduced_gradient_lies_in_the_rows_that_were_this_ranks_own(monkeypatch, read_again):
+    """So that gradients under way take their own memory alone; not where somebody reads them whole later on."""
+    monkeypatch.setattr(comm, "is_initialized", lambda: True)
+    group = SimpleNamespace(backend_name="gloo", size=lambda: 2, rank=lambda: 1)
+    monkeypatch.setattr(comm, "get_group", lambda _: group)
+    monkeypatch.setattr("wholestep.comm.ops.functional_collectives.get_group", comm.get_group)
+    operators, aten = torch.ops.wholestep, torch.ops.aten
+    b = Builder()
+    made = b.call(aten.sin.default, b.input("x", torch.randn(64, 64), "batch"))
+    started = b.call(operators.reduce_scatter.default, made, "sum", "")
+    reduced = b.call(aten.cos.default, b.call(operators.wait.default, started))
+    whole = [b.call(aten.exp.default, made)] if read_again else []
+    plan = plan_of(b.finish([reduced, *whole], {})[0])
+    offset = plan.reuse.offset.get(next(n for n in plan.live.nodes if "reduce_scatter" in n.name))
+    assert offset == (None if read_again else 32 * 64 * 4)
+    assert plan.arena == {"cpu": (64 * 64 if not read_again else 64 * 64 + 32 * 64) * 4}
 
 
 def test_a_parameter_that_is_read_again_after_its_update_is_whole_then():

@@ -453,4 +453,4 @@ def collectives(group: str) -> list[Sample]:
     found += [Sample(of.reduce_scatter.default, (x, op, group)) for op in ("sum", "max")]
     found += [Sample(of.broadcast.default, (x, 1, group)), Sample(of.all_gather.default, (x, group))]
     found += [Sample(of.all_to_all.default, (x, [], [], group)), Sample(of.share_rows.default, (x, group))]
-    return [*found, Sample(of.reduce_rows.default, (x, "sum", group)), Sample(of.wait.default, (x,))]
+    return [*found, Sample(of.wait.default, (x,))]

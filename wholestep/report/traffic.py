@@ -52,7 +52,6 @@ Cost = Callable[[float, int, bool], float]
 COSTS: dict[str, Cost] = {
     "all_reduce": lambda b, n, root: 2 * (n - 1) / n * b,
     "reduce_scatter": lambda b, n, root: (n - 1) / n * b,
-    "reduce_rows": lambda b, n, root: (n - 1) / n * b,
     "share_rows": lambda b, n, root: (n - 1) / n * b,
     "all_gather": lambda b, n, root: (n - 1) * b,
     "all_to_all": lambda b, n, root: (n - 1) / n * b,

@@ -4,8 +4,8 @@
 ends it and gives *the same tensor* (equal memory: a memory plan must treat its output as its input). Between
 the two the copy may not be read. ``scatter`` takes a tensor of the result's shape and, on ``src`` alone, the parts;
 ``gather`` gives no rows but on ``dst``. ``send`` gives what it sends, ``recv`` takes a tensor of the shape that comes,
-``barrier`` gives its input when all ranks have come. ``reduce_rows`` reduces each rank's own rows (`rows.piece`) and
-leaves the others as they are; ``share_rows`` fetches the others' rows from their owners.
+``barrier`` gives its input when all ranks have reached it. ``share_rows`` is an all-gather in place: each rank has
+written its own rows (`rows.piece`) of a tensor and receives the others'.
 
 Lowered programs, which own their buffers, use the ``…_`` forms, which work in place, the ``.out`` forms, and where
 they have nothing to do meanwhile `BLOCKING`: functions that end the collective before they return.
@@ -122,30 +122,14 @@ def _recv(x: torch.Tensor, src: int, tag: int, group: str, *, out: torch.Tensor)
     return _started(out, p2p.irecv(out, None, group, tag, src))
 
 
-def _own_rows(x: torch.Tensor, group: str) -> list[torch.Tensor]:
-    """The rows of each rank, as views."""
-    size = get_group(group).size()
-    return [x[slice(*piece(x.shape[0], size, rank))] for rank in range(size)]
-
-
-def _together(works: list[Work | None], x: torch.Tensor) -> torch.Tensor:
-    """Works under way as one."""
-    left = [work for work in works if work is not None]
-    return _started(x, All(left, [x]) if left else None)
-
-
-def _reduce_rows(x: torch.Tensor, op: str, group: str, *, async_op: bool = True) -> torch.Tensor:
-    parts, pg = _own_rows(x, group), get_group(group)
-    if x.shape[0] % pg.size() == 0:
-        return _started(x, collectives.reduce_scatter_tensor(parts[pg.rank()], x, op, group, async_op))
-    return _together([collectives.reduce(part, None, op, group, async_op, i) for i, part in enumerate(parts)], x)
-
-
 def _share_rows(x: torch.Tensor, group: str, *, async_op: bool = True) -> torch.Tensor:
-    parts, pg = _own_rows(x, group), get_group(group)
+    pg = get_group(group)
+    parts = [x[slice(*piece(x.shape[0], pg.size(), rank))] for rank in range(pg.size())]
     if x.shape[0] % pg.size() == 0:
         return _started(x, collectives.all_gather_into_tensor(x, parts[pg.rank()], group, async_op))
-    return _together([collectives.broadcast(part, None, group, async_op, i) for i, part in enumerate(parts)], x)
+    works = [collectives.broadcast(part, None, group, async_op, src) for src, part in enumerate(parts)]
+    left = [work for work in works if work is not None]
+    return _started(x, All(left, [x]) if left else None)
 
 
 # Shapes of results ------------------------------------------------------------------------------------------------
@@ -222,7 +206,6 @@ _TABLE = {
     "send": Operator("int dst, int tag, str group", _send),
     "recv": Operator("int src, int tag, str group", _recv, _like),
     "barrier": Operator("str group", _barrier),
-    "reduce_rows": Operator("str op, str group", _reduce_rows, variant="_"),
     "share_rows": Operator("str group", _share_rows, variant="_"),
 }
 SCHEMAS: dict[str, str] = {}  # of the operators, those that work in place included

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from wholestep import comm
 from wholestep.functional import base_name
 from wholestep.ir import GETITEM, info
 from wholestep.lower.fusion.blocked_matmuls import is_product
@@ -89,7 +90,8 @@ class BufferReuse:
         how: the way each call is carried out.
         store: where each value lives; stores: all pieces of memory but inputs, in the order in which they are needed.
         name: the variable that holds each value; values in one place with one layout share it.
-        offset: bytes from the start of its store to a value that is computed in its place in a `cat`.
+        offset: bytes from the start of its store to a value that lies in a part of it: its place in a `cat`, or this
+            rank's rows of what a reduce-scatter reduces.
         copies: item index -> (input index, node) copied after that item.
         written: for each argument-writing call, the arguments that it changes.
         unpacked: `cat` -> (operand, first element, elements) of what must be copied; the rest is computed in place.
@@ -356,7 +358,7 @@ class BufferReuse:
             dtypes = self.scratch.setdefault(item, [])
             self._new(node, "scratch", len(dtypes))
             dtypes.append(value.dtype)
-        else:
+        elif not self._in_own_rows(node, how):
             self._new(node, "arena")
 
     def _reusable(self, operand: fx.Node, node: fx.Node, how: How) -> bool:
@@ -375,6 +377,28 @@ class BufferReuse:
             return False
         whole = held.numel() == value.numel() and dense(value) and dense(held)
         return whole and layout(value) == layout(info(node).value) and self._may_write_over(node, root, how)
+
+    def _in_own_rows(self, node: fx.Node, how: How | None) -> bool:
+        """Has a reduce-scatter write over this rank's rows of its operand, where only the wait for it follows.
+
+        The operand stays until that wait: with memory of its own for each result, the gradients of a step whose waits
+        all come at its end would need half as much again.
+        """
+        if node.target is not torch.ops.wholestep.reduce_scatter.default or how != "out":
+            return False
+        operand: Any = node.args[0]
+        root, value = self.root[operand], info(node).value
+        store, held, when = self.store.get(root), info(root).value, self.live.write_time(node)
+        if store is None or store.kind != "arena" or root in self.live.escaping:
+            return False
+        whole = held.numel() == info(operand).value.numel() and held.dtype == value.dtype and dense(held)
+        others = [r for r in self.live.readers[root] if r is not node and not (is_wait(r.target) and r.args[0] is node)]
+        if not whole or any(self.live.read_time(reader, root) >= when for reader in others):
+            return False
+        store.values.append(node)
+        rank = comm.get_group(node.args[-1]).rank() if comm.is_initialized() else 0  # type: ignore[arg-type]
+        self.store[node], self.offset[node] = store, self.offset.get(root, 0) + rank * value.numel() * value.itemsize
+        return True
 
     def _place_part(self, node: fx.Node, part: Part, how: How) -> None:
         """Computes a value where a later `cat` will have it."""

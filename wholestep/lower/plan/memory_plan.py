@@ -19,7 +19,7 @@ from wholestep.lower.plan.liveness import Liveness
 from wholestep.lower.plan.operator_facts import is_collective
 from wholestep.lower.plan.value_facts import origin_of
 
-_IN_PLACE = ("all_reduce", "reduce_rows")
+_IN_PLACE = ("all_reduce",)
 _OUT_OF_PLACE = ("reduce_scatter", "all_gather")
 
 

@@ -30,6 +30,5 @@ def _by_rows(call: Call) -> Iterator[Strategy]:
 
 RULES: dict[str, Rule] = {
     **{f"wholestep.{name}": _elementwise for name in ("all_reduce", "broadcast", "wait")},
-    **{f"wholestep.{name}": _by_rows for name in ("all_gather", "reduce_scatter", "all_to_all", "share_rows",
-                                                  "reduce_rows")},
-}  # fmt: skip
+    **{f"wholestep.{name}": _by_rows for name in ("all_gather", "reduce_scatter", "all_to_all", "share_rows")},
+}
