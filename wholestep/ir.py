@@ -171,9 +171,7 @@ def is_effectful(node: fx.Node) -> bool:
         return node.op in ("placeholder", "output")
     target = node.target.op if isinstance(node.target, Functionalized) else node.target
     if isinstance(target, OpOverload):
-        collective = target.namespace == "wholestep" and (
-            target._schema.name != "wholestep::wait" or _meets_others(node.args[0])
-        )
+        collective = target.namespace == "wholestep" and (not _is_wait(target) or _meets_others(node.args[0]))
         return collective or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
     return target in (get_rng_state, set_rng_state, manual_seed)
 
@@ -290,11 +288,19 @@ def ancestors(
 
 
 def dead_code(step: StepGraph) -> StepGraph:
-    """Removes nodes that nothing reads, except effectful ones and placeholders."""
+    """Removes nodes that nothing reads, except effectful ones, placeholders and waits for collectives.
+
+    Until its wait a collective reads and writes memory, whether or not anybody wants its result.
+    """
     for node in reversed(list(step.graph.nodes)):
         if not node.users and node.op in ("call_function", "get_attr") and not is_effectful(node):
-            step.graph.erase_node(node)
+            if not _is_wait(node.target):
+                step.graph.erase_node(node)
     return step
+
+
+def _is_wait(target: Any) -> bool:
+    return isinstance(target, OpOverload) and target._schema.name == "wholestep::wait"
 
 
 GETITEM: Callable[..., Any] = operator.getitem

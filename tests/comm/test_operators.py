@@ -267,3 +267,32 @@ def repeated_factor():
 
 def test_a_factor_is_kept_in_repeated_calls():
     assert len(set(run_ranks(repeated_factor, N, "shm"))) == N
+
+
+def unread_results():
+    """Collectives in compiled steps whose results nobody reads: a reduce off its root, an all-reduce."""
+
+    def reduces(x, factor):
+        y = x * 2
+        comm.reduce(y, 0, comm.premul_sum(factor))
+        z = x * 3
+        return y + z if comm.get_rank() == 0 else z
+
+    def drops(x, factor):
+        work = comm.all_reduce(x * factor, async_op=True)
+        z = x * 3
+        work.wait()
+        return z
+
+    found = []
+    for step in (reduces, drops):
+        compiled = ws.compile(step)
+        results = [compiled(torch.ones(4), torch.tensor(0.5)).tolist() for _ in range(3)]
+        found.append((results[-1], compiled.code.count("wait(") + compiled.code.count("_blocking("), pending()))
+    return found
+
+
+def test_a_collective_is_waited_for_where_nobody_reads_its_result():
+    root, other = run_ranks(unread_results, 2)
+    assert [root[0][0], other[0][0]] == [[5.0] * 4, [3.0] * 4] and root[1][0] == other[1][0] == [3.0] * 4
+    assert all(waits >= 1 and left == 0 for rank in (root, other) for _, waits, left in rank)

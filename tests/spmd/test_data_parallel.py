@@ -46,6 +46,12 @@ def test_sums_are_world_size_times_ddps_means(found):
         assert each["sums"] == dict.fromkeys(each["sums"], True) and len(each["sums"]) == 5
 
 
+def test_sums_that_are_read_between_two_backward_passes_count_once(found):
+    for each in found:
+        assert each["sums read between"] == dict.fromkeys(each["sums read between"], True)
+        assert len(each["sums read between"]) == 12
+
+
 def test_halves_on_two_ranks_are_the_whole_on_one(found):
     for each in found:
         assert each["whole batch"] == dict.fromkeys(each["whole batch"], True)

@@ -241,6 +241,74 @@ def _updates_by_sums(make: Callable[..., torch.optim.Optimizer]) -> bool:
     return all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
 
+def reduced_after_each_backward(plan: Any, between: str, kept: bool) -> bool:
+    """Two backward passes under reduce="sum", with gradients read or scaled between them, against an eager oracle.
+
+    There each rank all-reduces what one backward pass of its own has added, so that a gradient from before it, which is
+    the same on both ranks, counts once.
+
+    Args:
+        between: "read", "scale" or "clip": what is done to gradients after the first pass.
+        kept: gradients stay for the next call.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    other = copy.deepcopy(model)
+
+    def use(model: nn.Module) -> Tensor:
+        grads = [p.grad for p in model.parameters()]
+        if between == "clip":
+            return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if between == "scale":
+            for grad in grads:
+                grad.mul_(0.5)
+        return sum(grad.square().sum() for grad in grads)
+
+    def train(model, opt, x):
+        model(x).sum().backward()
+        seen = use(model)
+        model(x + seen).square().sum().backward()
+        opt.step()
+        if not kept:
+            opt.zero_grad()
+        return seen
+
+    def backward(loss: Tensor) -> None:
+        before = [None if p.grad is None else p.grad.clone() for p in other.parameters()]
+        other.zero_grad()
+        loss.backward()
+        for p, old in zip(other.parameters(), before, strict=True):
+            comm.all_reduce(p.grad)
+            p.grad += 0 if old is None else old
+
+    step = ws.compile(train, mesh=mesh(), plan=plan)
+    opts, good = (sgd(model), sgd(other)), True
+    torch.manual_seed(comm.get_rank())
+    for _ in range(3):
+        x = torch.randn(3, 6, dtype=torch.float64)
+        seen = step(model, opts[0], x)
+        backward(other(x).sum())
+        expected = use(other)
+        backward(other(x + expected).square().sum())
+        opts[1].step()
+        if not kept:
+            opts[1].zero_grad()
+        good &= torch.allclose(seen, expected)
+        good &= all(torch.allclose(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+                    if kept)  # fmt: skip
+    return good and all(map(torch.allclose, model.parameters(), other.parameters()))
+
+
+def sums_read_between() -> dict[str, bool]:
+    """`reduced_after_each_backward` of both plans of the local view."""
+    return {
+        f"{type(plan).__name__}, {between}, kept {kept}": reduced_after_each_backward(plan, between, kept)
+        for plan in (ws.DataParallel("dp", reduce="sum"), ws.ShardedOptimizer("dp", reduce="sum", min_bytes=1))
+        for between in ("read", "scale", "clip")
+        for kept in (False, True)
+    }
+
+
 def gan(generator, critic, opt_g, opt_c, noise, real):
     """Two models, two backward passes, and gradients of the critic that nobody wants in between."""
     opt_c.zero_grad()
@@ -274,6 +342,7 @@ def everything(folder: str) -> dict[str, Any]:
     return {
         "ddp": differences_from_ddp(f"{folder}/means"),
         "sums": sums_against_ddp(f"{folder}/sums"),
+        "sums read between": sums_read_between(),
         "whole batch": whole_batch(),
         "uneven": uneven_batches(),
         "other model": other_model_on_rank_one(),
