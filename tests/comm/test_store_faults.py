@@ -1,4 +1,4 @@
-"""What clients, strangers, forks and dead servers can do to a store, and ranks that do not all come."""
+"""What clients, unauthenticated connections, forks and dead servers can do to a store; ranks that do not all come."""
 
 import contextlib
 import multiprocessing
@@ -44,8 +44,8 @@ def connect(store):
 def greeted(store):
     """The socket of a client that has been let in."""
     client = comm.TCPStore("localhost", store.port, timeout=LONG)
-    taken, client._socket = client._socket, None
-    return taken
+    taken, client._connection = client._connection, None
+    return taken.socket
 
 
 # What a client sends ----------------------------------------------------------------------------------------------
@@ -149,26 +149,41 @@ def test_values_that_are_too_large(store):
     assert store.add("n", 1) == 1
 
 
-# Strangers --------------------------------------------------------------------------------------------------------
+# Unauthenticated connections --------------------------------------------------------------------------------------
 
 
-def test_600_strangers_are_few_to_the_server(store):
-    strangers = [connect(store) for _ in range(600)]
-    for stranger in strangers[::3]:
+def test_of_600_unauthenticated_connections_the_server_keeps_few(store):
+    opened = [connect(store) for _ in range(600)]
+    for connection in opened[::3]:
         with contextlib.suppress(OSError):
-            stranger.sendall(HELLO[:5])
+            connection.sendall(HELLO[:5])
     client = comm.TCPStore("localhost", store.port, timeout=LONG)
     assert client.add("n", 1) == 1
-    assert len(store._server._clients) <= tcp_server.MAX_STRANGERS + 2
-    for stranger in strangers:
-        stranger.close()
+    assert len(store._server.connections) <= tcp_server.MAX_UNAUTHENTICATED + 2
+    for connection in opened:
+        connection.close()
 
 
-def test_a_stranger_who_says_nothing_is_sent_away(store, monkeypatch):
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_connection_that_is_not_authenticated_in_time_is_closed(store, monkeypatch, drips):
     monkeypatch.setattr(tcp_server, "GREETING_SECONDS", 0.2)
-    stranger = connect(store)
-    stranger.settimeout(10)
-    assert stranger.recv(100) == b""
+    connection, begin = connect(store), time.monotonic()
+    connection.settimeout(10)
+    with contextlib.suppress(OSError):
+        for byte in HELLO if drips else b"":
+            connection.sendall(bytes([byte]))
+            time.sleep(0.05)
+        assert connection.recv(100) == b""
+    assert time.monotonic() - begin < 5
+
+
+def test_a_client_that_goes_while_it_waits_leaves_nothing(store, monkeypatch):
+    monkeypatch.setattr(tcp_server, "POLL", 0.05)
+    client, before = greeted(store), threading.active_count()
+    client.sendall(pack(b"get", b"", b"inf", b"never"))
+    client.close()
+    while len(store._server.connections) > 1 or threading.active_count() >= before:
+        time.sleep(0.01)
 
 
 FEW_DESCRIPTORS = """
@@ -282,8 +297,9 @@ def test_closing_a_store_ends_who_waits_on_it(store):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not any(other.wants for other in list(store._server._clients.values())):
+    while not client._lock.locked():
         time.sleep(0.01)
+    time.sleep(0.05)  # the request is on its way, or its answer is waited for
     client.close()
     thread.join(10)
     assert len(errors) == 1

@@ -206,7 +206,7 @@ def test_garbage_slow_and_half_open_clients_hurt_nobody(name):
 def test_garbage_after_the_greeting_ends_one_connection_only():
     store = comm.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
     bad = comm.TCPStore("localhost", store.port)
-    bad._socket.sendall(struct.pack("<I", 8) + struct.pack("<II", 3, 999))
+    bad._connection.socket.sendall(struct.pack("<I", 8) + struct.pack("<II", 3, 999))
     with pytest.raises(comm.DistNetworkError, match="lost localhost"):
         bad.get("x")
     with pytest.raises(comm.DistNetworkError, match="closed"):

@@ -198,7 +198,8 @@ class HashStore(Store):
     def _apply(self, command: str, key: str, *values: bytes) -> bytes:
         with self._changed:
             found: bytes = getattr(self._table, command)(key, *values)
-            self._changed.notify_all()
+            if command in WRITES:
+                self._changed.notify_all()
             return found
 
     def _get(self, keys: list[str], limit: float) -> list[bytes] | None:

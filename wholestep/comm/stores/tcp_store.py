@@ -7,7 +7,6 @@ the server.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hmac
 import ipaddress
@@ -19,12 +18,11 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import Any
 
 from wholestep.comm.engines.c10d import torch_store_at
 from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, Store
 from wholestep.comm.stores.tcp_server import MAX_GREETING, Server
-from wholestep.comm.stores.wire_protocol import HELLO, MAX_FRAME, pack, proof, unpack
+from wholestep.comm.stores.wire_protocol import HELLO, MAX_FRAME, Connection, pack, proof
 from wholestep.errors import DistNetworkError, DistStoreError
 
 SECRET_VARIABLE = "WHOLESTEP_SECRET"
@@ -39,18 +37,13 @@ def _forked() -> None:
     """In a child: connections are the parent's, whose answers both would read; the child makes its own at need."""
     for store in _open:
         store._lock = threading.Lock()
-        store._hang_up(again=store._socket is not None)
+        store._hang_up(again=store._connection is not None)
         if store._server is not None:
             store._server.forget()
             store._server = None
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def _slice(end: float) -> float:
-    """Seconds until ``end`` that a socket takes as a time-out."""
-    return max(0.001, min(end - time.monotonic(), 3600.0))
 
 
 def is_loopback(host: str) -> bool:
@@ -96,7 +89,7 @@ class TCPStore(Store):
         self._secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE, "")
         self._server: Server | None = None
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
+        self._connection: Connection | None = None
         self._again = False  # the connection ended without a fault of the server's
         _open.add(self)
         if is_master:
@@ -145,7 +138,7 @@ class TCPStore(Store):
         end, closed, pause = time.monotonic() + self._timeout.total_seconds(), 0.0, 0.01
         while True:
             try:
-                self._socket = socket.create_connection((self.host, self.port), _slice(end))
+                self._connection = Connection.to((self.host, self.port), end, SLACK)
             except OSError as failure:
                 if time.monotonic() >= end:
                     raise DistNetworkError(
@@ -153,9 +146,8 @@ class TCPStore(Store):
                         "has rank 0, which serves the store there, been started?"
                     ) from failure
             else:
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 try:
-                    self._greet(end)
+                    self._authenticate(self._connection, end)
                     return
                 except OSError as failure:
                     closed = closed or time.monotonic()
@@ -170,16 +162,16 @@ class TCPStore(Store):
         why = self._torch_has_it() if torch_store_at(self.host, self.port) else "is it another program's port?"
         return DistNetworkError(f"TCPStore: {self.host}:{self.port} refused this rank: {what}; {why}")
 
-    def _greet(self, end: float) -> None:
-        self._send(HELLO, end)
+    def _authenticate(self, connection: Connection, end: float) -> None:
+        connection.send(HELLO, end)
         try:
-            self._patiently(min(end, time.monotonic() + SILENCE), "recv", 1, socket.MSG_PEEK)
+            connection.some(1, min(end, time.monotonic() + SILENCE), socket.MSG_PEEK)
         except TimeoutError:
             if torch_store_at(self.host, self.port):
                 raise self._foreign("it says nothing") from None
-        (nonce,), mine = self._receive(end, MAX_GREETING), secrets.token_bytes(32)
-        self._send(pack(proof(self._secret, b"client", nonce), mine), end)
-        answer = self._receive(end, MAX_GREETING)
+        (nonce,), mine = connection.receive(end, MAX_GREETING), secrets.token_bytes(32)
+        connection.send(pack(proof(self._secret, b"client", nonce), mine), end)
+        answer = connection.receive(end, MAX_GREETING)
         if answer[0] == b"error":
             raise DistNetworkError(
                 f"TCPStore: {self.host}:{self.port} refused this rank: {answer[1].decode()}; "
@@ -195,44 +187,10 @@ class TCPStore(Store):
             self.set("store/complete", "1")
         self.wait(["store/complete"])
 
-    def _patiently(self, end: float, step: str, *args: Any) -> Any:
-        """A method of the socket, until ``end``, which may be further away than a socket's time-out can be."""
-        while True:
-            if self._socket is None:
-                raise OSError("closed")
-            self._socket.settimeout(_slice(end))
-            try:
-                return getattr(self._socket, step)(*args)
-            except TimeoutError:
-                if time.monotonic() >= end:
-                    raise
-
-    def _send(self, data: bytes, end: float) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[self._patiently(end, "send", left) :]
-            end = max(end, time.monotonic() + SLACK)
-
-    def _receive(self, end: float, most: int = MAX_FRAME) -> list[bytes]:
-        (length,) = struct.unpack("<I", self._exactly(4, end))
-        if length > most:
-            raise ValueError(f"a frame of {length} bytes is too long: not a store?")
-        return unpack(self._exactly(length, end))
-
-    def _exactly(self, count: int, end: float) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            more = self._patiently(end, "recv", min(count - len(data), 1 << 20))
-            if not more:
-                raise OSError("the connection was closed")
-            data += more
-            end = max(end, time.monotonic() + SLACK)
-        return bytes(data)
-
     def _hang_up(self, again: bool = False) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self._again = None, again
+        if self._connection is not None:
+            self._connection.close()
+        self._connection, self._again = None, again
 
     def _call(self, limit: float, *fields: bytes) -> list[bytes]:
         """One request and its answer. A connection that fails, or is left, in between is closed: its next answer would
@@ -241,14 +199,14 @@ class TCPStore(Store):
         if len(request) > MAX_FRAME:
             raise ValueError(f"TCPStore: {len(request):,} bytes in one request, at most {MAX_FRAME:,} are allowed")
         with self._lock:
-            if self._socket is None:
-                if not self._again:
-                    raise DistNetworkError(f"TCPStore: the connection to {self.host}:{self.port} is closed")
+            if self._connection is None and self._again:
                 self._connect()
+            if self._connection is None:
+                raise DistNetworkError(f"TCPStore: the connection to {self.host}:{self.port} is closed")
             end = time.monotonic() + limit + SLACK
             try:
-                self._send(request, end)
-                answer = self._receive(end)
+                self._connection.send(request, end)
+                answer = self._connection.receive(end)
             except (OSError, ValueError, struct.error) as failure:
                 self._hang_up()
                 raise DistNetworkError(
@@ -271,11 +229,11 @@ class TCPStore(Store):
 
     def local_address(self) -> str:
         with self._lock:
-            return str(self._socket.getsockname()[0]) if self._socket is not None else ""
+            return str(self._connection.socket.getsockname()[0]) if self._connection is not None else ""
 
     def close(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]  # who waits in another thread ends
+        if (connection := self._connection) is not None:
+            connection.shutdown()  # another thread may wait on it
         with self._lock:
             self._hang_up()
         if self._server is not None:
