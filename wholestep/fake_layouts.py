@@ -81,7 +81,7 @@ def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
     if all(result.alias_info for result in func._schema.returns):  # it gives its arguments back
         return None
     if torch.Tag.nondeterministic_seeded in func.tags:
-        if all(argument.name != "generator" for argument in func._schema.arguments):
+        if not _takes_generator(func) and any(t.numel() for t in tensors_of((args, kwargs))):
             return None  # it would draw from the user's generator
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     try:
@@ -148,11 +148,15 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _takes_generator(func: OpOverload) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
 def _asked(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
     with no_modes():
         given = scratch_tensors(args), scratch_tensors(kwargs)
         try:
-            if torch.Tag.nondeterministic_seeded in func.tags:
+            if torch.Tag.nondeterministic_seeded in func.tags and _takes_generator(func):
                 given[1]["generator"] = torch.Generator()
             found = [*tensors_of(func(*given[0], **given[1]))]
         except Exception:  # whatever it is: the call itself will say it

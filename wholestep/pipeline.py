@@ -112,6 +112,8 @@ def build(
     executor, capture_for = options.executor, known.templates or capture
     while True:
         initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
+        if options.guard_data:  # by which decisions may be taken, after an update
+            initial.fill()
         how = options.guard_data, executor.plain, take, executor.parts, executor.buffer_broadcast
         world, traced = capture_for(fn, args, kwargs, varying, *how)
         original, parts, signature = world.substitutes.original, world.substitutes.parts, traced.step.signature

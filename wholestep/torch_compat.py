@@ -266,6 +266,16 @@ def no_modes() -> Iterator[None]:
         yield
 
 
+_OFF = torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def dispatching() -> Iterator[None]:
+    """Dispatch modes see what is called also where C++ has switched them off, as in ``torch.LongTensor([tensor])``."""
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _OFF):
+        yield
+
+
 function_modes_off: Callable[[], bool] = torch._C._is_torch_function_all_disabled
 """True where function modes see nothing, as inside of `no_modes`."""
 

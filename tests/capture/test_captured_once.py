@@ -227,3 +227,43 @@ def test_a_compiled_step_shows_what_it_serves() -> None:
     assert repr(scaled) == "<Compiled scaled, captures: 1, recompiles: 0>\n  L['batch']['x']: float32[3, 2]"
     scaled(model, {"x": torch.ones(4, 2)})
     assert repr(scaled) == "<Compiled scaled, captures: 2, recompiles: 1>\n  L['batch']['x']: float32[4, 2]"
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad, torch.enable_grad,
+])  # fmt: skip
+def test_a_context_that_is_kept_between_steps_is_the_same_once_it_was_entered(make: Any) -> None:
+    net, opt, x = parts()
+    kept = make()
+
+    def step(x: Tensor) -> Tensor:
+        with kept:
+            seen = net(x)
+        loss = net(x).float().square().sum() + seen.float().sum().detach()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+
+    compiled = ws.compile(step)
+    for _ in range(3):
+        compiled(x)
+    assert compiled.captures == 1 and compiled.recompiles == []
+
+
+def test_code_that_switches_to_evaluation_does_not_look_at_the_state() -> None:
+    net, opt, x = parts()
+
+    def report() -> None:
+        net.eval()
+
+    def step(x: Tensor, quiet: bool) -> Tensor:
+        loss = zero_last(net.train(), opt, x)
+        if not quiet:
+            report()
+        return loss
+
+    compiled = ws.compile(step)
+    for _ in range(3):
+        compiled(x, True)
+    assert compiled.captures == 1 and compiled.recompiles == []

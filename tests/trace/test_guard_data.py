@@ -168,3 +168,36 @@ def test_without_it_they_are_refused() -> None:
     for program in (sizes, listed, found, lengths, split):
         with pytest.raises(DataDependentError):
             ws.compile(program)(torch.tensor(INPUTS[0]))
+
+
+def test_decisions_after_an_update_follow_from_the_state_as_it_begins() -> None:
+    torch.manual_seed(0)
+    x, seen = torch.randn(5, 4), []
+    for compiles in (False, True):
+        torch.manual_seed(1)
+        net = nn.Linear(4, 2)
+        opt = torch.optim.Adam(net.parameters(), lr=0.1)
+
+        def step(x: Tensor, net: nn.Module = net, opt: Any = opt) -> list[float]:
+            losses = []
+            for _ in range(2):
+                loss = net(x).square().mean()
+                opt.zero_grad()
+                loss.backward()
+                opt.step()
+                losses.append(float(f"{loss.item():.5e}"))
+            return losses
+
+        run = ws.compile(step, guard_data=True) if compiles else step
+        seen.append([run(x), run(x), [p.tolist() for p in net.parameters()]])
+    assert seen[0] == seen[1]
+
+
+def test_the_advice_to_guard_is_given_where_it_helps() -> None:
+    def advice(fn: Callable[[Tensor], Any]) -> str:
+        with pytest.raises(DataDependentError) as refused:
+            ws.compile(fn)(torch.ones(3))
+        return refused.value.remedy
+
+    assert "guard_data=True" in advice(lambda x: f"{x.sum().item():.2f}")
+    assert "guard_data=True" not in advice(lambda x: f"{nn.functional.dropout(x).sum().item():.2f}")

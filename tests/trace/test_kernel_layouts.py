@@ -100,6 +100,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 # What differs from eager, with the reason; a name that works in the long form fails its test.
 EXCEPTIONS = {
+    **dict.fromkeys(("sparse.mm.reduce", "sparse.sampled_addmm"), "sparse tensors between calls are refused"),
     "masked.median": "its result is whatever lay in memory",
     **dict.fromkeys(
         ("linalg.householder_product", "masked_select", "ormqr"),
@@ -208,6 +209,10 @@ def test_a_kernel_is_asked_once_for_each_signature() -> None:
     assert fake_layouts.layouts(aten.nonzero.default, (x,), {}) is None  # its shape is the data's
     assert fake_layouts.layouts(aten.mul_.Tensor, (x, x), {}) is None
     assert fake_layouts.layouts(aten.t.default, (x,), {}) is None
+    empty = torch.empty_strided((0, 5, 0), (10, 2, 2))  # of which nothing is drawn
+    assert fake_layouts.layouts(aten.rand_like.default, (empty,), {}) == (
+        (empty.shape, torch.rand_like(empty).stride(), torch.float32, empty.device),
+    )
     place = fake_layouts.layouts(aten.normal.Tensor_float, (x, 1.0), {})  # draws from a generator of its own
     assert place is not None and torch.equal(state, torch.get_rng_state())
     assert place[0] is not None and place[0][1] == torch.normal(x, 1.0).stride()

@@ -33,7 +33,7 @@ from wholestep.capture.outside import external_calls
 from wholestep.capture.outside.iterators import MOVING, RANDOM
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
-from wholestep.capture.snapshot.names_read import global_names
+from wholestep.capture.snapshot.names_read import global_names, set_on_entry
 from wholestep.capture.snapshot.numpy_arrays import BUFFERS, Array, stamp
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorInput
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_user_class, is_user_module
@@ -172,7 +172,7 @@ def _plain_attributes(found: Reachable, value: Any, source: sources.Source) -> N
         return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        found.add(attributes, sources.Vars(source), kinds.ATTRIBUTES, value)
+        found.add(attributes, sources.Vars(source), kinds.ATTRIBUTES, value, set_on_entry(type(value)))
 
 
 def _object(found: Reachable, value: Any, source: sources.Source) -> None:

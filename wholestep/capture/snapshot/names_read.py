@@ -15,6 +15,9 @@ import torch
 
 from wholestep.capture.snapshot.user_code import is_user_class
 
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
+# Functions that are Python's only where code reads them as globals: `model.eval()` is none.
+_BUILT_IN = frozenset({"eval", "exec", "vars", "dir"})
 _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
 # Code that names one of these can read any attribute.
 READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "replace", "attrgetter", "eval",
@@ -58,8 +61,29 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=8192)
 def named(code: types.CodeType) -> frozenset[str]:
     """Every name that code uses, and the strings in it, which may be names."""
-    return frozenset(name for inner in _codes(code) for name in
-                     (*inner.co_names, *(c for c in inner.co_consts if isinstance(c, str))))
+    names = frozenset(name for inner in _codes(code) for name in
+                      (*inner.co_names, *(c for c in inner.co_consts if isinstance(c, str))))  # fmt: skip
+    return names if "builtins" in names else names - (_BUILT_IN - {*global_names(code)})
+
+
+@functools.cache
+def set_on_entry(kind: type) -> frozenset[str]:
+    """The attributes of one of torch's context managers that only tell `__exit__` what `__enter__` found.
+
+    An ``autocast`` that is kept between steps gets them when it is first entered, which makes it no other.
+    """
+    enter = getattr(kind, "__enter__", None)
+    if not kind.__module__.startswith("torch.") or not isinstance(enter, types.FunctionType):
+        return frozenset()
+    methods = {name: member.__code__ for base in reversed(kind.__mro__) for name, member in vars(base).items()
+               if isinstance(member, types.FunctionType)}  # fmt: skip
+    others = {i.argval for name, code in methods.items() if name not in ("__enter__", "__exit__")
+              for i in dis.get_instructions(code) if i.opname in _READS}  # fmt: skip
+    first: dict[str, str] = {}  # what `__enter__` does first with an attribute
+    for i in dis.get_instructions(enter.__code__):
+        if i.opname in (*_READS, "STORE_ATTR"):
+            first.setdefault(i.argval, i.opname)
+    return frozenset(name for name, operation in first.items() if operation == "STORE_ATTR") - others
 
 
 class NamesRead:

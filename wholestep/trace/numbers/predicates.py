@@ -112,8 +112,7 @@ def decide(
     """
     needed = ancestors([node], None if guard_data else MAX_NODES)
     if not _can_be_known(needed, is_data, guard_data):
-        random = guard_data or not _can_be_known(ancestors([node]), is_data, guard_data=True)
-        raise _unknown(line, random)
+        raise _unknown(line, guard_data or not may_be_guarded(node))
     read = {item.node: index for index, item in enumerate(inputs) if item.node in needed}
     for index in read.values():
         if id(inputs[index].value) in parts:
@@ -173,10 +172,19 @@ def _unknown(line: str, random: bool) -> DataDependentError:
 def _can_be_known(nodes: set[fx.Node], is_data: Callable[[fx.Node], bool], guard_data: bool) -> bool:
     """Whether the value that follows from the nodes may be computed before each call."""
     if guard_data:
-        return not any(n.op == "call_function" and _is_effectful(n) for n in nodes)
+        return _is_repeatable(nodes)
     if len(nodes) > MAX_NODES:
         return False
     return _is_constant(nodes) or (all(_is_known(n, is_data) for n in nodes) and _is_small(nodes, MAX_ELEMENTS))
+
+
+def may_be_guarded(node: fx.Node) -> bool:
+    """Whether ``guard_data=True`` helps: the value follows from no random number and no other rank."""
+    return _is_repeatable(ancestors([node]))
+
+
+def _is_repeatable(nodes: set[fx.Node]) -> bool:
+    return not any(n.op == "call_function" and _is_effectful(n) for n in nodes)
 
 
 def _is_effectful(node: fx.Node) -> bool:

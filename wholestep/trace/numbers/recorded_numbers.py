@@ -14,7 +14,7 @@ from torch import fx
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.torch_compat import current_autograd_node, is_one_operator, no_modes, saved_numbers
 from wholestep.trace.numbers.host_numbers import HostNode, make_host
-from wholestep.trace.numbers.predicates import Predicate, decide, follows_from_numbers
+from wholestep.trace.numbers.predicates import Predicate, decide, follows_from_numbers, may_be_guarded
 from wholestep.trace.numbers.symbolic_sizes import is_size
 from wholestep.trace.record.graph_builder import leaves, map_leaves
 from wholestep.trace.record.inputs import Inputs
@@ -139,12 +139,11 @@ class RecordedNumbers:
         fixed = self.guard_data or number.known or follows_from_numbers([number.fx_node])
         if fixed or number.is_int():  # of ints there are few: a program for each, where it is cheap to know
             return self.decide(number.fx_node, user_line(), fixed)
-        raise self.refused(DataDependentError(
-            f"Python needs a number that is only known when the step runs: {how}",
-            user_line(),
-            "use it in arithmetic and as operators' arguments only, return it from the step, or pass guard_data=True "
-            "to ws.compile",
-        ))  # fmt: skip
+        remedy = "use it in arithmetic and as operators' arguments only, or return it from the step"
+        if may_be_guarded(number.fx_node):
+            remedy += "; or pass guard_data=True to ws.compile"
+        what = f"Python needs a number that is only known when the step runs: {how}"
+        raise self.refused(DataDependentError(what, user_line(), remedy))
 
     def forget(self) -> None:
         """Lets go of numbers, of which each holds this object."""

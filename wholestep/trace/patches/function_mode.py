@@ -28,6 +28,7 @@ from wholestep.torch_compat import (
     PAD_PACKED,
     FakeTensor,
     OpOverload,
+    dispatching,
     fake_refusal,
     function_modes_off,
     no_modes,
@@ -41,6 +42,7 @@ from wholestep.trace.operators.data_dependent_formulas import as_eager_sums
 from wholestep.trace.operators.packed_sequences import RECURRENT, is_packed, padded, with_known_sizes
 from wholestep.trace.operators.tables import ESCAPES, MEMORY_READS
 from wholestep.trace.outputs.replaced_gradients import DELETE, GET, SET, ReplacedGradients
+from wholestep.trace.patches.tensor_sequences import COMPRESSED, CONSTRUCTORS, indexed, stacked
 from wholestep.trace.record.graph_builder import leaves, map_leaves
 from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
@@ -98,6 +100,10 @@ class TorchCalls(TorchFunctionMode):
 
     def _escape(self, name: str, func: Any, args: Any) -> Any:
         """A read of a value by Python: its result where it becomes a guard, else refused."""
+        with dispatching():
+            return self._read(name, func, args)
+
+    def _read(self, name: str, func: Any, args: Any) -> Any:
         if name in READABLE and (self.numbers.guard_data or self.numbers.is_fixed(args[0])):
             if name == "__contains__":
                 return self.call(func, args, {})
@@ -161,8 +167,23 @@ class TorchCalls(TorchFunctionMode):
         as_eager_sums(list(itertools.islice(reversed(nodes), len(nodes) - before)))
         return loss
 
-    def _tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return _tensor(self, *args, **kwargs) if args and _is_of_numbers(args[0]) else self.call(func, args, kwargs)
+    def _constructor(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor made of lists, of which a stack stands in the place of those with unknown values."""
+        places, options = CONSTRUCTORS[func], dict[str, Any]()
+        if 0 not in places:
+            options = {"dtype": args[0].dtype, "device": args[0].device}
+        if func in OF_DATA:
+            options |= {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
+        given = [stacked(self.numbers, a, options) if i in places else a for i, a in enumerate(args)]
+        named = {k: stacked(self.numbers, a, options) if k in places else a for k, a in kwargs.items()}
+        data = (given[-1:] or [named.get("data", named.get("obj"))])[0]
+        if func in OF_DATA and isinstance(data, torch.Tensor) and not any(data is a for a in (*args, *kwargs.values())):
+            return data.requires_grad_(kwargs.get("requires_grad", False))
+        return self.call(func, given, named)
+
+    def _compressed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        what = f"{func.__name__} inside of a captured step, whose result no fake tensor can stand for"
+        raise UnsupportedError(what, user_line(), "use dense tensors, or torch.sparse_coo_tensor")
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`one_hot` without the look at the classes that its kernel takes; `scatter` refuses those out of range."""
@@ -212,11 +233,14 @@ class TorchCalls(TorchFunctionMode):
     def _recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.call(func, with_known_sizes(self.numbers, args) if is_packed(args) else args, kwargs)
 
+    def _get_item(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.call(func, (args[0], indexed(self.numbers, args[1])), kwargs)
+
     def _set_item(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`t[mask] = value` with a single boolean, which C++ would read: a choice between two values."""
-        tensor, mask, value = args
+        tensor, mask, value = args[0], indexed(self.numbers, args[1]), args[2]
         if not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 0):
-            return self.call(func, args, kwargs)
+            return self.call(func, (tensor, mask, value), kwargs)
         new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
         tensor.copy_(torch.where(mask, new, tensor))
         return None
@@ -283,17 +307,22 @@ BY_VALUE: dict[Any, tuple[Any, ...]] = {
     **dict.fromkeys(CTC_LOSSES, (2, 3, "input_lengths", "target_lengths")),
 }
 
+# Constructors that are given data alone, of which a stack is the result.
+OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+
 # Functions of torch's Python API -> what is done in their place.
 HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys((GET, SET, DELETE), TorchCalls._gradient),
     GET_VERSION: TorchCalls._version,
-    **dict.fromkeys((torch.tensor, torch.as_tensor), TorchCalls._tensor),
+    **dict.fromkeys(CONSTRUCTORS, TorchCalls._constructor),
+    **dict.fromkeys(COMPRESSED, TorchCalls._compressed),
     functional.one_hot: TorchCalls._one_hot,
     **dict.fromkeys(BY_VALUE, TorchCalls._by_value),
     PAD_PACKED: TorchCalls._pad_packed,
     **dict.fromkeys(RECURRENT, TorchCalls._recurrent),
     SET_DATA: TorchCalls._set_data,
     torch.Tensor.__deepcopy__: TorchCalls._deepcopy,
+    torch.Tensor.__getitem__: TorchCalls._get_item,
     torch.Tensor.__setitem__: TorchCalls._set_item,
     **{getattr(functional, name): TorchCalls._cross_entropy  # of which `as_eager_sums` speaks
        for name in ("cross_entropy", "linear_cross_entropy") if hasattr(functional, name)},
@@ -326,21 +355,3 @@ def _is_ours(frame: FrameType) -> bool:
 def _is_index(leaf: Any) -> bool:
     """Whether something is a tensor that C++ takes as an integer."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and not leaf.is_floating_point()
-
-
-def _is_of_numbers(data: Any) -> bool:
-    """Whether something is a number that is not known, or a row of numbers with such a one."""
-    row = data if isinstance(data, (list, tuple)) else [data]
-    unknown = any(isinstance(n, (torch.SymFloat, torch.SymInt)) for n in row)
-    return unknown and all(isinstance(n, (int, float, torch.SymFloat, torch.SymInt)) for n in row)
-
-
-def _tensor(
-    calls: TorchCalls, data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False
-) -> torch.Tensor:
-    """A tensor of a number, or of a row of them, that the step computes."""
-    is_row = isinstance(data, (list, tuple))
-    row = [calls.numbers.size(n) for n in (data if is_row else [data])]
-    default = torch.get_default_dtype() if any(isinstance(n, float) for n in row) else torch.int64
-    scalars = [torch.scalar_tensor(n, dtype=dtype or default, device=device) for n in row]
-    return (torch.stack(scalars) if is_row else scalars[0]).requires_grad_(requires_grad)
