@@ -51,7 +51,8 @@ SERVED: dict[str, Step] = {
     "nested index": lambda s, x, i: x[[[i, 0], [1, i]],],
     "index beside others": lambda s, x, i: x[None, ..., [i, 0]],
     "write": lambda s, x, i: _written(x, (slice(None), [i, 0]), s),
-    "weights of a loss": lambda s, x, i: F.cross_entropy(x, torch.tensor([0, 1, i]), weight=torch.tensor([s, 1.0, 2.0])),
+    "classes of a loss": lambda s, x, i: F.cross_entropy(x, torch.tensor([0, 1, i])),
+    "weights of a loss": lambda s, x, i: F.cross_entropy(x, x.argmax(1), weight=torch.tensor([s, 1.0, 2.0])),
 }
 GUARDED: dict[str, Step] = {
     "legacy integers": lambda s, x, i: torch.LongTensor([[i, 1], [2, i]]),

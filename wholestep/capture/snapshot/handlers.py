@@ -172,7 +172,8 @@ def _plain_attributes(found: Reachable, value: Any, source: sources.Source) -> N
         return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
-        found.add(attributes, sources.Vars(source), kinds.ATTRIBUTES, value, set_on_entry(type(value)))
+        for_exit = set_on_entry(type(value))  # type: ignore[arg-type]
+        found.add(attributes, sources.Vars(source), kinds.ATTRIBUTES, value, for_exit)
 
 
 def _object(found: Reachable, value: Any, source: sources.Source) -> None:
