@@ -303,14 +303,36 @@ def test_data_assigned_to_a_parameter() -> None:
     decay(model, lambda p: p * 0.5)
     assert model.weight is weight and weight._version == version
     torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=0)
-    before = weight.detach().clone()
-    for new, text in ((lambda p: p * torch.ones(2, *p.shape), "shape"), (lambda p: p[:], "shares")):
+    before, other = weight.detach().clone(), torch.ones(2, 3)
+    for new, text in ((lambda p: p * torch.ones(2, *p.shape), "shape"), (lambda p: other, "shares")):
         with pytest.raises(UnsupportedError, match=text):
             decay(model, new)
     assert torch.equal(weight, before)
     decay(model, lambda p: torch.stack([p, p])[0] * 1)
     decay(model, lambda p: torch.stack([p, p])[1])  # one of the parts of what the step made
     assert torch.equal(weight, before) and model.weight is weight
+
+
+def test_a_parameter_is_given_its_own_memory() -> None:
+    """`module.to(…)` in a step gives each parameter the data that it has."""
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model.to(torch.float32)(x).square().mean()
+        loss.backward()
+        model.cpu()
+        for p in model.parameters():
+            p.data = p.data[:]
+            p.data.add_(p.grad, alpha=-0.1)
+            p.grad = None
+        return loss.detach()
+
+    seen = []
+    for run in (step, ws.compile(step)):
+        torch.manual_seed(0)
+        model, x = nn.Linear(3, 2), torch.randn(4, 3)
+        losses = [run(model, x).item() for _ in range(3)]
+        seen.append((losses, [(p.tolist(), p._version) for p in model.parameters()]))
+    assert seen[0] == seen[1]
 
 
 def test_write_to_memory_given_away_through_data() -> None:

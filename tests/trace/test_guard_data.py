@@ -200,4 +200,6 @@ def test_the_advice_to_guard_is_given_where_it_helps() -> None:
         return refused.value.remedy
 
     assert "guard_data=True" in advice(lambda x: f"{x.sum().item():.2f}")
+    assert "guard_data=True" in advice(torch.nonzero)
+    assert "guard_data=True" not in advice(lambda x: nn.functional.dropout(x).nonzero())
     assert "guard_data=True" not in advice(lambda x: f"{nn.functional.dropout(x).sum().item():.2f}")

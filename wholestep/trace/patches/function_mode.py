@@ -282,6 +282,8 @@ class TorchCalls(TorchFunctionMode):
                 f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step", user_line()
             )
         ours = self.inputs.ref(tensor)
+        if ref.storage is ours.storage and ref.geometry == ours.geometry:
+            return  # its own memory, as `module.to(dtype)` gives it where nothing is to be converted
         if ref.storage.input is not None or ours.parent is not None:
             raise UnsupportedError(
                 "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",

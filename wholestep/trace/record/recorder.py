@@ -25,7 +25,7 @@ from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, 
 from wholestep.trace.functionalize.mutations import Mutations
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.functionalize.view_operators import Views
-from wholestep.trace.numbers.predicates import follows_from_numbers, geometry
+from wholestep.trace.numbers.predicates import follows_from_numbers, geometry, may_be_guarded
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
 from wholestep.trace.operators import tables
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
             guard_data = self.numbers.guard_data
             if kind == "data" and not func._schema.is_mutable and (guard_data or self._is_fixed(func, args)):
                 return self._observed(func, args, kwargs)
-            raise _translated(func, error, kind, guard_data) from error
+            raise _translated(func, error, kind, kind == "data" and not guard_data and self._helps(args)) from error
 
     def _with_plain_numbers(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments, with those numbers known now that the place or the shape of a result depends on."""
@@ -185,6 +185,10 @@ class Recorder(TorchDispatchMode):
         read = leaves(args[1:] if func in SHAPE_ALONE else args)
         return follows_from_numbers(self.inputs.read(t) for t in read if isinstance(t, torch.Tensor))
 
+    def _helps(self, args: Any) -> bool:
+        """Whether a result's shape could be known before the step, with `guard_data`."""
+        return all(may_be_guarded(self.inputs.read(t)) for t in leaves(args) if isinstance(t, torch.Tensor))
+
     def _shaped_like(self, node: fx.Node) -> fx.Node:
         """A call whose result has the shape of a node's, without operands of which only the shape counts."""
         if node.target not in SHAPE_ALONE:
@@ -208,7 +212,7 @@ def _tried(wanted: int | None, leaf: Any) -> Any:
     return leaf if not is_host(leaf) else leaf.node.hint if wanted is None else wanted
 
 
-def _translated(func: Any, error: Exception, kind: str, guard_data: bool) -> CaptureError:
+def _translated(func: Any, error: Exception, kind: str, guards_help: bool) -> CaptureError:
     if kind == "device":
         return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
     if kind == "data":
@@ -216,7 +220,7 @@ def _translated(func: Any, error: Exception, kind: str, guard_data: bool) -> Cap
             f"the shape or value of the result of {func} depends on data",
             user_line(),
             "use a form with a fixed shape, such as torch.where or a mask"
-            + ("" if guard_data else ", or pass guard_data=True to ws.compile"),
+            + (", or pass guard_data=True to ws.compile" if guards_help else ""),
         )
     return UnsupportedError(
         f"{func} has no rule for fake tensors: {error}",
