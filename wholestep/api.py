@@ -32,7 +32,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     module_override: Sequence[Override] = (),
     guard_data: bool = False,
     dynamic: bool | None = None,
-    fullgraph: bool = False,
+    fullgraph: bool = True,
 ) -> Any:
     """Makes a training step run as one captured program.
 
@@ -53,7 +53,10 @@ def compile(  # noqa: A001 - the ecosystem's name
             program of its own from it, without the step's Python being run again. Sizes that Python or an operator
             decides on become guards; those that only one value serves are listed in ``specialized``. Sizes of 0 and 1
             are apart. None and False: a capture for each set of shapes.
-        fullgraph: as in `torch.compile`; a step is captured whole or refused, with either value.
+        fullgraph: False to serve steps of one process that cannot be captured whole as well: those that read values
+            of tensors, print them or decide on them. Their Python then runs at each call, while operators are deferred
+            until a value is read and run as compiled segments; ``breaks`` says why. A step that is slower so than in
+            eager runs in eager. True: such a step is refused.
 
     Returns:
         A `Compiled`, or a decorator when ``fn`` is None. For a module, a module that shares its parameters, buffers,
@@ -68,7 +71,7 @@ def compile(  # noqa: A001 - the ecosystem's name
         raise ValueError("dynamic=True is for one process: with a mesh, each set of shapes is a capture")
     again = functools.partial(
         compile, mesh=mesh, plan=plan, backend=backend, passes=passes, gm_transformation=gm_transformation,
-        module_override=module_override, guard_data=guard_data, dynamic=dynamic,
+        module_override=module_override, guard_data=guard_data, dynamic=dynamic, fullgraph=fullgraph,
     )  # fmt: skip
     if fn is None:
         return again
@@ -77,7 +80,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
 
     def make(callee: Callable[..., Any]) -> Compiled:
-        options = Options(PlanExecutor(mesh, plan), chain, backend, guard_data)
+        options = Options(PlanExecutor(mesh, plan), chain, backend, guard_data, fullgraph=fullgraph)
         return Compiled(callee, options, module_override=module_override, dynamic=bool(dynamic))
 
     return compiled_module(fn, make, again) if isinstance(fn, nn.Module) else make(fn)

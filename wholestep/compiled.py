@@ -1,6 +1,6 @@
 """A compiled step: which of its programs serves a call, and when a new one is captured.
 
-May import: capture, errors, override, pipeline, report, runtime, torch_compat, trace.
+May import: capture, co_run, errors, override, pipeline, report, runtime, torch_compat, trace.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import fx
 
 from wholestep import pipeline
 from wholestep.capture import GuardFailure, materialize_fakes, no_collection, snapshot
+from wholestep.co_run import CoRun, is_deferring
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain
@@ -35,6 +36,7 @@ class Compiled:
 
     Attributes:
         recompiles: why calls needed a new program, one reason each; empty while the first still serves.
+        breaks: why the step cannot be replayed, so that its Python runs at each call (`co_run/`).
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class Compiled:
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
         self.recompiles: list[str] = []
+        self.breaks: list[str] = []
+        self._co_run: CoRun | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # part of another step's capture, or of a transform of `torch.func`
-        if pipeline.is_tracing() or transforms_active():
+        # part of another step, or of a transform of `torch.func`
+        if pipeline.is_tracing() or transforms_active() or is_deferring():
             return self._fn(*args, **kwargs)
         return self.serve(args, kwargs)
 
@@ -117,6 +121,8 @@ class Compiled:
                     self._prefer(entry)
                 return outcome
             failure = failure if failure.reason else outcome
+        if self._co_run is not None:
+            return self._co_run(*args, **kwargs)
         self._executor.announce_capture()
         try:
             entry = self._capture(args, kwargs, failure)
@@ -124,6 +130,12 @@ class Compiled:
             if self._executor.view:
                 raise
             return self._fn(*args, **kwargs)
+        except CaptureError as error:
+            if self._options.fullgraph or not self._executor.plain or self._module_override:
+                raise
+            self.breaks.append(str(error))
+            self._co_run = CoRun(self._fn, self._options)
+            return self._co_run(*args, **kwargs)
         return self._first(entry, args, kwargs, ready, run)
 
     def _first(self, entry: Entry, args: Any, kwargs: Any, ready: Any, run: Callable[..., Any]) -> Any:

@@ -64,6 +64,7 @@ class Options:
         partitioning: how a joint graph of forward and backward becomes two programs.
         donates: the step's first argument is a list of tensors that a call donates: memory that nobody else holds is
             free as soon as the program has read it.
+        fullgraph: a step that cannot be replayed is refused, instead of its Python running at each call.
     """
 
     executor: PlanExecutor
@@ -72,6 +73,7 @@ class Options:
     guard_data: bool = False
     partitioning: Partitioning = Partitioning()
     donates: bool = False
+    fullgraph: bool = True
 
 
 @dataclass

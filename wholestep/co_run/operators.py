@@ -1,0 +1,97 @@
+"""How the queue treats an operator, by its schema and tags: a table asked once an overload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from wholestep.functional import written_arguments
+from wholestep.torch_compat import OpOverload, has_native_kernel
+from wholestep.trace.operators.tables import HIDDEN_WRITES, SHAPE_FROM_DATA, is_view
+
+aten = torch.ops.aten
+
+
+class Kind(Enum):
+    """What is done with a call of an operator.
+
+    Attributes:
+        VIEW: runs at once on memory that may not be written yet, and is recorded.
+        DEFERRED: recorded; its results get memory that is written when the queue is flushed.
+        WRITES: as DEFERRED, and gives arguments back.
+        AT_ONCE: runs at once, after a flush of what it may read.
+    """
+
+    VIEW = auto()
+    DEFERRED = auto()
+    WRITES = auto()
+    AT_ONCE = auto()
+
+
+# Operators that change what a tensor is, or whose results' sizes follow from data.
+_AT_ONCE = {
+    aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_same_size.default,
+    aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.default,
+    aten.resize_.default, aten.resize_as_.default, aten._pack_padded_sequence.default, aten.record_stream.default,
+    aten.lift_fresh.default, aten.lift.default, *SHAPE_FROM_DATA,
+}  # fmt: skip
+
+# Of these, those that only read, so that what they do not read may stay deferred.
+_READS = {aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.lift_fresh.default}
+
+# Operators that give views although their schema does not say so.
+_VIEWS = {aten._unsafe_view.default}
+
+_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Facts:
+    """What the queue asks of an operator at each call; hashed by identity, which an overload is not.
+
+    Attributes:
+        written: positions of the arguments that it writes, also where its schema does not say so.
+        names: of its arguments, by position.
+        only_reads: runs at once, and needs only what it reads.
+    """
+
+    op: OpOverload
+    kind: Kind
+    written: tuple[int, ...]
+    names: tuple[str, ...]
+    only_reads: bool
+
+    def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int) -> Any:
+        """An argument by its position in the schema."""
+        return args[position] if position < len(args) else kwargs.get(self.names[position])
+
+
+_known: dict[int, Facts] = {}
+
+
+def facts_of(op: OpOverload) -> Facts:
+    """The facts of an operator."""
+    found = _known.get(id(op))
+    if found is None:
+        written = (*written_arguments(op), *HIDDEN_WRITES.get(op, ()))
+        names = tuple(argument.name for argument in op._schema.arguments)
+        only_reads = op in _READS or op.namespace == "profiler"
+        found = _known[id(op)] = Facts(op, _kind(op), written, names, only_reads)
+    return found
+
+
+def _kind(op: OpOverload) -> Kind:
+    writes = op._schema.is_mutable
+    if op in _AT_ONCE or op.namespace != "aten" or _TAGS & set(op.tags) or not op._schema.returns and not writes:
+        return Kind.AT_ONCE
+    if has_native_kernel(op, "CompositeImplicitAutograd"):  # reaches here in inference mode alone
+        return Kind.AT_ONCE
+    if is_view(op) or op in _VIEWS:
+        return Kind.VIEW
+    if any("Tensor" not in str(result.type) for result in op._schema.returns):
+        return Kind.AT_ONCE
+    return Kind.WRITES if writes else Kind.DEFERRED

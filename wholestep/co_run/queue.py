@@ -1,0 +1,256 @@
+"""The queue: a dispatch mode below autograd that records operators and answers them with memory to be written later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wholestep.co_run.operators import Facts, Kind, facts_of
+from wholestep.co_run.segment import FALSE, FLOAT, TRUE, RecordedCall, Segment, Slot, slot
+from wholestep.co_run.signatures import Given, Layout, Node, Signatures, Unknown, described, storage_of, tensors_in
+from wholestep.torch_compat import TorchDispatchMode, no_modes, storage_id, storage_uses
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
+_STRIDED, _NONE = torch.strided, dict[str, Any]()
+AT_ONCE, VIEW = Kind.AT_ONCE, Kind.VIEW
+
+# (node, slots that are alive, segment, tensors, numbers)
+Run = Callable[[Node, Segment, list[torch.Tensor], list[float]], None]
+
+
+class _Opaque(Exception):  # noqa: N818 - a signal, not an error
+    """An argument that the queue does not record."""
+
+
+class Queue(TorchDispatchMode):
+    """Defers operators until `flush`.
+
+    A call is looked up under those that came before it since the last flush (`Signatures`). Where it is known, so are
+    the layouts of its results, and it is deferred. Where it is not, everything before it runs, and so does it, at once.
+
+    Args:
+        signatures: what was recorded in earlier calls of the step.
+        run: runs what was deferred.
+
+    Attributes:
+        known: whether every call was known so far.
+    """
+
+    def __init__(self, signatures: Signatures, run: Run) -> None:
+        super().__init__()
+        self._signatures, self._run, self._running, self.known = signatures, run, False, True
+        self._begin()
+
+    def _begin(self) -> None:
+        self._node: Node = self._signatures.root
+        self._slots: dict[Any, Slot] = {}  # place of a tensor -> its slot
+        self._storages: dict[int, int] = {}  # storage -> the first slot in it
+        self._count = 0
+        self._new: list[Any] = []  # what a call's key says of externals that it is the first to use
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of what was deferred."""
+        self._externals: list[int] = []
+        self._tensors: list[torch.Tensor] = []  # the externals
+        self._made: list[tuple[int, torch.UntypedStorage, Layout]] = []  # results, by slot
+        self._own: set[int] = set()  # their storages
+        self._pending: set[int] = set()  # these, and those that deferred calls write
+        self._numbers: list[float] = []
+        self._calls: list[RecordedCall] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # its wrapper takes 2 microseconds a call
+
+    # -- dispatch --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        facts = facts_of(func)
+        if kwargs is None:
+            kwargs = _NONE
+        if facts.kind is AT_ONCE:
+            return self._at_once(facts, args, kwargs)
+        if args and self._is_small(args):
+            return func(*args, **kwargs)
+        before = len(self._numbers), len(self._tensors)
+        try:
+            parts = tuple([self._part(a) for a in args])
+            named = tuple([(name, self._part(value)) for name, value in kwargs.items()]) if kwargs else ()
+            new = ()
+            if self._new:
+                new = tuple(self._new)
+                self._new.clear()
+            key = facts, parts, named, new
+            node = self._node.next.get(key, _MISSING)
+        except (_Opaque, TypeError):  # or an argument that does not hash
+            node = None
+        if node is None or node is _MISSING:
+            self._numbers[before[0] :], self._tensors[before[1] :], self._externals[before[1] :] = [], [], []
+            return self._at_once(facts, args, kwargs) if node is None else self._record(facts, args, kwargs, key)
+        self._node = node
+        if facts.kind is VIEW:
+            found = func(*args, **kwargs)
+            results = self._register(found)
+        else:
+            found, results = self._answer(facts, args, kwargs, node.results)
+            for position in facts.written:
+                written = facts.argument(args, kwargs, position)
+                for tensor in (written,) if isinstance(written, torch.Tensor) else written or ():
+                    self._pending.add(storage_of(tensor)._cdata)
+        self._calls.append((func, parts, named, results))
+        return found
+
+    def _is_small(self, args: tuple[Any, ...]) -> bool:
+        """Whether the operands are single numbers on the host that nothing deferred touches: an optimizer's counts."""
+        first = args[0]
+        if type(first) is list and first:
+            first = first[0]
+        if not isinstance(first, torch.Tensor) or first.dim():
+            return False
+        return all(
+            not t.dim() and t.device.type == "cpu" and storage_of(t)._cdata not in self._storages
+            for t in tensors_in(args)
+        )
+
+    def _part(self, value: Any) -> Any:
+        """What stands for an argument in a call's key and in its record."""
+        if isinstance(value, torch.Tensor):
+            return self._slot(value)
+        kind = type(value)
+        if kind is float:
+            self._numbers.append(value)
+            return FLOAT
+        if kind is bool:
+            return TRUE if value else FALSE
+        if kind is list or kind is tuple:
+            return tuple([self._part(item) for item in value])
+        if kind is torch.Size:
+            return tuple(value)
+        return value
+
+    def _slot(self, tensor: torch.Tensor) -> Slot:
+        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
+            raise _Opaque
+        dtype, storage = tensor.dtype, storage_of(tensor)._cdata
+        place = storage, tensor.storage_offset(), tensor.size(), tensor.stride(), dtype
+        found = self._slots.get(place)
+        if found is not None:
+            return found
+        if storage in self._own or dtype.is_complex or not storage:
+            raise _Opaque  # such as a view of memory to be written that no recorded call made
+        found = self._slots[place] = slot(self._count)
+        self._new.append((found, place[1:], tensor.device, self._storages.get(storage)))
+        self._storages.setdefault(storage, self._count)
+        self._externals.append(self._count)
+        self._tensors.append(tensor.detach())  # which stays what it is, where `tensor.data` is set
+        self._count += 1
+        return found
+
+    def _register(self, found: Any) -> Any:
+        """Gives slots to tensors that are there: views, and results of a call that was run."""
+        if isinstance(found, (list, tuple)):
+            return tuple([self._register(item) for item in found])
+        if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
+            return None
+        storage = storage_id(storage_of(found))
+        index = self._count
+        self._count += 1
+        self._slots[storage, found.storage_offset(), found.size(), found.stride(), found.dtype] = slot(index)
+        self._storages.setdefault(storage, index)
+        return index
+
+    def _answer(self, facts: Facts, args: Any, kwargs: Any, results: Any) -> tuple[Any, Any]:
+        """Memory for the results of a deferred call, and their slots."""
+        kind = type(results)
+        if kind is Layout:
+            size, stride, dtype, device = results
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            storage, index = storage_of(tensor), self._count
+            identity = storage._cdata
+            self._count += 1
+            self._slots[identity, 0, size, stride, dtype] = slot(index)
+            self._storages[identity] = index
+            self._made.append((index, storage, results))
+            self._own.add(identity)
+            self._pending.add(identity)
+            return tensor, index
+        if kind is Given:
+            return facts.argument(args, kwargs, results.position), None
+        if kind is tuple:
+            pairs = [self._answer(facts, args, kwargs, item) for item in results]
+            return tuple([found for found, _ in pairs]), tuple([index for _, index in pairs])
+        return None, None
+
+    def _record(self, facts: Facts, args: Any, kwargs: Any, key: Any) -> Any:
+        """Runs a call that is not known after those before it, which run first, and remembers it."""
+        self.known = False
+        self._run_pending()
+        places = [t.size() for t in tensors_in((args, list(kwargs.values())))]
+        found = facts.op(*args, **kwargs)
+        try:
+            results = None if facts.kind is VIEW else described(facts.op, args, kwargs, found)
+            if places != [t.size() for t in tensors_in((args, list(kwargs.values())))]:
+                raise Unknown
+        except Unknown:
+            self._node.next[key] = None
+            self._begin()
+            return found
+        self._node = self._signatures.add(self._node, key, results)
+        self._register_made(found, results, facts.kind)
+        return found
+
+    def _register_made(self, found: Any, results: Any, kind: Kind) -> None:
+        if kind is VIEW or type(results) is Layout:
+            self._register(found)
+        elif type(results) is tuple:
+            for value, result in zip(found, results, strict=True):
+                self._register_made(value, result, kind)
+
+    def _at_once(self, facts: Facts, args: Any, kwargs: Any) -> Any:
+        self._new.clear()
+        if not facts.only_reads or self._touches(args):
+            self.flush()
+        return facts.op(*args, **kwargs)
+
+    def _touches(self, args: Any) -> bool:
+        return any(
+            t.layout is not torch.strided or storage_id(storage_of(t)) in self._pending for t in tensors_in(args)
+        )
+
+    # -- flush -----------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Runs what was deferred; the next call begins a segment."""
+        if self._running:  # a read of the program's own
+            return
+        try:
+            self._run_pending()
+        finally:
+            self._begin()
+
+    def _run_pending(self) -> None:
+        """Runs what was deferred, and writes what is alive."""
+        calls, made, node = self._calls, self._made, self._node
+        if not self._pending:
+            self._forget()
+            return
+        alive = [(index, storage, layout) for index, storage, layout in made if storage_uses(storage) > 1]
+        segment = Segment(calls, self._externals, [index for index, *_ in alive])
+        tensors, numbers = self._tensors, self._numbers
+        self._forget()
+        self._running = True
+        with no_modes():
+            for _, storage, layout in alive:
+                empty = torch.empty((), dtype=layout.dtype, device=layout.device)
+                tensors.append(empty.set_(storage, 0, layout.size, layout.stride))
+            del made
+            try:
+                self._run(node, segment, tensors, numbers)
+            finally:
+                self._running = False
+
+
+_MISSING: Any = object()

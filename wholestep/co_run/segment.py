@@ -1,0 +1,98 @@
+"""A segment: the operators between two flushes, as a function of tensors and numbers that runs them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class Slot:
+    """Stands for a tensor in a recorded call: the n-th that the segment meets. One object for each number."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
+
+
+class Constant:
+    """Stands for a bool, which hashes as a number does, and for a float, whose value is no part of a signature."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: bool | None) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "float" if self.value is None else str(self.value)
+
+
+FLOAT, TRUE, FALSE = Constant(None), Constant(True), Constant(False)
+
+SLOTS: list[Slot] = [Slot(index) for index in range(4096)]
+
+# (operator, arguments with tensors as slots, names and values of keyword arguments, slots of the results)
+RecordedCall = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], Any]
+
+
+def slot(index: int) -> Slot:
+    """The slot of a number."""
+    while index >= len(SLOTS):
+        SLOTS.append(Slot(len(SLOTS)))
+    return SLOTS[index]
+
+
+@dataclass
+class Segment:
+    """What was recorded between two flushes.
+
+    Attributes:
+        calls: in order.
+        externals: slots of tensors that were there before.
+        alive: slots of results whose memory somebody still holds.
+    """
+
+    calls: list[RecordedCall]
+    externals: list[int]
+    alive: list[int]
+
+    def run(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+        """Runs the calls in order.
+
+        Args:
+            tensors: the externals, then the tensors that take the values of what is alive.
+            numbers: the floats among the arguments, in order.
+        """
+        values: dict[int, Any] = dict(zip(self.externals, tensors, strict=False))
+        given = iter(numbers)
+        for func, args, kwargs, results in self.calls:
+            arguments = [_filled(part, values, given) for part in args]
+            keywords = {name: _filled(part, values, given) for name, part in kwargs}
+            _keep(results, func(*arguments, **keywords), values)
+        for index, destination in zip(self.alive, tensors[len(self.externals) :], strict=True):
+            destination.copy_(values[index])
+
+
+def _filled(part: Any, values: dict[int, Any], numbers: Iterator[float]) -> Any:
+    kind = type(part)
+    if kind is Slot:
+        return values[part.index]
+    if kind is tuple:
+        return [_filled(item, values, numbers) for item in part]
+    if kind is Constant:
+        return next(numbers) if part is FLOAT else part.value
+    return part
+
+
+def _keep(results: Any, found: Any, values: dict[int, Any]) -> None:
+    if type(results) is int:
+        values[results] = found
+    elif results is not None:
+        for item, value in zip(results, found, strict=True):
+            _keep(item, value, values)

@@ -1,0 +1,126 @@
+"""Signatures: sequences of recorded operators as a prefix tree, with the layouts of results that each gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from wholestep.functional import written_arguments
+from wholestep.torch_compat import OpOverload, storage_id
+
+storage_of = torch.Tensor.untyped_storage  # the method itself: the queue patches it
+
+# Steps whose operators are always others grow the tree at each call: then it begins anew.
+MAX_NODES = 100_000
+
+
+class Layout(NamedTuple):
+    """A result in memory of its own."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Given:
+    """A result that is an argument: its position in the schema."""
+
+    position: int
+
+
+# Of a call: a `Layout`, `Given` or None, or a tuple of such.
+Results = Any
+
+
+@dataclass(slots=True)
+class Node:
+    """A call after all calls before it.
+
+    Attributes:
+        results: what it gave.
+        next: key of a call -> its node; None for one that runs at once.
+        programs: slots whose memory is alive -> what serves a flush here.
+        refused: such slots for which there is no program.
+    """
+
+    results: Results = None
+    next: dict[Any, Node | None] = field(default_factory=dict)
+    programs: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    refused: set[tuple[int, ...]] = field(default_factory=set)
+
+
+class Signatures:
+    """The prefix tree.
+
+    Attributes:
+        root: before the first call of a segment.
+    """
+
+    def __init__(self) -> None:
+        self.root, self._count = Node(), 0
+
+    def add(self, before: Node, key: Any, results: Results) -> Node:
+        """A new node."""
+        self._count += 1
+        if self._count > MAX_NODES:
+            self.root, self._count = Node(), 0
+        node = before.next[key] = Node(results)
+        return node
+
+
+class Unknown(Exception):  # noqa: N818 - a signal, not an error
+    """A call that the queue cannot answer."""
+
+
+def described(func: OpOverload, args: Any, kwargs: Any, found: Any) -> Results:
+    """What a call gave, so that the next one like it can be answered without running it.
+
+    Raises:
+        Unknown: a result is no plain tensor in fresh memory.
+    """
+    returns = func._schema.returns
+    if not returns:
+        return None
+    several = type(found) in (tuple, list) and len(returns) > 1
+    given = _written_by_alias(func)
+    memories: set[int] = {storage_id(storage_of(t)) for t in tensors_in((args, list(kwargs.values())))}
+    described = []
+    for result, value in zip(returns, found if several else (found,), strict=True):
+        alias = result.alias_info
+        if alias is not None:
+            described.append(Given(given[frozenset(alias.before_set)]))
+        else:
+            described.append(_layout(value, memories))
+    return tuple(described) if several else described[0]
+
+
+def _written_by_alias(func: OpOverload) -> dict[frozenset[str], int]:
+    aliases = ((func._schema.arguments[i].alias_info, i) for i in written_arguments(func))
+    return {frozenset(alias.before_set): i for alias, i in aliases if alias is not None}
+
+
+def _layout(value: Any, memories: set[int]) -> Results:
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)):
+        return tuple([_layout(item, memories) for item in value])
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.storage_offset():
+        raise Unknown
+    memory = storage_id(storage_of(value))
+    if memory in memories or value.dtype.is_complex or value.is_neg():
+        raise Unknown
+    memories.add(memory)
+    return Layout(tuple(value.size()), value.stride(), value.dtype, value.device)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_in(item)]
+    return []

@@ -1,0 +1,113 @@
+"""A step served by running its Python at each call, with operators deferred and run as compiled segments."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from wholestep.co_run.program import SegmentProgram
+from wholestep.co_run.queue import Queue
+from wholestep.co_run.reads import flushing
+from wholestep.co_run.segment import Segment
+from wholestep.co_run.signatures import Node, Signatures
+from wholestep.patches import patched
+from wholestep.pipeline import Options
+from wholestep.torch_compat import below_autograd
+
+# Programs of one step; beyond, segments run operator by operator.
+MAX_PROGRAMS = 64
+# Calls timed in each way before the faster one is taken.
+TIMED = 4
+
+_active = threading.local()
+
+
+def is_deferring() -> bool:
+    """True inside of a step of this thread whose operators are deferred."""
+    return getattr(_active, "depth", 0) > 0
+
+
+class CoRun:
+    """Runs a step.
+
+    Attributes:
+        refused: why segments run operator by operator, one reason each.
+        programs: how many segments were compiled.
+        eager: whether the step runs as it is, because that is faster.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
+        self._fn, self._options = fn, options
+        self._signatures = Signatures()
+        self.refused: list[str] = []
+        self.programs = 0
+        self.eager = False
+        self._times: dict[bool, list[float]] = {False: [], True: []}  # of deferred calls, and of eager ones
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One call of the step: all that it does has happened when it returns or raises."""
+        if self.eager:
+            return self._fn(*args, **kwargs)
+        deferred, plain = self._times[False], self._times[True]
+        if len(deferred) >= TIMED and len(plain) < TIMED:
+            begin = time.perf_counter()
+            result = self._fn(*args, **kwargs)
+            plain.append(time.perf_counter() - begin)
+            self.eager = len(plain) == TIMED and min(plain) < min(deferred)
+            return result
+        queue = Queue(self._signatures, self._serve)
+        programs, begin = self.programs, time.perf_counter()
+        try:
+            return self._deferred(queue, args, kwargs)
+        finally:
+            if len(deferred) < TIMED and queue.known and programs == self.programs:
+                deferred.append(time.perf_counter() - begin)
+
+    def _deferred(self, queue: Queue, args: Any, kwargs: Any) -> Any:
+        thread = threading.get_ident()
+        _active.depth = getattr(_active, "depth", 0) + 1
+        try:
+            with patched(flushing(queue.flush), lambda: threading.get_ident() == thread):
+                try:
+                    with queue:
+                        return self._fn(*args, **kwargs)
+                finally:
+                    queue.flush()
+        finally:
+            _active.depth -= 1
+
+    def _serve(self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]) -> None:
+        """Runs a segment: by a program, or one operator after the other."""
+        program = self._program(node, segment, tensors, numbers)
+        if program is None:
+            with below_autograd():  # which counted the writes when they were deferred
+                segment.run(tensors, numbers)
+        else:
+            program(tensors, numbers)
+
+    def _program(
+        self, node: Node, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float]
+    ) -> SegmentProgram | None:
+        """The program of a segment; None for one that stays without."""
+        key = tuple(segment.alive)
+        found = node.programs.get(key)
+        varying: frozenset[int] = frozenset()
+        if found is not None:
+            if found.serves(numbers):
+                return found
+            varying = found.varying | {i for i, n in found.constants.items() if numbers[i] != n}
+        if key in node.refused or self.programs >= MAX_PROGRAMS:
+            return None
+        try:
+            program = SegmentProgram(segment, tensors, numbers, self._options, varying)
+        except Exception as error:  # nothing has run yet: a segment that cannot be compiled runs as it is
+            self.refused.append(f"{type(error).__name__}: {error}")
+            node.refused.add(key)
+            return None
+        node.programs[key] = program
+        self.programs += 1
+        return program
