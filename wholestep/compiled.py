@@ -1,6 +1,6 @@
 """A compiled step: which of its programs serves a call, and when a new one is captured.
 
-May import: capture, co_run, errors, override, pipeline, report, runtime, torch_compat, trace.
+May import: capture, co_run, errors, override, patches, pipeline, report, runtime, torch_compat, trace.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
 
 from wholestep import pipeline
-from wholestep.capture import GuardFailure, materialize_fakes, no_collection, snapshot
+from wholestep.capture import ExternalEffects, GuardFailure, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
+from wholestep.patches import patched
 from wholestep.report import Explanation, Stage, explain
 from wholestep.runtime import Entry, Program, give_back
 from wholestep.torch_compat import transforms_active
@@ -130,12 +132,10 @@ class Compiled:
             if self._executor.view:
                 raise
             return self._fn(*args, **kwargs)
-        except CaptureError as error:
-            if self._options.fullgraph or not self._executor.plain or self._module_override:
+        except Exception as error:
+            if not self._may_break:
                 raise
-            self.breaks.append(str(error))
-            self._co_run = CoRun(self._fn, self._options)
-            return self._co_run(*args, **kwargs)
+            return self._break(error, args, kwargs)
         return self._first(entry, args, kwargs, ready, run)
 
     def _first(self, entry: Entry, args: Any, kwargs: Any, ready: Any, run: Callable[..., Any]) -> Any:
@@ -149,6 +149,24 @@ class Compiled:
             return outcome
         finally:
             self._undo()
+
+    @property
+    def _may_break(self) -> bool:
+        """Whether the step's Python may run at each call."""
+        return not self._options.fullgraph and self._executor.plain and not self._module_override
+
+    def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serves a call that cannot be captured, and all those to come that no program serves."""
+        co_run = CoRun(self._fn, self._options)
+        reason = str(error)
+        if not isinstance(error, CaptureError):  # the step's own comes again, when what it did before has been done
+            result = co_run(*args, **kwargs)
+            self._co_run = co_run
+            self.breaks.append(f"{type(error).__name__} while it was captured: {reason}")
+            return result
+        self._co_run = co_run
+        self.breaks.append(reason)
+        return co_run(*args, **kwargs)
 
     def _undo(self) -> None:
         """Takes out the optimizer state made for a capture that failed, or whose first run did."""
@@ -209,7 +227,7 @@ class Compiled:
         for program in self._known.programs.values():
             program.release_memory()  # their arenas are empty between calls, and tracing needs memory too
         try:
-            with no_collection():  # hundreds of thousands of small objects, few of them garbage
+            with no_collection(), self._watching():  # hundreds of thousands of small objects, few of them garbage
                 entry = self._build(args, kwargs, failure.varying - self._fixed)
         except BaseException as error:
             self._undo()
@@ -225,6 +243,19 @@ class Compiled:
             self.recompiles.append(reason)
         self._prefer(entry)
         return entry
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Refuses what a replay would not do again, where the step's Python may run at each call."""
+        if not self._may_break:
+            yield
+            return
+        effects, thread = ExternalEffects(pipeline.is_tracing), threading.get_ident()
+        with patched(effects.replacements(), lambda: threading.get_ident() == thread):
+            yield
+        if effects.refused:
+            raise effects.refused[0]
+        effects.log()
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
         """Captures with a number that was another before as an input, or as it is where that cannot be."""

@@ -1,4 +1,4 @@
-"""Ordinary steps that read, print, log and decide: co-run gives what eager gives, with every effect once and in order."""
+"""Ordinary steps that read, print, log and decide: co-run is as eager, with every effect once and in order."""
 
 import io
 import json
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import wholestep as ws
 from wholestep.co_run import CoRun
 from wholestep.pipeline import Options
 from wholestep.spmd import PlanExecutor
@@ -385,7 +386,7 @@ def resizes(r, t):
 
 def complex_numbers(r, t):
     x = torch.fft.rfft(r.model.embed(t), dim=1)
-    loss = (x.abs().mean() + x.conj().imag.mean() + torch.view_as_real(x)[..., 1].pow(2).mean())
+    loss = x.abs().mean() + x.conj().imag.mean() + torch.view_as_real(x)[..., 1].pow(2).mean()
     r.log.append(loss.item())
     r.update(loss)
 
@@ -401,17 +402,21 @@ def sparse_gradients(r, t):
 
 
 STEPS = [
-    prints, logs, skips_when_not_finite, grad_scaler, python_random, layer_drop, masked, uniques, clocks, files, memmaps,
+    prints, logs, skips_when_not_finite, grad_scaler, python_random, layer_drop, masked, uniques, clocks, files,
+    memmaps,
     numpy_views, early_exit, raises_midway, returns_many, accumulates, ema, schedules, keeps_tensors, hooks, retained,
     checkpointed, seeds_generators, threads, writes_views, metrics, gradient_penalty, lbfgs, samples, sizes_change,
     evaluates, module_attributes, stdout_progress, set_data, resizes, complex_numbers, sparse_gradients,
 ]  # fmt: skip
 
 
-def played(step, compiled, optimizer="AdamW", calls=8):
+def co_run(step):
+    return CoRun(step, Options(PlanExecutor(None, None)))
+
+
+def played(served, optimizer="AdamW", calls=8):
     """Everything observable of some calls."""
     run = Run(optimizer)
-    served = CoRun(step, Options(PlanExecutor(None, None))) if compiled else step
     results, versions = [], []
     out, stream = io.StringIO(), logging.StreamHandler()
     stream.setStream(out)
@@ -444,9 +449,24 @@ def equal(a, b):
     return a == b or (a != a and b != b)
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_a_step_is_as_in_eager(step, monkeypatch):
+@pytest.fixture(autouse=True)
+def deferring(monkeypatch):
     monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)  # else a small step ends in eager
-    eager, served = played(step, False), played(step, True)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_step_is_as_in_eager(step, optimizer):
+    compare(played(step, optimizer), played(co_run(step), optimizer))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_compiled_step_is_as_in_eager(step):
+    compiled = ws.compile(step, fullgraph=False)
+    compare(played(step), played(compiled))
+    assert compiled.captures or compiled.breaks
+
+
+def compare(eager, served):
     for name, one, other in zip(("state", "random", "output", "versions"), eager, served, strict=True):
         assert equal(one, other), name

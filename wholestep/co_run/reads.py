@@ -14,8 +14,8 @@ import torch
 from wholestep.patches import Replacement
 
 # Methods of tensors that hand out memory or what is in it.
-TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr", "storage",
-          "untyped_storage", "_typed_storage", "__reduce_ex__", "__deepcopy__", "__setstate__",
+TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr",
+          "storage", "untyped_storage", "_typed_storage", "__reduce_ex__", "__deepcopy__", "__setstate__",
           "__cuda_array_interface__", "share_memory_")  # fmt: skip
 
 # Methods of random generators, whose state deferred operators have not moved yet.

@@ -143,6 +143,7 @@ def _refused(what: str, remedy: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(f"{what} inside of a captured step", user_line(), remedy)
 
+    call.hooked = True  # type: ignore[attr-defined]  # an optimizer made in the step would wrap it for good
     return call
 
 
