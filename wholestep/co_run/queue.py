@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from wholestep.co_run.operators import Facts, Kind, facts_of
+from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, storage_of, tensors_in
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, RecordedCall, Segment, Slot, slot
-from wholestep.co_run.signatures import Given, Layout, Node, Signatures, Unknown, described, storage_of, tensors_in
 from wholestep.torch_compat import TorchDispatchMode, no_modes, storage_id, storage_uses
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))

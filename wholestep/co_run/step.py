@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from wholestep.co_run.program import SegmentProgram
+from wholestep.co_run.prefix_tree import Node, Signatures
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.reads import flushing
 from wholestep.co_run.segment import Segment
-from wholestep.co_run.signatures import Node, Signatures
+from wholestep.co_run.segment_program import SegmentProgram
 from wholestep.patches import patched
 from wholestep.pipeline import Options
 from wholestep.torch_compat import below_autograd
