@@ -454,16 +454,15 @@ def deferring(monkeypatch):
     monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)  # else a small step ends in eager
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_a_step_is_as_in_eager(step, optimizer):
-    compare(played(step, optimizer), played(co_run(step), optimizer))
+def test_a_step_is_as_in_eager(step):
+    compare(played(step), played(co_run(step)))
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_compiled_step_is_as_in_eager(step):
     compiled = ws.compile(step, fullgraph=False)
-    compare(played(step), played(compiled))
+    compare(played(step, "SGD"), played(compiled, "SGD"))
     assert compiled.captures or compiled.breaks
 
 

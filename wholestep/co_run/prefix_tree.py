@@ -44,12 +44,14 @@ class Node:
         results: what it gave.
         next: key of a call -> its node; None for one that runs at once.
         programs: slots whose memory is alive -> what serves a flush here.
-        refused: such slots for which there is no program.
+        seen: such slots, with the numbers of the first flush here.
+        refused: those for which there is no program.
     """
 
     results: Results = None
     next: dict[Any, Node | None] = field(default_factory=dict)
     programs: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    seen: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
     refused: set[tuple[int, ...]] = field(default_factory=set)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import queue
 import threading
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wholestep.patches import Replacement
+from wholestep.patches import Replacement, original
 
 # Methods of tensors that hand out memory or what is in it.
 TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr",
@@ -37,18 +36,18 @@ def flushing(flush: Callable[[], None]) -> list[Replacement]:
 
 
 def _after(flush: Callable[[], None], owner: Any, name: str) -> Any:
-    original = inspect.getattr_static(owner, name)
-    if not callable(original):  # a property, of Python or of C
+    found = original(owner, name)
+    if not callable(found):  # a property, of Python or of C
 
         def get(self: Any) -> Any:
             flush()
-            return original.__get__(self)
+            return found.__get__(self)
 
         return property(get)
 
-    @functools.wraps(original)
+    @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
         flush()
-        return original(*args, **kwargs)
+        return found(*args, **kwargs)
 
     return call

@@ -71,12 +71,41 @@ class Segment:
         """
         values: dict[int, Any] = dict(zip(self.externals, tensors, strict=False))
         given = iter(numbers)
-        for func, args, kwargs, results in self.calls:
+        for (func, args, kwargs, results), unread in zip(self.calls, self._unread(), strict=True):
             arguments = [_filled(part, values, given) for part in args]
             keywords = {name: _filled(part, values, given) for name, part in kwargs}
             _keep(results, func(*arguments, **keywords), values)
+            for index in unread:
+                del values[index]
         for index, destination in zip(self.alive, tensors[len(self.externals) :], strict=True):
             destination.copy_(values[index])
+
+    def _unread(self) -> list[set[int]]:
+        """For each call, the slots that no later one reads."""
+        read, found = set(self.alive), []
+        for _, args, kwargs, results in reversed(self.calls):
+            here = {*_indices(args), *_indices(kwargs), *_made(results)}
+            found.append(here - read)
+            read |= here
+        return found[::-1]
+
+
+def _indices(part: Any) -> Iterator[int]:
+    """The slots in a part of a recorded call."""
+    if type(part) is Slot:
+        yield part.index
+    elif type(part) is tuple:
+        for item in part:
+            yield from _indices(item)
+
+
+def _made(results: Any) -> Iterator[int]:
+    """The slots of a call's results."""
+    if type(results) is int:
+        yield results
+    elif results is not None:
+        for item in results:
+            yield from _made(item)
 
 
 def _filled(part: Any, values: dict[int, Any], numbers: Iterator[float]) -> Any:

@@ -95,11 +95,15 @@ class CoRun:
         """The program of a segment; None for one that stays without."""
         key = tuple(segment.alive)
         found = node.programs.get(key)
-        varying: frozenset[int] = frozenset()
         if found is not None:
             if found.serves(numbers):
                 return found
             varying = found.varying | {i for i, n in found.constants.items() if numbers[i] != n}
+        elif key not in node.seen:  # compiled when it comes again, when it is known which numbers are others each time
+            node.seen[key] = list(numbers)
+            return None
+        else:
+            varying = frozenset(i for i, (a, b) in enumerate(zip(node.seen[key], numbers, strict=True)) if a != b)
         if key in node.refused or self.programs >= MAX_PROGRAMS:
             return None
         try:

@@ -1,0 +1,207 @@
+"""What is around the segments: which way serves a step, what it says, and that nothing stays behind."""
+
+import io
+import threading
+from contextlib import redirect_stdout
+
+import pytest
+import torch
+from torch import nn
+
+import wholestep as ws
+from tests.co_run.test_steps import co_run
+from wholestep import comm
+from wholestep.errors import CaptureError
+from wholestep.testing import run_ranks
+
+
+@pytest.fixture
+def deferring(monkeypatch):
+    monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)
+
+
+def regression():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(6, 4)
+
+
+def reading(model, opt, x, log):
+    loss = model(x).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    log.append(loss.item())
+
+
+def test_a_step_that_can_be_replayed_is(deferring):
+    model, opt, x = regression()
+
+    def step(x):
+        opt.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        return loss
+
+    compiled = ws.compile(step, fullgraph=False)
+    for _ in range(3):
+        compiled(x)
+    assert compiled.captures == 1 and not compiled.breaks
+
+
+def test_by_default_it_is_refused():
+    with pytest.raises(CaptureError, match=r"test_co_run\.py:\d+"):
+        ws.compile(lambda x: x[x > 0].tolist())(torch.ones(2))
+
+
+def test_the_reason_is_said_once_and_names_the_line(deferring):
+    compiled = ws.compile(lambda x: print("a step") or x + 1, fullgraph=False)
+    out = io.StringIO()
+    with redirect_stdout(out):
+        for _ in range(3):
+            compiled(torch.ones(2))
+    assert out.getvalue() == "a step\n" * 3
+    (reason,) = compiled.breaks
+    assert "print()" in reason and "test_co_run.py" in reason and "to do:" in reason
+
+
+def test_a_reason_that_the_step_catches_counts(deferring):
+    def step(x):
+        try:
+            print("a step")
+        except Exception:
+            x = x * 100
+        return x + 1
+
+    compiled, out = ws.compile(step, fullgraph=False), io.StringIO()
+    with redirect_stdout(out):
+        assert [compiled(torch.ones(())).item() for _ in range(2)] == [2, 2]
+    assert out.getvalue() == "a step\n" * 2
+
+
+def test_one_segment_a_step_where_values_are_read_at_its_end(deferring):
+    model, opt, x = regression()
+    step, log = co_run(reading), []
+    for _ in range(6):
+        step(model, opt, x, log)
+    assert step.programs == 1 and not step.refused
+
+
+def test_a_schedule_compiles_nothing_more(deferring):
+    model, opt, x = regression()
+    step, log = co_run(reading), []
+    for call in range(12):
+        opt.param_groups[0]["lr"] = 0.01 / (call + 1)
+        step(model, opt, x, log)
+    assert step.programs == 1 and not step.refused
+
+
+def test_memory_of_results_is_not_shared_between_calls(deferring):
+    step = co_run(lambda x: (x.sum().item(), x * 2, x.t() + 1))
+    found = [step(torch.full((2, 3), float(i))) for i in range(5)]
+    for i, (total, double, more) in enumerate(found):
+        assert total == 6 * i and (double == 2 * i).all() and (more == i + 1).all()
+
+
+def test_branches_that_never_end_run_all_the_same(deferring, monkeypatch):
+    monkeypatch.setattr("wholestep.co_run.step.MAX_PROGRAMS", 3)
+    monkeypatch.setattr("wholestep.co_run.prefix_tree.MAX_NODES", 30)
+
+    def step(x, n):
+        for _ in range(n):
+            x = x * 1.5 + 1
+        return x.sum().item()
+
+    served = co_run(step)
+    for n in [*range(1, 12), *range(1, 12)]:
+        assert served(torch.ones(3), n) == step(torch.ones(3), n)
+    assert served.programs <= 3
+
+
+def test_a_compiled_function_inside_is_part_of_the_step(deferring):
+    inner = ws.compile(lambda x: x.sin() * 2)
+    step = co_run(lambda x: inner(x + 1).sum().item())
+    x = torch.arange(4.0)
+    assert {step(x) for _ in range(4)} == {((x + 1).sin() * 2).sum().item()}
+    assert inner.captures == 0
+
+
+def test_a_module_is_served_and_differentiated_outside(deferring):
+    class Logs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.seen = nn.Linear(3, 2), []
+
+        def forward(self, x):
+            x = self.linear(x)
+            self.seen.append(x.sum().item())
+            return x if self.seen[-1] > 0 else -x
+
+    torch.manual_seed(0)
+    eager, x = Logs(), torch.randn(5, 3)
+    served = ws.compile(Logs(), fullgraph=False)
+    served.load_state_dict(eager.state_dict())
+    for _ in range(4):
+        for model in (eager, served):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        assert torch.equal(eager.linear.weight.grad, served.linear.weight.grad)
+    assert eager.seen == served.seen and served.breaks
+
+
+def test_the_steps_own_error_comes_after_what_it_did(deferring):
+    counts = torch.zeros(3)
+
+    def step(x):
+        counts.add_(x)
+        if counts[0].item() > 1:
+            raise ValueError("enough")
+        return counts * 2
+
+    served = ws.compile(step, fullgraph=False)
+    served(torch.ones(3))
+    for expected in (2, 3):
+        with pytest.raises(ValueError, match="enough"):
+            served(torch.ones(3))
+        assert counts.tolist() == [expected] * 3
+
+
+def test_an_error_of_a_kernel_comes_where_its_operator_runs(deferring):
+    weight = torch.randn(4, 2)
+    served = co_run(lambda i: nn.functional.embedding(i, weight).sum().item())
+    served(torch.tensor([1, 2]))
+    served(torch.tensor([1, 3]))
+    with pytest.raises(IndexError, match="out of range"):
+        served(torch.tensor([1, 9]))
+    assert served(torch.tensor([1, 3])) == weight[[1, 3]].sum().item()
+
+
+def test_nothing_is_patched_afterwards():
+    before = torch.Tensor.tolist, torch.Tensor.__repr__, threading.Thread.start, print
+    step = co_run(lambda x: (x + 1).tolist())
+    for _ in range(3):
+        step(torch.ones(2))
+    assert (torch.Tensor.tolist, torch.Tensor.__repr__, threading.Thread.start, print) == before
+
+
+def test_the_faster_way_is_taken():
+    model, opt, x = regression()
+    step, log = co_run(reading), []
+    for _ in range(16):
+        step(model, opt, x, log)
+    assert step.eager  # a few operators on a few numbers
+
+
+def _ranks_reduce():
+    step = co_run(lambda x, log: log.append((comm.all_reduce(t := x * 2), t.sum().item())[1]))
+    log = []
+    for call in range(5):
+        step(torch.full((3,), float(comm.get_rank() + call)), log)
+    return log
+
+
+@pytest.mark.parametrize("engine", ["thread", "shm"])
+def test_collectives_see_what_was_deferred(engine):
+    for log in run_ranks(_ranks_reduce, 2, engine):
+        assert log == [3 * 2 * (2 * call + 1) for call in range(5)]
