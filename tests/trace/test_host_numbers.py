@@ -221,3 +221,18 @@ def test_a_number_that_autograd_saves_is_an_input_of_the_backward_too():
     for p in (0.25, 0.125, 0.0625, 0.3):
         assert torch.equal(compiled(x, p), fn(x, p))
     assert compiled.captures <= 2
+
+
+@pytest.mark.parametrize("fn", [
+    lambda x, n: (x + 0).random_(0, n + 5),
+    lambda x, n: torch.tensordot(x, x, dims=n),
+])  # fmt: skip
+def test_tensors_as_bounds_and_counts(fn: Any) -> None:
+    """`random_.from`, which is no name that Python can spell, and an integer taken inside of torch's own Python."""
+    step = ws.compile(fn)
+    for n in (1, 2, 1):
+        seen = []
+        for run in (fn, step):
+            torch.manual_seed(0)
+            seen.append(run(torch.ones(3, 3), torch.tensor(n)))
+        assert torch.equal(*seen)

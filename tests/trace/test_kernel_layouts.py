@@ -231,3 +231,37 @@ def test_symbols_are_given_up_where_kernels_lay_results_out_otherwise() -> None:
         assert torch.equal(one, two) and one.stride() == two.stride() and seen == traced
     (reason,) = compiled.specialized
     assert "softplus_backward" in reason and __file__ in reason
+
+
+VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "svdvals": torch.linalg.svdvals,
+    "svd": lambda x: torch.linalg.svd(x)[1],
+    "spectral norm": lambda x: torch.linalg.norm(x, 2),
+    "matrix norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "nuclear norm": lambda x: x.norm("nuc"),
+    "cond": torch.linalg.cond,
+    "rank": lambda x: torch.linalg.matrix_rank(x).double(),
+    "eigvalsh": lambda x: torch.linalg.eigvalsh(x @ x.mT, "U"),
+    "eigh": lambda x: torch.linalg.eigh(x @ x.mT)[0],
+    "eigvals": lambda x: torch.linalg.eigvals(x).abs(),
+    "pinv": torch.linalg.pinv,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_singular_and_eigenvalues_round_as_eager_takes_them(name: str, requires_grad: bool) -> None:
+    """Without vectors where no gradient is wanted, with them where one is."""
+
+    def step(x: Tensor) -> Any:
+        with torch.no_grad():
+            unseen = VALUES[name](x)
+        found = VALUES[name](x)
+        grads = torch.autograd.grad(found.sum(), x) if found.requires_grad else ()
+        return unseen, found.detach(), *grads
+
+    compiled = ws.compile(step)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(6, 6, requires_grad=requires_grad)
+        assert all(map(torch.equal, step(x), compiled(x)))

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -199,7 +200,8 @@ class ProgramText:
             name = target.name().replace("::", "_").replace(".", "_")
             name = name if name.startswith("aten_") else f"host_{name}"
             if name not in self.lasting:
-                operator = f"torch.ops.{target.namespace}.{base_name(target)}.{target._overloadname}"
+                packet, overload = f"torch.ops.{target.namespace}.{base_name(target)}", target._overloadname
+                operator = f"getattr({packet}, {overload!r})" if iskeyword(overload) else f"{packet}.{overload}"
                 self.bind(name, f"direct({operator})" if target.namespace == "aten" else operator)
             return name
         if getattr(target, "__module__", None) == "math":

@@ -84,6 +84,9 @@ class HostNode:
     def guard_int(self, file: str, line: int) -> int:
         return self.recorder.escaped(self, "an operator needs its integer value")
 
+    def int_(self) -> int:
+        return int(self.recorder.escaped(self, "int(…) needs its value"))
+
     def guard_bool(self, file: str, line: int) -> bool:
         return self.recorder.decide(self.fx_node, user_line())
 

@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and has_native_kernel(func, "CompositeImplicitAutograd"):
             with self:  # below autograd, as without gradients: what it calls may write, unsaid (batch_norm)
                 return func.decompose(*args, **kwargs)
-        func = MATERIALIZED.get(func, func)
+        func, args = MATERIALIZED.get(func, func), self._values_alone(func, args)
         try:
             args, kwargs = self._with_plain_numbers(func, args, kwargs)
             special = SPECIAL.get(func)
@@ -110,6 +110,16 @@ class Recorder(TorchDispatchMode):
             if kind == "data" and not func._schema.is_mutable and (guard_data or self._is_fixed(func, args)):
                 return self._observed(func, args, kwargs)
             raise _translated(func, error, kind, kind == "data" and not guard_data and self._helps(args)) from error
+
+    def _values_alone(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a decomposition, without the vectors that eager computes for gradients alone.
+
+        C++ asks for them whenever it is given fake tensors, and LAPACK rounds the values otherwise then.
+        """
+        if func not in VECTORS or self.numbers.call is None or self.numbers.call.function not in OF_VALUES:
+            return args
+        differentiated = torch.is_grad_enabled() and args[0].requires_grad
+        return args if differentiated else (args[0], *(args[1:2] or VECTORS[func]), False)
 
     def _with_plain_numbers(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments, with those numbers known now that the place or the shape of a result depends on."""
@@ -234,6 +244,13 @@ MATERIALIZED = {aten._efficientzerotensor.default: aten.zeros.default}
 
 # Ranges that torch.optim marks for a profiler, and questions about a tensor's device: no part of the step.
 UNRECORDED = ("profiler", "prim")
+
+# Decompositions that may leave out the vectors: the argument before the one that says so; and who wants values alone.
+VECTORS: dict[Any, tuple[Any, ...]] = {aten._linalg_svd.default: (False,), aten._linalg_eigh.default: ("L",)}
+OF_VALUES = frozenset({
+    torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.norm, torch.linalg.matrix_norm, torch.linalg.cond,
+    torch.linalg.matrix_rank, torch.norm, torch.Tensor.norm, torch.nuclear_norm,
+})  # fmt: skip
 
 # Where an offset stands that eager counts from the start of the memory, and a graph from the operand's first element.
 STRIDED_COPIES = {aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
