@@ -16,7 +16,7 @@ import torch
 
 from tests.support.comm_programs import run_program
 from wholestep import comm
-from wholestep.comm.engines.hosts import Layout, host_identity
+from wholestep.comm.engines.hosts import Topology, host_identity
 from wholestep.comm.engines.reference_reduce import naive_reduce
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import as_op
@@ -295,13 +295,13 @@ def test_two_hosts_with_a_cable_between_them(tmp_path):
             assert 2 <= one["reduce_scatter"] < 2.5
 
 
-def test_layouts():
-    layout = Layout(list("abbca"))
-    assert layout.hosts == [[0, 4], [1, 2], [3]]
-    assert layout.host_of == [0, 1, 1, 2, 0]
-    assert layout.place_of == [0, 0, 1, 0, 1]
-    assert layout.rows == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert layout.row_of == [0, 2, 3, 4, 1]
+def test_topology():
+    topology = Topology(list("abbca"))
+    assert topology.hosts == [[0, 4], [1, 2], [3]]
+    assert topology.host_of == [0, 1, 1, 2, 0]
+    assert topology.place_of == [0, 0, 1, 0, 1]
+    assert topology.rows == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert topology.row_of == [0, 2, 3, 4, 1]
 
 
 def test_a_host_can_be_divided(monkeypatch):

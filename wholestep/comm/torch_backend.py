@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from wholestep.comm.api import collective_table as table
 from wholestep.comm.api import collectives, p2p, sparse_all_reduce
-from wholestep.comm.api.collective_table import Collective, Layout
+from wholestep.comm.api.collective_table import ArgumentKind, Collective
 from wholestep.comm.api.groups import World, world
 from wholestep.comm.api.tracing import TracedWork
 from wholestep.comm.engines.reference_reduce import fold
@@ -131,11 +131,11 @@ def _only(what: str, values: Any, name: str) -> Any:
     return values[0]
 
 
-def _argument(what: str, values: Any, name: str, layout: Layout, optional: bool) -> Any:
+def _argument(what: str, values: Any, name: str, kind: ArgumentKind, optional: bool) -> Any:
     """A public collective's argument from that of a group's method, which may be in a list for the one device."""
-    if layout is Layout.ROWS:
+    if kind is ArgumentKind.ROWS:
         return values
-    if layout is Layout.ONE:
+    if kind is ArgumentKind.ONE:
         return _only(what, values, name)
     nested = len(values) > 0 and not isinstance(values[0], torch.Tensor)
     tensors = list(_only(what, values, name) if nested else values)
@@ -185,14 +185,16 @@ def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
     def method(
         self: Any, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
     ) -> TorchWork:
-        out = _argument(name, outputs, "output", row.out_layout, bool(row.root))
-        arguments = {row.out: out, row.inp: _argument(name, inputs, "input", row.inp_layout, bool(row.root))}
+        out = _argument(name, outputs, "output", row.out_kind, bool(row.root))
+        arguments = {row.out: out, row.inp: _argument(name, inputs, "input", row.inp_kind, bool(row.root))}
         if row.reduces:
             arguments["op"] = _reduction(named.get("op", opts))
         if row.root:
             arguments[f"group_{row.root}"] = self._root(name, named.get("root", opts))
         work = collective(**arguments, group=self._group, async_op=True)
-        result = self._by_rank(out) if row.out_layout is Layout.ROWS else [out] if row.out_layout is Layout.ONE else out
+        result = out if row.out_kind is ArgumentKind.LIST else [out]
+        if row.out_kind is ArgumentKind.ROWS:
+            result = self._by_rank(out)
         return self._work(work, result or [], _limit(opts, timeout))
 
     method.__name__ = name

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wholestep.comm.api.collective_table import Collective, Layout
+from wholestep.comm.api.collective_table import ArgumentKind, Collective
 from wholestep.comm.api.groups import get_group, world
 from wholestep.comm.process_group import ProcessGroup
 
@@ -37,16 +37,16 @@ def tensors(values: Any, name: str) -> list[torch.Tensor]:
     return [tensor(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
 
-def tensors_of(value: Any, name: str, layout: Layout, optional: bool) -> list[torch.Tensor]:
+def tensors_of(value: Any, name: str, kind: ArgumentKind, optional: bool) -> list[torch.Tensor]:
     """The tensors that a collective's parameter holds.
 
     Args:
         optional: ranks other than the root may give None for a list.
 
     Raises:
-        TypeError: not as the layout has them.
+        TypeError: neither a tensor nor a list of tensors, as the parameter requires.
     """
-    if layout in (Layout.ONE, Layout.ROWS):
+    if kind in (ArgumentKind.ONE, ArgumentKind.ROWS):
         return [tensor(value, name)]
     return [] if optional and value is None else tensors(value, name)
 
@@ -98,20 +98,20 @@ def sizes(row: Collective, outs: list[torch.Tensor], ins: list[torch.Tensor], ra
     """Raises:
     ValueError: a list or a tensor of a call does not have a part for each rank.
     """
-    one, other = (outs, row.out) if row.out_layout is Layout.ONE else (ins, row.inp)
-    for name, layout, found in ((row.out, row.out_layout, outs), (row.inp, row.inp_layout, ins)):
-        if layout is Layout.LIST and row.root and bool(found) != at_root:
+    one, other = (outs, row.out) if row.out_kind is ArgumentKind.ONE else (ins, row.inp)
+    for name, kind, found in ((row.out, row.out_kind, outs), (row.inp, row.inp_kind, ins)):
+        if kind is ArgumentKind.LIST and row.root and bool(found) != at_root:
             where = "destination" if row.root == "dst" else "source"
             raise ValueError(f"{row.name}: `{name}` is required on the {where} rank, and on no other")
-        if layout is Layout.LIST and (at_root or not row.root):
+        if kind is ArgumentKind.LIST and (at_root or not row.root):
             length(row.name, name, found, ranks)
-        if row.out_layout is row.inp_layout:
+        if row.out_kind is row.inp_kind:
             continue
-        if layout is Layout.LIST:
+        if kind is ArgumentKind.LIST:
             for index, part in enumerate(found):
                 why = f"as many as `{other}` has"
                 elements(row.name, f"{name}[{index}]", part.numel(), one[0].numel(), why)
-        elif layout is Layout.ROWS:
+        elif kind is ArgumentKind.ROWS:
             elements(row.name, name, found[0].numel(), one[0].numel() * ranks, f"{ranks} times those of `{other}`")
 
 

@@ -20,7 +20,7 @@ Tensors = list[torch.Tensor]
 ANY_RANK = -1  # as the source of a message
 
 
-class Layout(enum.Enum):
+class ArgumentKind(enum.Enum):
     """How a parameter holds what the ranks contribute or receive."""
 
     ONE = enum.auto()  # a tensor: one rank's part
@@ -37,7 +37,7 @@ class Collective:
         name: of the public function.
         start: calls the group's method with contiguous outputs and inputs.
         out, inp: the parameters that are written and read; one name where a tensor is both.
-        out_layout, inp_layout: what they hold.
+        out_kind, inp_kind: what they hold.
         operator: ``wholestep::…`` in a traced program, if not of that name; with an underscore it works in place.
         root: the parameter with the root's global rank, if there is a root: ``src`` or ``dst``.
         default_root: rank in the group that is the root where none is given.
@@ -48,8 +48,8 @@ class Collective:
     start: Callable[[ProcessGroup, Tensors, Tensors, Options], Work]
     out: str = "tensor"
     inp: str = "tensor"
-    out_layout: Layout = Layout.ONE
-    inp_layout: Layout = Layout.ONE
+    out_kind: ArgumentKind = ArgumentKind.ONE
+    inp_kind: ArgumentKind = ArgumentKind.ONE
     operator: str = ""
     root: str = ""
     default_root: int | None = None
@@ -66,13 +66,13 @@ class Collective:
         return OPS.index(self.traced.removesuffix("_"))
 
 
-ONE, LIST, ROWS, SEVERAL = Layout.ONE, Layout.LIST, Layout.ROWS, Layout.SEVERAL
+ONE, LIST, ROWS, SEVERAL = ArgumentKind.ONE, ArgumentKind.LIST, ArgumentKind.ROWS, ArgumentKind.SEVERAL
 
 ALL_REDUCE = Collective(
     "all_reduce", lambda pg, outs, ins, opts: pg.allreduce(outs, opts), operator="all_reduce_", reduces=True
 )
 ALL_REDUCE_COALESCED = replace(
-    ALL_REDUCE, name="all_reduce_coalesced", out="tensors", inp="tensors", out_layout=SEVERAL, inp_layout=SEVERAL
+    ALL_REDUCE, name="all_reduce_coalesced", out="tensors", inp="tensors", out_kind=SEVERAL, inp_kind=SEVERAL
 )
 REDUCE = Collective("reduce", lambda pg, outs, ins, opts: pg.reduce(outs, opts), root="dst", reduces=True)
 REDUCE_SCATTER = Collective(

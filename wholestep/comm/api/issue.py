@@ -9,7 +9,7 @@ import torch
 
 from wholestep.comm.api import checks, tracing
 from wholestep.comm.api.backends_registry import DeviceGroup
-from wholestep.comm.api.collective_table import ANY_RANK, RECV, SEND, Collective, Layout
+from wholestep.comm.api.collective_table import ANY_RANK, RECV, SEND, ArgumentKind, Collective
 from wholestep.comm.api.groups import get_group, get_group_rank
 from wholestep.comm.api.plan_cache import learn
 from wholestep.comm.diagnostics import flight_recorder
@@ -50,13 +50,13 @@ def issue(
         tag: of a message.
     """
     pg, in_place = get_group(group), row.out == row.inp
-    given_outs = checks.tensors_of(out, row.out, row.out_layout, bool(row.root))
-    given_ins = given_outs if in_place else checks.tensors_of(inp, row.inp, row.inp_layout, bool(row.root))
+    given_outs = checks.tensors_of(out, row.out, row.out_kind, bool(row.root))
+    given_ins = given_outs if in_place else checks.tensors_of(inp, row.inp, row.inp_kind, bool(row.root))
     outs, ins = (given_outs, given_ins) if row.reduces else (pairs(given_outs), pairs(given_ins))
     checks.same_dtype(row.name, outs, ins)
     if checks.outside(pg, row.name):
         return None
-    if row.out_layout is row.inp_layout is Layout.ROWS:
+    if row.out_kind is row.inp_kind is ArgumentKind.ROWS:
         checks.split_sizes(row.name, row.inp, inp, splits[1], pg.size())
         checks.split_sizes(row.name, row.out, out, splits[0], pg.size())
     opts = Options(async_op=async_op, tag=tag, out_splits=splits[0], in_splits=splits[1])
@@ -66,19 +66,19 @@ def issue(
     if in_place:
         written = not row.root or at_root == (row.root == "dst")
     else:
-        written = not row.root or row.out_layout is Layout.ONE or at_root
+        written = not row.root or row.out_kind is ArgumentKind.ONE or at_root
         checks.sizes(row, outs, ins, pg.size(), at_root)
     if written:
         checks.writable(given_outs, row.out, expanded=in_place and not row.root)
     kind, opts.factor = as_op(op) if op is not None else (RedOpType.SUM, None)
-    like = (given_ins if row.out_layout in (Layout.LIST, Layout.ROWS) else given_outs)[0]
+    like = (given_ins if row.out_kind in (ArgumentKind.LIST, ArgumentKind.ROWS) else given_outs)[0]
     if tracing.is_traced(like):
         return waited(_record(row, outs, ins, pg, opts, kind, written), async_op)
     if row.reduces:
         opts.op = reduction_of(like.dtype, kind, row.name)
         outs, ins = numbers(outs), numbers(ins)
     ready = outs if in_place else [dense(one) for one in ins]
-    apart = row.out_layout is Layout.SEVERAL
+    apart = row.out_kind is ArgumentKind.SEVERAL
     work = launch(
         pg, row.name, like, async_op,
         lambda pg: staged(outs, lambda copies: row.start(pg, copies, ready, opts), given_outs, apart, written),
@@ -111,9 +111,9 @@ def _record(
         return tracing.in_place(row.traced, ins, pg, *arguments)
     if row.traced == "scatter":
         return tracing.into("scatter", outs, outs[0], pg, ins, *arguments)
-    if row.out_layout is row.inp_layout is Layout.ROWS:
+    if row.out_kind is row.inp_kind is ArgumentKind.ROWS:
         return tracing.into(row.traced, outs, ins[0], pg, opts.out_splits, opts.in_splits)
-    if row.out_layout is row.inp_layout is Layout.LIST:
+    if row.out_kind is row.inp_kind is ArgumentKind.LIST:
         arguments = [[one.numel() for one in side] for side in (outs, ins)]
     flat = [one.reshape(-1) for one in ins]
     return tracing.into(row.traced, outs, torch.cat(flat) if len(flat) > 1 else flat[0], pg, *arguments)

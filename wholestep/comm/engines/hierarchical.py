@@ -27,7 +27,7 @@ from datetime import timedelta
 import torch
 
 from wholestep.comm.engines.host_groups import HostGroups
-from wholestep.comm.engines.hosts import Layout
+from wholestep.comm.engines.hosts import Topology
 from wholestep.comm.engines.reference_reduce import HALVES, average, fold
 from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
@@ -47,7 +47,7 @@ class HierarchicalGroup(ProcessGroup):
     Args:
         store: shared by all ranks of the group, and by them alone.
         rank: within the group.
-        layout: where the ranks are.
+        topology: where the ranks are.
         timeout: for each collective.
 
     Raises:
@@ -57,10 +57,10 @@ class HierarchicalGroup(ProcessGroup):
 
     backend_name = "shm+gloo"
 
-    def __init__(self, store: Store, rank: int, layout: Layout, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        super().__init__(rank, len(layout.homes))
-        self.timeout, self.layout = timeout, layout
-        self._queue, self._hosts = WorkQueue(), HostGroups(self, store, layout)
+    def __init__(self, store: Store, rank: int, topology: Topology, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        super().__init__(rank, len(topology.homes))
+        self.timeout, self.topology = timeout, topology
+        self._queue, self._hosts = WorkQueue(), HostGroups(self, store, topology)
         self._inside = self._hosts.inside
         self._steps = {
             "all_reduce": self._all_reduce,
@@ -154,7 +154,7 @@ class HierarchicalGroup(ProcessGroup):
 
     def _home(self, opts: Options) -> tuple[int, int]:
         """Host of the root, and the root's place there."""
-        return self.layout.host_of[opts.root], self.layout.place_of[opts.root]
+        return self.topology.host_of[opts.root], self.topology.place_of[opts.root]
 
     def _reduce(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         (host, place), (tensor,), groups = self._home(opts), ins, self._hosts
@@ -171,8 +171,8 @@ class HierarchicalGroup(ProcessGroup):
         groups.hand(result, 0, place)
 
     def _reduce_scatter(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
-        (output,), rows, groups = outs, self.layout.rows, self._hosts
-        table = torch.stack([ins[rank].reshape(-1) for ranks in self.layout.hosts for rank in ranks])
+        (output,), rows, groups = outs, self.topology.rows, self._hosts
+        table = torch.stack([ins[rank].reshape(-1) for ranks in self.topology.hosts for rank in ranks])
         total = self._wide(table, opts, copy=False)
         self._to_leader(total, opts)
         theirs = {host: total[rows[host]] for host in groups.hosts}
@@ -198,7 +198,7 @@ class HierarchicalGroup(ProcessGroup):
     def _table(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Memory for a row of each rank, and the rows of each host."""
         table = tensor.new_empty(self._size, tensor.numel())
-        return table, {host: table[where] for host, where in enumerate(self.layout.rows)}
+        return table, {host: table[where] for host, where in enumerate(self.topology.rows)}
 
     def _collect(self, tensor: torch.Tensor, rows: torch.Tensor, plain: Options) -> None:
         """Brings the tensors of this host to its leader, into its rows of the table."""
@@ -211,7 +211,7 @@ class HierarchicalGroup(ProcessGroup):
         self._inside.scatter([output.view(-1)], sources, self._hosts.later(plain)).wait()
 
     def _by_rank(self, table: torch.Tensor) -> Tensors:
-        return [table[row] for row in self.layout.row_of]
+        return [table[row] for row in self.topology.row_of]
 
     def _all_gather(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         (table, rows), groups = self._table(ins[0]), self._hosts
@@ -267,8 +267,8 @@ class HierarchicalGroup(ProcessGroup):
     # Messages ---------------------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
-        if self.layout.host_of[dst] == self._hosts.host:
-            return self._inside.send(tensors, self.layout.place_of[dst], tag)
+        if self.topology.host_of[dst] == self._hosts.host:
+            return self._inside.send(tensors, self.topology.place_of[dst], tag)
         return self._hosts.pairs.send(tensors, dst, tag)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
@@ -278,6 +278,6 @@ class HierarchicalGroup(ProcessGroup):
                 f"group {self.group_name!r}: a message from any rank cannot be received across hosts: "
                 "name the source, or use backend='gloo'"
             )
-        if self.layout.host_of[src] == self._hosts.host:
-            return self._inside.recv(tensors, self.layout.place_of[src], tag)
+        if self.topology.host_of[src] == self._hosts.host:
+            return self._inside.recv(tensors, self.topology.place_of[src], tag)
         return self._hosts.pairs.recv(tensors, src, tag)

@@ -15,7 +15,7 @@ import torch
 
 from wholestep import errors
 from wholestep.comm.engines.c10d import C10dGroup
-from wholestep.comm.engines.hosts import Layout
+from wholestep.comm.engines.hosts import Topology
 from wholestep.comm.engines.shm import ShmGroup
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.stores.store import PrefixStore, Store
@@ -41,7 +41,7 @@ class HostGroups:
     Args:
         group: the group that they serve.
         store: shared by all ranks of the group, and by them alone.
-        layout: where the ranks are.
+        topology: where the ranks are.
 
     Attributes:
         host, place: number of this rank's host, and of the rank on it; that of a leader is 0.
@@ -55,10 +55,10 @@ class HostGroups:
         DistStoreError: not all ranks came within the time-out.
     """
 
-    def __init__(self, group: ProcessGroup, store: Store, layout: Layout) -> None:
-        self._group, self._store, self.layout, rank = group, store, layout, group.rank()
-        self.host, self.place = layout.host_of[rank], layout.place_of[rank]
-        self.mates, self.hosts = layout.hosts[self.host], range(len(layout.hosts))
+    def __init__(self, group: ProcessGroup, store: Store, topology: Topology) -> None:
+        self._group, self._store, self.topology, rank = group, store, topology, group.rank()
+        self.host, self.place = topology.host_of[rank], topology.place_of[rank]
+        self.mates, self.hosts = topology.hosts[self.host], range(len(topology.hosts))
         self._reason, self._crossing = "", False
         timeout = group.timeout
         self.inside = ShmGroup(PrefixStore(f"inside{self.host}", store), self.place, len(self.mates), timeout)
@@ -72,7 +72,7 @@ class HostGroups:
         self.inside.name_parts(f"{name} inside a host", [labels[rank] for rank in self.mates])
         self.pairs.name_parts(name, labels)
         if self.between is not None:
-            self.between.name_parts(f"{name} between hosts", [labels[ranks[0]] for ranks in self.layout.hosts])
+            self.between.name_parts(f"{name} between hosts", [labels[ranks[0]] for ranks in self.topology.hosts])
 
     def stop(self) -> None:
         with contextlib.ExitStack() as all_of_them:
@@ -166,7 +166,7 @@ class HostGroups:
 
     def _wait_for_cause(self, failure: DistError) -> DistError:
         """Gives ranks that know more time to speak first. Returns what is known if they do not."""
-        others = [ranks[0] for ranks in self.layout.hosts if ranks is not self.mates]
+        others = [ranks[0] for ranks in self.topology.hosts if ranks is not self.mates]
         if self._crossing:
             self._store.set(f"crossing{self._group.rank()}", "1")  # so that nobody blames this leader
         timed_out = isinstance(failure, DistTimeoutError)

@@ -20,7 +20,7 @@ def host_identity() -> str:
 
 
 @dataclass
-class Layout:
+class Topology:
     """The hosts of a group, in the order of their first ranks.
 
     Attributes:

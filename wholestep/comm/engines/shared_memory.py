@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from wholestep.comm.engines.hierarchical import HierarchicalGroup
-from wholestep.comm.engines.hosts import Layout, host_identity
+from wholestep.comm.engines.hosts import Topology, host_identity
 from wholestep.comm.engines.shm import ShmGroup
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from wholestep.comm.shared_tensors import need_native
@@ -21,10 +21,10 @@ def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAU
         DistStoreError: not all ranks came within the time-out.
     """
     need_native()
-    layout = Layout(exchange(rank, store, "hosts", size, timeout, host_identity()))
-    if len(layout.hosts) == 1:
+    topology = Topology(exchange(rank, store, "hosts", size, timeout, host_identity()))
+    if len(topology.hosts) == 1:
         group: ProcessGroup = ShmGroup(store, rank, size, timeout)
     else:
-        group = HierarchicalGroup(store, rank, layout, timeout)
+        group = HierarchicalGroup(store, rank, topology, timeout)
     forget(store, "hosts", size, barrier_keys("hosts", size))
     return group
