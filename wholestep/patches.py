@@ -1,14 +1,16 @@
 """Patches: attributes of modules, classes and objects that are others for one thread, whatever kind they are of.
 
 An attribute of a module is one object for all threads, so a callable that asks which thread calls stands in its place;
-an attribute of a class, be it a function, a flag or a method of C, becomes a descriptor that asks the same. A name that
-one function reads among its module's (`float`, a list) is none of these: the function is patched with a copy of itself
-that reads another (`reading`). The last context that ends puts back what it found.
+an attribute of a class, be it a function, a flag or a method of C, becomes a descriptor that asks the same; a name in
+the globals of functions, which are given as a dict, stands there until the end. A name that one function alone is to
+find otherwise (`float`, a list) is none of these: the function is patched with a copy of itself that reads another
+(`reading`). The last context that ends puts back what it found.
 May import: nothing of the package.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import functools
 import gc
@@ -39,10 +41,13 @@ class Patch:
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.acting: list[tuple[Here, Any]] = []
-        self._own = vars(owner).get(name, _ABSENT)
-        if isinstance(owner, type):
+        self._own = _names(owner).get(name, _ABSENT)
+        if isinstance(owner, dict):
+            self.original = owner[name] if name in owner else getattr(builtins, name)
+            self.put: Any = _callable(self)
+        elif isinstance(owner, type):
             self.original = inspect.getattr_static(owner, name)
-            self.put: Any = _Descriptor(self)
+            self.put = _Descriptor(self)
         else:
             self.original = getattr(owner, name)
             self.put = _callable(self)
@@ -54,8 +59,12 @@ class Patch:
 
     def remove(self) -> None:
         """Puts back what was there, unless somebody has set the attribute since."""
-        if vars(self.owner).get(self.name) is self.put:
+        if _names(self.owner).get(self.name) is self.put:
             _write(self.owner, self.name, self._own)
+
+
+def _names(owner: Any) -> Any:
+    return owner if isinstance(owner, dict) else vars(owner)
 
 
 class _Descriptor:
@@ -81,16 +90,21 @@ class _Object:
         self.__dict__.update(known, patch=patch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.patch.chosen()(*args, **kwargs)
+        result = self.patch.chosen()(*args, **kwargs)
+        return self if result is self.patch.original else result  # `type(cls) is type`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["patch"].original, name)
 
     def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, self.patch.chosen())
+        return isinstance(value, self._kind())
 
     def __subclasscheck__(self, kind: type) -> bool:
-        return issubclass(kind, self.patch.chosen())
+        return issubclass(kind, self._kind())
+
+    def _kind(self) -> Any:
+        chosen = self.patch.chosen()
+        return chosen if isinstance(chosen, type) else self.patch.original
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (self.patch.original,)
@@ -111,6 +125,11 @@ class _Object:
         return self.patch.name
 
 
+def is_put_into(table: dict[str, Any], name: str) -> bool:
+    """Whether a name in the globals of functions is there for the time of a patch alone."""
+    return (id(table), name) in active
+
+
 def _callable(patch: Patch) -> Any:
     if not isinstance(patch.original, FunctionType):
         return _Object(patch)
@@ -123,6 +142,12 @@ def _callable(patch: Patch) -> Any:
 
 
 def _write(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        if value is _ABSENT:
+            del owner[name]
+        else:
+            owner[name] = value
+        return
     try:
         delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
     except TypeError:  # a class of C, whose attributes Python does not set: in its dictionary, behind the proxy

@@ -101,3 +101,68 @@ def test_gradients_that_come_as_pieces_of_one() -> None:
         torch.cat([run(x), run(y)]).square().sum().backward()
         grads.append((x.grad, y.grad))
     assert all(map(torch.equal, *grads))
+
+
+FROM: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda memory: memory[4:20].view(4, 4),
+    "transposed": lambda memory: memory[4:20].view(4, 4).t(),
+    "each second": lambda memory: memory[::2].view(4, 3),
+    "columns": lambda memory: memory.view(4, 6)[:, 2:5],
+    "transposed columns": lambda memory: memory.view(4, 6)[:, 2:5].t(),
+}
+PLACE = (2, 2), (1, 2), 5
+OVERLAPPING = (2, 2), (1, 1), 5
+SOURCE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+def _in_place(x: Tensor) -> Tensor:
+    y = x.t()
+    y.as_strided_(*PLACE)
+    y.mul_(3)
+    return y * 2
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mul_": lambda x: x.as_strided(*PLACE).mul_(3) + 0,
+    "fill_ of a transposed": lambda x: x.t().as_strided(*OVERLAPPING).fill_(7) + 0,
+    "copy_ to one place twice": lambda x: x.as_strided(*OVERLAPPING).copy_(SOURCE) + 0,
+    "copy_ to one place twice, transposed": lambda x: x.as_strided(*OVERLAPPING).t().copy_(SOURCE) + 0,
+    "copy_ to an overlapping result": lambda x: (x * 1).as_strided((2, 2), (1, 1), 1).copy_(SOURCE) + 0,
+    "as_strided_": _in_place,
+    "as_strided_copy, out=": lambda x: torch.as_strided_copy(x.t(), *PLACE, out=torch.empty(2, 2)),
+    "as_strided_copy after a write": lambda x: (x.mul_(2), torch.as_strided_copy(x, *PLACE))[1],
+    "as_strided_scatter": lambda x: x.copy_(torch.as_strided_scatter(x * 2, SOURCE, (2, 2), (1, 1), 1)) + 0,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("view", FROM.values(), ids=FROM)
+def test_writes_by_strides_and_offset(view: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> None:
+    """All that eager writes, whatever lies between the elements of the input; of two in one place the later."""
+    compiled = ws.compile(write)
+    for _ in range(2):
+        one, two = torch.arange(24.0), torch.arange(24.0)
+        assert torch.equal(write(view(one)), compiled(view(two))) and torch.equal(one, two)
+
+
+@pytest.mark.parametrize("place", [(2, 2, (1, 2), 1), (2, 2, (1, 1), 1)], ids=["apart", "overlapping"])
+@pytest.mark.parametrize("outside", [True, False], ids=["backward outside", "backward inside"])
+def test_the_gradient_of_a_scatter_by_strides(place: tuple[Any, ...], outside: bool) -> None:
+    *size, stride, offset = place
+
+    def scatter(x: Tensor, source: Tensor) -> Tensor:
+        return torch.as_strided_scatter(x * 2, source * 3, size, stride, offset) * torch.arange(16.0).view(4, 4)
+
+    def step(x: Tensor, source: Tensor) -> Tensor:
+        scatter(x, source).sum().backward()
+        return x.grad
+
+    results = []
+    for function in (scatter, ws.compile(scatter)) if outside else (step, ws.compile(step)):
+        x, source = torch.ones(4, 4, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+        if outside:
+            function(x, source).sum().backward()
+        else:
+            function(x, source)
+        results.append((x.grad, source.grad))
+    assert all(map(torch.equal, *results))

@@ -87,6 +87,22 @@ def test_a_patch_acts_in_one_thread_alone(kind: str) -> None:
     assert vars(owner).keys() == own.keys() and all(vars(owner)[key] is own[key] for key in own)
 
 
+@pytest.mark.parametrize("own", [{}, {"type": len}], ids=["a builtin", "a name of its own"])
+def test_a_name_in_the_globals_of_functions(own: dict[str, Any]) -> None:
+    names = {"__builtins__": __builtins__, **own}
+    before = dict(names)
+
+    def read() -> Any:
+        return eval("type('ab')", names)
+
+    with here(names, "type", lambda value: 7):
+        assert read() == 7 and elsewhere(read) == own.get("type", type)("ab")
+        with here(names, "type", lambda value: 8):
+            assert read() == 8 and (own or eval("isinstance(int, type)", names))
+        assert read() == 7
+    assert names == before and not patches.active
+
+
 def test_patches_that_end_in_another_order() -> None:
     one, two, always = Patches(), Patches(), lambda: True
     sqrt = math.sqrt

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture import sources
+from wholestep.patches import is_put_into
 from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]
@@ -126,8 +127,13 @@ class UsedGlobals:
         return self.function.__globals__  # type: ignore[no-any-return]
 
 
+def _read_module(table: dict[str, Any]) -> Contents:
+    return {name: value for name, value in [*table.items()] if not is_put_into(table, name)}
+
+
 def _read_globals(used: UsedGlobals) -> Contents:
-    return {name: used.table[name] for name in used.names if name in used.table}
+    table = used.table
+    return {name: table[name] for name in used.names if name in table and not is_put_into(table, name)}
 
 
 def class_values(kind: type) -> Contents:
@@ -176,7 +182,7 @@ def _read_context(variable: Any) -> Contents:
 _TABLE = dict.__setitem__, dict.__delitem__
 MAPPING = ContainerKind("dict", _read_dict, _write_dict, sources.Item)
 ATTRIBUTES = ContainerKind("attributes", dict, _write_dict, sources.Item)
-MODULE = ContainerKind("module", dict, _one_by_one(dict, *_TABLE), sources.Item)
+MODULE = ContainerKind("module", _read_module, _one_by_one(_read_module, *_TABLE), sources.Item)
 LIST = ContainerKind("list", _numbered, _anew(list, list.extend), sources.Item)
 TUPLE = ContainerKind("tuple", _numbered, _constant, sources.Item)
 SET = ContainerKind("set", _numbered, _anew(set, set.update), sources.Member)

@@ -33,10 +33,10 @@ from wholestep.capture.outside import external_calls
 from wholestep.capture.outside.iterators import MOVING, RANDOM
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
-from wholestep.capture.snapshot.names_read import global_names, set_on_entry
+from wholestep.capture.snapshot.names_read import global_names, named, set_on_entry
 from wholestep.capture.snapshot.numpy_arrays import BUFFERS, Array, stamp
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorInput
-from wholestep.capture.snapshot.user_code import is_installed, is_library, is_user_class, is_user_module
+from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
 from wholestep.errors import LazyError, UnsupportedError
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES, generator_id
@@ -190,6 +190,10 @@ def _classes(found: Reachable, value: Any, source: sources.Source) -> None:
     for base in type(value).__mro__:
         if is_user_class(base):
             found.queue(base, sources.Attr(source, "__class__" if base is type(value) else base.__name__))
+        elif is_installed(base):
+            for method in vars(base).values():
+                if isinstance(method, types.FunctionType):
+                    _asks_types(found, method)
 
 
 def _class(found: Reachable, kind: type, source: sources.Source) -> None:
@@ -242,6 +246,7 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
             found.queue(getattr(function, name), sources.Attr(source, name))
     if vars(function):
         found.add(vars(function), sources.Vars(source), kinds.ATTRIBUTES, function)
+    _asks_types(found, function)
     if not is_library(function.__code__.co_filename):
         found.names_read.add(function, isinstance(source, sources.Method))
         names = global_names(function.__code__)
@@ -252,6 +257,12 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
             found.add(UsedGlobals(function, fresh), sources.Globals(source, function.__module__ or ""), kinds.GLOBALS)
     else:
         _builtin(found, function, source)
+
+
+def _asks_types(found: Reachable, function: types.FunctionType) -> None:
+    table = function.__globals__
+    if "type" in named(function.__code__) and "type" not in table and not is_system(function.__code__.co_filename):
+        found.asking[id(table)] = table
 
 
 def _module(found: Reachable, module: types.ModuleType, source: sources.Source) -> None:

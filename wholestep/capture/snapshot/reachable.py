@@ -108,6 +108,7 @@ class Reachable:
         first: id of an object -> the first source that led to it.
         owners: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
         used_globals: globals met: id of the module's table, name.
+        asking: by their ids, globals of functions that ask for types.
         hidden: attributes that no code named so far.
         counting: ids of the dicts whose ``"step"`` is another number at each call.
         waiting: what is walked when all else is: classes, then optimizers and schedulers.
@@ -127,6 +128,7 @@ class Reachable:
         self.numbers: list[NumberInput] = []
         self.owners: set[str] = set()
         self.used_globals: set[tuple[int, str]] = set()
+        self.asking: dict[int, dict[str, Any]] = {}
         self.names_read = NamesRead(names)
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Container, Any, Source]] = []

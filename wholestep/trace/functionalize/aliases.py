@@ -152,6 +152,11 @@ class Ref:
         assert self.storage.root is not None
         return self.storage.root
 
+    @property
+    def follows_strides(self) -> bool:
+        """Whether its strides alone say how to find its elements in the root's."""
+        return self.geometry.dtype == self.whole.geometry.dtype and not (self.geometry.lazy or self.whole.geometry.lazy)
+
     def strided(self, geometry: Geometry) -> Ref:
         """Another view of the same storage, by size, stride and offset."""
         place = list(geometry.shape), list(geometry.stride), geometry.offset - self.whole.geometry.offset
@@ -184,8 +189,11 @@ class Ref:
         while ref.parent is not None:
             if not elements(ref.geometry.shape):
                 return
-            whole = ref.parent
-            if whole.geometry.repeats and not (ref.geometry.repeats and ref.view in INVERSES):
+            whole, place = ref.parent, ref.geometry
+            if place.overlaps and not place.repeats and ref.follows_strides:
+                whole = ref.whole  # of two elements in one place the later stays
+                new = _strided_inverse(ref, new, whole)
+            elif whole.geometry.repeats and not (ref.geometry.repeats and ref.view in INVERSES):
                 # one of several elements in one place: all of them
                 while whole.geometry.repeats and whole.parent is not None:
                     whole = whole.parent

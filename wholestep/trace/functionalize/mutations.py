@@ -13,7 +13,7 @@ from torch import fx
 from wholestep.errors import UnsupportedError
 from wholestep.functional import Functionalized, written_arguments
 from wholestep.torch_compat import FakeTensor, OpOverload
-from wholestep.trace.functionalize.aliases import Geometry, Ref
+from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant, all_args
 from wholestep.trace.record.graph_builder import fake_value, map_leaves
@@ -21,6 +21,8 @@ from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
+
+IN_ORDER = 1 << 15  # elements that a kernel goes through in one thread, so that of two in one place the later stays
 
 
 class Mutations:
@@ -109,6 +111,7 @@ class Mutations:
         kept = {k: v for k, v in kwargs.items() if k not in variant.drop}
         kept |= tables.defaults(func, variant, len(args), kwargs)
         refs = [self.inputs.ref(t) for t in written]
+        args = self.inputs.counted_from_first(variant.target, args)
         reads = map_leaves(self.inputs.operand, args), map_leaves(self.inputs.operand, kept)
         scaled = tables.is_fused(func) and tables.is_scaled(func, args, kwargs)
         value = self._like_written(func, *reads) if scaled else None
@@ -167,7 +170,8 @@ class Mutations:
 def _refuse_repeats(func: OpOverload, places: list[Geometry]) -> None:
     """Refuses writes to several elements at one address: with eager's error, or ours where its result is undefined."""
     repeats = any(place.repeats for place in places)
-    if not repeats and not any(place.overlaps for place in places):
+    many = any(place.overlaps and elements(place.shape) > IN_ORDER for place in places)
+    if not repeats and not (any(place.overlaps for place in places) and (many or func is not aten.copy_.default)):
         return
     if func._schema.name in tables.EAGER_REPEATS or not repeats:
         raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")

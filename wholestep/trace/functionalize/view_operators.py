@@ -85,10 +85,16 @@ class Views:
         before = replace(base)
         if base.storage.root is base:
             base.storage.root = before
+        if view is aten.as_strided.default:
+            self.inputs.read_offset(tensor)
         self.inputs.run(func, args, kwargs)
         geometry = Geometry.of(tensor)
-        # `resize_` within the memory that there is gives a strided view of all of it
-        ref = base.strided(geometry) if resized else Ref(base.storage, geometry, before, view, tuple(args[1:]), kwargs)
+        if resized or view is aten.as_strided.default:
+            # `resize_` within the memory that there is gives a strided view of all of it
+            self.inputs.check_reach(geometry, base.whole)
+            ref = base.strided(geometry)
+        else:
+            ref = Ref(base.storage, geometry, before, view, tuple(args[1:]), kwargs)
         tensor.wholestep_ref = ref
         return tensor
 

@@ -163,7 +163,7 @@ def plain(number: Any, how: str) -> Any:
 
 
 def _escape(how: str, convert: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *rest: convert(plain(self, how), *rest)
+    return lambda self, *rest, **options: convert(plain(self, how), *rest, **options)
 
 
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
@@ -188,6 +188,7 @@ ESCAPES: dict[str, tuple[str, Callable[..., Any]]] = {
     "__hash__": ("hashing it needs its value", hash),
     "__complex__": ("complex(…) needs its value", complex),
     "__array__": ("NumPy needs its value", lambda value, *rest, **options: numpy.asarray(value, *rest)),
+    "__sizeof__": ("its size needs its value", lambda value: value.__sizeof__()),
     "__reduce_ex__": ("a copy of it needs its value", lambda value, protocol: (type(value), (value,))),
 }
 
@@ -207,6 +208,8 @@ def _methods() -> dict[str, Any]:
     table |= {name: _escape(*way) for name, way in ESCAPES.items()}
     table["__bool__"] = lambda self: self != 0
     table["__class__"] = property(lambda self: float if isinstance(self.node.hint, float) else int)
+    table["__dir__"] = lambda self: dir(self.__class__)
+    table["__dict__"] = _attribute("__dict__")  # they have none
     return table
 
 

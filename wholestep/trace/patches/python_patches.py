@@ -34,7 +34,7 @@ from wholestep.trace.numbers.symbolic_sizes import is_made, is_size
 from wholestep.trace.operators import sparse_optimizers
 from wholestep.trace.operators.data_dependent_formulas import behind, by_data
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
-from wholestep.trace.patches import generator_methods
+from wholestep.trace.patches import generator_methods, types_asked
 from wholestep.trace.patches.engine_hook import handled
 from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
@@ -204,6 +204,7 @@ def patched_python(
         *sparse_optimizers.patches(),
         *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
         *generator_methods.methods(recorder),
+        *types_asked.patches(recorder.inputs.world.reachable.asking.values(), recorder.builder.sizes is not None),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
         (torch, "cond", _cond),

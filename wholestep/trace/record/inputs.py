@@ -19,6 +19,9 @@ from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 
+# Where an offset stands that eager counts from the start of the memory, and a graph from the operand's first element.
+STRIDED_COPIES = {aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
+
 
 class ReshapedInput(Exception):  # noqa: N818 - a request, not an error
     """The step makes an input a view of what it was, as `t_` does; trace again, with an alias in its place."""
@@ -220,6 +223,7 @@ class Inputs:
         """Notes that a view reaches beyond the elements of an input: its memory has to be an input then."""
         here, index = root.geometry, root.storage.input
         inside = here.offset <= place.offset and place.offset + place.extent <= here.offset + here.extent
+        inside = inside and (here.is_dense or place == here)  # else it may reach what lies between them
         if index is None or inside or place.dtype != here.dtype or not elements(place.shape):
             return
         item = self.items[index]
@@ -238,6 +242,14 @@ class Inputs:
             raise UnsupportedError(f"the storage offset of {item.source}, of symbolic size, is read", user_line())
         if item is not None and not item.members:
             self.offsets[id(item)] = item
+
+    def counted_from_first(self, func: Any, args: Any) -> Any:
+        """The arguments of an operator, with its offset from the operand's first element, as graphs have it."""
+        place = STRIDED_COPIES.get(func, len(args))
+        if place >= len(args) or args[place] is None:
+            return args
+        self.read_offset(args[0])
+        return (*args[:place], args[place] - args[0].storage_offset(), *args[place + 1 :])
 
     def known(self, real: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor with values that the step may hold, and C++ may read, as a constant of the graph."""

@@ -167,10 +167,7 @@ class Recorder(TorchDispatchMode):
         out = self.inputs.run(func, args, kwargs)
         if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref") and func.namespace != "wholestep":
             return out  # gave its argument back; so does a collective's wait, which is a step of its own all the same
-        place = STRIDED_COPIES.get(func, len(args))
-        if place < len(args) and args[place] is not None:
-            self.inputs.read_offset(args[0])
-            args = (*args[:place], args[place] - args[0].storage_offset(), *args[place + 1 :])
+        args = self.inputs.counted_from_first(func, args)
         target = UnderGrad(func) if func in tables.GRAD_SENSITIVE and torch.is_grad_enabled() else func
         reads = map_leaves(self.inputs.operand, args), map_leaves(self.inputs.operand, kwargs)
         return self._results(self.builder.emit(target, *reads, value=map_leaves(self.builder.detached, out)), out)
@@ -251,9 +248,6 @@ OF_VALUES = frozenset({
     torch.linalg.svdvals, torch.linalg.eigvalsh, torch.linalg.norm, torch.linalg.matrix_norm, torch.linalg.cond,
     torch.linalg.matrix_rank, torch.norm, torch.Tensor.norm, torch.nuclear_norm,
 })  # fmt: skip
-
-# Where an offset stands that eager counts from the start of the memory, and a graph from the operand's first element.
-STRIDED_COPIES = {aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
 
 # Operators whose result has as many elements as its numbers say, whatever their type.
 RANGES = {aten.arange, aten.range}

@@ -1,0 +1,78 @@
+"""The types of what stands in for tensors and numbers while a step is traced: those of what it stands for.
+
+Users and installed packages find ``float`` for a host number, ``int`` for a symbolic size and `torch.Tensor` for a fake
+tensor, by `type(x)` and by ``x.__class__`` (`isinstance`, `match`); torch, this package and the standard library find
+the classes themselves, by which they work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+
+from wholestep.capture.snapshot.user_code import origin
+from wholestep.patches import Replacement
+from wholestep.torch_compat import FakeTensor
+from wholestep.trace.numbers.host_numbers import HostFloat, HostInt
+
+NUMBERS: dict[type, type] = {
+    HostFloat: float, HostInt: int, torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool,
+}  # fmt: skip
+
+
+def _shown(value: Any) -> type:
+    """The type of what a value stands for; its own where it stands for nothing else."""
+    kind = type(value)
+    if kind is FakeTensor:
+        return torch.nn.Parameter if getattr(value, "_is_param", False) else torch.Tensor
+    return NUMBERS.get(kind, kind)
+
+
+def _type(*args: Any, **kwargs: Any) -> Any:
+    return _shown(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
+
+
+def _asked_outside() -> bool:
+    """Whether other code than torch's and this package's asks; the standard library does so for who called it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        whose = origin(frame.f_code.co_filename)
+        if whose == "torch" or (whose == "wholestep" and frame.f_globals["__name__"] != "wholestep.patches"):
+            return False
+        if whose in ("user", "installed"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _class(value: Any) -> type:
+    return _shown(value) if _asked_outside() else type(value)
+
+
+def _printed(kind: type) -> Callable[[Any], str]:
+    """The value of a symbolic size, which printing decides on; for torch its expression."""
+    original = kind.__repr__
+
+    def shown(size: Any) -> str:
+        return repr(getattr(size, f"__{NUMBERS[kind].__name__}__")()) if _asked_outside() else original(size)
+
+    return shown
+
+
+def patches(asking: Iterable[dict[str, Any]], symbolic: bool) -> Iterator[Replacement]:
+    """What stands in for `type` in the globals of functions, and for ``__class__``.
+
+    Args:
+        asking: globals of functions that ask for types.
+        symbolic: sizes are symbols.
+    """
+    for table in asking:
+        yield table, "type", _type
+    yield FakeTensor, "__class__", property(_class)
+    for kind in (torch.SymInt, torch.SymFloat, torch.SymBool) if symbolic else ():
+        yield kind, "__class__", property(_class)
+        yield kind, "__repr__", _printed(kind)
