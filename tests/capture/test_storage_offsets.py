@@ -166,3 +166,24 @@ def test_the_gradient_of_a_scatter_by_strides(place: tuple[Any, ...], outside: b
             function(x, source)
         results.append((x.grad, source.grad))
     assert all(map(torch.equal, *results))
+
+
+PARTS: dict[str, Callable[[Tensor], Any]] = {
+    "unsafe_chunk": lambda x: x.unsafe_chunk(2, 1),
+    "unsafe_split": lambda x: (x * 1).unsafe_split(1, 0),
+    "unsafe_split_with_sizes": lambda x: x.unsafe_split_with_sizes([1, x.shape[1] - 1], 1),
+    "a part that is written": lambda x: (lambda y: (y.unsafe_chunk(2, 1)[1].mul_(2), y)[1:])(x * 1),
+    "what has parts is written": lambda x: (lambda y: (y.unsafe_chunk(2, 1), y.mul_(2))[0])(x * 1),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("view", FROM.values(), ids=FROM)
+def test_unsafe_parts_lie_where_eagers_do(view: Callable[[Tensor], Tensor], part: Callable[[Tensor], Any]) -> None:
+    def places(parts: Any) -> list[Any]:
+        return [(p.tolist(), p.stride(), p.storage_offset(), p._is_view(), p._version) for p in parts]
+
+    compiled = ws.compile(part)
+    x = view(torch.arange(24.0))
+    for _ in range(2):
+        assert places(part(x)) == places(compiled(x))

@@ -281,6 +281,10 @@ def _conj(recorder: Recorder, tensor: Any) -> Any:
 
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
+    # no views to autograd, which they are in memory
+    aten.unsafe_split.Tensor: lambda recorder, *args: _split(recorder, *args),
+    aten.unsafe_split_with_sizes.default:
+        lambda recorder, *args: recorder.views.record(aten.split_with_sizes.default, args, {}),
     aten._conj.default: _conj,
     aten.split.Tensor: _split,
     aten._local_scalar_dense.default: lambda recorder, tensor: recorder.numbers.item(tensor),
