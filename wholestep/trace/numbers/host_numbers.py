@@ -209,8 +209,12 @@ def _methods() -> dict[str, Any]:
     table["__bool__"] = lambda self: self != 0
     table["__class__"] = property(lambda self: float if isinstance(self.node.hint, float) else int)
     table["__dir__"] = lambda self: dir(self.__class__)
-    table["__dict__"] = _attribute("__dict__")  # they have none
+    table["__dict__"] = property(_no_attributes)
     return table
+
+
+def _no_attributes(self: Any) -> Any:
+    raise AttributeError(f"'{self.__class__.__name__}' object has no attribute '__dict__'")
 
 
 def _attribute(name: str) -> property:
