@@ -72,7 +72,7 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "bytes": lambda n: n.__sizeof__(),
     "numpy": lambda n: (numpy.isscalar(n), numpy.array(n).dtype == numpy.float64, float(numpy.clip(n, 0, 1))),
     "json": lambda n: len(json.dumps({"n": [n]})),
-    "text": lambda n: float(f"{n}") + float("%g" % n) + len(f"{n!r}"),
+    "text": lambda n: float(f"{n}") + float("%g" % n) + len(f"{n!r}"),  # noqa: UP031
     "struct": lambda n: sum(struct.pack("d", n)),
     "math": lambda n: math.isnan(n) + math.fsum([n, 1.0]) + math.frexp(n)[0],
     "integer": lambda n: operator.index(n) if type(n) is int else n,
@@ -192,7 +192,7 @@ def test_classes_made_in_the_step_and_other_threads() -> None:
             pass
 
         made = type("Made", (), {"factor": 3})
-        thread = threading.Thread(target=lambda: seen.append((type(float) is type, type(0.5) is float)))
+        thread = threading.Thread(target=lambda: seen.append((type(float) is type, type(x.dim()) is int)))
         thread.start()
         thread.join()
         return x * made.factor * (2 if Meta("A", (), {}).__class__ is Meta and Meta.__mro__[1] is not object else 5)

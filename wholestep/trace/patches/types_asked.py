@@ -55,7 +55,7 @@ def _class(value: Any) -> type:
 
 def _printed(kind: type) -> Callable[[Any], str]:
     """The value of a symbolic size, which printing decides on; for torch its expression."""
-    original = kind.__repr__
+    original: Callable[[Any], str] = vars(kind)["__repr__"]
 
     def shown(size: Any) -> str:
         return repr(getattr(size, f"__{NUMBERS[kind].__name__}__")()) if _asked_outside() else original(size)
