@@ -46,6 +46,7 @@ from wholestep.torch_compat import (
     default_device,
     direct_call,
     dispatch_modes_active,
+    dispatching,
     empty_fake,
     engine_compiler,
     evaluated,
@@ -665,6 +666,33 @@ def test_dynamo_puts_checkpoints_under_the_operators_we_know():
         fn(torch.ones(2, requires_grad=True))
         assert seen.pop() == (kept, False)
     assert all("__call__" in vars(operator) for operator in CHECKPOINT_OPERATORS)
+
+
+def test_calls_are_dispatched_where_cpp_has_switched_that_off() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Reads(TorchDispatchMode):
+        called = False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.called = True
+            return func(*args, **(kwargs or {}))
+
+    class Index(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") != "__index__":
+                return func(*args, **(kwargs or {}))
+            mode.called = False
+            func(*args)
+            without = mode.called
+            with dispatching():
+                found = func(*args)
+            seen.append((without, mode.called))
+            return found
+
+    with Reads() as mode, Index():
+        assert torch.LongTensor([torch.tensor(3)]).tolist() == [3]
+    assert seen == [(False, True)]
 
 
 def test_function_modes_are_off_inside_of_no_modes_alone():
