@@ -149,7 +149,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
             owner[name] = value
         return
     try:
-        delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
+        with _no_sequence(owner, name):
+            delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
     except TypeError:  # a class of C, whose attributes Python does not set: in its dictionary, behind the proxy
         (table,) = gc.get_referents(vars(owner))
         if value is _ABSENT:
@@ -157,6 +158,28 @@ def _write(owner: Any, name: str, value: Any) -> None:
         else:
             table[name] = value
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
+
+
+_AS_SEQUENCE, _ITEM, _ITEM_SLOT = 104, 24, 44  # `tp_as_sequence`, `sq_item` in it, and that slot's public number
+
+
+def _item_of(owner: Any) -> Any:
+    """What C finds when it asks a class for an item of a sequence, and where it finds it."""
+    table = ctypes.c_void_p.from_address(id(owner) + _AS_SEQUENCE)
+    return ctypes.c_void_p.from_address((table.value or 0) + _ITEM) if table.value else ctypes.c_void_p()
+
+
+@contextmanager
+def _no_sequence(owner: Any, name: str) -> Iterator[None]:
+    """A class that is a mapping and no sequence stays so: of a `__getitem__` set from Python, CPython makes both."""
+    indexed = isinstance(owner, type) and name in ("__getitem__", "__setitem__")
+    before = _item_of(owner).value if indexed else None
+    yield
+    if indexed and before is None:
+        get_slot = ctypes.pythonapi.PyType_GetSlot
+        get_slot.restype, get_slot.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_int)
+        if _item_of(owner).value == get_slot(owner, _ITEM_SLOT):
+            _item_of(owner).value = None
 
 
 class Patches:

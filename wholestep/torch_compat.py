@@ -276,6 +276,15 @@ def dispatching() -> Iterator[None]:
         yield
 
 
+dispatch_modes_off: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""Context manager: no dispatch mode of this thread sees what is called."""
+
+function_modes_disabled: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""Context manager: no function mode of this thread sees what is called."""
+
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""How many modes of this thread see calls of torch's Python API."""
+
 function_modes_off: Callable[[], bool] = torch._C._is_torch_function_all_disabled
 """True where function modes see nothing, as inside of `no_modes`."""
 

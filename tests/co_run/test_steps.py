@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
@@ -401,12 +402,59 @@ def sparse_gradients(r, t):
     r.opt.step()
 
 
+def lists_of_tensors(r, t):
+    logits = r.model(t[:, :-1])
+    rows, columns = (t[0, 0] % 4, t[1, 1] % 4), (t[0, 2] % 5, t[1, 0] % 5)
+    chosen = logits[rows, columns].sum()
+    weights = torch.tensor([logits.detach().sum(), 2.0]) + torch.tensor((t[0, 0], t[0, 1]))
+    mask = torch.zeros(4, 5, dtype=torch.bool)
+    mask[rows, columns] = True
+    parts = torch.tensor_split(logits, torch.stack(rows).sort().values)
+    r.update(chosen + (weights * parts[1].sum()).mean().tanh() + logits[mask].mean())
+    r.log.append(chosen.item())
+
+
+def errors_on_the_way(r, t):
+    x = r.model.embed(t) * 2
+    try:
+        x @ torch.ones(3, 3)
+    except RuntimeError as error:
+        r.log.append(str(error))
+    loss = r.model.head(x).logsumexp(-1).mean() + r.loss(t)
+    r.update(loss)
+    r.log.append(loss.item())
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if getattr(func, "__name__", "") == "logsumexp" else found
+
+
+def function_modes(r, t):
+    with Doubling():
+        loss = r.model.head(r.model.embed(t)).logsumexp(-1).mean()
+        loss = loss + torch.vmap(lambda row: row.expand(2, -1).sum())(r.model.embed(t[0])).mean()
+    r.update(loss)
+    r.log.append(loss.item())
+
+
+def recurrent(r, t):
+    torch.manual_seed(5)
+    net = nn.LSTM(8, 8, batch_first=True)
+    x, _ = net(r.model.embed(t))
+    loss = r.model.head(x).logsumexp(-1).mean()
+    r.update(loss)
+    r.log.append((loss.item(), net.weight_hh_l0.grad.norm().item()))
+
+
 STEPS = [
     prints, logs, skips_when_not_finite, grad_scaler, python_random, layer_drop, masked, uniques, clocks, files,
     memmaps,
     numpy_views, early_exit, raises_midway, returns_many, accumulates, ema, schedules, keeps_tensors, hooks, retained,
     checkpointed, seeds_generators, threads, writes_views, metrics, gradient_penalty, lbfgs, samples, sizes_change,
     evaluates, module_attributes, stdout_progress, set_data, resizes, complex_numbers, sparse_gradients,
+    lists_of_tensors, errors_on_the_way, function_modes, recurrent,
 ]  # fmt: skip
 
 

@@ -46,12 +46,15 @@ from wholestep.torch_compat import (
     default_device,
     direct_call,
     dispatch_modes_active,
+    dispatch_modes_off,
     dispatching,
     empty_fake,
     engine_compiler,
     evaluated,
     fake_refusal,
     free_saved_tensors,
+    function_modes,
+    function_modes_disabled,
     function_modes_off,
     generator_id,
     gloo_options,
@@ -701,6 +704,31 @@ def test_function_modes_are_off_inside_of_no_modes_alone():
         assert function_modes_off()
     storage = torch.ones(2).untyped_storage()
     assert address_of(storage) == storage.data_ptr()
+
+
+def test_modes_are_counted_and_kept_away():
+    class Counting(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    class Doubling(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {})) * 2
+
+    assert function_modes() == 0
+    with Counting() as mode:
+        assert function_modes() == 1
+        torch.ones(2)
+        with function_modes_disabled():
+            torch.ones(2)
+    assert mode.calls == 1
+    with Doubling():
+        assert torch.ones(()).item() != 1
+        with dispatch_modes_off():
+            assert torch.ones(()).item() == 1
 
 
 def test_dynamo_skips_the_methods_of_a_class() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from wholestep.functional import written_arguments
 from wholestep.torch_compat import OpOverload, has_native_kernel
-from wholestep.trace.operators.tables import HIDDEN_WRITES, SHAPE_FROM_DATA, is_view
+from wholestep.trace.operators.tables import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, is_view
 
 aten = torch.ops.aten
 
@@ -32,12 +32,12 @@ class Kind(Enum):
     AT_ONCE = auto()
 
 
-# Operators that change what a tensor is, or whose results' sizes follow from data.
+# Operators that change what a tensor is, whose results' sizes follow from data, or whose kernels ask for grad mode.
 _AT_ONCE = {
     aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_same_size.default,
     aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.default,
     aten.resize_.default, aten.resize_as_.default, aten._pack_padded_sequence.default, aten.record_stream.default,
-    aten.lift_fresh.default, aten.lift.default, *SHAPE_FROM_DATA,
+    aten.lift_fresh.default, aten.lift.default, *SHAPE_FROM_DATA, *GRAD_SENSITIVE,
 }  # fmt: skip
 
 # Of these, those that only read, so that what they do not read may stay deferred.

@@ -10,7 +10,14 @@ import torch
 from wholestep.co_run.operators import Facts, Kind, facts_of
 from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, storage_of, tensors_in
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, RecordedCall, Segment, Slot, slot
-from wholestep.torch_compat import TorchDispatchMode, no_modes, storage_id, storage_uses
+from wholestep.torch_compat import (
+    TorchDispatchMode,
+    function_modes,
+    function_modes_disabled,
+    no_modes,
+    storage_id,
+    storage_uses,
+)
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _STRIDED, _NONE = torch.strided, dict[str, Any]()
@@ -68,9 +75,13 @@ class Queue(TorchDispatchMode):
     # -- dispatch --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function_modes():  # of the step's own, which what is asked of tensors here is not for
+            with function_modes_disabled():
+                return self._dispatch(func, args, kwargs or _NONE)
+        return self._dispatch(func, args, kwargs or _NONE)
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = facts_of(func)
-        if kwargs is None:
-            kwargs = _NONE
         if facts.kind is AT_ONCE:
             return self._at_once(facts, args, kwargs)
         if args and self._is_small(args):
@@ -188,6 +199,7 @@ class Queue(TorchDispatchMode):
         """Runs a call that is not known after those before it, which run first, and remembers it."""
         self.known = False
         self._run_pending()
+        before, self._node = self._node, Node()  # where nothing is known, should the call fail
         places = [t.size() for t in tensors_in((args, list(kwargs.values())))]
         found = facts.op(*args, **kwargs)
         try:
@@ -195,10 +207,10 @@ class Queue(TorchDispatchMode):
             if places != [t.size() for t in tensors_in((args, list(kwargs.values())))]:
                 raise Unknown
         except Unknown:
-            self._node.next[key] = None
+            before.next[key] = None
             self._begin()
             return found
-        self._node = self._signatures.add(self._node, key, results)
+        self._node = self._signatures.add(before, key, results)
         self._register_made(found, results, facts.kind)
         return found
 

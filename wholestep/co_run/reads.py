@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from wholestep.patches import Replacement, original
+from wholestep.torch_compat import dispatch_modes_off
 
 # Methods of tensors that hand out memory or what is in it.
 TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr",
@@ -27,15 +28,38 @@ FUNCTIONS = (
     (torch, "set_num_threads"), (torch, "use_deterministic_algorithms"), (torch, "set_flush_denormal"),
 )  # fmt: skip
 
+# Functions whose C++ reads the memory of tensors that they are given, alone or in lists.
+GIVEN = (
+    *((torch, name) for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_compressed_tensor",
+                                 "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
+                                 "ctc_loss", "tensor_split")),
+    *((torch.Tensor, name) for name in ("new_tensor", "new", "tensor_split")),
+)  # fmt: skip
+# Methods that read the memory of tensors in lists in an index.
+INDEXING = ((torch.Tensor, "__getitem__"), (torch.Tensor, "__setitem__"))
+
 
 def flushing(flush: Callable[[], None]) -> list[Replacement]:
     """Replacements for all of these that call ``flush()`` first."""
     owners = [(torch.Tensor, name) for name in TENSOR] + [(torch.Generator, name) for name in GENERATOR]
-    return [(owner, name, _after(flush, owner, name)) for owner, name in [*owners, *FUNCTIONS]
+    always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS])
+    asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING)]
+    return [(owner, name, _after(flush, owner, name, reads)) for owner, name, reads in [*always, *asked]
             if hasattr(owner, name)]  # fmt: skip
 
 
-def _after(flush: Callable[[], None], owner: Any, name: str) -> Any:
+def _has_tensor(args: Sequence[Any]) -> bool:
+    return any(isinstance(a, torch.Tensor) or (type(a) in (list, tuple) and _has_tensor(a)) for a in args)
+
+
+def _has_sequence(args: Sequence[Any]) -> bool:
+    """Whether there are tensors in a list that is an index, or in a list or tuple in an index."""
+    index = args[0]
+    nested = index if type(index) is tuple else (index,)
+    return any(type(a) in (list, tuple) and _has_tensor(a) for a in nested)
+
+
+def _after(flush: Callable[[], None], owner: Any, name: str, reads: Callable[[Any], bool] | None) -> Any:
     found = original(owner, name)
     if not callable(found):  # a property, of Python or of C
 
@@ -45,9 +69,16 @@ def _after(flush: Callable[[], None], owner: Any, name: str) -> Any:
 
         return property(get)
 
+    own = 1 if owner is torch.Tensor else 0  # the method's tensor is read by operators alone
+
     @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
-        flush()
+        if reads is None:
+            flush()
+        elif reads([*args[own:], *kwargs.values()]):
+            flush()
+            with dispatch_modes_off():  # under a mode, C++ takes lists of tensors for other lists
+                return found(*args, **kwargs)
         return found(*args, **kwargs)
 
     return call
