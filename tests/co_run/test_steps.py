@@ -448,13 +448,42 @@ def recurrent(r, t):
     r.log.append((loss.item(), net.weight_hh_l0.grad.norm().item()))
 
 
+def numbers_that_lay_out(r, t):
+    x = r.model.embed(t)
+    scaled = F.interpolate(x.detach().transpose(1, 2), scale_factor=(1.5, 2.0, 0.5)[r.call % 3], mode="linear")
+    r.log.append((scaled.shape, scaled.sum().item(), torch.arange(0.0, 1.0 + r.call, 0.5).tolist()))
+    r.model.drop.p = 0.1 * (r.call % 4)
+    r.update(r.loss(t) + (x * (-0.0 if r.call % 2 else 0.0)).sum())
+    r.log.append(torch.full((2,), -0.0 if r.call % 2 else 0.0).sign().tolist())
+
+
+def default_types(r, t):
+    torch.set_default_dtype((torch.float32, torch.float64)[r.call % 2])
+    try:
+        zeros = torch.zeros(3) + torch.full((3,), 0.5)
+        torch.set_default_dtype(torch.float32)
+        r.log.append((zeros.dtype, zeros.tolist()))
+        r.update(r.loss(t) + zeros.sum().float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def small_draws(r, t):
+    x = torch.rand(3)
+    r.model.seen.bernoulli_(0.5)
+    y = torch.rand(()) + x.sum()
+    r.log.append((r.model.seen.item(), y.item()))
+    r.update(r.loss(t) * y)
+
+
 STEPS = [
     prints, logs, skips_when_not_finite, grad_scaler, python_random, layer_drop, masked, uniques, clocks, files,
     memmaps,
     numpy_views, early_exit, raises_midway, returns_many, accumulates, ema, schedules, keeps_tensors, hooks, retained,
     checkpointed, seeds_generators, threads, writes_views, metrics, gradient_penalty, lbfgs, samples, sizes_change,
     evaluates, module_attributes, stdout_progress, set_data, resizes, complex_numbers, sparse_gradients,
-    lists_of_tensors, errors_on_the_way, function_modes, recurrent,
+    lists_of_tensors, errors_on_the_way, function_modes, recurrent, numbers_that_lay_out,
+    default_types, small_draws,
 ]  # fmt: skip
 
 

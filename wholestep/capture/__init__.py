@@ -11,6 +11,7 @@ from wholestep.capture.effects.effects import Effect, forget, new_values, read_b
 from wholestep.capture.guards.binder import Binder, refuse_shared_parts, sharing
 from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.outside.external_effects import ExternalEffects
+from wholestep.capture.outside.torch_settings import setters
 from wholestep.capture.snapshot.new_objects import new_objects
 from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
@@ -39,6 +40,7 @@ __all__ = [
     "outcome",
     "read_by",
     "refuse_shared_parts",
+    "setters",
     "sharing",
     "snapshot",
     "state_outputs",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.functional import written_arguments
+from wholestep.functional import base_name, written_arguments
 from wholestep.torch_compat import OpOverload, has_native_kernel
 from wholestep.trace.operators.tables import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, is_view
 
@@ -43,6 +43,9 @@ _AT_ONCE = {
 # Of these, those that only read, so that what they do not read may stay deferred.
 _READS = {aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.lift_fresh.default}
 
+# Operators that take a number as what to write.
+_FILLS = {"full", "full_like", "new_full", "fill", "masked_fill", "index_fill", "scalar_tensor", "where", "add", "lerp"}
+
 # Operators that give views although their schema does not say so.
 _VIEWS = {aten._unsafe_view.default}
 
@@ -57,6 +60,8 @@ class Facts:
         written: positions of the arguments that it writes, also where its schema does not say so.
         names: of its arguments, by position.
         only_reads: runs at once, and needs only what it reads.
+        random: draws from a generator.
+        any_float: floats among its arguments do not decide how its results are laid out.
     """
 
     op: OpOverload
@@ -64,6 +69,8 @@ class Facts:
     written: tuple[int, ...]
     names: tuple[str, ...]
     only_reads: bool
+    random: bool
+    any_float: bool
 
     def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int) -> Any:
         """An argument by its position in the schema."""
@@ -80,7 +87,11 @@ def facts_of(op: OpOverload) -> Facts:
         written = (*written_arguments(op), *HIDDEN_WRITES.get(op, ()))
         names = tuple(argument.name for argument in op._schema.arguments)
         only_reads = op in _READS or op.namespace == "profiler"
-        found = _known[id(op)] = Facts(op, _kind(op), written, names, only_reads)
+        name = base_name(op)
+        any_float = torch.Tag.pointwise in op.tags or name in _FILLS or name.startswith(("_foreach_", "_fused_"))
+        any_float |= name.endswith("_") and not name.endswith("__")
+        random = torch.Tag.nondeterministic_seeded in op.tags
+        found = _known[id(op)] = Facts(op, _kind(op), written, names, only_reads, random, any_float)
     return found
 
 

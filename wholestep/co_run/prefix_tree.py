@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wholestep.functional import written_arguments
-from wholestep.torch_compat import OpOverload, storage_id
+from wholestep.torch_compat import OpOverload, default_device, kernel_settings, storage_id
 
 storage_of = torch.Tensor.untyped_storage  # the method itself: the queue patches it
 
@@ -56,20 +56,26 @@ class Node:
 
 
 class Signatures:
-    """The prefix tree.
-
-    Attributes:
-        root: before the first call of a segment.
-    """
+    """The prefix trees: one for each state of the settings by which kernels and their results' types are chosen."""
 
     def __init__(self) -> None:
-        self.root, self._count = Node(), 0
+        self._roots: dict[Any, Node] = {}
+        self._count = 0
+
+    def root(self) -> Node:
+        """Before the first call of a segment that begins now."""
+        settings = *kernel_settings(), torch.get_default_dtype(), default_device()
+        found = self._roots.get(settings)
+        if found is None:
+            found = self._roots[settings] = Node()
+        return found
 
     def add(self, before: Node, key: Any, results: Results) -> Node:
         """A new node."""
         self._count += 1
         if self._count > MAX_NODES:
-            self.root, self._count = Node(), 0
+            self._roots.clear()
+            self._count = 0
         node = before.next[key] = Node(results)
         return node
 

@@ -9,7 +9,7 @@ import torch
 
 from wholestep.co_run.operators import Facts, Kind, facts_of
 from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, storage_of, tensors_in
-from wholestep.co_run.segment import FALSE, FLOAT, TRUE, RecordedCall, Segment, Slot, slot
+from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
 from wholestep.torch_compat import (
     TorchDispatchMode,
     function_modes,
@@ -51,11 +51,12 @@ class Queue(TorchDispatchMode):
         self._begin()
 
     def _begin(self) -> None:
-        self._node: Node = self._signatures.root
+        self._node: Node | None = None  # until the first call, by what is set then
         self._slots: dict[Any, Slot] = {}  # place of a tensor -> its slot
         self._storages: dict[int, int] = {}  # storage -> the first slot in it
         self._count = 0
         self._new: list[Any] = []  # what a call's key says of externals that it is the first to use
+        self._any_float = False
         self._forget()
 
     def _forget(self) -> None:
@@ -84,8 +85,11 @@ class Queue(TorchDispatchMode):
         facts = facts_of(func)
         if facts.kind is AT_ONCE:
             return self._at_once(facts, args, kwargs)
-        if args and self._is_small(args):
+        if args and not facts.random and self._is_small(args):
             return func(*args, **kwargs)
+        if self._node is None:
+            self._node = self._signatures.root()
+        self._any_float = facts.any_float
         before = len(self._numbers), len(self._tensors)
         try:
             parts = tuple([self._part(a) for a in args])
@@ -132,6 +136,8 @@ class Queue(TorchDispatchMode):
             return self._slot(value)
         kind = type(value)
         if kind is float:
+            if not self._any_float:
+                return Exactly(value)
             self._numbers.append(value)
             return FLOAT
         if kind is bool:
@@ -140,6 +146,8 @@ class Queue(TorchDispatchMode):
             return tuple([self._part(item) for item in value])
         if kind is torch.Size:
             return tuple(value)
+        if kind is complex:
+            raise _Opaque  # which is equal to a float
         return value
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
@@ -199,7 +207,7 @@ class Queue(TorchDispatchMode):
         """Runs a call that is not known after those before it, which run first, and remembers it."""
         self.known = False
         self._run_pending()
-        before, self._node = self._node, Node()  # where nothing is known, should the call fail
+        before, self._node = self._node or Node(), Node()  # where nothing is known, should the call fail
         places = [t.size() for t in tensors_in((args, list(kwargs.values())))]
         found = facts.op(*args, **kwargs)
         try:
@@ -246,7 +254,7 @@ class Queue(TorchDispatchMode):
     def _run_pending(self) -> None:
         """Runs what was deferred, and writes what is alive."""
         calls, made, node = self._calls, self._made, self._node
-        if not self._pending:
+        if node is None or not self._pending:
             self._forget()
             return
         alive = [(index, storage, layout) for index, storage, layout in made if storage_uses(storage) > 1]

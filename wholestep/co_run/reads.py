@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import dlpack
 
+from wholestep.capture import setters
 from wholestep.patches import Replacement, original
 from wholestep.torch_compat import dispatch_modes_off
 
@@ -22,10 +24,10 @@ TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", 
 GENERATOR = ("get_state", "set_state", "manual_seed", "seed", "get_offset", "set_offset", "clone_state",
              "graphsafe_get_state", "graphsafe_set_state")  # fmt: skip
 
-# Functions that hand objects to other threads, and those that change how kernels compute.
+# Functions that hand objects to other threads, and memory to other libraries.
 FUNCTIONS = (
-    (threading.Thread, "start"), (threading.Condition, "notify"), (queue.SimpleQueue, "put"),
-    (torch, "set_num_threads"), (torch, "use_deterministic_algorithms"), (torch, "set_flush_denormal"),
+    (threading.Thread, "start"), (threading.Condition, "notify"), (queue.SimpleQueue, "put"), (dlpack, "to_dlpack"),
+    (torch, "set_default_dtype"),
 )  # fmt: skip
 
 # Functions whose C++ reads the memory of tensors that they are given, alone or in lists.
@@ -40,9 +42,9 @@ INDEXING = ((torch.Tensor, "__getitem__"), (torch.Tensor, "__setitem__"))
 
 
 def flushing(flush: Callable[[], None]) -> list[Replacement]:
-    """Replacements for all of these that call ``flush()`` first."""
+    """Replacements for all of these, and for what sets how kernels compute, that call ``flush()`` first."""
     owners = [(torch.Tensor, name) for name in TENSOR] + [(torch.Generator, name) for name in GENERATOR]
-    always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS])
+    always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS, *setters()])
     asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING)]
     return [(owner, name, _after(flush, owner, name, reads)) for owner, name, reads in [*always, *asked]
             if hasattr(owner, name)]  # fmt: skip

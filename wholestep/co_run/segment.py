@@ -22,7 +22,7 @@ class Slot:
 
 
 class Constant:
-    """Stands for a bool, which hashes as a number does, and for a float, whose value is no part of a signature."""
+    """Stands for a bool, which is equal to an integer, or for any float."""
 
     __slots__ = ("value",)
 
@@ -31,6 +31,26 @@ class Constant:
 
     def __repr__(self) -> str:
         return "float" if self.value is None else str(self.value)
+
+
+class Exactly:
+    """Stands for one float: equal to no integer, and 0.0 to no -0.0."""
+
+    __slots__ = ("value", "_text")
+
+    def __init__(self, value: float) -> None:
+        self.value, self._text = value, value.hex()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Exactly and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def same(a: float, b: float) -> bool:
+    """Whether two floats are one: NaN is itself, and 0.0 is not -0.0."""
+    return a == b if a and b else a.hex() == b.hex()
 
 
 FLOAT, TRUE, FALSE = Constant(None), Constant(True), Constant(False)
@@ -116,7 +136,7 @@ def _filled(part: Any, values: dict[int, Any], numbers: Iterator[float]) -> Any:
         return [_filled(item, values, numbers) for item in part]
     if kind is Constant:
         return next(numbers) if part is FLOAT else part.value
-    return part
+    return part.value if kind is Exactly else part
 
 
 def _keep(results: Any, found: Any, values: dict[int, Any]) -> None:

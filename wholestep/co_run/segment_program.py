@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from wholestep.capture import Call, Snapshot
-from wholestep.co_run.segment import Segment
+from wholestep.co_run.segment import Segment, same
 from wholestep.errors import CaptureError
 from wholestep.lower import lower
 from wholestep.pipeline import Options, capture, of_one_rank
@@ -65,7 +65,7 @@ class SegmentProgram:
 
     def serves(self, numbers: Sequence[float]) -> bool:
         """Whether it was made for these numbers."""
-        return all(numbers[index] == value for index, value in self.constants.items())
+        return all(same(numbers[index], value) for index, value in self.constants.items())
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs it: writes what the segment writes, and the destinations."""

@@ -12,7 +12,7 @@ import torch
 from wholestep.co_run.prefix_tree import Node, Signatures
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.reads import flushing
-from wholestep.co_run.segment import Segment
+from wholestep.co_run.segment import Segment, same
 from wholestep.co_run.segment_program import SegmentProgram
 from wholestep.patches import patched
 from wholestep.pipeline import Options
@@ -98,12 +98,13 @@ class CoRun:
         if found is not None:
             if found.serves(numbers):
                 return found
-            varying = found.varying | {i for i, n in found.constants.items() if numbers[i] != n}
+            varying = found.varying | {i for i, n in found.constants.items() if not same(numbers[i], n)}
         elif key not in node.seen:  # compiled when it comes again, when it is known which numbers are others each time
             node.seen[key] = list(numbers)
             return None
         else:
-            varying = frozenset(i for i, (a, b) in enumerate(zip(node.seen[key], numbers, strict=True)) if a != b)
+            pairs = enumerate(zip(node.seen[key], numbers, strict=True))
+            varying = frozenset(index for index, (a, b) in pairs if not same(a, b))
         if key in node.refused or self.programs >= MAX_PROGRAMS:
             return None
         try:

@@ -25,6 +25,11 @@ GETTERS, SETTERS = setting_functions()
 READERS: dict[str, Callable[[], Any]] = {"torch.initial_seed()": torch.initial_seed}
 
 
+def setters() -> list[tuple[Any, str]]:
+    """The functions that change a setting, each as a module that has it and its name there."""
+    return [(module, name) for module, name, function in _holders(len(sys.modules)) if function.__name__ in SETTERS]
+
+
 class Settings:
     """The settings that one step reads.
 
