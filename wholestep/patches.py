@@ -160,26 +160,32 @@ def _write(owner: Any, name: str, value: Any) -> None:
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
-_AS_SEQUENCE, _ITEM, _ITEM_SLOT = 104, 24, 44  # `tp_as_sequence`, `sq_item` in it, and that slot's public number
+_AS_SEQUENCE, _ITEM = 104, 24  # places of `tp_as_sequence` in a type object, and of `sq_item` in that
 
 
-def _item_of(owner: Any) -> Any:
-    """What C finds when it asks a class for an item of a sequence, and where it finds it."""
-    table = ctypes.c_void_p.from_address(id(owner) + _AS_SEQUENCE)
-    return ctypes.c_void_p.from_address((table.value or 0) + _ITEM) if table.value else ctypes.c_void_p()
+def _item_of(kind: type) -> ctypes.c_void_p:
+    """What C finds when it asks a class for an item of a sequence: a place in memory."""
+    table = ctypes.c_void_p.from_address(id(kind) + _AS_SEQUENCE).value
+    return ctypes.c_void_p.from_address(table + _ITEM) if table else ctypes.c_void_p()
+
+
+def _all_classes(kind: type) -> Iterator[type]:
+    found: list[type] = type.__subclasses__(kind)
+    yield kind
+    for derived in found:
+        yield from _all_classes(derived)
 
 
 @contextmanager
 def _no_sequence(owner: Any, name: str) -> Iterator[None]:
     """A class that is a mapping and no sequence stays so: of a `__getitem__` set from Python, CPython makes both."""
-    indexed = isinstance(owner, type) and name in ("__getitem__", "__setitem__")
-    before = _item_of(owner).value if indexed else None
+    if name != "__getitem__" or not isinstance(owner, type):
+        yield
+        return
+    mappings = [item for item in map(_item_of, _all_classes(owner)) if item.value is None]
     yield
-    if indexed and before is None:
-        get_slot = ctypes.pythonapi.PyType_GetSlot
-        get_slot.restype, get_slot.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_int)
-        if _item_of(owner).value == get_slot(owner, _ITEM_SLOT):
-            _item_of(owner).value = None
+    for item in mappings:
+        item.value = None
 
 
 class Patches:

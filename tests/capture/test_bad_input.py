@@ -242,6 +242,24 @@ def test_lbfgs() -> None:
     assert marked_line(lbfgs) in str(error)
 
 
+def test_who_wraps_a_refusing_function_finds_the_real_one_afterwards() -> None:
+    before = torch.optim.LBFGS.step
+
+    def step(x: Tensor) -> Tensor:
+        found = torch.optim.LBFGS.step
+        torch.optim.LBFGS.step = lambda *args: found(*args)  # type: ignore[method-assign]  # as Dynamo's import does
+        return x + 1 if torch.rand(()) > 0.5 else x
+
+    try:
+        with pytest.raises(ws.errors.CaptureError):
+            ws.compile(step)(torch.ones(3))
+        p = torch.nn.Parameter(torch.ones(2))
+        opt = torch.optim.LBFGS([p])
+        assert opt.step(lambda: p.square().sum()).item() == 2
+    finally:
+        torch.optim.LBFGS.step = before  # type: ignore[method-assign]
+
+
 def test_optimizer_over_foreign_parameters() -> None:
     """Parameters that no model of the step uses: they are updated or left exactly as eager does."""
 

@@ -19,7 +19,7 @@ from torch.utils import checkpoint as checkpoints
 from wholestep.capture.substitutes.detached_aliases import refuse_outside
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Gradient
-from wholestep.patches import Replacement, patched, reading
+from wholestep.patches import Replacement, original, patched, reading
 from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,
     FOREACH_SUPPORT,
@@ -139,12 +139,17 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     return (true_fn if pred else false_fn)(*operands)
 
 
-def _refused(what: str, remedy: str) -> Callable[..., Any]:
+def _refused(owner: Any, name: str, remedy: str, tracing: list[bool]) -> Replacement:
+    """A function that refuses while ``tracing`` holds something: who wraps it meanwhile may keep it for good."""
+    found, what = original(owner, name), f"{owner.__name__}.{name}"
+
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not tracing:
+            return found(*args, **kwargs)
         raise UnsupportedError(f"{what} inside of a captured step", user_line(), remedy)
 
-    call.hooked = True  # type: ignore[attr-defined]  # an optimizer made in the step would wrap it for good
-    return call
+    call.hooked = True  # type: ignore[attr-defined]  # an optimizer made in the step would wrap it
+    return owner, name, call
 
 
 def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -196,6 +201,7 @@ def patched_python(
         reentrant: see `trace_step`.
         more: what else is patched.
     """
+    tracing = [True]
     replacements: list[Replacement] = [
         *more,
         *_size_aware(recorder),
@@ -208,8 +214,8 @@ def patched_python(
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
         (torch, "cond", _cond),
-        (torch, "save", _refused("torch.save", "save outside of the step")),
-        (torch.optim.LBFGS, "step", _refused("LBFGS.step", LBFGS_REMEDY)),
+        _refused(torch, "save", "save outside of the step", tracing),
+        _refused(torch.optim.LBFGS, "step", LBFGS_REMEDY, tracing),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),
         (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
         (BatchNorm, "forward", reading(vars(BatchNorm)["forward"], float=_number_of)),
@@ -223,4 +229,7 @@ def patched_python(
     if not reentrant:
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
     with patched(replacements, recorder.builder.provenance.thread.is_here), handled(_inside):
-        yield
+        try:
+            yield
+        finally:
+            tracing.clear()
