@@ -491,7 +491,7 @@ def co_run(step):
     return CoRun(step, Options(PlanExecutor(None, None)))
 
 
-def played(served, optimizer="AdamW", calls=8):
+def played(served, optimizer="AdamW", calls=6):
     """Everything observable of some calls."""
     run = Run(optimizer)
     results, versions = [], []
