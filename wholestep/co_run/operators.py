@@ -21,14 +21,12 @@ class Kind(Enum):
 
     Attributes:
         VIEW: runs at once on memory that may not be written yet, and is recorded.
-        DEFERRED: recorded; its results get memory that is written when the queue is flushed.
-        WRITES: as DEFERRED, and gives arguments back.
+        DEFERRED: recorded; its results, those that are no arguments, get memory that a flush writes.
         AT_ONCE: runs at once, after a flush of what it may read.
     """
 
     VIEW = auto()
     DEFERRED = auto()
-    WRITES = auto()
     AT_ONCE = auto()
 
 
@@ -96,8 +94,8 @@ def facts_of(op: OpOverload) -> Facts:
 
 
 def _kind(op: OpOverload) -> Kind:
-    writes = op._schema.is_mutable
-    if op in _AT_ONCE or op.namespace != "aten" or _TAGS & set(op.tags) or not op._schema.returns and not writes:
+    gives_nothing = not op._schema.returns and not op._schema.is_mutable
+    if op in _AT_ONCE or op.namespace != "aten" or _TAGS & set(op.tags) or gives_nothing:
         return Kind.AT_ONCE
     if has_native_kernel(op, "CompositeImplicitAutograd"):  # reaches here in inference mode alone
         return Kind.AT_ONCE
@@ -105,4 +103,4 @@ def _kind(op: OpOverload) -> Kind:
         return Kind.VIEW
     if any("Tensor" not in str(result.type) for result in op._schema.returns):
         return Kind.AT_ONCE
-    return Kind.WRITES if writes else Kind.DEFERRED
+    return Kind.DEFERRED

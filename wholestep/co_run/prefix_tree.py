@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wholestep.fake_layouts import tensors_of
 from wholestep.functional import written_arguments
 from wholestep.torch_compat import OpOverload, default_device, kernel_settings, storage_id
 
@@ -95,7 +96,7 @@ def described(func: OpOverload, args: Any, kwargs: Any, found: Any) -> Results:
         return None
     several = type(found) in (tuple, list) and len(returns) > 1
     given = _written_by_alias(func)
-    memories: set[int] = {storage_id(storage_of(t)) for t in tensors_in((args, list(kwargs.values())))}
+    memories: set[int] = {storage_id(storage_of(t)) for t in tensors_of((args, kwargs))}
     described = []
     for result, value in zip(returns, found if several else (found,), strict=True):
         alias = result.alias_info
@@ -123,12 +124,3 @@ def _layout(value: Any, memories: set[int]) -> Results:
         raise Unknown
     memories.add(memory)
     return Layout(tuple(value.size()), value.stride(), value.dtype, value.device)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in nested lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for item in value for t in tensors_in(item)]
-    return []

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from wholestep.co_run.operators import Facts, Kind, facts_of
-from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, storage_of, tensors_in
+from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, storage_of
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
+from wholestep.fake_layouts import tensors_of
 from wholestep.torch_compat import (
     TorchDispatchMode,
     function_modes,
@@ -114,7 +115,7 @@ class Queue(TorchDispatchMode):
             for position in facts.written:
                 written = facts.argument(args, kwargs, position)
                 for tensor in (written,) if isinstance(written, torch.Tensor) else written or ():
-                    self._pending.add(storage_of(tensor)._cdata)
+                    self._pending.add(storage_id(storage_of(tensor)))
         self._calls.append((func, parts, named, results))
         return found
 
@@ -126,8 +127,8 @@ class Queue(TorchDispatchMode):
         if not isinstance(first, torch.Tensor) or first.dim():
             return False
         return all(
-            not t.dim() and t.device.type == "cpu" and storage_of(t)._cdata not in self._storages
-            for t in tensors_in(args)
+            not t.dim() and t.device.type == "cpu" and storage_id(storage_of(t)) not in self._storages
+            for t in tensors_of(args)
         )
 
     def _part(self, value: Any) -> Any:
@@ -153,7 +154,7 @@ class Queue(TorchDispatchMode):
     def _slot(self, tensor: torch.Tensor) -> Slot:
         if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
             raise _Opaque
-        dtype, storage = tensor.dtype, storage_of(tensor)._cdata
+        dtype, storage = tensor.dtype, storage_id(storage_of(tensor))
         place = storage, tensor.storage_offset(), tensor.size(), tensor.stride(), dtype
         found = self._slots.get(place)
         if found is not None:
@@ -188,7 +189,7 @@ class Queue(TorchDispatchMode):
             size, stride, dtype, device = results
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
             storage, index = storage_of(tensor), self._count
-            identity = storage._cdata
+            identity = storage_id(storage)
             self._count += 1
             self._slots[identity, 0, size, stride, dtype] = slot(index)
             self._storages[identity] = index
@@ -208,11 +209,11 @@ class Queue(TorchDispatchMode):
         self.known = False
         self._run_pending()
         before, self._node = self._node or Node(), Node()  # where nothing is known, should the call fail
-        places = [t.size() for t in tensors_in((args, list(kwargs.values())))]
+        places = [t.size() for t in tensors_of((args, kwargs))]
         found = facts.op(*args, **kwargs)
         try:
             results = None if facts.kind is VIEW else described(facts.op, args, kwargs, found)
-            if places != [t.size() for t in tensors_in((args, list(kwargs.values())))]:
+            if places != [t.size() for t in tensors_of((args, kwargs))]:
                 raise Unknown
         except Unknown:
             before.next[key] = None
@@ -237,7 +238,7 @@ class Queue(TorchDispatchMode):
 
     def _touches(self, args: Any) -> bool:
         return any(
-            t.layout is not torch.strided or storage_id(storage_of(t)) in self._pending for t in tensors_in(args)
+            t.layout is not torch.strided or storage_id(storage_of(t)) in self._pending for t in tensors_of(args)
         )
 
     # -- flush -----------------------------------------------------------------------------------------

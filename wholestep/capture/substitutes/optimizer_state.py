@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.tensor_parts import mark_part, part_of
-from wholestep.torch_compat import TorchDispatchMode, no_modes, set_versions
+from wholestep.torch_compat import TorchDispatchMode, no_modes, set_versions, tree_leaves
 
 aten = torch.ops.aten
 

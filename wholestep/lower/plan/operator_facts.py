@@ -14,11 +14,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
 from wholestep.torch_compat import OpOverload as Overload
-from wholestep.torch_compat import TorchDispatchMode, has_native_kernel
+from wholestep.torch_compat import TorchDispatchMode, has_native_kernel, tree_map_only
 
 aten = torch.ops.aten
 
