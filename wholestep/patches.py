@@ -26,6 +26,13 @@ Here = Callable[[], bool]  # whether the calling thread is the one
 
 _ABSENT = object()
 _lock = threading.RLock()
+
+
+class _Suspended(threading.local):
+    here = False
+
+
+_suspended = _Suspended()
 active: dict[tuple[int, str], Patch] = {}
 """The attributes that are patched now, by the id of their owner and their name."""
 
@@ -55,6 +62,8 @@ class Patch:
 
     def chosen(self) -> Any:
         """What the calling thread finds."""
+        if _suspended.here:
+            return self.original
         return next((replacement for here, replacement in reversed(self.acting) if here()), self.original)
 
     def remove(self) -> None:
@@ -225,6 +234,21 @@ def patched(replacements: Iterable[Replacement], here: Here) -> Iterator[None]:
         yield
     finally:
         patches.restore()
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, nothing is patched for the calling thread."""
+    before, _suspended.here = _suspended.here, True
+    try:
+        yield
+    finally:
+        _suspended.here = before
+
+
+def is_suspended() -> bool:
+    """Whether the calling thread is inside of `suspended`."""
+    return _suspended.here
 
 
 def original(owner: Any, name: str) -> Any:

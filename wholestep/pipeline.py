@@ -1,6 +1,6 @@
 """The pipeline: a call of a Python step -> a captured, lowered program that serves such calls.
 
-May import: aot_autograd, capture, errors, ir, lower, override, passes, runtime, spmd, trace.
+May import: aot_autograd, capture, errors, ir, lower, override, passes, patches, runtime, spmd, trace.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from wholestep.capture import (
     PartsOf,
     Snapshot,
     forget,
+    imports_apart,
     new_objects,
     read_by,
     refuse_shared_parts,
@@ -30,6 +31,7 @@ from wholestep.ir import Pass, StepGraph, check, info
 from wholestep.lower import Backend, lower
 from wholestep.override import Override
 from wholestep.passes import transformed
+from wholestep.patches import is_suspended
 from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_places
 from wholestep.spmd import BufferBroadcast, PlanExecutor
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
@@ -231,7 +233,7 @@ def _name(transform: Pass) -> str:
 
 def is_tracing() -> bool:
     """True inside of a step that this thread is capturing."""
-    return getattr(_tracing, "active", False)
+    return getattr(_tracing, "active", False) and not is_suspended()
 
 
 def capture(
@@ -255,7 +257,7 @@ def capture(
         sync: in the local view, what broadcasts buffers.
         sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
     """
-    with _capturing, new_objects() as new_ids:
+    with _capturing, imports_apart(), new_objects() as new_ids:
         world = take(fn, args, kwargs, varying=varying)
         backward = differentiate if differentiable and world.differentiable else None
         attempt = _Attempt(varying)

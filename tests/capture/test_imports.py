@@ -1,0 +1,73 @@
+"""Modules that a step is the first to import: executed once, with real tensors, as in eager."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import wholestep as ws
+
+MODULE = """
+import os, random, time
+import torch
+kept = torch.ones(3)
+weight = torch.nn.Parameter(torch.randn(3))
+doubled = weight * 2
+drawn, now, text = random.random(), time.time(), open(__file__).read()
+print("executed")
+os.makedirs(os.path.dirname(__file__) + "/made", exist_ok=True)
+def scale(x):
+    return x * 3
+"""
+
+
+def plain(x):
+    import imported_by_a_step as module  # noqa: PLC0415 - what is tested
+
+    return module.scale(x) + 1
+
+
+def reads_its_tensor(x):
+    from imported_by_a_step import doubled  # noqa: PLC0415 - what is tested
+
+    return x * doubled
+
+
+def first_call(step, x):
+    sys.modules.pop("imported_by_a_step", None)
+    torch.manual_seed(0)
+    return step(x)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("step", [plain, reads_its_tensor])
+def test_a_first_import_is_executed_once_with_real_tensors(step, fullgraph, tmp_path, monkeypatch, capsys):
+    (tmp_path / "imported_by_a_step.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    x, compiled = torch.arange(3.0), ws.compile(step, fullgraph=fullgraph)
+    expected = first_call(step, x)
+    capsys.readouterr()
+    if step is reads_its_tensor and fullgraph:
+        with pytest.raises(ws.errors.CaptureError, match="that none of its arguments"):
+            first_call(compiled, x)
+    else:
+        assert torch.equal(first_call(compiled, x), expected)
+        assert torch.equal(compiled(x), expected)
+    assert capsys.readouterr().out == "executed\n"
+    module = sys.modules["imported_by_a_step"]
+    assert type(module.kept) is torch.Tensor and module.kept.tolist() == [1, 1, 1]
+    assert module.doubled.requires_grad and torch.equal(module.doubled, module.weight * 2)
+
+
+FRESH = """
+import sys, torch, wholestep as ws
+assert "torch._dynamo" not in sys.modules  # which torch imports when it makes the first fake tensor
+step = ws.compile(lambda x: x * 2, fullgraph=False)
+assert step(torch.ones(2)).tolist() == [2, 2] and step.breaks == [], step.breaks
+import torch._dynamo
+"""
+
+
+def test_what_a_capture_itself_imports_is_imported_whole():
+    subprocess.run([sys.executable, "-c", FRESH], check=True)
