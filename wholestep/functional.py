@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from wholestep.errors import CaptureError
-from wholestep.torch_compat import OpOverload
+from wholestep.torch_compat import OpOverload, wait_collective
 
 
 @cache
@@ -173,6 +173,29 @@ class UnderGrad:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
             return self.op(*args, **kwargs)
+
+
+class Waited:
+    """A functional collective of torch.distributed that also ends: until then it may read what it was given."""
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.__name__ = f"waited_{op.name().split('::')[-1].replace('.', '_')}"
+        self.__qualname__ = self.__name__
+        self.__module__ = "wholestep.functional"
+
+    def __repr__(self) -> str:
+        return f"waited({self.op})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Waited) and other.op is self.op
+
+    def __hash__(self) -> int:
+        return hash(("waited", self.op))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.op(*args, **kwargs)
+        return wait_collective(out) if isinstance(out, torch.Tensor) else [wait_collective(one) for one in out]
 
 
 def get_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:

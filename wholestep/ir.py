@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphError
-from wholestep.functional import Functionalized, get_rng_state, manual_seed, set_rng_state
+from wholestep.functional import Functionalized, Waited, get_rng_state, manual_seed, set_rng_state
 from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -173,7 +173,7 @@ def is_effectful(node: fx.Node) -> bool:
     if isinstance(target, OpOverload):
         collective = target.namespace == "wholestep" and (not _is_wait(target) or _meets_others(node.args[0]))
         return collective or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
-    return target in (get_rng_state, set_rng_state, manual_seed)
+    return isinstance(target, Waited) or target in (get_rng_state, set_rng_state, manual_seed)
 
 
 def draws_nothing(node: fx.Node) -> bool:

@@ -490,6 +490,15 @@ BACKWARD_ENGINE = torch.autograd, "_engine_run_backward"
 ``run(roots, grads, keep_graph, create_graph, inputs, ...)``."""
 
 
+COLLECTIVE_NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd")
+"""Where torch.distributed's collectives are operators; all but the first's give new tensors."""
+
+
+def wait_collective(tensor: torch.Tensor) -> torch.Tensor:
+    """Waits for what a functional collective gave; gives the same tensor."""
+    return torch.ops._c10d_functional.wait_tensor.default(tensor)  # type: ignore[no-any-return]
+
+
 def skipped_by_dynamo(cls: type) -> type:
     """Class decorator: Dynamo runs the methods, and all that they call, as they are.
 

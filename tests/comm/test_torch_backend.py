@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -290,3 +291,63 @@ def compiled_with_torchs_names(folder):
 
 def test_collectives_of_torch_in_a_compiled_step_are_traced(tmp_path):
     assert run_ranks(compiled_with_torchs_names, 2, "gloo", (str(tmp_path),)) == [([True, True], 1)] * 2
+
+
+def functional_collectives(x, rank):
+    """Those that give new tensors, which nobody needs to wait for; which are read differs by rank."""
+    group, row = dist.group.WORLD, x.expand(6).contiguous()
+    one = functional.all_reduce(x * 2, "sum", group)
+    other = functional.all_reduce(x * 3, "max", group)
+    parts = functional.reduce_scatter_tensor(row + rank, "sum", 0, group)
+    several = functional.all_reduce_coalesced([x + rank, row * 2], "sum", group)
+    read = [functional.all_gather_tensor((row * rank).view(2, 3), 0, group) + 1, other + 1, several[1] * 2]
+    read.append(functional.all_to_all_single(row * (rank + 1), None, None, group))
+    read.append(functional.broadcast(x + rank, 1, group))
+    for _ in range(4):  # memory for what the collectives have read
+        row = row.sin() + 1
+    return [one + 1, parts * 2, row, *read] if rank else [row, *read]
+
+
+def objects_and_messages(x, rank):
+    dist.all_gather_object(found := [None, None], rank)
+    other, work = torch.empty_like(x), dist.isend(x + rank, 1 - rank)
+    dist.recv(other, 1 - rank)
+    work.wait()
+    return [other, torch.tensor(found)]
+
+
+def in_place(x, rank):
+    dist.all_reduce(y := x + rank)
+    work = dist.all_gather(parts := [torch.empty_like(x) for _ in range(2)], y * rank, async_op=True)
+    work.wait()
+    return [y, *parts]
+
+
+def compiled_on(backend, folder):
+    rank = comm.get_rank()
+    dist.init_process_group(backend, f"file://{folder}/{backend}", timedelta(seconds=60), world_size=2, rank=rank)
+    results = []
+    for step in (functional_collectives, objects_and_messages, in_place):
+        for options in ({}, {"fullgraph": False}):
+            compiled = ws.compile(step, **options)
+            for scale in (1.0, 3.0, 5.0, 7.0):
+                x = torch.full((1,), scale)
+                expected = step(x, rank)
+                try:
+                    results.append(all(map(torch.equal, compiled(x, rank), expected)))
+                except ws.errors.UnsupportedError as refusal:
+                    results.append((step.__name__, f"{refusal.what} {refusal.remedy}"))
+                    break
+    dist.destroy_process_group()
+    return results
+
+
+def test_functional_collectives_are_recorded_and_those_of_torchs_engines_refused_by_line(tmp_path):
+    for found in run_ranks(compiled_on, 2, "gloo", ("gloo", str(tmp_path))):
+        (one, objects), (other, words) = [refused for refused in found if isinstance(refused, tuple)]
+        assert (one, other) == ("objects_and_messages", "in_place")
+        assert "changes which memory a tensor uses" in objects
+        assert words.startswith("torch.distributed's allreduce on a group of its own engines") and '"shm"' in words
+        assert [one for one in found if one is not True] == [(one, objects), (other, words)] and len(found) == 18
+    for found in run_ranks(compiled_on, 2, "gloo", ("shm", str(tmp_path))):
+        assert [one for one in found if one is not True] == [(one, objects)] and len(found) == 21

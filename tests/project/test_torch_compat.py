@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -25,6 +26,7 @@ from wholestep.patches import patched
 from wholestep.torch_compat import (
     BACKWARD_ENGINE,
     CHECKPOINT_OPERATORS,
+    COLLECTIVE_NAMESPACES,
     CUMPROD_BY_DATA,
     FOREACH_SUPPORT,
     GET_VERSION,
@@ -85,6 +87,7 @@ from wholestep.torch_compat import (
     tree_leaves,
     tree_map_only,
     unseen_fakes,
+    wait_collective,
 )
 
 aten = torch.ops.aten
@@ -755,3 +758,15 @@ def test_dynamo_skips_the_methods_of_a_class() -> None:
     skipped = skipped_by_dynamo(Twice)
     assert torch.equal(torch.compile(skipped().run, backend=backend)(torch.ones(2)), torch.full((2,), 4.0))
     assert len(seen) == 1
+
+
+def test_collectives_as_operators(tmp_path):
+    found = {name.split("::")[0] for name in torch._C._dispatch_get_all_op_names() if "all_gather_into_tensor" in name}
+    assert found <= set(COLLECTIVE_NAMESPACES) and "_c10d_functional" in found
+    assert torch.ops.c10d.allreduce_.default.namespace == COLLECTIVE_NAMESPACES[0]
+    dist.init_process_group("gloo", f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        begun = torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD.group_name)
+        assert wait_collective(begun) is begun and begun.tolist() == [1, 1]
+    finally:
+        dist.destroy_process_group()

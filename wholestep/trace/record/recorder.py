@@ -19,16 +19,22 @@ from torch import fx
 
 from wholestep.capture import Snapshot
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.functional import UnderGrad
+from wholestep.functional import UnderGrad, Waited
 from wholestep.ir import set_info
-from wholestep.torch_compat import FakeTensor, TorchDispatchMode, fake_refusal, has_native_kernel
+from wholestep.torch_compat import (
+    COLLECTIVE_NAMESPACES,
+    FakeTensor,
+    TorchDispatchMode,
+    fake_refusal,
+    has_native_kernel,
+)
 from wholestep.trace.functionalize.mutations import Mutations
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.functionalize.view_operators import Views
 from wholestep.trace.numbers.predicates import follows_from_numbers, geometry, may_be_guarded
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
-from wholestep.trace.operators import tables
+from wholestep.trace.operators import tables, torch_collectives
 from wholestep.trace.operators.kernel_checks import check, kernels_error
 from wholestep.trace.operators.packed_sequences import pack
 from wholestep.trace.operators.tables import is_view
@@ -85,6 +91,8 @@ class Recorder(TorchDispatchMode):
         func, args = MATERIALIZED.get(func, func), self._values_alone(func, args)
         try:
             args, kwargs = self._with_plain_numbers(func, args, kwargs)
+            if func.namespace in COLLECTIVE_NAMESPACES and torch_collectives.is_wait(func):
+                return args[0]
             special = SPECIAL.get(func)
             if special is not None:
                 return special(self, *args, **kwargs)
@@ -169,6 +177,7 @@ class Recorder(TorchDispatchMode):
             return out  # gave its argument back; so does a collective's wait, which is a step of its own all the same
         args = self.inputs.counted_from_first(func, args)
         target = UnderGrad(func) if func in tables.GRAD_SENSITIVE and torch.is_grad_enabled() else func
+        target = Waited(func) if func.namespace in COLLECTIVE_NAMESPACES else target
         reads = map_leaves(self.inputs.operand, args), map_leaves(self.inputs.operand, kwargs)
         return self._results(self.builder.emit(target, *reads, value=map_leaves(self.builder.detached, out)), out)
 
