@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import fx
@@ -69,6 +70,10 @@ class Compiled:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """In a class, a compiled function is a method, as the function is."""
+        return self if instance is None or not isinstance(self._fn, FunctionType) else MethodType(self, instance)
 
     def __repr__(self) -> str:
         """Its name, how often it was captured, and the arguments that the last program used serves."""

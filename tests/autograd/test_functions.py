@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import pickle
@@ -21,6 +22,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import wholestep as ws
+from wholestep import comm
 from wholestep.autograd import (
     aot_function,
     aot_module,
@@ -273,6 +275,56 @@ def test_copies_of_what_is_compiled_are_compiled_anew(how: str) -> None:
     holding = Holding().eval()
     bound = again(holding.compiled)  # a copy of a method comes with a copy of its module
     assert torch.equal(bound(x), holding.double(x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_of_a_module_under_a_plan_have_the_plan(how: str) -> None:
+    comm.init_process_group("null", rank=0, world_size=1)
+    try:
+        mesh = ws.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        model, x = Net().eval(), torch.randn(5, 6)
+        compiled = ws.compile(model, mesh=mesh, plan=ws.DataParallel("dp"))
+        assert torch.equal(compiled(x), model(x))
+        again = COPIES[how](compiled)
+        assert torch.equal(again(x), model(x)) and again.captures == 1
+        assert again.fc1.weight is not model.fc1.weight
+    finally:
+        comm.destroy_process_group()
+
+
+class Methods(Net):
+    @ws.compile
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+    @classmethod
+    @ws.compile
+    def of_class(cls, x: Tensor) -> Tensor:
+        return x * len(cls.__name__)
+
+    @staticmethod
+    @ws.compile
+    def of_none(x: Tensor) -> Tensor:
+        return x * 4
+
+    @property
+    @ws.compile
+    def doubled(self) -> Tensor:
+        return self.fc1.weight * 2
+
+    of_partial = ws.compile(functools.partial(torch.mul, 3.0))
+
+
+def test_a_compiled_function_in_a_class_is_a_method() -> None:
+    x, models = torch.randn(5, 6), [Methods().eval(), Methods().eval()]
+    for model in (*models, copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[1]))):
+        assert torch.equal(model(x), Net.forward(model, x) * 2)
+        assert torch.equal(model.doubled, model.fc1.weight * 2)
+        assert torch.equal(model.of_class(x), x * 7) and torch.equal(Methods.of_class(x), x * 7)
+        assert torch.equal(model.of_none(x), x * 4) and torch.equal(model.of_partial(x), x * 3)
+        model(x).sum().backward()
+        assert model.fc1.weight.grad is not None
+    assert isinstance(Methods.forward, ws.Compiled) and "addmm" in models[0].forward.code
 
 
 def test_compiling_twice_is_compiling_once() -> None:

@@ -323,3 +323,13 @@ def test_any_number_is_an_operand(use: str, number: float) -> None:
             parts = torch.view_as_real(out.detach()) if out.is_complex() else out.detach()
             found.append([parts, parts.signbit() & ~parts.isnan(), x.grad])
         torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", [torch.add, torch.sub, torch.mul, torch.div])
+def test_a_number_may_be_the_first_operand(op: Any) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [op(3.0, x), op(2, x.exp()).tanh(), op(x.sum().item(), x), op(input=True, other=x), op(1.5, w)]
+
+    x, w = torch.randn(4, 5), torch.randn(3, requires_grad=True)
+    for found, expected in zip(ws.compile(step)(x, w), step(x, w), strict=True):
+        assert torch.equal(found, expected) and found.requires_grad == expected.requires_grad

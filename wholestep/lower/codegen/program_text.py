@@ -134,7 +134,8 @@ class ProgramText:
 
     def arguments(self, node: fx.Node) -> list[str]:
         """All arguments of a call."""
-        if node.target in NUMBER_AS_TENSOR and len(node.args) == 2 and not node.kwargs:
+        leads = bool(node.args) and isinstance(node.args[0], fx.Node)  # else the number comes first: torch.mul(2.0, x)
+        if node.target in NUMBER_AS_TENSOR and leads and len(node.args) == 2 and not node.kwargs:
             return [self.arg(node.args[0]), self.operand(node, node.args[1])]
         args = [self.arg(a) for a in node.args[: OFFSETS.get(node.target)]]
         return [*args, *(self.offset(node, args[0]) if args else []), *self.keywords(node)]
