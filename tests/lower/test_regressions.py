@@ -328,7 +328,7 @@ def test_any_number_is_an_operand(use: str, number: float) -> None:
 @pytest.mark.parametrize("op", [torch.add, torch.sub, torch.mul, torch.div])
 def test_a_number_may_be_the_first_operand(op: Any) -> None:
     def step(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-        return [op(3.0, x), op(2, x.exp()).tanh(), op(x.sum().item(), x), op(input=True, other=x), op(1.5, w)]
+        return [op(3.0, x), op(2, x.exp()).tanh(), op(x.sum().item(), x), op(input=4, other=x), op(1.5, w)]
 
     x, w = torch.randn(4, 5), torch.randn(3, requires_grad=True)
     for found, expected in zip(ws.compile(step)(x, w), step(x, w), strict=True):
