@@ -332,5 +332,5 @@ def _traced(*given: Any) -> Traced:
     try:
         return trace_step(*given)
     except BaseException:
-        empty_caches()
+        empty_caches(frozen=True)
         raise

@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
     def forget(self) -> None:
         """Lets go of what it knows, at the end: values of the graph lead to the builder, and no further then."""
         self.numbers.forget()
+        del self.inputs.on_new  # a method of what holds the inputs: without the cycle, all of this goes at once
         self.builder.provenance.thread.mode = None
 
     # -- dispatch --------------------------------------------------------------------------------------

@@ -57,12 +57,27 @@ def trace_step(
         SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
     """
     recorder = Recorder(world, Provenance(world.module_names()), shared, guard_data, sizes)
-    parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     if sizes is not None:
         fakes = {id(found.tensor): recorder.inputs.with_symbolic_sizes(found) for found in world.sizable()}
         world.substitutes.exchange(fakes)
     if begin is not None:
         begin(recorder)
+    try:
+        return _recorded(recorder, fn, args, kwargs, world, differentiate, reentrant)
+    finally:
+        recorder.forget()
+
+
+def _recorded(
+    recorder: Recorder,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    world: Snapshot,
+    differentiate: Differentiate | None,
+    reentrant: bool,
+) -> Traced:
+    parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
     gradients = ReplacedGradients(parameters)
     before = world.versions()
     torch.clear_autocast_cache()
@@ -115,7 +130,6 @@ def trace_step(
         _refuse_late_effects(world, effects)
         _refuse_shared_writes(recorder)  # of inputs that only it reads: bases of those that the step writes
     traced = finish(recorder, collector, value, effects, places, hoisted, versions, backward, stays)
-    recorder.forget()
     if torch.is_grad_enabled() != grad_mode:
         traced.grad_mode = not grad_mode
     return traced
