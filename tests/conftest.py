@@ -8,8 +8,10 @@ which the quick form leaves out, since that can take minutes.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -25,6 +27,13 @@ QUICK = (Phase.explicit, Phase.generate)
 settings.register_profile("quick", derandomize=True, max_examples=60, phases=QUICK, **COMMON)
 settings.register_profile("long", max_examples=20_000, **COMMON)
 settings.load_profile("long" if os.environ.get("WHOLESTEP_TEST_LONG") else "quick")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_ranks() -> None:
+    """Ranks are forked from a server that has imported what most of them need."""
+    multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)

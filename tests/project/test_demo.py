@@ -10,39 +10,47 @@ from pathlib import Path
 
 import pytest
 import torch
+import train_gpt
 from demo import JOBS, Outcome, farthest, outcome, summary
 from gpt import GPT, GPTConfig
 from plot import draw_losses
 from text import batch, standard_library
-from train_gpt import warm_up_then_cosine
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+from tests.support.demo_ways import train_ways
+
+EXAMPLES = Path(train_gpt.__file__).parent
 
 
-def train(job: str, ranks: int, out: Path) -> Outcome:
-    """Trains a one-layer model for four steps."""
-    script = [str(SCRIPT), "--job", job, "--steps", "4", "--layers", "1", "--out", str(out)]
-    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "wholestep", "run", "-n", str(ranks)]
-    root = str(SCRIPT.parent.parent)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    run = subprocess.run([*start, *script], env=environment, capture_output=True, text=True, timeout=300, check=False)
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each way left that a one-layer model was trained for four steps."""
+    folder = tmp_path_factory.mktemp("demo")
+    train_ways(folder, "eager", "compiled")
+    ways = ["-m", "tests.support.demo_ways", str(folder), "compiled-dp", "fully-sharded", "ddp"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{EXAMPLES.parent}:{EXAMPLES}"}
+    start = [sys.executable, "-m", "wholestep", "run", "-n", "2", *ways]
+    run = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
+    return folder
+
+
+def trained(out: Path, job: str, ranks: int) -> Outcome:
     return outcome([json.loads((out / f"{job}.{rank}.json").read_text()) for rank in range(ranks)])
 
 
-def test_compiled_losses_are_eagers_bit_for_bit(tmp_path: Path):
-    assert train("compiled", 1, tmp_path).losses == train("eager", 1, tmp_path).losses
-    program = (tmp_path / "compiled.program.py").read_text()
+def test_compiled_losses_are_eagers_bit_for_bit(out: Path):
+    assert trained(out, "compiled", 1).losses == trained(out, "eager", 1).losses
+    program = (out / "compiled.program.py").read_text()
     compile(program, "program.py", "exec")
     assert "gpt.py" in program, "the program names the user's lines"
 
 
-def test_compiled_losses_on_two_ranks_are_ddps(tmp_path: Path):
-    assert farthest(train("compiled-dp", 2, tmp_path), train("ddp", 2, tmp_path)) < 1e-5
+def test_compiled_losses_on_two_ranks_are_ddps(out: Path):
+    assert farthest(trained(out, "compiled-dp", 2), trained(out, "ddp", 2)) < 1e-5
 
 
-def test_fully_sharded_losses_are_those_of_one_process(tmp_path: Path):
-    assert farthest(train("fully-sharded", 2, tmp_path), train("eager", 1, tmp_path)) < 1e-5
+def test_fully_sharded_losses_are_those_of_one_process(out: Path):
+    assert farthest(trained(out, "fully-sharded", 2), trained(out, "eager", 1)) < 1e-5
 
 
 def test_two_ranks_share_what_one_would_see():
@@ -68,7 +76,7 @@ def test_the_model_is_causal_and_of_the_size_it_says():
 
 
 def test_the_schedule_climbs_then_falls_to_a_tenth():
-    factor = warm_up_then_cosine(100)
+    factor = train_gpt.warm_up_then_cosine(100)
     assert factor(0) < factor(19) == 1.0
     assert factor(100) == pytest.approx(0.1) and factor(60) < factor(30)
 

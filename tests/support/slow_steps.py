@@ -13,7 +13,7 @@ MIB = 2**20
 
 def nap(seconds: float, kept: torch.Tensor) -> torch.Tensor:
     time.sleep(seconds)
-    return kept.sum()
+    return kept.mean()
 
 
 def prepare(model: str, variant: str) -> partial:
@@ -22,5 +22,5 @@ def prepare(model: str, variant: str) -> partial:
         os._exit(3)
     if variant == "raises":
         raise ValueError("no such way")
-    kept = torch.ones(64 * MIB // 4 if variant == "large" else 1)
-    return partial(nap, {"slow": 0.03, "large": 0.01, "quick": 0.01}[variant], kept)
+    kept = torch.ones(64 * MIB // 4 if variant == "slow" else 1)
+    return partial(nap, {"slow": 0.03, "quick": 0.01}[variant], kept)
