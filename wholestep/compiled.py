@@ -18,12 +18,12 @@ from torch import fx
 from wholestep import pipeline
 from wholestep.capture import ExternalEffects, GuardFailure, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
-from wholestep.errors import CaptureError, LazyError, WholestepError
+from wholestep.errors import CaptureError, LazyError, UnsupportedError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.patches import patched
 from wholestep.report import Explanation, Stage, explain
 from wholestep.runtime import Entry, Program, give_back
-from wholestep.torch_compat import transforms_active
+from wholestep.torch_compat import jit_traces, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
 from wholestep.trace.record.provenance import line_of
@@ -96,8 +96,8 @@ class Compiled:
         self._co_run: CoRun | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # part of another step, or of a transform of `torch.func`
-        if pipeline.is_tracing() or transforms_active() or is_deferring():
+        # part of another step, or of a transform of `torch.func`, or of what TorchScript traces
+        if pipeline.is_tracing() or transforms_active() or is_deferring() or jit_traces():
             return self._fn(*args, **kwargs)
         return self.serve(args, kwargs)
 
@@ -163,6 +163,7 @@ class Compiled:
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""
         co_run = CoRun(self._fn, self._options)
+        co_run.eager = isinstance(error, UnsupportedError) and not error.deferrable
         reason = str(error)
         if not isinstance(error, CaptureError):  # the step's own comes again, when what it did before has been done
             result = co_run(*args, **kwargs)

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._guards import Source
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -46,8 +47,12 @@ def below_autograd() -> AbstractContextManager[object]:
 
 
 def has_native_kernel(op: OpOverload, key: str) -> bool:
-    """True when an overload has a kernel of its own for dispatch key ``key`` ("CPU", "CUDA")."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+    """True when an overload has a kernel of its own for dispatch key ``key`` ("CPU", "CUDA").
+
+    The dispatcher does not know what tensors of a subclass are asked for their sizes by, and fails when asked about it.
+    """
+    name = op.name()
+    return bool(torch._C._dispatch_has_kernel(name)) and bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 @cache
@@ -139,6 +144,11 @@ _REFUSALS = {
     "its data is not allocated yet": "memory",
     "on tensor with symbolic sizes/strides": "symbols",
 }
+
+
+def makes_subclass(error: Exception) -> bool:
+    """True where C++ could not make a tensor of a subclass (``Subclass(tensor)``), since a mode made it of another."""
+    return isinstance(error, RuntimeError) and "raw Tensor object is already associated" in str(error)
 
 
 def fake_refusal(error: RuntimeError) -> str | None:
@@ -369,6 +379,11 @@ CHECKPOINT_OPERATORS: list[type] = [
 ]
 
 
+# Where higher-order operators called in eager have Dynamo run them; absent from some versions. Under a dispatch mode it
+# does not, and notes that it shall not later either.
+COMPILED_OPERATORS = importlib.import_module("torch._higher_order_ops.utils"), "_hop_compile_and_call"
+
+
 def checkpoint_contexts(body: fx.GraphModule) -> dict[str, Any]:
     """What Dynamo keeps of a checkpoint's ``context_fn``, as an argument of `torch.utils.checkpoint.checkpoint`."""
     found = body.meta.get("_checkpoint_context_fn")
@@ -464,6 +479,9 @@ set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """True inside of `torch.func`'s transforms."""
+
+jit_traces: Callable[[], bool] = torch._C._is_tracing
+"""True inside of `torch.jit.trace`."""
 
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 """True for many gradients in one, as `torch.autograd.grad(…, is_grads_batched=True)` makes them."""

@@ -681,3 +681,113 @@ def test_a_result_written_before_its_backward_is_named_as_in_eager(fn: Any, writ
             outputs[written].sum().backward()
         said.append(str(error.value))
     assert said[0] == said[1]
+
+
+class Shifted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def _of_a_leaf(x: Tensor) -> Tensor:
+    return x.detach() * torch.ones(3, requires_grad=True)
+
+
+def _of_a_function_of_a_leaf(x: Tensor) -> Tensor:
+    return Shifted.apply(torch.ones(3, requires_grad=True))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _of_both(x: Tensor) -> tuple[Tensor, Tensor]:
+    return _of_a_leaf(x), x.sin()
+
+
+def _written(x: Tensor) -> Tensor:
+    return x.detach().clone().add_(torch.ones(3, requires_grad=True)).sum()
+
+
+def _differentiated_inside(x: Tensor) -> Tensor:
+    out = torch.ones(3, requires_grad=True).exp()
+    out.sum().backward()
+    return out
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("fn", [_of_a_leaf, _of_a_function_of_a_leaf, _of_both, _written, _differentiated_inside])
+def test_results_of_leaves_that_nobody_keeps(fn: Any, differentiable: bool) -> None:
+    """They require grad, and their backward reaches nobody, or fails as in eager."""
+    seen = []
+    for call in (fn, ws.compile(fn)):
+        for _ in range(2):
+            x = torch.ones(3, requires_grad=differentiable)
+            out = call(x)
+            first = out[0] if isinstance(out, tuple) else out
+            said = ""
+            try:
+                first.sum().backward()
+            except RuntimeError as error:
+                said = str(error)[:46]
+            seen.append((first.tolist(), first.requires_grad, first.is_leaf, x.grad, said))
+    assert seen[0] == seen[1] == seen[2] == seen[3] and seen[0][1]
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise AssertionError("not today")
+
+
+def test_a_backward_that_raises_an_error_of_its_own_is_not_captured() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return Failing.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="its backward raises AssertionError: not today"):
+        ws.compile(fn)(x)
+    out = ws.compile(fn, fullgraph=False)(x)
+    with pytest.raises(AssertionError, match="not today"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("fn", [lambda x: x + 1, lambda x: x.t().unsqueeze(0), lambda x: x * 2, lambda x: x.sin()])
+def test_a_backward_runs_again_where_nothing_was_freed(fn: Any) -> None:
+    seen = []
+    for call in (fn, ws.compile(fn)):
+        x = torch.ones(3, 2, requires_grad=True)
+        out, said = call(x), ""
+        out.sum().backward()
+        try:
+            out.sum().backward()
+        except RuntimeError as error:
+            said = str(error)[:46]
+        assert x.grad is not None
+        seen.append((x.grad.tolist(), said))
+    assert seen[0] == seen[1]
+
+
+def test_an_input_that_is_made_to_require_grad_inside() -> None:
+    def fn(x: Tensor) -> Tensor:
+        kept = x + 4
+        x.requires_grad = True
+        return x * kept
+
+    with pytest.raises(UnsupportedError, match="is made to require grad"):
+        ws.compile(fn)(torch.ones(3))
+    seen = []
+    for call in (fn, ws.compile(fn, fullgraph=False)):
+        x = torch.ones(3)
+        call(x).sum().backward()
+        seen.append([x.grad])
+    assert same(*seen)
+
+
+def test_torchscript_traces_through_what_is_compiled() -> None:
+    traced = torch.jit.trace(ws.compile(lambda x: x * 2), torch.ones(3))
+    assert traced(torch.full((3,), 2.0)).tolist() == [4.0, 4.0, 4.0]

@@ -517,3 +517,13 @@ def test_what_a_kernel_refuses_is_said_in_its_words(what: str) -> None:
             call(torch.randn(shape, requires_grad=True))
         words.append((caught.type, str(caught.value)))
     assert len(set(words)) == 1
+
+
+def test_tensors_in_a_set_that_is_new_at_each_call() -> None:
+    def step(batch: set[Tensor]) -> Tensor:
+        return batch.pop() * batch.pop()
+
+    with pytest.raises(UnsupportedError, match="a tensor in a set that is another at each call"):
+        ws.compile(step)({torch.full((2,), 2.0), torch.full((2,), 3.0)})
+    served = ws.compile(step, fullgraph=False)
+    assert all(served({torch.full((2,), 2.0), torch.full((2,), 3.0)}).tolist() == [6.0, 6.0] for _ in range(3))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch._higher_order_ops import map as control_map
+from torch._higher_order_ops.cond import cond as control_cond
 
 import wholestep as ws
 from wholestep.capture.snapshot.user_code import is_library, origin
@@ -183,6 +184,49 @@ def test_a_library_is_one_wherever_it_lies(tmp_path: Path, way: str) -> None:
     command = [sys.executable, "-c", run]
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+MODULE = """
+    class Base:
+        scale = 2
+    class Steps(Base):
+        def step(self, x):
+            return super().scale * x
+"""
+OF_ANOTHER_PROJECT = """
+    import functools, torch, wholestep as ws
+    from steps.module import Base, Steps
+    calls = ws.compile(Steps().step), ws.compile(functools.partial(Steps.step, Steps()))
+    for Base.scale in (2, 3):
+        assert [call(torch.ones(2)).tolist() for call in calls] == [[Base.scale] * 2] * 2
+"""
+
+
+def test_what_is_compiled_is_the_users_also_as_a_method(tmp_path: Path) -> None:
+    for name, text in (("here/train.py", OF_ANOTHER_PROJECT), ("there/steps/__init__.py", ""),
+                       ("there/steps/module.py", MODULE)):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'there'}{os.pathsep}{Path(ws.__file__).parents[1]}"}
+    command = [sys.executable, str(tmp_path / "here" / "train.py")]
+    done = subprocess.run(command, cwd=tmp_path / "here", env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_operators_on_functions_are_refused_or_served_and_run_afterwards_as_before(fullgraph: bool) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return control_cond(x.sum() > 0, torch.sin, torch.cos, [x]) * 2  # type: ignore[no-any-return]
+
+    x = torch.ones(3)
+    compiled = ws.compile(step, fullgraph=fullgraph)
+    for _ in range(3):
+        if fullgraph:
+            with pytest.raises(CaptureError, match="higher-order operator"):
+                compiled(x)
+        else:
+            assert torch.equal(compiled(x), x.sin() * 2)
+    assert torch.equal(step(x), x.sin() * 2)
 
 
 def test_no_file_of_the_package_is_the_users() -> None:

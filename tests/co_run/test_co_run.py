@@ -205,3 +205,59 @@ def _ranks_reduce():
 def test_collectives_see_what_was_deferred(engine):
     for log in run_ranks(_ranks_reduce, 2, engine):
         assert log == [3 * 2 * (2 * call + 1) for call in range(5)]
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("make", [Marked, lambda t: t.as_subclass(Marked)])
+def test_a_tensor_of_a_subclass_made_inside(make):
+    def step(x):
+        return make(x + 1)
+
+    x = torch.ones(3)
+    with pytest.raises(CaptureError, match="makes a tensor of a subclass"):
+        ws.compile(step)(x)
+    served = ws.compile(step, fullgraph=False)
+    for _ in range(4):
+        found = served(x)
+        assert type(found) is Marked and found.tolist() == [2.0] * 3
+
+
+def test_a_tensor_of_a_subclass_made_in_a_branch_of_its_own():
+    def step(x):
+        return Marked(x + 1) if (x + 1).tolist()[0] > 0 else x
+
+    served = co_run(step)
+    assert served(-torch.ones(3)).tolist() == [-1.0] * 3
+    with pytest.raises(CaptureError, match="later calls of the step run in eager"):
+        served(torch.ones(3))
+    assert type(served(torch.ones(3))) is Marked
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_who_overrides_torch_functions_is_told_as_in_eager(fullgraph):
+    overrides, x, marked = torch.overrides, torch.ones(3), torch.ones(3).as_subclass(Marked)
+
+    def step(value):
+        return [overrides.has_torch_function_unary(value), overrides.has_torch_function_variadic(value, 3),
+                overrides.has_torch_function((value,))]
+
+    for value in (x, marked, 3):
+        assert ws.compile(step, fullgraph=fullgraph)(value) == step(value)
+
+
+def test_nested_tensors_are_asked_for_their_sizes():
+    def step(x):
+        return x.sin() * 2
+
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged, requires_grad=True)
+    expected = step(x).values()
+    with pytest.raises(CaptureError, match="holds a nested tensor"):
+        ws.compile(step)(x)
+    served = ws.compile(step, fullgraph=False)
+    for _ in range(4):
+        found = served(x).values()
+        assert torch.equal(found, expected)
+        torch.autograd.grad(found.sum(), x)

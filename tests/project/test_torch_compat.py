@@ -27,6 +27,7 @@ from wholestep.torch_compat import (
     BACKWARD_ENGINE,
     CHECKPOINT_OPERATORS,
     COLLECTIVE_NAMESPACES,
+    COMPILED_OPERATORS,
     CUMPROD_BY_DATA,
     FOREACH_SUPPORT,
     GET_VERSION,
@@ -36,6 +37,7 @@ from wholestep.torch_compat import (
     BatchNorm,
     FakeTensor,
     FakeTensorMode,
+    HigherOrderOperator,
     OpOverload,
     ShapeEnvironment,
     TorchDispatchMode,
@@ -66,9 +68,11 @@ from wholestep.torch_compat import (
     is_inside,
     is_one_of_several,
     is_one_operator,
+    jit_traces,
     kernel_settings,
     lazy_graph_module,
     make_one_of_several,
+    makes_subclass,
     mkl_square_root,
     no_modes,
     node_sequence_number,
@@ -227,6 +231,7 @@ def test_below_autograd_no_graph_is_made_and_no_version_counted():
 def test_a_native_kernel_is_one_of_the_devices_own():
     assert has_native_kernel(aten.mm.default, "CPU")
     assert not has_native_kernel(aten.linear.default, "CPU"), "made of other operators"
+    assert not has_native_kernel(aten.sym_size.default, "CPU"), "unknown to the dispatcher"
 
 
 def test_functions_that_are_one_operator():
@@ -273,6 +278,23 @@ def test_grad_mode_is_set_and_transforms_are_seen():
     set_grad_mode(True)
     assert torch.is_grad_enabled() and not transforms_active()
     assert torch.func.grad(lambda x: x if transforms_active() else x * float("nan"))(torch.ones(())).item() == 1
+    seen = []
+    torch.jit.trace(lambda x: seen.append(jit_traces()) or x * 2, torch.ones(2))
+    assert seen[0] and not jit_traces()
+
+
+def test_a_subclass_that_a_mode_keeps_from_being_made_is_known_by_its_error() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    kind, seen = type("Kind", (torch.Tensor,), {}), []
+    try:
+        with Mode():
+            kind(torch.ones(2))
+    except RuntimeError as error:
+        seen.append(makes_subclass(error))
+    assert seen == [True] and not makes_subclass(RuntimeError("another"))
 
 
 def test_many_gradients_in_one_are_seen():
@@ -676,6 +698,14 @@ def test_dynamo_puts_checkpoints_under_the_operators_we_know():
         fn(torch.ones(2, requires_grad=True))
         assert seen.pop() == (kept, False)
     assert all("__call__" in vars(operator) for operator in CHECKPOINT_OPERATORS)
+
+
+@pytest.mark.skipif(not hasattr(*COMPILED_OPERATORS), reason="absent from this version of torch")
+def test_dynamo_runs_higher_order_operators_where_we_know() -> None:
+    owner, name = COMPILED_OPERATORS
+    with patched([(owner, name, lambda *args: "seen")], lambda: True):
+        assert torch.cond(torch.tensor(True), lambda x: x, lambda x: -x, (torch.ones(2),)) == "seen"
+    assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
 
 
 def test_calls_are_dispatched_where_cpp_has_switched_that_off() -> None:

@@ -140,6 +140,18 @@ def leaves_of(outputs: list[Output]) -> list[torch.Tensor]:
     return [leaf if isinstance(leaf, torch.Tensor) else leaf() for leaf in found if leaf is not None]
 
 
+def keeps(start: Any) -> bool:
+    """Whether a node of an autograd graph saved a tensor, so that eager runs its backward once."""
+    return any(_saves(node) for node in behind([start]))
+
+
+def _saves(node: Any) -> bool:
+    """By its class, since a saved tensor may be one that a hook of the user's gives."""
+    if isinstance(node, BackwardCFunction):
+        return bool(node._raw_saved_tensors)
+    return any(name.startswith("_raw_saved_") for name in dir(node))
+
+
 def reach(start: Any, targets: list[Any]) -> frozenset[int]:
     """Which of some nodes, or leaves, an autograd graph leads to."""
     places = {id(target): i for i, target in enumerate(targets)}

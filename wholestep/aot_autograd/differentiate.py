@@ -7,6 +7,7 @@ require them. Its operators land in the graph after those of the forward: the jo
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from wholestep.aot_autograd.boundary import (
     Output,
     Root,
     has_history,
+    keeps,
     leaves_made,
     leaves_of,
     reach,
@@ -25,15 +27,18 @@ from wholestep.aot_autograd.boundary import (
     rewritten_inputs,
     roots_of,
 )
+from wholestep.capture.guards.compared_values import META
+from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.torch_compat import empty_fake
 from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.operators.data_dependent_formulas import by_data
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import made_at
-from wholestep.trace.outputs.output_records import Derivative, Differentiated
+from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative, Differentiated
 from wholestep.trace.patches.engine_hook import handled
 from wholestep.trace.record.inputs import TracedInput
+from wholestep.trace.record.provenance import line_of
 from wholestep.trace.record.recorder import Recorder
 
 IN_PLACE = (
@@ -79,11 +84,13 @@ def differentiate(
     new = {id(o): recorder.inputs.read(o.tensor) for o in outputs if o.input is not None}
     last = next(iter(reversed(recorder.builder.graph.nodes)))
     late: list[tuple[TracedInput, fx.Node]] = []
-    refused: list[tuple[Output, str]] = [(o, "") for o in outputs if not roots]
     tangents: list[fx.Node] = []
     gradients: list[Any] = []
-    if roots:
-        with _without_hooks(roots), recording(), _deferred_writes(recorder, late):
+    nodes = [r.node for r in roots]
+    with _without_hooks(roots), recording(), _deferred_writes(recorder, late):
+        refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
+        outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
+        if outputs:
             outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
     _refuse(collector, refused)
     outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
@@ -98,6 +105,7 @@ def differentiate(
     ]
     given = [*(r for r, _ in pairs if r.item is not None), *(r for r in silent if r.item is not None)]
     made = [r for r, _ in pairs if r.alias is not None]
+    _refuse_required(recorder, given)
     edges = [r.node for r in (*given, *made)]
     rewritten = [(o.input, collector.add_output(new[id(o)]), k) for k, o in enumerate(outputs) if o.input is not None]
     derivative = Derivative(
@@ -106,6 +114,7 @@ def differentiate(
         names=tuple(_name(o.tensor) for o in outputs),
         made=tuple(r.alias for r in made if r.alias is not None),
         n_given=len(pairs) - len(made),
+        runs_once=any(map(keeps, histories)),
     )
     return Differentiated(
         derivative,
@@ -117,6 +126,16 @@ def differentiate(
         late,
         [(o.input, collector.add_output(new[id(o)]), why) for o, why in refused if o.input is not None],
     )
+
+
+def _refuse_required(recorder: Recorder, given: list[Root]) -> None:
+    """A replay sets an input's `requires_grad` last, when results have their history."""
+    for item in (root.item for root in given):
+        assert item is not None and isinstance(item.value, torch.Tensor)
+        before = recorder.inputs.world.reachable.metadata.get(id(item.value))
+        if before is not None and not before[META.index("requires_grad")] and item.value.requires_grad:
+            what = f"{item.source} is made to require grad, and results depend on it that the step gives back"
+            raise UnsupportedError(what, remedy="set requires_grad before the call, or call backward() inside")
 
 
 def _name(tensor: torch.Tensor) -> str:
@@ -163,6 +182,11 @@ def _gradients(
             raise ReentrantCheckpoint from None
         if NO_ADDRESS in str(error):
             raise UnsupportedError(str(error), remedy="address memory outside of compiled functions") from error
+    except Exception as error:  # one of a user's function is raised by eager's backward, others by its forward
+        if all(is_library(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        what = f"its backward raises {type(error).__name__}: {error}"
+        raise UnsupportedError(what, line_of(error), "call backward() inside of the function") from error
     kept = []
     for index, output in enumerate(outputs):
         try:
@@ -175,6 +199,18 @@ def _gradients(
     outputs, tangents = [outputs[i] for i in kept], [tangents[i] for i in kept]
     run = _run(outputs, [t for t, _ in tangents], roots) if kept else [None] * len(roots)
     return outputs, [node for _, node in tangents], run
+
+
+def _alone(output: Output) -> str:
+    """What a later backward through a result of leaves that nobody else has is told: that it gives no gradient."""
+    leaves = [Root(None, leaf, leaf) for leaf in leaves_of([output])]
+    try:
+        _run([output], [torch.zeros_like(output.tensor)], leaves)
+    except CaptureError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return NO_GRADIENT
 
 
 def _run(outputs: list[Output], tangents: list[torch.Tensor], roots: list[Root]) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wholestep.functional import base_name, written_arguments
-from wholestep.torch_compat import OpOverload, has_native_kernel
+from wholestep.torch_compat import HigherOrderOperator, OpOverload, has_native_kernel
 from wholestep.trace.operators.tables import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, is_view
 
 aten = torch.ops.aten
@@ -78,10 +78,12 @@ class Facts:
 _known: dict[int, Facts] = {}
 
 
-def facts_of(op: OpOverload) -> Facts:
-    """The facts of an operator."""
+def facts_of(op: Any) -> Facts:
+    """The facts of an operator, of its kind with a schema or of a higher order."""
     found = _known.get(id(op))
-    if found is None:
+    if found is None and isinstance(op, HigherOrderOperator):
+        found = _known[id(op)] = Facts(op, Kind.AT_ONCE, (), (), False, False, False)  # type: ignore[arg-type]
+    elif found is None:
         written = (*written_arguments(op), *HIDDEN_WRITES.get(op, ()))
         names = tuple(argument.name for argument in op._schema.arguments)
         only_reads = op in _READS or op.namespace == "profiler"

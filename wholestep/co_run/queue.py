@@ -70,6 +70,8 @@ class Queue(TorchDispatchMode):
         self._numbers: list[float] = []
         self._calls: list[RecordedCall] = []
 
+    supports_higher_order_operators = True  # which run at once, as all that they call
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # its wrapper takes 2 microseconds a call

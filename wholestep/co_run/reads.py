@@ -13,7 +13,7 @@ from torch.utils import dlpack
 
 from wholestep.capture import setters
 from wholestep.patches import Replacement, original
-from wholestep.torch_compat import dispatch_modes_off
+from wholestep.torch_compat import COMPILED_OPERATORS, dispatch_modes_off
 
 # Methods of tensors that hand out memory or what is in it.
 TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr",
@@ -45,7 +45,8 @@ def flushing(flush: Callable[[], None]) -> list[Replacement]:
     """Replacements for all of these, and for what sets how kernels compute, that call ``flush()`` first."""
     owners = [(torch.Tensor, name) for name in TENSOR] + [(torch.Generator, name) for name in GENERATOR]
     always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS, *setters()])
-    asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING)]
+    anything = (*COMPILED_OPERATORS, lambda args: True)
+    asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING), anything]
     return [(owner, name, _after(flush, owner, name, reads)) for owner, name, reads in [*always, *asked]
             if hasattr(owner, name)]  # fmt: skip
 

@@ -14,9 +14,10 @@ from wholestep.co_run.queue import Queue
 from wholestep.co_run.reads import flushing
 from wholestep.co_run.segment import Segment, same
 from wholestep.co_run.segment_program import SegmentProgram
+from wholestep.errors import UnsupportedError
 from wholestep.patches import patched
 from wholestep.pipeline import Options
-from wholestep.torch_compat import below_autograd
+from wholestep.torch_compat import below_autograd, makes_subclass
 
 # Programs of one step; beyond, segments run operator by operator.
 MAX_PROGRAMS = 64
@@ -63,6 +64,14 @@ class CoRun:
         programs, begin = self.programs, time.perf_counter()
         try:
             return self._deferred(queue, args, kwargs)
+        except RuntimeError as error:
+            if not makes_subclass(error):
+                raise
+            self.eager = True
+            raise UnsupportedError(
+                f"tensors of a subclass cannot be made while operators are deferred: {error}",
+                remedy="make it with tensor.as_subclass(kind); later calls of the step run in eager",
+            ) from error
         finally:
             if len(deferred) < TIMED and queue.known and programs == self.programs:
                 deferred.append(time.perf_counter() - begin)

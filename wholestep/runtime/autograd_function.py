@@ -17,7 +17,7 @@ from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
 from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, is_batched, transforms_active
 from wholestep.trace import Traced
-from wholestep.trace.outputs.output_records import Derivative
+from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative
 
 NO_DOUBLE_BACKWARD = (
     "torch.compile with aot_autograd does not currently support double backward: neither does wholestep outside of a "
@@ -156,6 +156,9 @@ def all_saved(ctx: Any) -> list[Any]:
         RuntimeError: they are freed, or were written since: autograd's own errors.
     """
     numbers = ctx.numbers
+    count = len(ctx.plan.backward.saved)
+    if len(numbers) == count and not ctx.plan.derivative.runs_once:  # nothing is freed, in eager neither
+        return [numbers[i] for i in range(count)]
     try:
         saved = ctx.saved_tensors
     except RuntimeError as error:
@@ -164,7 +167,7 @@ def all_saved(ctx: Any) -> list[Any]:
     if not numbers:
         return list(saved)
     tensors = iter(saved)
-    return [numbers[i] if i in numbers else next(tensors) for i in range(len(ctx.plan.backward.saved))]
+    return [numbers[i] if i in numbers else next(tensors) for i in range(count)]
 
 
 def _strides(tangent: torch.Tensor | None) -> Any:
@@ -235,7 +238,7 @@ NOT_OUTSIDE = (
 
 
 class NotDifferentiable(torch.autograd.Function):
-    """Gives a result the `requires_grad` that it has in eager; it cannot be differentiated, as it says when tried."""
+    """Gives a result the `requires_grad` that it has in eager; its backward raises, or reaches nobody's leaf."""
 
     @staticmethod
     def forward(ctx: Any, why: str, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
@@ -243,7 +246,9 @@ class NotDifferentiable(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
+        if ctx.why == NO_GRADIENT:
+            return (None,) * len(ctx.needs_input_grad)
         if ctx.why.startswith(SECOND_TIME):
             raise RuntimeError(
                 "Trying to backward through the graph a second time: this tensor is the result of a compiled step, "

@@ -10,7 +10,7 @@ import torch
 from wholestep.runtime.autograd_function import SECOND_TIME, NotDifferentiable
 from wholestep.runtime.replayed_views import viewed
 from wholestep.torch_compat import set_versions
-from wholestep.trace.outputs.output_records import OutputAlias, View
+from wholestep.trace.outputs.output_records import NO_GRADIENT, OutputAlias, View
 
 NEVER = 1 << 30  # a version that no count comes to
 
@@ -90,6 +90,6 @@ def as_inference(outputs: Sequence[Any], places: Container[int]) -> list[Any]:
 
 def _behind(why: str, values: list[Any], handle: torch.Tensor) -> list[torch.Tensor]:
     """What the engine comes by on its way to a result's refusal: the inputs that it may be asked to reach."""
-    if why.startswith(SECOND_TIME):
+    if why == NO_GRADIENT or why.startswith(SECOND_TIME):
         return [handle]
     return [handle, *(v for v in values if isinstance(v, torch.Tensor) and v.requires_grad)]

@@ -17,6 +17,7 @@ from wholestep.capture.guards.persistent_objects import PersistentObjects
 from wholestep.capture.snapshot.reachable import NumberInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Source
+from wholestep.errors import UnsupportedError
 
 Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 
@@ -90,7 +91,8 @@ class FastPath:
                 found[number.source.path] = f"float({at})" if number.index is None else f"{at}[{number.index}]"
         for source in inputs:
             if not found.get(source.path):
-                raise ValueError(f"{source} is not a tensor or number that the snapshot found")
+                what = f"{source} is a tensor in a set that is another at each call, in no order"
+                raise UnsupportedError(what, remedy="keep it in a list, a tuple or a dict")
         write.lines.append(f"return [{', '.join(found[source.path] for source in inputs)}]")
 
     def _number(self, number: NumberInput) -> str:

@@ -32,7 +32,8 @@ def own(filename: str) -> None:
     """Notes a file that is the user's: its project is."""
     if filename not in _own and not filename.startswith("<"):
         _own.add(filename)
-        origin.cache_clear()
+        for cached in (origin, is_system, _is_user_module):
+            cached.cache_clear()
 
 
 @functools.cache

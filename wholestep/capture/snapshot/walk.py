@@ -5,6 +5,7 @@ What a container holds is found by a table from type to handler (`handlers.py`).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator
@@ -48,8 +49,13 @@ def reachable(call: Call, names: Iterable[str] = (), varying: frozenset[str] = f
     """All that a call can see, from its function and arguments on."""
     found = Reachable(call, names, varying)
     found.roots[:0] = _arguments(call)
-    if isinstance(call.fn, types.FunctionType):
-        own(call.fn.__code__.co_filename)
+    fn = call.fn
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, types.MethodType) and not isinstance(fn.__self__, torch.nn.Module):
+        fn = fn.__func__
+    if isinstance(fn, types.FunctionType):
+        own(fn.__code__.co_filename)
     for name in ("__call__", "forward"):
         entry = getattr(type(call.fn), name, None)
         if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):

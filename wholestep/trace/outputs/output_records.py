@@ -19,6 +19,8 @@ from wholestep.trace.record.inputs import TracedInput
 # An operator, its arguments after the first, and which of several results the view is.
 View = tuple[Any, tuple[Any, ...], int | None]
 Counter = Literal["memory", "shared", "own"]
+# The refusal that is none: of a result whose history leads to leaves that the step made and did not keep.
+NO_GRADIENT = "no gradient"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Derivative:
         rewritten: (input index, output index, position in `outputs`) of each input to which autograd gives a new
             history: its new value is copied into it.
         late: inputs that hooks write in the backward; their new values follow the gradients.
+        runs_once: whether eager's backward needs what it frees.
     """
 
     outputs: tuple[int | None, ...]
@@ -90,6 +93,7 @@ class Derivative:
     inputs: tuple[int, ...] = ()
     rewritten: tuple[tuple[int, int, int], ...] = ()
     late: tuple[int, ...] = ()
+    runs_once: bool = True
 
 
 @dataclass

@@ -22,6 +22,7 @@ from wholestep.ir import Gradient
 from wholestep.patches import Replacement, original, patched, reading
 from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,
+    COMPILED_OPERATORS,
     FOREACH_SUPPORT,
     BatchNorm,
     FakeTensor,
@@ -139,6 +140,11 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     return (true_fn if pred else false_fn)(*operands)
 
 
+def _compiled_operator(*args: Any, **kwargs: Any) -> Any:
+    remedy = "write it as a Python loop or branch, or with torch.where"
+    raise UnsupportedError("the step calls a higher-order operator, which tracing cannot follow", user_line(), remedy)
+
+
 def _refused(owner: Any, name: str, remedy: str, tracing: list[bool]) -> Replacement:
     """A function that refuses while ``tracing`` holds something: who wraps it meanwhile may keep it for good."""
     found, what = original(owner, name), f"{owner.__name__}.{name}"
@@ -221,11 +227,15 @@ def patched_python(
         (BatchNorm, "forward", reading(vars(BatchNorm)["forward"], float=_number_of)),
         (*FOREACH_SUPPORT, has_foreach_support),
         (torch.overrides, "has_torch_function", _is_overridden),
+        (torch.overrides, "has_torch_function_unary", lambda value: _is_overridden((value,))),
+        (torch.overrides, "has_torch_function_variadic", lambda *values: _is_overridden(values)),
         (torch.distributions.Distribution, "_validate_args", False),
         unseen_fakes(),
         # fake tensors report each of eager's own errors as their own
         (logging.getLogger(FakeTensor.__module__), "handle", lambda record: None),
     ]
+    if hasattr(*COMPILED_OPERATORS):
+        replacements.append((*COMPILED_OPERATORS, _compiled_operator))
     if not reentrant:
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
     with patched(replacements, recorder.builder.provenance.thread.is_here), handled(_inside):

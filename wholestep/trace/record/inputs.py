@@ -187,7 +187,7 @@ class Inputs:
                 "pass the tensor to the step as an argument; if a library keeps it, compile the parts beside it",
             )
         if tensor.layout != torch.strided:
-            what = f"{found.source} holds a sparse tensor between calls"
+            what = f"{found.source} holds a {'nested' if tensor.is_nested else 'sparse'} tensor between calls"
             raise UnsupportedError(what, user_line(), "use dense tensors")
         begins_inside = found.detached or tensor._base is not None or id(tensor) in self.world.substitutes.ids
         if tensor.requires_grad and not tensor.is_leaf and not begins_inside:

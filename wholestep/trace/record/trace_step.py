@@ -11,7 +11,7 @@ import torch
 from wholestep.capture import Snapshot, new_values, outcome, state_outputs
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
-from wholestep.torch_compat import FakeTensor, no_modes
+from wholestep.torch_compat import FakeTensor, makes_subclass, no_modes
 from wholestep.trace.numbers.host_numbers import is_for_plain
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_made
 from wholestep.trace.outputs.collect_outputs import OutputCollector
@@ -26,6 +26,8 @@ from wholestep.trace.record.inputs import TracedInput, memory_of
 from wholestep.trace.record.provenance import Provenance, line_of
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.traced import Differentiate, SharedMemory, Traced
+
+MAKES_SUBCLASS = "make it outside of the step, and pass it the plain tensor"
 
 
 def trace_step(
@@ -144,6 +146,10 @@ def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureErro
         name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0]
         what = f"the step calls the higher-order operator {name}, which tracing cannot follow"
         return UnsupportedError(what, line_of(error), "write it as a Python loop or branch, or with torch.where")
+    if makes_subclass(error):
+        subclass = UnsupportedError(f"the step makes a tensor of a subclass: {error}", line_of(error), MAKES_SUBCLASS)
+        subclass.deferrable = False
+        return subclass
     if refusal is not None and not isinstance(error, CaptureError):  # which C code replaced by an error of its own
         return refusal
     if any(isinstance(leaf, FakeTensor) for leaf in leaves((error.args, vars(error)))):
