@@ -47,7 +47,7 @@ def calls(rounds: int, repeats: int) -> None:
     variants: dict[str, Any] = {
         "eager": mlp,
         "aot_eager": torch.compile(copy.deepcopy(mlp), backend="aot_eager"),
-        "ours": ws.compile(copy.deepcopy(mlp)),
+        "ours": ws.compile(copy.deepcopy(mlp), fullgraph=True),
     }
     parameters = {name: list(model.parameters()) for name, model in variants.items()}
     times: dict[str, list[float]] = {name: [] for name in variants}
@@ -77,7 +77,7 @@ def capture() -> None:
     eager = timed(lambda: once(model, inputs, parameters))
     compiled: Any = torch.compile(model, backend="aot_eager")
     spent = {
-        "ours": timed(lambda: once(ws.compile(model), inputs, parameters)) - eager,
+        "ours": timed(lambda: once(ws.compile(model, fullgraph=True), inputs, parameters)) - eager,
         "aot_eager": timed(lambda: once(compiled, inputs, parameters)) - eager,
     }
     for name, seconds in spent.items():

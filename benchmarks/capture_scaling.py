@@ -26,7 +26,7 @@ def first_step(layers: int) -> float:
     model = GPT(config)
     opt = AdamW(model.parameters())
     tokens = torch.randint(config.vocabulary, (2, config.context))
-    step = ws.compile(train_step)
+    step = ws.compile(train_step, fullgraph=True)
     start = time.perf_counter()
     step(model, opt, {"x": tokens, "y": tokens})
     return time.perf_counter() - start

@@ -61,11 +61,11 @@ def _fsdp2(model: nn.Module) -> nn.Module:
 
 
 def _ours() -> Step:
-    return ws.compile(train_step)
+    return ws.compile(train_step, fullgraph=True)
 
 
 def _ours_fused() -> Step:
-    return ws.compile(train_step, passes=[fuse_optimizer])
+    return ws.compile(train_step, passes=[fuse_optimizer], fullgraph=True)
 
 
 def _spread(plan: Plan, *passes: Pass) -> Callable[[], Step]:

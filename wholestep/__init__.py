@@ -20,6 +20,8 @@ from wholestep.spmd import (
     register_sharding,
     save_plan,
 )
+from wholestep.step_functions import disable, graph_break, is_compiling
+from wholestep.step_log import log
 
 __version__ = "0.1.0"
 
@@ -38,10 +40,14 @@ __all__ = [
     "autograd",
     "checkpoint",
     "compile",
+    "disable",
     "full_state_dict",
+    "graph_break",
     "init_device_mesh",
+    "is_compiling",
     "load",
     "load_plan",
+    "log",
     "register_sharding",
     "save",
     "save_plan",

@@ -32,7 +32,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     module_override: Sequence[Override] = (),
     guard_data: bool = False,
     dynamic: bool | None = None,
-    fullgraph: bool = True,
+    fullgraph: bool = False,
 ) -> Any:
     """Makes a training step run as one captured program.
 
@@ -53,10 +53,10 @@ def compile(  # noqa: A001 - the ecosystem's name
             program of its own from it, without the step's Python being run again. Sizes that Python or an operator
             decides on become guards; those that only one value serves are listed in ``specialized``. Sizes of 0 and 1
             are apart. None and False: a capture for each set of shapes.
-        fullgraph: False to serve steps of one process that cannot be captured whole as well: those that read values
-            of tensors, print them or decide on them. Their Python then runs at each call, while operators are deferred
-            until a value is read and run as compiled segments; ``breaks`` says why. A step that is slower so than in
-            eager runs in eager. True: such a step is refused.
+        fullgraph: True to refuse, with line and remedy, a step that cannot be captured whole: one that reads values of
+            tensors, prints them or decides on them. By default the Python of such a step runs at each call, while its
+            operators are deferred until a value is read and run as compiled segments; ``breaks`` says why. A step that
+            is slower so than in eager runs in eager. Steps with a mesh or ``module_override`` are refused as ever.
 
     Returns:
         A `Compiled`, or a decorator when ``fn`` is None. For a module, a module that shares its parameters, buffers,

@@ -1,6 +1,6 @@
 """A compiled step: which of its programs serves a call, and when a new one is captured.
 
-May import: capture, co_run, errors, override, patches, pipeline, report, runtime, torch_compat, trace.
+May import: capture, co_run, errors, override, patches, pipeline, report, runtime, step_log, torch_compat, trace.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from wholestep.co_run import CoRun, is_deferring
 from wholestep.errors import CaptureError, LazyError, UnsupportedError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.patches import patched
-from wholestep.report import Explanation, Stage, explain
+from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import Entry, Program, give_back
+from wholestep.step_log import Logged, collecting
 from wholestep.torch_compat import jit_traces, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
@@ -107,6 +108,10 @@ class Compiled:
         Args:
             ready: called once it is clear which program serves, before it runs.
         """
+        outcome = self._serve_locked(args, kwargs, ready)
+        return outcome.deliver() if type(outcome) is Logged else outcome
+
+    def _serve_locked(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None) -> Any:
         with self._lock:
             if not self._executor.is_distributed:
                 return self._serve(args, kwargs, ready, Entry.__call__)
@@ -162,10 +167,10 @@ class Compiled:
 
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""
-        co_run = CoRun(self._fn, self._options)
+        co_run = CoRun(collecting(self._fn), self._options)
         co_run.eager = isinstance(error, UnsupportedError) and not error.deferrable
         reason = str(error)
-        if not isinstance(error, CaptureError):  # the step's own comes again, when what it did before has been done
+        if not isinstance(error, CaptureError):  # the step's own comes again, after what it did before
             result = co_run(*args, **kwargs)
             self._co_run = co_run
             self.breaks.append(f"{type(error).__name__} while it was captured: {reason}")
@@ -310,6 +315,9 @@ class Compiled:
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call would do, before it does: collectives, bytes, memory, and where they come from.
 
+        Of a step whose Python runs at each call, why it does and which segments were compiled so far, each with its
+        operators, the bytes of results that outlive it, and the line that ends it.
+
         Nothing runs, changes or communicates, so that one process can look at a rank of any world:
         ``comm.init_process_group("null", rank=0, world_size=256)``. Models may be of fake tensors, when they and their
         optimizers are arguments of the step.
@@ -321,11 +329,18 @@ class Compiled:
             An `Explanation`, for `print` and with fields.
 
         Raises:
-            CaptureError: the step cannot be captured.
+            CaptureError: the step cannot be captured, and its Python may not run at each call.
         """
         with self._lock, no_collection():
-            traced, real = self._dry_capture(args, kwargs)
             executor = self._executor
+            if self._co_run is not None:
+                return explain_segments(self._title, self._co_run.segments, self._co_run.eager, self.breaks)
+            try:
+                traced, real = self._dry_capture(args, kwargs)
+            except CaptureError as error:
+                if not self._may_break:
+                    raise
+                return explain_segments(self._title, [], False, [str(error)])
             key = executor.key(traced.step, traced.fingerprint)
             program = self._known.programs.get(key)
             step = program.step if program is not None else self._known.steps.get(key)

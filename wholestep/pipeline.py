@@ -1,6 +1,6 @@
 """The pipeline: a call of a Python step -> a captured, lowered program that serves such calls.
 
-May import: aot_autograd, capture, errors, ir, lower, override, passes, patches, runtime, spmd, trace.
+May import: aot_autograd, capture, errors, ir, lower, override, passes, patches, runtime, spmd, step_log, trace.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from wholestep.passes import transformed
 from wholestep.patches import is_suspended
 from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_places
 from wholestep.spmd import BufferBroadcast, PlanExecutor
+from wholestep.step_log import collecting
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
 from wholestep.trace.numbers.dynamic_shapes import Templates
 from wholestep.trace.numbers.symbolic_sizes import Sizes
@@ -272,7 +273,7 @@ def capture(
             try:
                 _tracing.active = True
                 world.substitutes.put(parts, world.differentiable, attempt.reshaped)
-                step = world.substitutes.aliases.exchange(fn)
+                step = collecting(world.substitutes.aliases.exchange(fn))
                 traced = _traced(step, args, kwargs, world, attempt.shared, *how)
                 if sync is None or not sync.again():
                     return world, traced

@@ -65,7 +65,7 @@ def outcome(fn: Callable[[Tensor], list[Tensor]], leaf: bool) -> list[Any]:
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_results_of_another_kind_are_views(name: str, leaf: bool) -> None:
-    compiled = ws.compile(CASES[name])
+    compiled = ws.compile(CASES[name], fullgraph=True)
     for _ in range(2):
         assert outcome(compiled, leaf) == outcome(CASES[name], leaf)
 
@@ -93,7 +93,7 @@ def test_gradients_inside_reach_an_input_through_a_view_of_it_by_its_own_operato
         return (view * 2).sum() + whole.square().sum(), gradient
 
     found = []
-    for function in (step, ws.compile(step)):
+    for function in (step, ws.compile(step, fullgraph=True)):
         x = torch.arange(24.0).reshape(4, 6).requires_grad_()
         whole = x * 1
         loss, gradient = function(whole, INPUT_VIEWS[name](whole))

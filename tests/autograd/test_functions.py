@@ -201,7 +201,7 @@ def test_views_of_inputs_are_made_again_and_not_copied() -> None:
 
 def test_a_compiled_module_is_the_module_in_all_but_calls() -> None:
     model = Net()
-    compiled = ws.compile(model)
+    compiled = ws.compile(model, fullgraph=True)
     assert isinstance(compiled, Net) and list(compiled.state_dict()) == list(model.state_dict())
     assert [id(p) for p in compiled.parameters()] == [id(p) for p in model.parameters()]
     x = torch.randn(5, 6)
@@ -227,7 +227,7 @@ def test_a_compiled_module_is_the_module_in_all_but_calls() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(compiled))(x), model(x))
 
 
-@ws.compile
+@ws.compile(fullgraph=True)
 def decorated(x: Tensor) -> Tensor:
     return x * 2
 
@@ -241,7 +241,7 @@ class Holding(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.compiled = ws.compile(self.double)
+        self.compiled = ws.compile(self.double, fullgraph=True)
 
 
 def saved(value: Any) -> Any:
@@ -259,7 +259,7 @@ COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy,
 def test_copies_of_what_is_compiled_are_compiled_anew(how: str) -> None:
     again, x = COPIES[how], torch.randn(5, 6)
     assert again(decorated) is decorated
-    function = ws.compile(tripled)
+    function = ws.compile(tripled, fullgraph=True)
     function(x)
     other = again(function)
     assert other is not function and other.captures == 0
@@ -293,26 +293,26 @@ def test_copies_of_a_module_under_a_plan_have_the_plan(how: str) -> None:
 
 
 class Methods(Net):
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
 
     @classmethod
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def of_class(cls, x: Tensor) -> Tensor:
         return x * len(cls.__name__)
 
     @staticmethod
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def of_none(x: Tensor) -> Tensor:
         return x * 4
 
     @property
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def doubled(self) -> Tensor:
         return self.fc1.weight * 2
 
-    of_partial = ws.compile(functools.partial(torch.mul, 3.0))
+    of_partial = ws.compile(functools.partial(torch.mul, 3.0), fullgraph=True)
 
 
 def test_a_compiled_function_in_a_class_is_a_method() -> None:
@@ -339,7 +339,7 @@ def test_compiling_twice_is_compiling_once() -> None:
 
 def test_a_compiled_module_is_part_of_another_step() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), ws.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    model = nn.Sequential(nn.Linear(4, 4), ws.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), fullgraph=True))
     plain = copy.deepcopy(model)
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ def test_a_compiled_module_is_part_of_another_step() -> None:
         return loss
 
     x = torch.randn(2, 4)
-    whole = ws.compile(step)
+    whole = ws.compile(step, fullgraph=True)
     assert torch.equal(whole(model, x), step(plain, x))
     assert same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
@@ -442,7 +442,7 @@ def gradient_between_inputs(base: Tensor, view: Tensor, again: Tensor) -> Tensor
 @pytest.mark.parametrize("fn", [write_to_a_view, gradient_between_inputs])
 def test_inputs_that_are_views_of_views(fn) -> None:
     seen = []
-    for run in (fn, ws.compile(fn)):
+    for run in (fn, ws.compile(fn, fullgraph=True)):
         leaf, *inputs = leaf_result_and_views()
         result = run(*inputs)
         loss = sum(t.sum() for t in (*inputs, result))
@@ -467,7 +467,7 @@ def test_one_of_several_views_is_guarded_as_in_eager(written: bool) -> None:
         return part
 
     errors = []
-    for run in (fn, ws.compile(fn)):
+    for run in (fn, ws.compile(fn, fullgraph=True)):
         part = run(torch.ones(2, 3, requires_grad=True))
         with pytest.raises(RuntimeError) as error:
             part.sum() if written else part.add_(1)
@@ -482,7 +482,7 @@ def test_results_that_share_memory_share_counters_as_in_eager(requires_grad: boo
         return y.detach(), y[0], y, y.data, y[0].detach()
 
     seen = []
-    for run in (fn, ws.compile(fn)):
+    for run in (fn, ws.compile(fn, fullgraph=True)):
         results = run(torch.ones(3, 2, requires_grad=requires_grad))
         with torch.no_grad():
             results[0].mul_(2)
@@ -493,7 +493,7 @@ def test_results_that_share_memory_share_counters_as_in_eager(requires_grad: boo
 
 def _gradients_kept(fn: Any, after: Any) -> list[list[Any]]:
     seen: list[list[Any]] = []
-    for call in (fn, compiled := ws.compile(fn), compiled):
+    for call in (fn, compiled := ws.compile(fn, fullgraph=True), compiled):
         x = torch.arange(4.0, requires_grad=True)
         y = call(x)
         after(y)
@@ -509,7 +509,7 @@ def test_of_results_that_are_one_memory_the_one_with_a_history_is_it(order: tupl
         return [found[i] for i in order]
 
     x, seen = torch.tensor([1.0, -2.0], requires_grad=True), []
-    for call in (fn, ws.compile(fn)):
+    for call in (fn, ws.compile(fn, fullgraph=True)):
         results = call(x)
         seen.append([[r._version for r in results]])
         seen[-1] += [torch.autograd.grad(r.sum(), x)[0].tolist() for r in results if r.requires_grad]
@@ -523,7 +523,7 @@ def test_an_expanded_tensor_is_copied_to_itself() -> None:
         return wide.copy_(same)
 
     x, other = torch.ones(3), torch.ones(3)
-    found, expected = ws.compile(fn)(x), fn(other)
+    found, expected = ws.compile(fn, fullgraph=True)(x), fn(other)
     assert torch.equal(found, expected) and found._base is x and x._version == other._version == 1
 
 
@@ -561,7 +561,7 @@ def test_a_gradient_that_only_the_inside_would_see_is_refused() -> None:
         return y, (y * y).sum()
 
     with pytest.raises(UnsupportedError, match=r"retain_grad\(\) on a result that other results"):
-        ws.compile(fn)(torch.ones(3, requires_grad=True))
+        ws.compile(fn, fullgraph=True)(torch.ones(3, requires_grad=True))
 
 
 def test_a_view_that_is_written_before_its_base_is_met() -> None:
@@ -570,7 +570,7 @@ def test_a_view_that_is_written_before_its_base_is_met() -> None:
         return base * 3
 
     seen = []
-    for call in (fn, ws.compile(fn)):
+    for call in (fn, ws.compile(fn, fullgraph=True)):
         base, x = torch.arange(3.0), torch.ones(2, requires_grad=True)
         out = call(base[:2], base, x)
         seen.append([out.detach(), base.detach(), *torch.autograd.grad(out.sum() + base.sum(), x)])
@@ -584,7 +584,7 @@ def test_reentrant_checkpoints_inside_of_a_module_whose_backward_runs_outside(pr
     def fn(x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True, preserve_rng_state=preserve).exp()
 
-    compiled, seen = ws.compile(fn), []
+    compiled, seen = ws.compile(fn, fullgraph=True), []
     for call in (fn, compiled, compiled):
         inner.zero_grad()
         torch.manual_seed(0)
@@ -643,7 +643,7 @@ def smoothed(x: Tensor) -> Tensor:
     *(lambda x, f=f: f(x.t()) * torch.inf for f in (torch.max, torch.min, torch.median, torch.nanmedian)),
 ])  # fmt: skip
 def test_sums_and_shares_are_of_what_counts_alone_as_in_eager(fn: Any) -> None:
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     for seed in range(8):
         x = torch.randn(50, 11, generator=torch.Generator().manual_seed(seed))
         if seed > 5:
@@ -663,7 +663,7 @@ def test_views_of_nothing_begin_where_eagers_do() -> None:
         return [end.view(0), end.view(-1), end.view(0, 2), end.reshape(-1, 2)]
 
     x = torch.randn(3, requires_grad=True)
-    expected, found = views(x), ws.compile(views)(x)
+    expected, found = views(x), ws.compile(views, fullgraph=True)(x)
     assert [v.storage_offset() for v in found] == [v.storage_offset() for v in expected] == [3] * 4
     assert all(v._base is x for v in found)
 
@@ -673,7 +673,7 @@ def test_views_of_nothing_begin_where_eagers_do() -> None:
 ])  # fmt: skip
 def test_a_result_written_before_its_backward_is_named_as_in_eager(fn: Any, written: int) -> None:
     said = []
-    for run in (fn, ws.compile(fn)):
+    for run in (fn, ws.compile(fn, fullgraph=True)):
         out = run(torch.ones(3, requires_grad=True) * 1)
         outputs = out if isinstance(out, tuple) else (out,)
         outputs[written].add_(1)

@@ -61,7 +61,7 @@ def test_results_that_show_their_memory_otherwise_pass_gradients_on_as_eagers(fn
     expected = fn(values)
     coming = torch.randn(expected.shape, dtype=expected.dtype, generator=generator)
     found = []
-    for run in (fn, ws.compile(fn)):
+    for run in (fn, ws.compile(fn, fullgraph=True)):
         x = values.clone().requires_grad_()
         out = run(x)
         found.append((torch.autograd.grad(out, x, coming)[0], type(out.grad_fn), out.stride()))
@@ -73,7 +73,7 @@ def test_results_that_show_their_memory_otherwise_pass_gradients_on_as_eagers(fn
     lambda x: (x + 1, x * 2)[0], lambda x: x.view(2, 3, 6).permute(1, 0, 2) * 2, lambda x: x[1:] + 0,
 ])  # fmt: skip
 def test_gradients_lie_as_eagers_when_they_reach_what_was_before(fn: Any) -> None:
-    compiled, x = ws.compile(fn), torch.randn(6, 6, requires_grad=True)
+    compiled, x = ws.compile(fn, fullgraph=True), torch.randn(6, 6, requires_grad=True)
     for loss in (torch.sum, lambda out: (out * torch.linspace(0, 1, out.numel()).view(out.shape)).sum()):
         one, two = (torch.autograd.grad(loss(run(x)), x)[0] for run in (fn, compiled))
         assert torch.equal(one, two) and one.stride() == two.stride()
@@ -85,7 +85,7 @@ def test_a_gradient_that_does_not_arrive_is_no_zero() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         return x * 2, x.sqrt()
 
-    compiled, x = ws.compile(fn), torch.zeros(3, requires_grad=True)
+    compiled, x = ws.compile(fn, fullgraph=True), torch.zeros(3, requires_grad=True)
     (found,) = torch.autograd.grad(compiled(x)[0].sum(), x)
     assert torch.equal(found, torch.full((3,), 2.0))  # zeros times the infinite derivative of the other were NaN
     assert compiled.backwards == [
@@ -97,7 +97,7 @@ def test_a_gradient_that_does_not_arrive_is_no_zero() -> None:
 def test_one_graph_is_asked_for_gradients_of_several_layouts() -> None:
     torch.manual_seed(0)
     module, x = nn.LayerNorm(5), torch.randn(4, 3, 5, requires_grad=True)
-    compiled: Any = ws.compile(module)
+    compiled: Any = ws.compile(module, fullgraph=True)
     one, two = module(x), compiled(x)
     for weights in (torch.ones(()).expand(4, 3, 5), torch.randn(4, 3, 5), torch.randn(5, 3, 4).permute(2, 1, 0)):
         pairs = [torch.autograd.grad(out, [x, *module.parameters()], weights, retain_graph=True) for out in (one, two)]
@@ -108,7 +108,8 @@ def test_one_graph_is_asked_for_gradients_of_several_layouts() -> None:
 def test_sizes_that_are_symbols_and_captured_backwards() -> None:
     torch.manual_seed(0)
     module = MODULES["layer"]()
-    for run, around in ((ws.compile(module, dynamic=True), None), (ws.compile(module), compiled_backward)):
+    flexible, fixed = ws.compile(module, dynamic=True, fullgraph=True), ws.compile(module, fullgraph=True)
+    for run, around in ((flexible, None), (fixed, compiled_backward)):
         for size in (4, 7):
             x, seen = torch.randn(size, 3, 5), []
             for call in (module, run):
@@ -128,7 +129,7 @@ def test_many_gradients_at_once_sparse_ones_and_transforms() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.sin() * x
 
-    compiled, x = ws.compile(fn), torch.randn(3, 3, requires_grad=True)
+    compiled, x = ws.compile(fn, fullgraph=True), torch.randn(3, 3, requires_grad=True)
     rows = torch.eye(9).view(9, 3, 3)
     one, two = (torch.autograd.grad(run(x), x, rows, is_grads_batched=True)[0] for run in (fn, compiled))
     assert torch.equal(one, two)
@@ -173,7 +174,7 @@ def test_views_are_known_by_eagers_operators(name: str, inside: bool) -> None:
     def fn(x: Tensor) -> Any:
         return VIEWS[name](x * 2 if inside else x)
 
-    compiled, x = ws.compile(fn), torch.randn(4, 6, requires_grad=True)
+    compiled, x = ws.compile(fn, fullgraph=True), torch.randn(4, 6, requires_grad=True)
     for place in (0, 1):
         seen = []
         for run in (fn, compiled):
@@ -214,7 +215,7 @@ class TiedTable(nn.Module):
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_sparse_gradients_of_a_compiled_module(make: Callable[[], nn.Module], accumulate: bool) -> None:
     found = []
-    for c in (lambda module: module, ws.compile):
+    for c in (lambda module: module, functools.partial(ws.compile, fullgraph=True)):
         torch.manual_seed(0)
         model, seen = make(), list[Any]()
         opt, call = torch.optim.SGD(model.parameters(), 0.1), c(model)

@@ -217,7 +217,7 @@ def test_number_kept_elsewhere() -> None:
 
 def test_nothing_is_saved_while_a_step_is_traced() -> None:
     with pytest.raises(UnsupportedError, match="torch.save inside"):
-        ws.compile(lambda x: torch.save(x, "never"))(torch.ones(2))
+        ws.compile(lambda x: torch.save(x, "never"), fullgraph=True)(torch.ones(2))
 
 
 def lbfgs(seed: int) -> World:
@@ -252,7 +252,7 @@ def test_who_wraps_a_refusing_function_finds_the_real_one_afterwards() -> None:
 
     try:
         with pytest.raises(ws.errors.CaptureError):
-            ws.compile(step)(torch.ones(3))
+            ws.compile(step, fullgraph=True)(torch.ones(3))
         p = torch.nn.Parameter(torch.ones(2))
         opt = torch.optim.LBFGS([p])
         assert opt.step(lambda: p.square().sum()).item() == 2
@@ -301,17 +301,17 @@ def test_model_on_two_devices() -> None:
 
 def test_mistakes_in_calling_compile() -> None:
     with pytest.raises(TypeError, match="int"):
-        ws.compile(3)
+        ws.compile(3, fullgraph=True)
     with pytest.raises(ValueError, match="backend"):
-        ws.compile(lambda x: x, backend="nonsense")(torch.ones(1))
+        ws.compile(lambda x: x, backend="nonsense", fullgraph=True)(torch.ones(1))
     with pytest.raises(TypeError, match="argument"):
-        ws.compile(lambda x: x)(torch.ones(1), torch.ones(1))
+        ws.compile(lambda x: x, fullgraph=True)(torch.ones(1), torch.ones(1))
 
 
 def test_data_assigned_to_a_parameter() -> None:
     """The content arrives; a value that shares memory with others, or has another form, is refused."""
 
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def decay(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
         for p in model.parameters():
             p.data = new(p.data)
@@ -345,7 +345,7 @@ def test_a_parameter_is_given_its_own_memory() -> None:
         return loss.detach()
 
     seen = []
-    for run in (step, ws.compile(step)):
+    for run in (step, ws.compile(step, fullgraph=True)):
         torch.manual_seed(0)
         model, x = nn.Linear(3, 2), torch.randn(4, 3)
         losses = [run(model, x).item() for _ in range(3)]
@@ -354,7 +354,7 @@ def test_a_parameter_is_given_its_own_memory() -> None:
 
 
 def test_write_to_memory_given_away_through_data() -> None:
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def step(weight: Tensor) -> None:
         new = weight * 0.5
         row = new[0]
@@ -369,12 +369,12 @@ def test_write_to_memory_given_away_through_data() -> None:
 
 def test_one_hot() -> None:
     """Classes out of range end in an error at the call; a count of classes that is left to the data is refused."""
-    step = ws.compile(lambda y: nn.functional.one_hot(y, 3) * 2)
+    step = ws.compile(lambda y: nn.functional.one_hot(y, 3) * 2, fullgraph=True)
     assert torch.equal(step(torch.tensor([2, 0])), nn.functional.one_hot(torch.tensor([2, 0]), 3) * 2)
     with pytest.raises(RuntimeError, match="out of bounds"):
         step(torch.tensor([3, 0]))
     with pytest.raises(DataDependentError, match="num_classes"):
-        ws.compile(lambda y: nn.functional.one_hot(y) * 2)(torch.tensor([2, 0]))
+        ws.compile(lambda y: nn.functional.one_hot(y) * 2, fullgraph=True)(torch.tensor([2, 0]))
 
 
 MOVING: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
@@ -399,9 +399,9 @@ def test_what_moves_on_unseen_is_refused(kind: str) -> None:
         return x * take(moving)
 
     with pytest.raises((UnsupportedError, DataDependentError), match="a replay would repeat|numbers a replay"):
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))
     assert take(moving) == take(other)
-    passed = ws.compile(lambda x, it: (x + 1, it))
+    passed = ws.compile(lambda x, it: (x + 1, it), fullgraph=True)
     assert all(passed(torch.ones(2), moving)[1] is moving for _ in range(2)), "itself when it is only passed on"
 
 
@@ -412,12 +412,12 @@ def test_refusals_of_iterators_name_the_line() -> None:
         return x * next(numbers)  # HERE
 
     with pytest.raises(UnsupportedError) as caught:
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))
     assert marked_line(step) in str(caught.value) and "count" in str(caught.value)
 
 
 def test_values_of_the_standard_library_are_guards() -> None:
-    compiled = ws.compile(lambda x, d: x * float(d))
+    compiled = ws.compile(lambda x, d: x * float(d), fullgraph=True)
     for value in (Decimal("0.5"), Decimal("0.25"), Fraction(1, 8), Fraction(1, 16), Decimal("0.5")):
         assert compiled(torch.ones(1), value) == float(value)
 
@@ -428,12 +428,12 @@ def test_integers_that_decide_on_shapes() -> None:
     def ones(x: Tensor, n: Tensor) -> Tensor:
         return x.new_ones(2, n.item())  # HERE
 
-    compiled = ws.compile(ones)
+    compiled = ws.compile(ones, fullgraph=True)
     for n in (3, 4, 3):
         assert compiled(torch.ones(1), torch.tensor(n)).shape == (2, n)
     weight = nn.Parameter(torch.ones(9))
     with pytest.raises(DataDependentError, match="only known when the step runs"):
-        ws.compile(lambda x: x.new_ones(2, (x @ weight).long().item()))(torch.ones(9))
+        ws.compile(lambda x: x.new_ones(2, (x @ weight).long().item()), fullgraph=True)(torch.ones(9))
 
 
 @pytest.mark.parametrize(
@@ -457,10 +457,10 @@ def test_kernels_errors_in_eagers_words(step: Any, x: Tensor) -> None:
         expected: Any = step(x)
     except (IndexError, RuntimeError) as error:
         with pytest.raises(type(error)) as caught:
-            ws.compile(step)(x)
+            ws.compile(step, fullgraph=True)(x)
         assert str(caught.value).splitlines()[0] == str(error).splitlines()[0]
     else:
-        assert torch.equal(ws.compile(step)(x), expected)
+        assert torch.equal(ws.compile(step, fullgraph=True)(x), expected)
 
 
 def test_nested_tensors() -> None:
@@ -472,7 +472,7 @@ def test_nested_tensors() -> None:
             return encoder(x, src_key_padding_mask=mask)  # HERE
 
     with pytest.raises(UnsupportedError, match="_nested_tensor_from_mask") as caught:
-        ws.compile(step)(torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False] * 3]))
+        ws.compile(step, fullgraph=True)(torch.randn(2, 3, 8), torch.tensor([[False, False, True], [False] * 3]))
     assert marked_line(step) in str(caught.value)
 
 
@@ -483,7 +483,7 @@ def test_decisions_on_data_when_asked_for() -> None:
     def step(x: Tensor, n: Tensor) -> Tensor:
         return nn.functional.ctc_loss(x.log_softmax(-1), targets, lengths, n).detach()
 
-    compiled = ws.compile(step, guard_data=True)
+    compiled = ws.compile(step, guard_data=True, fullgraph=True)
     x = torch.randn(6, 2, 5)
     for n in (torch.tensor([3, 2]), torch.tensor([2, 3]), torch.tensor([2, 2]), torch.tensor([3, 2])):
         assert torch.equal(compiled(x, n), step(x, n))
@@ -512,7 +512,8 @@ WORDS = {
 def test_what_a_kernel_refuses_is_said_in_its_words(what: str) -> None:
     fn, shape = WORDS[what]
     words = []
-    for call in (fn, ws.compile(fn), *([ws.compile(fn, dynamic=True)] if what == "matmul" else [])):
+    flexible = ws.compile(fn, dynamic=True, fullgraph=True)
+    for call in (fn, ws.compile(fn, fullgraph=True), *([flexible] if what == "matmul" else [])):
         with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
             call(torch.randn(shape, requires_grad=True))
         words.append((caught.type, str(caught.value)))
@@ -524,6 +525,6 @@ def test_tensors_in_a_set_that_is_new_at_each_call() -> None:
         return batch.pop() * batch.pop()
 
     with pytest.raises(UnsupportedError, match="a tensor in a set that is another at each call"):
-        ws.compile(step)({torch.full((2,), 2.0), torch.full((2,), 3.0)})
+        ws.compile(step, fullgraph=True)({torch.full((2,), 2.0), torch.full((2,), 3.0)})
     served = ws.compile(step, fullgraph=False)
     assert all(served({torch.full((2,), 2.0), torch.full((2,), 3.0)}).tolist() == [6.0, 6.0] for _ in range(3))

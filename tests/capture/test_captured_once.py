@@ -58,7 +58,7 @@ STEPS = [zero_last, zero_first, none_first]
 def test_state_is_there_before_the_first_capture(name: str) -> None:
     """Bit for bit is `test_optimizer`'s to say."""
     world = OPTIMIZERS[name](0)
-    step = ws.compile(world.step)
+    step = ws.compile(world.step, fullgraph=True)
     for index in range(3):
         step(*world.args[index % len(world.args)])
     expected = 2 if name in TWO else 1
@@ -74,7 +74,7 @@ def test_gradients_before_the_step_that_it_replaces_are_no_matter(step: Any, kin
 
     assert_same_run(make)
     net, opt, x = parts(lambda p: kind(p, lr=0.1))
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for times in range(4):
         compiled(net, opt, x)
         if times == 1:
@@ -97,7 +97,7 @@ def test_a_gradient_that_is_none_in_the_end_is_so_whatever_was_there() -> None:
         opt.step()
         return loss.detach()
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     compiled(x)
     net.unused.weight.grad = torch.ones(2, 2)
     compiled(x)
@@ -113,7 +113,7 @@ def test_gradients_that_add_up_are_another_step_than_the_first() -> None:
         return loss.detach()
 
     runs = []
-    for run in (step, ws.compile(step)):
+    for run in (step, ws.compile(step, fullgraph=True)):
         net, opt, x = parts()
         for _ in range(3):
             run(net, opt, x)
@@ -132,7 +132,7 @@ def test_a_step_that_looks_at_the_state_finds_none_at_first(look: Any) -> None:
         return zero_last(net, opt, x * (1 + look(opt))), look(opt)
 
     runs = []
-    for run in (step, ws.compile(step)):
+    for run in (step, ws.compile(step, fullgraph=True)):
         net, opt, x = parts()
         runs.append([run(net, opt, x) for _ in range(3)])
     assert runs[0] == runs[1]
@@ -148,7 +148,7 @@ def test_a_first_run_that_fails_leaves_no_state() -> None:
 
     net = nn.Embedding(3, 2)
     opt = optim.AdamW(net.parameters())
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     with pytest.raises(IndexError):
         compiled(net, opt, torch.tensor([7]))
     assert not opt.state
@@ -164,15 +164,15 @@ def test_a_capture_that_fails_leaves_no_state() -> None:
 
     net, opt, x = parts()
     with pytest.raises(CaptureError):
-        ws.compile(step)(net, opt, x)
+        ws.compile(step, fullgraph=True)(net, opt, x)
     assert not opt.state
-    explained = ws.compile(zero_last)
+    explained = ws.compile(zero_last, fullgraph=True)
     explained.explain(net, opt, x)
     assert not opt.state and all(p.grad is None for p in net.parameters())
 
 
 def test_a_step_that_never_updates_gives_no_state() -> None:
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def judge(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
         return net(x).sum() * opt.param_groups[0]["lr"]
 
@@ -183,7 +183,7 @@ def test_a_step_that_never_updates_gives_no_state() -> None:
 
 def test_loaded_state_is_as_what_was_there() -> None:
     net, opt, x = parts()
-    step = ws.compile(zero_first)
+    step = ws.compile(zero_first, fullgraph=True)
     for _ in range(2):
         step(net, opt, x)
         saved = io.BytesIO()
@@ -204,7 +204,7 @@ def test_every_later_capture_says_why() -> None:
         return zero_last(net, opt, x)
 
     net, opt, x = parts()
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for _ in range(4):
         compiled(net, opt, x)
     assert Counter.count == 4
@@ -217,7 +217,7 @@ def test_the_table_has_every_optimizer_and_those_of_two_programs() -> None:
 
 
 def test_a_compiled_step_shows_what_it_serves() -> None:
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def scaled(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(batch["x"]) * 2
 
@@ -245,7 +245,7 @@ def test_a_context_that_is_kept_between_steps_is_the_same_once_it_was_entered(ma
         opt.zero_grad()
         return loss.detach()
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for _ in range(3):
         compiled(x)
     assert compiled.captures == 1 and compiled.recompiles == []
@@ -263,7 +263,7 @@ def test_code_that_switches_to_evaluation_does_not_look_at_the_state() -> None:
             report()
         return loss
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for _ in range(3):
         compiled(x, True)
     assert compiled.captures == 1 and compiled.recompiles == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import subprocess
@@ -60,7 +61,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], dict[str, Any], str]] = 
 def test_a_refusal_names_a_line_and_a_remedy(name: str) -> None:
     step, options, remedy = REFUSED[name]
     with pytest.raises(CaptureError) as caught:
-        ws.compile(step, **options)(torch.ones(3, 4))
+        ws.compile(step, **options, fullgraph=True)(torch.ones(3, 4))
     assert caught.value.where.startswith(f"{__file__}:") and not is_library(__file__)
     assert caught.value.remedy and remedy in caught.value.remedy
     assert not (options.get("guard_data") and "guard_data" in caught.value.remedy)
@@ -72,7 +73,7 @@ def test_a_module_of_a_library_is_refused_by_the_line_of_the_call() -> None:
             return (x for _ in range(2))
 
     with pytest.raises(CaptureError) as caught:
-        ws.compile(Module())(torch.ones(1))
+        ws.compile(Module(), fullgraph=True)(torch.ones(1))
     assert caught.value.where.startswith(f"{__file__}:")
 
 
@@ -80,7 +81,7 @@ def test_cond_takes_the_branch_of_the_call() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, (x,))  # type: ignore[no-any-return]
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for value in (1.0, -1.0, 2.0):
         x = torch.full((2,), value)
         assert torch.equal(compiled(x), x * (2 if value > 0 else 3))
@@ -108,7 +109,7 @@ class Doubled(list[Any]):
 
 def test_containers_with_methods_of_their_own_are_read_past_them() -> None:
     found = []
-    for wrap in (lambda f: f, ws.compile):
+    for wrap in (lambda f: f, functools.partial(ws.compile, fullgraph=True)):
         kept, closed, doubled = Scaled(), Closed(), Doubled([torch.ones(2)])
         dict.__setitem__(kept, "a", torch.ones(2))
         dict.__setitem__(closed, "a", 3.0)

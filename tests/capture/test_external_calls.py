@@ -73,7 +73,7 @@ def test_what_is_asked_of_the_world_outside_is_refused(name: str) -> None:
     before = there()
     refused = pytest.raises((DataDependentError, UnsupportedError), match=f"{name}.*a replay would repeat the first")
     with refused as caught:
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))
     assert f"{__file__}:" in str(caught.value)
     assert all(a is b for a, b in zip(before, there(), strict=True))
 
@@ -85,7 +85,7 @@ def test_the_line_that_asks() -> None:
         return x * (datetime.datetime.now() - started).days
 
     with pytest.raises(DataDependentError) as caught:
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))
     assert f"{__file__}:{step.__code__.co_firstlineno + 3}" in str(caught.value)
 
 
@@ -98,7 +98,7 @@ def test_libraries_may_look_at_the_clock() -> None:
         log.warning("time to step")
         return x + 1
 
-    assert torch.equal(ws.compile(step)(torch.ones(2)), torch.ones(2) + 1)
+    assert torch.equal(ws.compile(step, fullgraph=True)(torch.ones(2)), torch.ones(2) + 1)
     assert "time to step" in lines.getvalue()
 
 
@@ -148,7 +148,7 @@ def test_what_is_read_is_a_guard(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     def step(x: Tensor) -> Tensor:
         return x * float(read())
 
-    compiled, x = ws.compile(step), torch.ones(2)
+    compiled, x = ws.compile(step, fullgraph=True), torch.ones(2)
     for _ in range(2):
         assert torch.equal(compiled(x), step(x))
     assert compiled.captures == 1
@@ -159,7 +159,7 @@ def test_what_is_read_is_a_guard(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_variable_of_the_environment_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHOLESTEP_SCALE", "2")
-    compiled = ws.compile(lambda x: x * float(os.environ["WHOLESTEP_SCALE"]))
+    compiled = ws.compile(lambda x: x * float(os.environ["WHOLESTEP_SCALE"]), fullgraph=True)
     assert compiled(torch.ones(1)) == 2
     monkeypatch.setenv("WHOLESTEP_OTHER", "2")
     assert compiled(torch.ones(1)) == 2 and compiled.captures == 1
@@ -178,7 +178,7 @@ def test_memory_that_is_written_comes_back(memory: Any) -> None:
         return x + memory[0]
 
     with pytest.raises(UnsupportedError, match="writes to L\\['memory'\\], a"):
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))
     assert memory[0] == 1
 
 
@@ -186,7 +186,7 @@ def test_a_queue_is_emptied_as_in_eager() -> None:
     waiting: queue.Queue[float] = queue.Queue()
     for number in (2.0, 3.0, 4.0):
         waiting.put(number)
-    compiled = ws.compile(lambda x: x * waiting.get())
+    compiled = ws.compile(lambda x: x * waiting.get(), fullgraph=True)
     assert [float(compiled(torch.ones(()))) for _ in range(2)] == [2, 3] and waiting.qsize() == 1
 
 
@@ -198,7 +198,7 @@ def mask(n: int) -> Tensor:
 def test_nothing_made_in_a_step_stays_in_a_cache_of_c() -> None:
     for what in ("keeps in its cache what it makes in the step", "in its cache, where no guard sees it"):
         with pytest.raises(UnsupportedError, match=what):
-            ws.compile(lambda x: x * mask(2))(torch.ones(2, 2))
+            ws.compile(lambda x: x * mask(2), fullgraph=True)(torch.ones(2, 2))
         assert type(mask(2)) is Tensor
 
 
@@ -238,7 +238,7 @@ def test_nothing_made_in_a_step_stays_in_a_librarys_cache(name: str, fails: bool
             with pytest.raises(
                 ArithmeticError if fails else LeakError, match="of the step" if fails else "in a library"
             ):
-                ws.compile(step)(torch.ones(3))
+                ws.compile(step, fullgraph=True)(torch.ones(3))
         fails = False
         assert type(step(torch.ones(3))) is Tensor  # eager goes on
     finally:

@@ -31,7 +31,7 @@ def on_a_thread(function: Callable[[], Any]) -> Any:
 
 def test_calls_on_other_threads() -> None:
     def compile(step: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = ws.compile(step)
+        compiled = ws.compile(step, fullgraph=True)
         return lambda *args: on_a_thread(lambda: compiled(*args))
 
     assert_same_run(training(lambda model, x, y: model(x, y)), compile=compile)
@@ -39,7 +39,7 @@ def test_calls_on_other_threads() -> None:
 
 def test_capture_here_and_calls_there() -> None:
     def compile(step: Callable[..., Any]) -> Callable[..., Any]:
-        compiled, calls = ws.compile(step), []
+        compiled, calls = ws.compile(step, fullgraph=True), []
 
         def alternate(*args: Any) -> Any:
             calls.append(0)
@@ -174,7 +174,7 @@ def test_interrupt_changes_nothing_and_the_step_serves_afterwards() -> None:
         return world
 
     def compile(step: Callable[..., Any]) -> Callable[..., Any]:
-        compiled, calls = ws.compile(step), []
+        compiled, calls = ws.compile(step, fullgraph=True), []
         model = inspect.getclosurevars(step).nonlocals["model"]
 
         def troubled(*args: Any) -> Any:
@@ -207,7 +207,7 @@ def test_a_refused_step_leaves_an_eager_world_that_trains_on() -> None:
         def fallback(*args: Any) -> Any:
             rng = torch.get_rng_state()
             with pytest.raises(DataDependentError):
-                ws.compile(step)(*args)
+                ws.compile(step, fullgraph=True)(*args)
             assert torch.equal(rng, torch.get_rng_state())
             return step(*args)
 
@@ -225,14 +225,14 @@ def test_an_exception_with_a_tensor_that_the_step_made_does_not_reach_the_user()
         raise TensorError("no", [x * 2])
 
     with pytest.raises(UnsupportedError, match=r"raises TensorError with a tensor(?s:.)*test_failures.py"):
-        ws.compile(step)(torch.ones(3))
+        ws.compile(step, fullgraph=True)(torch.ones(3))
 
 
 def test_slices_of_tensors_are_made_anew_in_each_call() -> None:
     def step(x: torch.Tensor) -> object:
         return slice(x * 2, None), slice(1, 2), [slice(0, x)]
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for number in (1.0, 2.0):
         x = torch.tensor(number)
         made, plain, (given,) = compiled(x)

@@ -32,7 +32,7 @@ def _at(offset: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_reads_a_storage_offset_holds_for_that_one(name: str, dynamic: bool) -> None:
     step = STEPS[name]
-    compiled = ws.compile(step, dynamic=dynamic)
+    compiled = ws.compile(step, dynamic=dynamic, fullgraph=True)
     for offset in (5, 3, 5, 0):
         (one, x), (two, y) = _at(offset), _at(offset)
         assert torch.equal(step(x), compiled(y)) and torch.equal(one, two)
@@ -43,7 +43,7 @@ def test_views_without_an_offset_serve_wherever_the_tensor_begins() -> None:
     def step(x: Tensor) -> Tensor:
         return torch.as_strided(x, (2, 2), (4, 1)) * x[1:].t().sum()
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for offset in (5, 3, 0):
         assert torch.equal(step(_at(offset)[1]), compiled(_at(offset)[1]))
     assert compiled.captures == 1
@@ -54,7 +54,7 @@ def test_gradients_of_elements_outside_of_an_input() -> None:
         return torch.as_strided(x, (3, 3), (4, 1), 2).square()
 
     grads = []
-    for run in (step, ws.compile(step)):
+    for run in (step, ws.compile(step, fullgraph=True)):
         x = _at(5)[1].requires_grad_()
         run(x).sum().backward()
         grads.append(x.grad)
@@ -66,7 +66,7 @@ def test_two_views_of_a_memory_of_which_one_is_written() -> None:
         x.add_(1)
         return y * 2
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for offset in (2, 3, 0, 8):
         (one, two), found = (torch.arange(20.0), torch.arange(20.0)), []
         for run, memory in ((step, one), (compiled, two)):
@@ -81,7 +81,7 @@ def test_gradients_whose_formula_counts_from_the_start_of_their_memory(backend: 
     def step(x: Tensor, part: Tensor) -> Tensor:
         return torch.as_strided_scatter(x, part, (2, 2), (2, 1), 1)
 
-    compiled = ws.compile(step, backend=backend)
+    compiled = ws.compile(step, backend=backend, fullgraph=True)
     for offset in (0, 4, 5, 4):
         grads = []
         for run in (step, compiled):
@@ -96,7 +96,7 @@ def test_gradients_that_come_as_pieces_of_one() -> None:
         return torch.as_strided_scatter(x, x[:2, :2], (2, 2), (2, 1), 1) * 1
 
     grads = []
-    for run in (step, ws.compile(step)):
+    for run in (step, ws.compile(step, fullgraph=True)):
         x, y = (torch.arange(12.0).view(3, 4).requires_grad_() for _ in range(2))
         torch.cat([run(x), run(y)]).square().sum().backward()
         grads.append((x.grad, y.grad))
@@ -139,7 +139,7 @@ WRITES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("view", FROM.values(), ids=FROM)
 def test_writes_by_strides_and_offset(view: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> None:
     """All that eager writes, whatever lies between the elements of the input; of two in one place the later."""
-    compiled = ws.compile(write)
+    compiled = ws.compile(write, fullgraph=True)
     for _ in range(2):
         one, two = torch.arange(24.0), torch.arange(24.0)
         assert torch.equal(write(view(one)), compiled(view(two))) and torch.equal(one, two)
@@ -158,7 +158,8 @@ def test_the_gradient_of_a_scatter_by_strides(place: tuple[Any, ...], outside: b
         return x.grad
 
     results = []
-    for function in (scatter, ws.compile(scatter)) if outside else (step, ws.compile(step)):
+    used = scatter if outside else step
+    for function in (used, ws.compile(used, fullgraph=True)):
         x, source = torch.ones(4, 4, requires_grad=True), torch.ones(2, 2, requires_grad=True)
         if outside:
             function(x, source).sum().backward()
@@ -183,7 +184,7 @@ def test_unsafe_parts_lie_where_eagers_do(view: Callable[[Tensor], Tensor], part
     def places(parts: Any) -> list[Any]:
         return [(p.tolist(), p.stride(), p.storage_offset(), p._is_view(), p._version) for p in parts]
 
-    compiled = ws.compile(part)
+    compiled = ws.compile(part, fullgraph=True)
     x = view(torch.arange(24.0))
     for _ in range(2):
         assert places(part(x)) == places(compiled(x))

@@ -77,7 +77,7 @@ def test_what_is_read_of_settings_is_a_guard(name: str) -> None:
         (got, value), (want, wanted) = compiled(x), step(x)
         return value == wanted and torch.equal(got, want)
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     assert same() and same() and compiled.captures == 1
     before = read()
     change()
@@ -119,7 +119,7 @@ def test_what_a_step_would_set_is_refused(name: str) -> None:
 
     before = [read() for read, *_ in READ.values()]
     with pytest.raises(UnsupportedError, match=f"the step .*{name}.*, which a replay would not") as caught:
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))
     assert f"{__file__}:" in str(caught.value) and "set it outside of the step" in str(caught.value)
     assert [read() for read, *_ in READ.values()] == before
 
@@ -130,11 +130,11 @@ def test_what_is_set_to_what_it_is() -> None:
         with backends.mkldnn.flags(enabled=backends.mkldnn.enabled):
             return x + 1
 
-    assert torch.equal(ws.compile(step)(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(ws.compile(step, fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_steps_that_read_no_setting_are_not_guarded_by_any() -> None:
-    compiled = ws.compile(lambda x: nn.functional.relu(x) + 1)
+    compiled = ws.compile(lambda x: nn.functional.relu(x) + 1, fullgraph=True)
     compiled(torch.ones(2))
     torch.set_num_threads(THREADS + 1)
     torch.manual_seed(7)
@@ -155,7 +155,7 @@ def test_other_threads_set_what_they_like() -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(works)
         for _ in range(3):
-            assert ws.compile(lambda x: x * 2)(torch.ones(1)) == 2
+            assert ws.compile(lambda x: x * 2, fullgraph=True)(torch.ones(1)) == 2
         done.set()
         running.result()
     torch.set_warn_always(False)
@@ -180,4 +180,4 @@ def test_a_refusal_that_the_step_lets_pass_ends_the_capture(ask: Callable[[], An
         return x + 1
 
     with pytest.raises((UnsupportedError, DataDependentError), match="replay|Generator.seed"):
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))

@@ -179,7 +179,7 @@ def shown(value: Any) -> Any:
 @pytest.mark.parametrize("name", STEPS)
 def test_whatever_a_step_returns_is_made_anew(name: str) -> None:
     step = STEPS[name]
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for value in (1.0, 2.0, 3.0):
         x = torch.full((2,), value)
         assert shown(compiled(x.clone())) == shown(step(x.clone()))
@@ -189,7 +189,7 @@ def test_whatever_a_step_returns_is_made_anew(name: str) -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_whatever_a_step_keeps_is_made_anew(name: str) -> None:
     found = []
-    for wrap in (lambda f: f, ws.compile):
+    for wrap in (lambda f: f, functools.partial(ws.compile, fullgraph=True)):
         module, log = nn.Linear(2, 2), list[Any]()
 
         def make(module: nn.Module, log: list[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -216,7 +216,7 @@ def test_the_standard_output_is_that_of_the_call(monkeypatch: pytest.MonkeyPatch
         holder.t = sys.stdout
         return x * 2
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     compiled(torch.ones(1))
     assert holder.t is sys.stdout
     monkeypatch.setattr(sys, "stdout", sys.stderr)
@@ -228,7 +228,7 @@ def test_an_object_of_a_library_stays_itself() -> None:
     def step(x: torch.Tensor) -> Any:
         return x * 2, nn.functional.relu, torch.nn.init.zeros_, sys.stdin, sys.path_hooks[1]
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for _ in range(2):
         assert all(a is b for a, b in zip(compiled(torch.ones(1))[1:], step(torch.ones(1))[1:], strict=True))
 
@@ -243,7 +243,7 @@ def test_functions_of_one_call_share_their_cells() -> None:
 
         return add, lambda: total
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for value in (1.0, 2.0):
         add, total = compiled(torch.full((1,), value))
         add(3.0)
@@ -286,7 +286,7 @@ def test_what_is_alive_after_a_capture_is_found_by_identity(
 ) -> None:
     monkeypatch.setitem(sys.modules, "some_library", LIBRARY)
     with pytest.raises(LeakError, match=words) as caught:
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))
     assert f"at: {__file__}:" in str(caught.value)
     vars(LIBRARY).pop("last", None)
 
@@ -297,5 +297,5 @@ def test_garbage_of_the_step_is_no_leak() -> None:
         cycle.append(cycle)
         return x + 1
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     assert compiled(torch.ones(1)).item() == 2

@@ -124,7 +124,7 @@ def test_names_are_those_of_the_bare_model(tmp_path):
     bare = programs.net()
     wrapped = copy.deepcopy(bare)
     wrapped[0] = checkpoint_wrapper(wrapped[0])
-    for index, model in enumerate((ws.compile(wrapped), nn.DataParallel(wrapped))):
+    for index, model in enumerate((ws.compile(wrapped, fullgraph=True), nn.DataParallel(wrapped))):
         opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         model(programs.batch(0)).sum().backward()
         opt.step()

@@ -538,7 +538,7 @@ def test_a_step_is_as_in_eager(step):
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_compiled_step_is_as_in_eager(step):
-    compiled = ws.compile(step, fullgraph=False)
+    compiled = ws.compile(step)
     compare(played(step, "SGD"), played(compiled, "SGD"))
     assert compiled.captures or compiled.breaks
 

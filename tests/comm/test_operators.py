@@ -229,7 +229,7 @@ def every_move(x, y):
 
 def captured_moves():
     x, y = torch.arange(4.0) + 10 * comm.get_rank(), torch.full((4,), float(comm.get_rank()))
-    compiled = ws.compile(every_move)
+    compiled = ws.compile(every_move, fullgraph=True)
     same = [torch.equal(compiled(x + i, y.clone()), every_move(x + i, y.clone())) for i in range(3)]
     return same, pending()
 
@@ -239,7 +239,7 @@ def test_collectives_of_a_captured_step_are_those_of_eager():
 
 
 def captured():
-    compiled, found = ws.compile(step), []
+    compiled, found = ws.compile(step, fullgraph=True), []
     for i in range(3):
         found.append(compiled(torch.full((3,), i + 1.0), torch.zeros(3)).tolist())
     names = [str(node.target) for node in compiled.graphs[0].graph.nodes if "wholestep." in str(node.target)]
@@ -286,7 +286,7 @@ def unread_results():
 
     found = []
     for step in (reduces, drops):
-        compiled = ws.compile(step)
+        compiled = ws.compile(step, fullgraph=True)
         results = [compiled(torch.ones(4), torch.tensor(0.5)).tolist() for _ in range(3)]
         found.append((results[-1], compiled.code.count("wait(") + compiled.code.count("_blocking("), pending()))
     return found

@@ -281,7 +281,7 @@ def compiled_with_torchs_names(folder):
         work.wait()
         return y + 1, z, *parts
 
-    compiled, results = ws.compile(step), []
+    compiled, results = ws.compile(step, fullgraph=True), []
     for scale in (1.0, 3.0):
         x = torch.arange(6.0).view(2, 3) * scale + rank
         results.append(all(torch.equal(a, b) for a, b in zip(compiled(x), step(x), strict=True)))

@@ -21,7 +21,7 @@ def test_the_gradient_of_a_weight_comes_before_that_of_its_input() -> None:
     model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 8))
     x = torch.randn(512, 32)
 
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def step() -> None:
         model(x).square().mean().backward()
 
@@ -92,7 +92,7 @@ def test_large_vocabularies_take_two_buffers_of_logits() -> None:
     torch.manual_seed(0)
     model, x, y = nn.Linear(4, 5000), torch.randn(64, 4), torch.randint(5000, (64,))
 
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def step() -> torch.Tensor:
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()

@@ -109,7 +109,7 @@ def test_a_source_of_several_lines_stays_in_its_comment() -> None:
         return layer(batch["a\nb = nonsense("]).sum()
 
     x = torch.randn(2, 3)
-    assert torch.equal(ws.compile(step)({"a\nb = nonsense(": x}), layer(x).sum())
+    assert torch.equal(ws.compile(step, fullgraph=True)({"a\nb = nonsense(": x}), layer(x).sum())
 
 
 def test_constants_are_never_written() -> None:
@@ -219,7 +219,7 @@ def test_a_strided_view_of_an_input_that_begins_late_in_its_memory(backend: Any)
 
     eager, ours = torch.arange(8.0), torch.arange(8.0)
     expected = step(eager[3:])
-    assert torch.equal(ws.compile(step, backend=backend)(ours[3:]), expected)
+    assert torch.equal(ws.compile(step, backend=backend, fullgraph=True)(ours[3:]), expected)
     assert torch.equal(ours, eager)
 
 
@@ -242,7 +242,7 @@ def test_strided_copies_that_the_user_calls(start: int, backend: Any) -> None:
 
     x = torch.arange(1.0, 11.0)[start : start + 6]
     expected = step(x)
-    for got, want in zip(ws.compile(step, backend=backend)(x), expected, strict=True):
+    for got, want in zip(ws.compile(step, backend=backend, fullgraph=True)(x), expected, strict=True):
         assert torch.equal(got, want)
 
 
@@ -259,7 +259,7 @@ def test_groups_of_calls_keep_the_order_of_collectives():
     comm.init_process_group("null", rank=0, world_size=2)
     try:
         p, y = torch.randn(1 << 18), torch.randn(1 << 18)
-        assert all(map(torch.equal, ws.compile(sums)(p, y), sums(p, y)))
+        assert all(map(torch.equal, ws.compile(sums, fullgraph=True)(p, y), sums(p, y)))
     finally:
         comm.destroy_process_group()
 
@@ -276,7 +276,7 @@ def test_losses_leave_the_arena_where_it_is(loss: str, reduction: str) -> None:
         return function(torch.sigmoid(x) * 0.5, torch.sigmoid(y), reduction=reduction) * 2 + 1
 
     x, y = torch.randn(40, 50), torch.randn(40, 50)
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     compiled(x, y)
     program = compiled._latest().run
     before = {key: arena.untyped_storage().data_ptr() for key, arena in program._arena.items()}
@@ -294,7 +294,7 @@ def test_a_bucket_in_a_bucket_is_filled(between: Callable[[torch.Tensor], torch.
         return torch.cat([z * 5, between(inner), z * 4]).view(4, 4).exp().sum(0)
 
     given = torch.randn(3, 4).unbind(0)
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     assert all(torch.equal(compiled(*given), step(*given)) for _ in range(2))
 
 
@@ -313,7 +313,7 @@ USES: dict[str, Any] = {
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -0.0, 0.1])
 @pytest.mark.parametrize("use", USES)
 def test_any_number_is_an_operand(use: str, number: float) -> None:
-    compiled = ws.compile(USES[use])
+    compiled = ws.compile(USES[use], fullgraph=True)
     for dtype in (torch.float32, torch.float64):
         found = []
         for run in (USES[use], compiled):
@@ -331,5 +331,5 @@ def test_a_number_may_be_the_first_operand(op: Any) -> None:
         return [op(3.0, x), op(2, x.exp()).tanh(), op(x.sum().item(), x), op(input=4, other=x), op(1.5, w)]
 
     x, w = torch.randn(4, 5), torch.randn(3, requires_grad=True)
-    for found, expected in zip(ws.compile(step)(x, w), step(x, w), strict=True):
+    for found, expected in zip(ws.compile(step, fullgraph=True)(x, w), step(x, w), strict=True):
         assert torch.equal(found, expected) and found.requires_grad == expected.requires_grad

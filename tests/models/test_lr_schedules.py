@@ -80,7 +80,7 @@ def test_a_step_may_say_what_its_schedule_has_set(schedule: str) -> None:
             rates.append(opt.param_groups[0]["lr"])  # noqa: B023
             return {"rates": scheduler.get_last_lr(), "epoch": getattr(scheduler, "last_epoch", 0)}  # noqa: B023
 
-        step = ws.compile(train) if compiled else train
+        step = ws.compile(train, fullgraph=True) if compiled else train
         results = [(r["rates"], r["epoch"]) for r in (step() for _ in range(8))]
         said.append((results, rates, [p.detach() for p in model.parameters()]))
         assert step is train or step.captures <= 4  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def test_nothing_is_computed_of_what_a_schedule_sets_when_the_step_ends(read: An
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = lr_scheduler.StepLR(opt, 1, 0.5)
 
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def step(x: torch.Tensor) -> Any:
         scheduler.step()
         return read(scheduler, x)

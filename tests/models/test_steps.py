@@ -49,7 +49,7 @@ def test_numbers_that_vary_are_inputs() -> None:
     """Different at each of 40 calls, which is more than there may be captures: one reason, then none."""
     model = torch.nn.Linear(2, 2)
 
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def step(x: torch.Tensor, scale: float) -> torch.Tensor:
         return model(x).sum() * scale
 

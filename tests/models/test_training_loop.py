@@ -67,7 +67,7 @@ def loop(train: Any, judge: Any) -> tuple[list[Any], nn.Module, torch.optim.Opti
 
 
 def test_a_loop_with_checkpoints_is_eagers_to_the_bit() -> None:
-    compiled, judge = ws.compile(step), ws.compile(evaluate)
+    compiled, judge = ws.compile(step, fullgraph=True), ws.compile(evaluate, fullgraph=True)
     ours, model, opt = loop(compiled, judge)
     theirs, other, other_opt = loop(step, evaluate)
     assert ours == theirs
@@ -80,14 +80,14 @@ def test_a_loop_with_checkpoints_is_eagers_to_the_bit() -> None:
 @pytest.mark.parametrize("backend", ["inductor", lambda gm, inputs: gm], ids=["inductor", "function"])
 def test_other_backends_train_alike(backend: Any) -> None:
     losses = []
-    for train in (step, ws.compile(step, backend=backend)):
+    for train in (step, ws.compile(step, backend=backend, fullgraph=True)):
         model, opt, _ = build()
         losses.append([train(model, opt, batch)["loss"] for batch in batches()[:3]])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_the_fused_optimizer_is_asked_for_by_name() -> None:
-    compiled = ws.compile(step, passes=[fuse_optimizer])
+    compiled = ws.compile(step, passes=[fuse_optimizer], fullgraph=True)
     losses = []
     for train in (step, compiled):
         model, opt, _ = build()
@@ -104,7 +104,7 @@ def test_the_loss_of_a_step_that_ran_its_backward_says_where_backward_belongs() 
         loss.backward()
         return loss
 
-    result = ws.compile(whole)(torch.ones(2, 3))
+    result = ws.compile(whole, fullgraph=True)(torch.ones(2, 3))
     assert result.requires_grad and not result.is_leaf
     with pytest.raises(RuntimeError, match="inside of the step"):
         result.sum().backward()
@@ -139,7 +139,7 @@ def test_hooks_that_are_added_anew_for_each_call_are_those_of_the_last(add: Any)
         model(x).sum().backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    step, x = ws.compile(gradients), torch.randn(2, 3)
+    step, x = ws.compile(gradients, fullgraph=True), torch.randn(2, 3)
     gradients(x)
     for _ in range(3):
         handle = add(model[1])
@@ -154,7 +154,7 @@ def test_a_step_that_takes_a_hook_away_takes_that_of_each_call() -> None:
     layer = nn.Linear(2, 2)
     handles = [layer.register_forward_hook(_double)]
 
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def step(x: Tensor) -> Tensor:
         out = layer(x)
         handles[0].remove()
@@ -182,7 +182,7 @@ def test_a_log_that_grows_by_anything_is_one_step(add: Any) -> None:
 
         return step
 
-    eager, compiled = training(logs[0]), ws.compile(training(logs[1]))
+    eager, compiled = training(logs[0]), ws.compile(training(logs[1]), fullgraph=True)
     for _ in range(40):
         eager(x), compiled(x)
     assert compiled.captures <= 2 and len(logs[0]) == len(logs[1])
@@ -192,7 +192,7 @@ def test_a_log_that_grows_by_anything_is_one_step(add: Any) -> None:
 def test_a_log_that_the_step_reads_is_looked_into() -> None:
     log: list[str] = []
 
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def step(x: Tensor) -> Tensor:
         log.append("step")
         return x * len(log)
@@ -204,7 +204,7 @@ def test_a_log_that_the_step_reads_is_looked_into() -> None:
 def test_a_set_that_grows_by_tensors_is_refused() -> None:
     kept: set[Tensor] = set()
 
-    @ws.compile
+    @ws.compile(fullgraph=True)
     def step(x: Tensor) -> None:
         kept.add(x * 2)
 

@@ -84,7 +84,7 @@ def test_as_if_the_module_were_exchanged_and_it_is_not(name, make):
     model = Net()
     real = swapped(copy.deepcopy(model), name, make)
     override = ByName(name, make)
-    step, before = ws.compile(train, module_override=[override]), structure(model)
+    step, before = ws.compile(train, module_override=[override], fullgraph=True), structure(model)
     theirs = [p for n, p in real.named_parameters() if "scale" not in n and "norm" not in n]
     opt, real_opt = (torch.optim.SGD(p, lr=0.01, momentum=0.9) for p in (model.parameters(), theirs))
     for seed in range(3):
@@ -104,15 +104,17 @@ def test_modules_inside_of_a_replaced_one_that_still_runs_and_the_outermost():
     model = Net()
     real = swapped(swapped(copy.deepcopy(model), "middle.1", lambda old: nn.ReLU()), "middle", Scaled)
     x = torch.randn(4, 6)
-    step = ws.compile(lambda model, x: model(x).exp(), module_override=[ByName("middle", Scaled), ByType()])
+    overrides = [ByName("middle", Scaled), ByType()]
+    step = ws.compile(lambda model, x: model(x).exp(), module_override=overrides, fullgraph=True)
     assert torch.equal(step(model, x), real(x).exp())
-    outermost = ws.compile(copy.deepcopy(model), module_override=[ByName("", lambda old: nn.Linear(6, 2))])
+    outer = [ByName("", lambda old: nn.Linear(6, 2))]
+    outermost = ws.compile(copy.deepcopy(model), module_override=outer, fullgraph=True)
     assert outermost(x).shape == (4, 2)
 
 
 def test_a_replacement_is_in_training_when_the_module_is():
     model, override = nn.Sequential(nn.Linear(6, 6)), ByName("0", lambda old: nn.Dropout(0.5))
-    step = ws.compile(lambda model, x: model(x), module_override=[override])
+    step = ws.compile(lambda model, x: model(x), module_override=[override], fullgraph=True)
     x = torch.ones(50)
     for training in (True, False, True, False):
         model.train(training)
@@ -124,7 +126,7 @@ def test_a_replacement_is_in_training_when_the_module_is():
         model.train()
         return model(x)
 
-    assert not torch.equal(ws.compile(trains, module_override=[override])(model, x), x)
+    assert not torch.equal(ws.compile(trains, module_override=[override], fullgraph=True)(model, x), x)
     assert model.training and model[0].training
 
 
@@ -136,12 +138,12 @@ def test_the_modules_are_back_when_capture_fails():
         return 1 if model(x).sum() > 0 else 0
 
     with pytest.raises(ws.errors.DataDependentError):
-        ws.compile(fails, module_override=[ByType()])(model, torch.randn(4, 6))
+        ws.compile(fails, module_override=[ByType()], fullgraph=True)(model, torch.randn(4, 6))
     assert structure(model) == before
 
 
 def test_another_model_of_the_same_structure_has_replacements_of_its_own():
-    step = ws.compile(lambda model, x: model(x), module_override=[ByName("middle", Scaled)])
+    step = ws.compile(lambda model, x: model(x), module_override=[ByName("middle", Scaled)], fullgraph=True)
     x = torch.randn(4, 6)
     for model in (Net(), Net()):
         assert torch.equal(step(model, x), swapped(copy.deepcopy(model), "middle", Scaled)(x))
@@ -152,11 +154,11 @@ def test_two_overrides_of_one_module_and_other_mistakes():
     before = structure(model)
     both = [ByName("middle.1", lambda old: nn.ReLU()), ByType()]
     with pytest.raises(ValueError, match=r"ByName and ByType both replace middle.1 \(Tanh\)"):
-        ws.compile(lambda m, x: m(x), module_override=both)(model, x)
+        ws.compile(lambda m, x: m(x), module_override=both, fullgraph=True)(model, x)
     with pytest.raises(TypeError, match=r"ByName.replacement gives a NoneType for last \(Linear\)"):
-        ws.compile(lambda m, x: m(x), module_override=[ByName("last", lambda old: None)])(model, x)
+        ws.compile(lambda m, x: m(x), module_override=[ByName("last", lambda old: None)], fullgraph=True)(model, x)
     with pytest.raises(TypeError, match="instances of ws.Override are required, found <class"):
-        ws.compile(lambda m, x: m(x), module_override=[ByType])
+        ws.compile(lambda m, x: m(x), module_override=[ByType], fullgraph=True)
     assert structure(model) == before
 
 
@@ -177,7 +179,7 @@ class Looks(ws.Override):
 def test_the_flat_state_is_what_the_placeholders_get():
     model, looks = Net(), Looks()
     opt = torch.optim.Adam(model.parameters(), lr=0.5)
-    step = ws.compile(train, module_override=[looks], gm_transformation=lambda gm: gm)
+    step = ws.compile(train, module_override=[looks], gm_transformation=lambda gm: gm, fullgraph=True)
     x = torch.randn(4, 6)
     for _ in range(3):
         step(model, opt, x)
@@ -222,7 +224,7 @@ def after_the_first_layer(add):
 @pytest.mark.parametrize("what", SAME)
 def test_what_a_transformation_may_add(what):
     model, x = Net(), torch.randn(4, 6)
-    step = ws.compile(lambda model, x: model(x), gm_transformation=after_the_first_layer(ADDED[what]))
+    step = ws.compile(lambda model, x: model(x), gm_transformation=after_the_first_layer(ADDED[what]), fullgraph=True)
     with torch.no_grad():
         middle = model.middle
         right = model.last(middle(middle(SAME[what](model.first(x)))))
@@ -235,7 +237,7 @@ def test_a_transformation_that_gives_nothing_or_what_cannot_run():
 
     def run(transform):
         with torch.no_grad():
-            ws.compile(lambda model, x: model(x), gm_transformation=transform)(model, x)
+            ws.compile(lambda model, x: model(x), gm_transformation=transform, fullgraph=True)(model, x)
 
     with pytest.raises(TypeError, match="gm_transformation gives a NoneType; the torch.fx.GraphModule to run"):
         run(lambda gm: None)

@@ -159,7 +159,7 @@ def compare(program: Program) -> None:
     def fn(inputs: list[Tensor]) -> list[Tensor]:
         return run(program, inputs)
 
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     for _ in range(2):
         with questionable() as notes:
             expected = outcome(program, fn)

@@ -94,14 +94,14 @@ def test_activations_are_those_that_wait_for_the_backward():
         x.sum().backward()
 
     x = torch.rand(1000, requires_grad=True)
-    found = ws.compile(squares).explain(x).memory
+    found = ws.compile(squares, fullgraph=True).explain(x).memory
     assert 9 * 4000 <= found.by_class["activations"] <= 12 * 4000
     assert found.where.startswith(__file__)
 
 
 def test_the_arena_is_what_the_program_takes():
     model, x = net(), torch.randn(16, 32)
-    opt, step = adamw(model), ws.compile(train_step)
+    opt, step = adamw(model), ws.compile(train_step, fullgraph=True)
     said = step.explain(model, opt, x)
     step(model, opt, x)
     program = next(iter(step._known.programs.values()))
@@ -149,7 +149,7 @@ def test_nothing_changes_and_no_capture_is_kept():
             calls.append(len(flat_state))
             return gm
 
-    step = ws.compile(train_step, module_override=[Counts()])
+    step = ws.compile(train_step, module_override=[Counts()], fullgraph=True)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     assert step.explain(model, opt, x).captures == 0
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -160,7 +160,7 @@ def test_nothing_changes_and_no_capture_is_kept():
     found = step.explain(model, opt, x)
     assert found.captures == 2 and found.recompiles == step.recompiles and len(calls) == 2
     assert "again: L['x'] shape: expected [16, 32], found [3, 32]" in str(found)
-    compiled = ws.compile(model)
+    compiled = ws.compile(model, fullgraph=True)
     assert compiled.explain(x).calls["backward"] > 0
 
 
@@ -187,15 +187,15 @@ def test_fake_models_in_a_world_of_256(world):
 def test_fake_tensors_that_cannot_be_looked_at():
     with FakeTensorMode():
         model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    step = ws.compile(lambda x: model(x).sum())
+    step = ws.compile(lambda x: model(x).sum(), fullgraph=True)
     with pytest.raises(CaptureError, match="fake tensor of shape .* from outside[^$]*as arguments of the step"):
         step.explain(x)
     with pytest.raises(CaptureError, match="fake tensor of shape .* from outside"):
-        ws.compile(lambda model, x: model(x).sum())(model, x)
+        ws.compile(lambda model, x: model(x).sum(), fullgraph=True)(model, x)
     with FakeTensorMode():
         elsewhere = torch.empty(3, device="cuda")
     with pytest.raises(UnsupportedError, match="on cuda:0, torch.strided: only those of the CPU"):
-        ws.compile(torch.sin).explain(elsewhere)
+        ws.compile(torch.sin, fullgraph=True).explain(elsewhere)
 
 
 def test_parameters_are_gathered_for_those_who_read_them(world):
@@ -223,4 +223,4 @@ def test_operators_without_a_rule_are_named(world):
     (one,) = found.missing_rules
     assert (one.operator, one.count, one.nbytes) == ("wholestep_report.twice", 1, 4 * 8 * 6 * 4)
     assert "wholestep_report.twice" in str(found) and one.where.startswith(__file__)
-    assert ws.compile(step).explain(x).missing_rules is None
+    assert ws.compile(step, fullgraph=True).explain(x).missing_rules is None

@@ -55,7 +55,7 @@ def trained(name: str, optimizer: str, device: str, run: Callable[..., Tensor]) 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name: str, optimizer: str, device: str) -> None:
-    eager, compiled = (trained(name, optimizer, device, run) for run in (step, ws.compile(step)))
+    eager, compiled = (trained(name, optimizer, device, run) for run in (step, ws.compile(step, fullgraph=True)))
     assert len(eager) == len(compiled) > 4
     for one, two in zip(eager, compiled, strict=True):
         assert two.device.type == one.device.type

@@ -55,7 +55,7 @@ def watched(step: Any, look: Callable[[], None]) -> None:
 def test_gradients_that_a_step_replaces_unread_are_gone_when_it_runs(calls: int) -> None:
     net, opt, x = parts()
     twin, other, _ = parts()
-    step = ws.compile(zero_first)
+    step = ws.compile(zero_first, fullgraph=True)
     for _ in range(calls):
         step(net, opt, x)
     grads = [weakref.ref(p.grad) for p in net.parameters()]
@@ -73,7 +73,7 @@ def test_gradients_that_a_step_replaces_unread_are_gone_when_it_runs(calls: int)
 def test_an_old_gradient_that_the_step_hands_out_stays() -> None:
     net, opt, x = parts()
     zero_first(net, opt, x)
-    step = ws.compile(keeps_old)
+    step = ws.compile(keeps_old, fullgraph=True)
     for _ in range(3):
         before, content = net[0].weight.grad, net[0].weight.grad.clone()
         _, old = step(net, opt, x)
@@ -91,7 +91,7 @@ def test_a_program_of_the_users_own_may_fail_and_gradients_stay() -> None:
     zero_first(net, opt, x)
     grads = [p.grad for p in net.parameters()]
     with pytest.raises(ZeroDivisionError):
-        ws.compile(zero_first, backend=failing)(net, opt, x)
+        ws.compile(zero_first, backend=failing, fullgraph=True)(net, opt, x)
     assert all(p.grad is g for p, g in zip(net.parameters(), grads, strict=True))
 
 
@@ -102,7 +102,7 @@ def test_gradients_of_another_kind_are_a_new_capture_where_python_asks(asks: boo
         return zero_first(net, opt, x)
 
     net, opt, x = parts()
-    step = ws.compile(ask_first if asks else zero_first)
+    step = ws.compile(ask_first if asks else zero_first, fullgraph=True)
     for _ in range(3):
         step(net, opt, x)
     assert step.captures == 1 + asks
@@ -114,7 +114,7 @@ def test_gradients_of_another_kind_are_a_new_capture_where_python_asks(asks: boo
 
 def test_the_first_calls_tensors_do_not_live_on() -> None:
     net, opt, x = parts()
-    step = ws.compile(zero_first)
+    step = ws.compile(zero_first, fullgraph=True)
     ref = weakref.ref(x)
     step(net, opt, x)
     step(net, opt, x)
@@ -159,7 +159,7 @@ def loans_of(step: Any) -> Any:
 
 def test_the_arena_lends_memory_for_gradients_that_a_step_replaces() -> None:
     (net, opt, x), (twin, other, _) = wide(), wide()
-    step = ws.compile(zero_first)
+    step = ws.compile(zero_first, fullgraph=True)
     for _ in range(4):
         assert torch.equal(step(net, opt, x), zero_first(twin, other, x))
         for mine, eager in zip(net.parameters(), twin.parameters(), strict=True):
@@ -184,7 +184,7 @@ def test_the_arena_lends_memory_for_gradients_that_a_step_replaces() -> None:
 @pytest.mark.parametrize("hold", [lambda p: p.grad, lambda p: p.grad[3:], lambda p: p.grad.numpy()])
 def test_a_gradient_that_somebody_holds_is_not_written_over(hold: Callable[[Any], Any]) -> None:
     (net, opt, x), (twin, other, _) = wide(), wide()
-    step = ws.compile(zero_first)
+    step = ws.compile(zero_first, fullgraph=True)
     held: list[tuple[Any, Any]] = []
     for turn in range(6):
         step(net, opt, x)
@@ -207,7 +207,7 @@ def test_gradients_are_accumulated_in_memory_that_is_lent() -> None:
         return loss.detach()
 
     (net, opt, x), (twin, other, _) = wide(), wide()
-    step = ws.compile(accumulate)
+    step = ws.compile(accumulate, fullgraph=True)
     for turn in range(9):
         last = turn % 3 == 2
         assert torch.equal(step(net, opt, x, last), accumulate(twin, other, x, last))
@@ -261,13 +261,14 @@ def dies_behind_an_optimizer(c: Any) -> list[Any]:
 
 @pytest.mark.parametrize("program", [dies_with_arguments, dies_one_after_the_other, dies_behind_an_optimizer])
 def test_a_compiled_step_keeps_nothing_alive_that_it_was_given(program: Callable[..., list[Any]]) -> None:
-    for compile in (lambda fn: fn, ws.compile, functools.partial(ws.compile, dynamic=True)):
+    whole = functools.partial(ws.compile, fullgraph=True)
+    for compile in (lambda fn: fn, whole, functools.partial(whole, dynamic=True)):
         alive = [ref() for ref in program(compile) if type(ref) is weakref.ref]  # no collection in between
         assert alive == [None] * len(alive)
 
 
 def test_a_step_serves_other_modules_after_one_has_died() -> None:
-    compiled, x = ws.compile(lambda model, x: model(x).sum()), torch.ones(2, 30)
+    compiled, x = ws.compile(lambda model, x: model(x).sum(), fullgraph=True), torch.ones(2, 30)
     for _ in range(3):
         model = nn.Linear(30, 30)
         for _ in range(2):
@@ -280,7 +281,7 @@ def test_gradients_that_stay_are_the_same_to_a_compiled_optimizer() -> None:
     one, two = (nn.Linear(3, 3) for _ in range(2))
     two.load_state_dict(one.state_dict())
     steps = []
-    for model, c in ((one, lambda fn: fn), (two, ws.compile)):
+    for model, c in ((one, lambda fn: fn), (two, functools.partial(ws.compile, fullgraph=True))):
         steps.append(c(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).step))
     for call in range(6):
         for model, step in zip((one, two), steps, strict=True):

@@ -64,7 +64,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def test_a_program_keeps_no_graph_until_somebody_looks():
-    step = ws.compile(train)
+    step = ws.compile(train, fullgraph=True)
     args = world()
     for _ in range(3):
         step(*args)
@@ -82,7 +82,7 @@ def test_replay_holds_neither_the_first_batch_nor_what_tracing_made():
     def run(model: nn.Module, x: torch.Tensor) -> dict[str, Any]:
         return {"x": x, "both": [model(x), (x, 1)]}
 
-    step, model = ws.compile(run), nn.Linear(2, 2)
+    step, model = ws.compile(run, fullgraph=True), nn.Linear(2, 2)
     first = torch.randn(3, 2)
     step(model, first)
     held = weakref.ref(first)

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -25,6 +26,8 @@ import wholestep as ws
 from wholestep.autograd import compiled_backward
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.testing import CompileCounter
+
+WHOLE = functools.partial(ws.compile, fullgraph=True)
 
 
 def module_with_backward_hooks():
@@ -71,7 +74,7 @@ class Held:
     value: torch.Tensor
 
 
-@pytest.mark.parametrize("forward", [lambda f: f, ws.compile], ids=["eager", "compiled"])
+@pytest.mark.parametrize("forward", [lambda f: f, WHOLE], ids=["eager", "compiled"])
 def test_a_hook_reads_its_closure_at_run_time(forward):
     def fn(x, held):
         y = x.sin()
@@ -99,7 +102,8 @@ def test_module_hooks(forward, backward):
     out = steps(one, first)
     two, second = module_with_backward_hooks()
     count, back = CompileCounter(), CompileCounter()
-    ours = two if forward == "eager" else ws.compile(two, backend=count if forward == "counter" else "aten")
+    backend = count if forward == "counter" else "aten"
+    ours = two if forward == "eager" else ws.compile(two, backend=backend, fullgraph=True)
     if backward == "none":
         result = steps(ours, second)
     else:
@@ -112,7 +116,7 @@ def test_module_hooks(forward, backward):
         assert back.frame_count == 2  # gradients that are None, and that are there
 
 
-@pytest.mark.parametrize("forward", [lambda m: m, ws.compile], ids=["eager", "compiled"])
+@pytest.mark.parametrize("forward", [lambda m: m, WHOLE], ids=["eager", "compiled"])
 def test_module_hooks_in_several_layers(forward):
     (a, first), (b, _) = module_with_backward_hooks(), module_with_backward_hooks()
     out = steps(nn.Sequential(a, b), first)
@@ -125,7 +129,7 @@ def test_module_hooks_in_several_layers(forward):
 
 def test_hooks_of_a_compiled_forward_write_when_the_backward_runs():
     module, x = module_with_backward_hooks()
-    compiled = ws.compile(nn.Sequential(module))
+    compiled = ws.compile(nn.Sequential(module), fullgraph=True)
     first, second = compiled(x).sum(), compiled(x).sum()
     assert module.hook_count_pre == 0
     first.backward()
@@ -138,14 +142,14 @@ def test_hooks_of_a_compiled_forward_change_no_other_objects():
     model = nn.Linear(3, 3)
     model.register_full_backward_hook(lambda module, grad_input, grad_output: setattr(module, "seen", grad_output[0]))
     with pytest.raises(UnsupportedError, match=r"a hook that runs in the backward of a compiled function changes"):
-        ws.compile(nn.Sequential(model))(torch.randn(2, 3, requires_grad=True))
+        ws.compile(nn.Sequential(model), fullgraph=True)(torch.randn(2, 3, requires_grad=True))
     assert not hasattr(model, "seen")
 
 
 def test_hooks_of_the_compiled_module_itself_stay_outside():
     model = nn.Linear(3, 3)
     model.register_full_backward_hook(lambda module, grad_input, grad_output: setattr(module, "seen", grad_output[0]))
-    compiled = ws.compile(model)
+    compiled = ws.compile(model, fullgraph=True)
     for scale in (1.0, 2.0):
         (compiled(torch.randn(2, 3, requires_grad=True)) * scale).sum().backward()
         assert torch.equal(model.seen, torch.full((2, 3), scale))
@@ -160,7 +164,7 @@ def test_memory_given_back():
         x.untyped_storage().resize_(0)
         return torch.cos(y)
 
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     for _ in range(2):
         x = torch.randn(10)
         expected = torch.cos(torch.sin(x))
@@ -177,7 +181,7 @@ def test_memory_taken_anew():
         out.untyped_storage().resize_(x.untyped_storage().size())
         out.copy_(y.cos())
 
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     for _ in range(2):
         x, out = torch.randn(10), torch.randn(10)
         out.untyped_storage().resize_(0)
@@ -189,7 +193,7 @@ def test_memory_taken_anew():
 
 @torch.no_grad()
 def test_memory_of_another_size_is_a_reason_to_capture_again():
-    compiled = ws.compile(lambda x, y: y.add(x.untyped_storage().size()))
+    compiled = ws.compile(lambda x, y: y.add(x.untyped_storage().size()), fullgraph=True)
     x, y = torch.zeros(3), torch.zeros(())
     assert compiled(x, y) == 12
     x.untyped_storage().resize_(16)
@@ -204,7 +208,7 @@ def test_memory_is_as_before_when_a_capture_fails():
 
     x = torch.ones(3)
     with pytest.raises(KeyError):
-        ws.compile(fn)(x)
+        ws.compile(fn, fullgraph=True)(x)
     assert x.untyped_storage().size() == 12 and x.sum() == 3
 
 
@@ -249,7 +253,7 @@ def sharded_module():
     return module, torch.rand(2, 20, requires_grad=True)
 
 
-@pytest.mark.parametrize("forward", [lambda m: m, ws.compile], ids=["eager", "compiled"])
+@pytest.mark.parametrize("forward", [lambda m: m, WHOLE], ids=["eager", "compiled"])
 @pytest.mark.parametrize("backend", ["aten", "user"])
 def test_a_module_sharded_by_its_hooks(forward, backend):
     one, first = sharded_module()
@@ -272,7 +276,7 @@ def test_a_parameter_made_inside_is_returned(requires_grad, computed):
         parameter = nn.Parameter(x + 123 if computed else x, requires_grad=requires_grad)
         return parameter, parameter.sin()
 
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     one = torch.randn(16)
     two = one.clone()
     (p, r), (q, s) = fn(one), compiled(two)
@@ -284,7 +288,7 @@ def test_a_parameter_made_inside_is_returned(requires_grad, computed):
 
 def test_a_result_beside_its_detached_argument_can_be_differentiated():
     x = torch.randn(4, requires_grad=True)
-    same, r = ws.compile(lambda x: (x.detach(), x.sin()))(x)
+    same, r = ws.compile(lambda x: (x.detach(), x.sin()), fullgraph=True)(x)
     r.sum().backward()
     assert torch.equal(x.grad, x.detach().cos()) and same.data_ptr() == x.data_ptr()
 
@@ -293,7 +297,7 @@ def test_a_result_beside_its_detached_argument_can_be_differentiated():
 def test_a_version_counter_is_read_and_set():
     count = CompileCounter()
 
-    @ws.compile(backend=count)
+    @ws.compile(backend=count, fullgraph=True)
     def fn(w, x):
         x = x.sin()
         v = w._version
@@ -321,7 +325,7 @@ def test_a_version_counter_is_preserved():
         return w
 
     w, x = torch.randn(16).fill_(0).fill_(1), torch.randn(16)
-    assert ws.compile(fn)(w, x) is w
+    assert ws.compile(fn, fullgraph=True)(w, x) is w
     assert w._version == 2 and torch.equal(w, x.sin() + 1)
 
 
@@ -340,7 +344,7 @@ def test_a_version_counter_is_kept(preserve):
         return r
 
     results = []
-    for function in (fn, ws.compile(fn)):
+    for function in (fn, ws.compile(fn, fullgraph=True)):
         torch.manual_seed(0)
         w, x = torch.randn(1, requires_grad=True), torch.randn(1)
         r = function(w, x)
@@ -354,4 +358,4 @@ def test_a_version_counter_is_kept(preserve):
 def test_a_branch_on_a_version_counter_is_refused():
     x = torch.zeros(3)
     with pytest.raises(CaptureError, match="Python compares a version counter"):
-        ws.compile(lambda x: x + 1 if x._version > 2 else x - 1)(x)
+        ws.compile(lambda x: x + 1 if x._version > 2 else x - 1, fullgraph=True)(x)

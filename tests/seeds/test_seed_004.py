@@ -67,7 +67,7 @@ def test_the_table_names_tests_that_exist() -> None:
 
 def alike(fn: Callable[..., Any], make: Callable[[], tuple[Any, ...]], backward: bool = True, **options: Any) -> Any:
     """Runs a function eagerly and compiled, twice each, and compares results, inputs and gradients bit for bit."""
-    compiled = ws.compile(fn, **options)
+    compiled = ws.compile(fn, **options, fullgraph=True)
     for _ in range(2):
         seen = []
         for call in (fn, compiled):
@@ -95,7 +95,7 @@ def alike(fn: Callable[..., Any], make: Callable[[], tuple[Any, ...]], backward:
 def test_lstm_on_strided_input() -> None:
     model = nn.LSTM(64, 64, num_layers=2, bidirectional=True)
     x = torch.empty_strided((9, 4, 64), (1, 576, 9)).normal_()
-    compiled = ws.compile(model)
+    compiled = ws.compile(model, fullgraph=True)
     expected, found = model(x), compiled(x)
     for one, two in zip((expected[0], *expected[1]), (found[0], *found[1]), strict=True):
         assert torch.equal(one, two) and one.stride() == two.stride()
@@ -153,7 +153,7 @@ def test_a_module_that_calls_another_ones_inside() -> None:
 
     model = Special()
     x = torch.randn(2, 3, 10, 10)
-    assert torch.equal(ws.compile(model)(x), model(x))
+    assert torch.equal(ws.compile(model, fullgraph=True)(x), model(x))
 
 
 def test_a_branch_on_data_is_a_guard() -> None:
@@ -176,11 +176,11 @@ def test_requires_grad_is_a_guard() -> None:
 
     x, y = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
     z = torch.randn(3, 3)
-    compiled = ws.compile(F())
+    compiled = ws.compile(F(), fullgraph=True)
     for other in (y, z):
         assert all(torch.equal(a, b) for a, b in zip(grads(F(), x, other), grads(compiled, x, other), strict=True))
     assert compiled.recompiles == ["L['y'] requires_grad: expected True, found False"]
-    compiled = ws.compile(F())
+    compiled = ws.compile(F(), fullgraph=True)
     for _ in range(2):
         grads(compiled, x, z)
     assert compiled.recompiles == []
@@ -204,15 +204,15 @@ def test_double_backward(with_grad: bool) -> None:
         return x.sin().exp()
 
     x = torch.tensor(1.0, requires_grad=True)
-    assert all(torch.equal(a, b) for a, b in zip(ws.compile(twice)(x), twice(x), strict=True))
-    (once,) = torch.autograd.grad(ws.compile(inner)(x), x)
+    assert all(torch.equal(a, b) for a, b in zip(ws.compile(twice, fullgraph=True)(x), twice(x), strict=True))
+    (once,) = torch.autograd.grad(ws.compile(inner, fullgraph=True)(x), x)
     assert torch.equal(once, torch.autograd.grad(inner(x), x)[0])
-    y = ws.compile(plain)(x)
+    y = ws.compile(plain, fullgraph=True)(x)
     (gx,) = torch.autograd.grad(y, x, create_graph=True, grad_outputs=grad_output)
     assert torch.equal(gx, inner(x)) and gx.requires_grad
     with pytest.raises(RuntimeError, match=refused):
         torch.autograd.grad(gx, x)
-    (gx,) = torch.autograd.grad(ws.compile(plain)(x), x, create_graph=False, grad_outputs=grad_output)
+    (gx,) = torch.autograd.grad(ws.compile(plain, fullgraph=True)(x), x, create_graph=False, grad_outputs=grad_output)
     assert not gx.requires_grad
 
 
@@ -237,12 +237,12 @@ def test_the_same_argument_twice() -> None:
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor]:
         return (x.trunc_() + y.trunc_(),)
 
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     (x1, x2, x3, x4), (y1, y2, y4) = copies(4), copies(3)
     compiled(x1, y1)
     compiled(x2, y2)
     assert compiled.recompiles == []
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     compiled(x3, x3)
     (found,) = compiled(x4, y4)
     assert torch.equal(found, x4 + y4) and x4._version == 1
@@ -252,7 +252,7 @@ def test_the_same_argument_twice() -> None:
 @pytest.mark.parametrize("others", [(), (2, 2), ([3, 2, 1], [4, 5, 6])], ids=["param", "number", "list"])
 def test_the_same_argument_twice_among_others(others: tuple[Any, ...]) -> None:
     model = Truncated()
-    compiled = ws.compile(model)
+    compiled = ws.compile(model, fullgraph=True)
     (a1, a2, a3), (b2,) = copies(3), copies(1)
     compiled(a1, a1, *others)
     found = compiled(a2, b2, *others)
@@ -270,7 +270,7 @@ def test_the_same_argument_twice_with_a_global() -> None:
     def fn(a: Tensor, b: Tensor) -> Tensor:
         return a.trunc_() + b.trunc_() + z
 
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     (a1, a2), (b2,) = copies(2), copies(1)
     compiled(a1, a1)
     compiled(a2, b2).sum().backward()
@@ -285,11 +285,11 @@ def test_the_same_argument_four_times() -> None:
         return (a + b + c + d,)
 
     (a1, a2, a3, a4), (b2, b3, b4), (c3, c4), (d4,) = copies(4), copies(3), copies(2), copies(1)
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     compiled(a1, a1, a1, a1)
     compiled(a2, b2, b2, b2)
     assert len(compiled.recompiles) == 1 and "L['a'] is L['b']" in compiled.recompiles[0]
-    compiled = ws.compile(fn)
+    compiled = ws.compile(fn, fullgraph=True)
     compiled(a3, b3, c3, c3)
     compiled(a4, b4, c4, d4)
     assert len(compiled.recompiles) == 1 and "L['c'] is L['d']" in compiled.recompiles[0]
@@ -306,7 +306,7 @@ def test_an_alias_written_between_decisions() -> None:
         a[0] = 2
         return b
 
-    assert torch.equal(ws.compile(fn, guard_data=True)(), fn())
+    assert torch.equal(ws.compile(fn, guard_data=True, fullgraph=True)(), fn())
 
 
 def test_gradients_that_are_saved_inputs() -> None:
@@ -337,7 +337,7 @@ def test_an_operator_that_returns_one_tensor_twice() -> None:
             b, c = torch.ops.wholestep_tests.maybe_twice(a)
             return (b.mul_(c),)
 
-        compiled = ws.compile(fn)
+        compiled = ws.compile(fn, fullgraph=True)
         for size in (6, 4):
             assert torch.equal(compiled(torch.ones(size))[0], fn(torch.ones(size))[0]), size
 
@@ -346,7 +346,7 @@ def test_a_parameter_made_inside() -> None:
     def fn(x: Tensor) -> Tensor:
         return x.sin() + nn.Parameter(torch.ones(1))
 
-    found, expected = ws.compile(fn)(torch.ones(4, 4)), fn(torch.ones(4, 4))
+    found, expected = ws.compile(fn, fullgraph=True)(torch.ones(4, 4)), fn(torch.ones(4, 4))
     assert torch.equal(found, expected) and found.requires_grad and not found.is_leaf
 
 
@@ -387,7 +387,7 @@ def test_several_views_of_one_result() -> None:
         return list((x * 2).split_with_sizes([7, 16, 9]))
 
     x, other = torch.randn(32, requires_grad=True), torch.randn(32, requires_grad=True)
-    outs = ws.compile(fn)(x)
+    outs = ws.compile(fn, fullgraph=True)(x)
     assert all(o._base is outs[0]._base for o in outs)
     (outs[0].sum() + outs[1].sum() + outs[2].sum()).backward()
     fn(other)[0].sum().backward()
@@ -404,7 +404,7 @@ def test_an_inner_gradient_with_its_graph() -> None:
         return torch.autograd.grad(loss, x, create_graph=True, grad_outputs=grad_output)[0]
 
     x, target = torch.rand(2, 4, 4, 4, requires_grad=True), torch.rand(1)
-    compiled = ws.compile(gradient)
+    compiled = ws.compile(gradient, fullgraph=True)
     compiled(copy.deepcopy(model), x, target)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         found = compiled(model, x, target)
@@ -425,7 +425,7 @@ def test_grad_mode_changed_inside_stays_changed(backend: Any) -> None:
         torch.set_grad_enabled(False)
         return y.clone(), y
 
-    compiled = ws.compile(f, backend=backend)
+    compiled = ws.compile(f, backend=backend, fullgraph=True)
     x = torch.ones(3, requires_grad=True) * 3
     try:
         seen = []
@@ -451,13 +451,13 @@ def test_a_leaf_is_not_written() -> None:
     for fn in (replaced, added):
         x = torch.ones(2, requires_grad=True)
         with pytest.raises(RuntimeError, match="is being used in an in-place operation"):
-            ws.compile(fn)(x)
+            ws.compile(fn, fullgraph=True)(x)
         assert torch.equal(x, torch.ones(2)) and x.is_leaf and x._version == 0
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match="^a leaf Variable that requires grad is being used in an in-place op"):
-        ws.compile(added)(x)
+        ws.compile(added, fullgraph=True)(x)
     with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad is being used in an in-place"):
-        ws.compile(lambda x: x[0].mul_(2))(x)
+        ws.compile(lambda x: x[0].mul_(2), fullgraph=True)(x)
 
 
 def test_writes_through_an_expanded_view() -> None:
@@ -478,7 +478,7 @@ def test_writes_through_an_expanded_view() -> None:
 
     alike(constant, lambda: (torch.arange(6),))
     alike(scaled, lambda: (torch.arange(6.0), torch.arange(6.0).requires_grad_()))
-    for fn in (repeated, ws.compile(repeated)):
+    for fn in (repeated, ws.compile(repeated, fullgraph=True)):
         x = torch.arange(6)
         with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
             fn(x)
@@ -508,7 +508,7 @@ def test_addresses_are_refused_while_tracing() -> None:
     x = torch.randn(3)
     for fn in (given, made):
         with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-            ws.compile(fn)(x)
+            ws.compile(fn, fullgraph=True)(x)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        ws.compile(lambda x: Foo.apply(x))(torch.randn(3, requires_grad=True))
+        ws.compile(lambda x: Foo.apply(x), fullgraph=True)(torch.randn(3, requires_grad=True))
     assert aot_function(lambda x: x + 1, "aten")(x).shape == x.shape

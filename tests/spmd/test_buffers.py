@@ -46,7 +46,7 @@ def _transposed() -> list[torch.Tensor]:
         return y, z
 
     x = torch.arange(6.0).view(2, 3) * (comm.get_rank() + 1)
-    return [*ws.compile(step)(x), *step(x)]
+    return [*ws.compile(step, fullgraph=True)(x), *step(x)]
 
 
 def test_a_traced_collective_of_a_tensor_that_is_not_contiguous_is_waited_for():

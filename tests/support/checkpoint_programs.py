@@ -66,7 +66,7 @@ def train(plan: str, path: str, steps: int) -> dict[str, torch.Tensor]:
     opt, step = adamw(model), step_of(plan)
     for number in range(steps):
         step(model, opt, batch(number, plan))
-    ws.save(path, ws.compile(model), opt)
+    ws.save(path, ws.compile(model, fullgraph=True), opt)
     for number in range(steps, 2 * steps):
         step(model, opt, batch(number, plan))
     return whole(model)

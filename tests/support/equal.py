@@ -8,6 +8,7 @@ counters, who shares memory with whom, and the state of the random generator.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,8 +44,9 @@ def identity(step: Step) -> Step:
 
 
 def default_compile() -> Compile:
-    """`ws.compile`, or `identity` when WHOLESTEP_TEST_COMPILE=identity."""
-    return identity if os.environ.get("WHOLESTEP_TEST_COMPILE") == "identity" else ws.compile
+    """`ws.compile` of whole steps, or `identity` when WHOLESTEP_TEST_COMPILE=identity."""
+    whole = functools.partial(ws.compile, fullgraph=True)
+    return identity if os.environ.get("WHOLESTEP_TEST_COMPILE") == "identity" else whole
 
 
 def reasons(step: Step) -> list[Any]:

@@ -225,7 +225,7 @@ def layouts() -> dict[str, Any]:
     found["model"] = close(ws.full_state_dict(model), whole.state_dict())
     logits = ws.compile(lambda m, x: m.eval()(x), mesh=mesh(), plan=Cut())
     found["another step"] = close(logits(model, mine(images)), whole.eval()(images))
-    found["no plan"] = error(lambda: ws.compile(lambda m, x: m(x))(model, images))
+    found["no plan"] = error(lambda: ws.compile(lambda m, x: m(x), fullgraph=True)(model, images))
     columns = ws.compile(train, mesh=mesh(), plan=Cut(dim=1))
     found["another plan"] = error(lambda: columns(model, {"images": images}, 1.0))
     found["parts"] = sum(part_of(p) is not None for p in model.parameters())

@@ -393,7 +393,7 @@ def collectives(shape: tuple[int, ...]) -> dict[str, bool]:
 
 
 def _runs_traced(fn: Callable[..., Any], given: tuple[Any, ...], met: tuple[Any, ...], right: Any) -> bool:
-    gm, step = ws.trace(fn, *met), ws.compile(fn)
+    gm, step = ws.trace(fn, *met), ws.compile(fn, fullgraph=True)
     step(*met)
     flat = [x for one in given for x in (one if isinstance(one, list) else [one])]
     used = flat[: len(gm.graph.find_nodes(op="placeholder"))]

@@ -135,7 +135,7 @@ def resumed() -> dict[str, Any]:
         found["other plan"] = str(error)
     before = copy.deepcopy([*models[1].parameters()])
     try:
-        ws.compile(plain)(models[1], opts[1], x, y)
+        ws.compile(plain, fullgraph=True)(models[1], opts[1], x, y)
     except PlanError as error:
         found["no plan"] = str(error)
     found["untouched"] = all(map(torch.equal, before, models[1].parameters()))

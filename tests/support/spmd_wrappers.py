@@ -55,8 +55,9 @@ def wrapped() -> dict[str, str]:
     for name, make in WRAPPED.items():
         model = make()
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        found[name] = error(lambda model=model, opt=opt: ws.compile(train)(model, opt, torch.randn(2, 8)))
-        found[f"{name}, alone"] = error(lambda model=model: ws.compile(model)(torch.randn(2, 8)))
+        whole = ws.compile(train, fullgraph=True)
+        found[name] = error(lambda model=model, opt=opt, whole=whole: whole(model, opt, torch.randn(2, 8)))
+        found[f"{name}, alone"] = error(lambda model=model: ws.compile(model, fullgraph=True)(torch.randn(2, 8)))
     return found
 
 
@@ -65,7 +66,7 @@ def compiled() -> dict[str, bool]:
     found = {}
     for name, make in COMPILED.items():
         ends = []
-        for step in (train, ws.compile(train)):
+        for step in (train, ws.compile(train, fullgraph=True)):
             model = make()
             opt = torch.optim.SGD(model.parameters(), lr=0.1)
             torch.manual_seed(3)

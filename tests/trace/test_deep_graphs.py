@@ -111,7 +111,7 @@ def test_steps_deeper_than_pythons_stack(name: str, dynamic: bool) -> None:
     seen = []
     for compiled in (False, True):
         step = STEPS[name]()
-        run = ws.compile(step, guard_data=True, dynamic=dynamic) if compiled else step
+        run = ws.compile(step, guard_data=True, dynamic=dynamic, fullgraph=True) if compiled else step
         for _ in range(2):
             x = torch.linspace(0, 1, 4).requires_grad_()
             found = run(x)
@@ -121,10 +121,10 @@ def test_steps_deeper_than_pythons_stack(name: str, dynamic: bool) -> None:
 
 def test_backwards_deeper_than_pythons_stack() -> None:
     x = torch.linspace(0, 1, 4).requires_grad_()
-    for run in (ws.compile(chain), aot_function(chain, "aten", partition_fn=min_cut_partition)):
+    for run in (ws.compile(chain, fullgraph=True), aot_function(chain, "aten", partition_fn=min_cut_partition)):
         for weight in (torch.linspace(1, 2, 4), torch.ones(()).expand(4)):
             assert torch.equal(*(torch.autograd.grad(call(x), x, weight)[0] for call in (chain, run)))
-    assert ws.compile(whole).explain(x)
+    assert ws.compile(whole, fullgraph=True).explain(x)
 
 
 class Deep(nn.Module):

@@ -61,7 +61,7 @@ def train(model: nn.Module, batches: list[tuple[Tensor, ...]], loss_of: Callable
         opt.zero_grad()
         return loss
 
-    step = ws.compile(train_step, dynamic=True) if compiled else train_step
+    step = ws.compile(train_step, dynamic=True, fullgraph=True) if compiled else train_step
     losses = [step(*batch).detach() for batch in batches]
     return step, [*losses, *model.state_dict().values()]
 
@@ -102,7 +102,7 @@ def test_a_trace_at_other_sizes_is_the_capture_of_those_sizes() -> None:
     assert templates.captures == 1
 
 
-@pytest.mark.parametrize("compile", [lambda m: ws.compile(m, dynamic=True),
+@pytest.mark.parametrize("compile", [lambda m: ws.compile(m, dynamic=True, fullgraph=True),
                                      lambda m: aot_function(m, "aten", partition_fn=min_cut_partition, dynamic=True)])
 def test_a_module_inside_of_ordinary_autograd(compile: Any) -> None:
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def test_sizes_in_arithmetic_and_results() -> None:
         scaled = x * math.sqrt(n) + y[: n // 2].sum() * (1.0 / n) - n**0.5
         return scaled, n, x.numel() * 2, [torch.full((n,), 1 / (n + 1)), x.new_zeros(2 * n, 3)], x[-1], x.flatten()
 
-    compiled = ws.compile(fn, dynamic=True)
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
     for size in (6, 5, 9):
         batch = {"x": torch.randn(size, 3), "rest": [torch.randn(size)]}
         expected, found = fn(batch), compiled(batch)
@@ -144,7 +144,7 @@ def test_batches_that_are_views_of_the_data() -> None:
         x.add_(1)
         return x.t() @ x
 
-    compiled = ws.compile(fn, dynamic=True)
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
     for start, stop in ((0, 5), (3, 12), (2, 4)):
         copy = data.clone()
         expected = fn(copy[start:stop])
@@ -156,7 +156,7 @@ def test_a_branch_on_a_size_is_a_guard() -> None:
     def fn(x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] > 8 else x + 1
 
-    compiled = ws.compile(fn, dynamic=True)
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
     for size in (4, 6, 10, 20, 3):
         x = torch.randn(size, 2)
         assert torch.equal(compiled(x), fn(x))
@@ -170,7 +170,7 @@ def test_a_size_that_only_one_value_serves_is_named() -> None:
     def fn(x: Tensor) -> Tensor:
         return sum((x[i] for i in range(x.shape[0])), torch.zeros(2))
 
-    compiled = ws.compile(fn, dynamic=True)
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
     assert all(torch.equal(compiled(x), fn(x)) for x in (torch.randn(3, 2), torch.randn(3, 2), torch.randn(4, 2)))
     assert compiled.specialized[0].startswith("L['x'].shape[0] is 3 (decided at") and len(compiled.recompiles) == 1
     assert "L['x'].shape[0] == 3: expected True, found False, as L['x'].shape[0] is 4" in compiled.recompiles[0]
@@ -180,7 +180,7 @@ def test_two_sizes_that_must_be_equal() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return x + y
 
-    compiled = ws.compile(fn, dynamic=True)
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
     for shapes in ((4, 4), (6, 6), (6, 1), (1, 1), (5, 5)):
         x, y = torch.randn(shapes[0], 2), torch.randn(shapes[1], 2)
         assert torch.equal(compiled(x, y), fn(x, y))
@@ -195,7 +195,7 @@ def test_what_has_no_symbols_is_captured_for_each_size() -> None:
         sizes = {x.shape: 2.0}
         return x * sizes[x.shape]
 
-    compiled = ws.compile(fn, dynamic=True)
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
     for size in (4, 6, 4):
         x = torch.randn(size, 2)
         assert torch.equal(compiled(x), fn(x))
@@ -209,7 +209,7 @@ def test_what_torch_gives_no_symbols_is_named() -> None:
     def fn(x: Tensor) -> Tensor:
         return lstm(x)[0]
 
-    compiled = ws.compile(fn, dynamic=True)
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
     for size in (3, 4):
         x = torch.randn(2, size, 4)
         assert torch.equal(compiled(x), fn(x))
@@ -254,13 +254,13 @@ def test_what_happens_to_the_tensor_itself_is_as_in_eager(fn: Any) -> None:
         pairs = zip(one, two, strict=True)
         return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
-    static, dynamic = ws.compile(fn), ws.compile(fn, dynamic=True)
+    static, dynamic = ws.compile(fn, fullgraph=True), ws.compile(fn, dynamic=True, fullgraph=True)
     for size in (4, 6):
         assert same(run(static, size), run(dynamic, size))
 
 
 def test_many_sizes_leave_a_bounded_number_of_programs() -> None:
-    compiled = ws.compile(lambda x: x * 2, dynamic=True)
+    compiled = ws.compile(lambda x: x * 2, dynamic=True, fullgraph=True)
     for size in range(2, 80):
         compiled(torch.ones(size))
     assert compiled.captures == ws.compiled.MAX_SIZES == len(compiled._known.programs) and compiled.recompiles == []
@@ -272,7 +272,7 @@ def test_a_mesh_is_refused() -> None:
 
 
 def test_a_module_that_meets_ever_new_sizes_is_told_of_it() -> None:
-    static, dynamic = ws.compile(mlp()), ws.compile(mlp(), dynamic=True)
+    static, dynamic = ws.compile(mlp(), fullgraph=True), ws.compile(mlp(), dynamic=True, fullgraph=True)
     with pytest.raises(CaptureError, match="captured 32 times.*shape: expected") as error:
         for size in range(2, 80):
             static(torch.ones(size, 8))

@@ -99,7 +99,7 @@ def test_generators_are_moved_as_in_eager(step: Callable[[Tensor], Any]) -> None
         flat = [t for result in results for t in (result if isinstance(result, tuple) else (result,))]
         return [*flat, torch.get_rng_state(), OWN.get_state()]
 
-    expected, compiled = run(step), ws.compile(step)
+    expected, compiled = run(step), ws.compile(step, fullgraph=True)
     assert all(map(torch.equal, run(compiled), expected)) and compiled.captures == 1
 
 
@@ -112,7 +112,7 @@ def test_states_of_no_generator_in_eagers_words(state: Any) -> None:
     with pytest.raises((TypeError, RuntimeError)) as expected:
         step(torch.ones(1))
     with pytest.raises(type(expected.value)) as caught:
-        ws.compile(step)(torch.ones(1))
+        ws.compile(step, fullgraph=True)(torch.ones(1))
     assert str(caught.value) == str(expected.value)
 
 
@@ -133,7 +133,7 @@ def test_what_of_generators_is_refused(what: str) -> None:
     begin()
     before = torch.get_rng_state()
     with pytest.raises(UnsupportedError, match=what) as caught:
-        ws.compile(step)(torch.ones(3))
+        ws.compile(step, fullgraph=True)(torch.ones(3))
     assert f"{__file__}:" in str(caught.value) and "to do: " in str(caught.value)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -169,7 +169,7 @@ def test_draws_of_python_and_numpy_are_refused_where_they_are_made(kind: str) ->
     random.gauss(0, 1)  # the next one is there already
     before = random.getstate(), numpy.random.get_state()[2]
     with pytest.raises(DataDependentError, match="draws from (random|numpy.random), .* a replay would repeat"):
-        ws.compile(step)(torch.ones(2))
+        ws.compile(step, fullgraph=True)(torch.ones(2))
     assert (random.getstate(), numpy.random.get_state()[2]) == before
 
 
@@ -179,4 +179,4 @@ def test_generators_that_a_step_makes_or_puts_back_are_its_own() -> None:
         numpy.random.set_state(numpy.random.get_state())
         return x * random.Random(3).random() * numpy.random.default_rng(3).random()
 
-    assert torch.equal(ws.compile(step)(torch.ones(2)), step(torch.ones(2)))
+    assert torch.equal(ws.compile(step, fullgraph=True)(torch.ones(2)), step(torch.ones(2)))

@@ -79,7 +79,7 @@ INPUTS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("offset", [0, 2])
 def test_every_call_is_as_eager(program: Callable[[Tensor], Any], offset: int) -> None:
-    compiled = ws.compile(program, guard_data=True)
+    compiled = ws.compile(program, guard_data=True, fullgraph=True)
     for values in INPUTS:
         one, two = (torch.tensor([9.0] * offset + values)[offset:] for _ in range(2))
         want, got = program(one), compiled(two)
@@ -88,14 +88,14 @@ def test_every_call_is_as_eager(program: Callable[[Tensor], Any], offset: int) -
 
 
 def test_the_same_data_needs_no_second_capture() -> None:
-    compiled = ws.compile(sizes, guard_data=True)
+    compiled = ws.compile(sizes, guard_data=True, fullgraph=True)
     for values in (INPUTS[0], INPUTS[3], [2.0 * v for v in INPUTS[0]]):
         compiled(torch.tensor(values))
     assert compiled.recompiles == []
 
 
 def test_the_reason_names_the_decision_and_its_line() -> None:
-    compiled = ws.compile(branch, guard_data=True)
+    compiled = ws.compile(branch, guard_data=True, fullgraph=True)
     compiled(torch.ones(3))
     compiled(-torch.ones(3))
     (reason,) = compiled.recompiles
@@ -106,7 +106,7 @@ def test_nan_is_a_value_like_any_other() -> None:
     def scaled(x: Tensor) -> Tensor:
         return x.clone().clamp(max=float(x.sum()))
 
-    compiled = ws.compile(scaled, guard_data=True)
+    compiled = ws.compile(scaled, guard_data=True, fullgraph=True)
     x = torch.tensor([math.nan, 1.0])
     for _ in range(3):
         assert torch.equal(compiled(x).isnan(), scaled(x).isnan())
@@ -120,7 +120,7 @@ def test_a_decision_after_attention_without_dropout_is_no_random_one() -> None:
         parts = y.reshape(-1).split([int(counts), y.numel() - int(counts)])
         return parts[0].sum() - parts[1].sum()
 
-    compiled = ws.compile(routed, guard_data=True)
+    compiled = ws.compile(routed, guard_data=True, fullgraph=True)
     for seed in (0, 1, 0):
         x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(compiled(x), routed(x))
@@ -138,7 +138,7 @@ def test_ctc_after_dropout_is_sized_by_its_lengths(in_tensors: bool, padded: boo
         (gradient,) = torch.autograd.grad(found.sum(), model.weight)
         return found.detach(), gradient
 
-    compiled = ws.compile(step, guard_data=in_tensors)
+    compiled = ws.compile(step, guard_data=in_tensors, fullgraph=True)
     for lengths in ([3, 2], [3, 2], [1, 3]):
         targets = torch.randint(1, 6, (2, 4) if padded else (sum(lengths),))
         given = [[9, 7], lengths]
@@ -159,7 +159,7 @@ def test_a_decision_on_random_numbers_is_refused_and_draws_none() -> None:
     before = torch.get_rng_state()
     for guard_data in (True, False):
         with pytest.raises(DataDependentError, match="follows from random numbers") as caught:
-            ws.compile(step, guard_data=guard_data)(torch.ones(2))
+            ws.compile(step, guard_data=guard_data, fullgraph=True)(torch.ones(2))
         assert "guard_data" not in caught.value.remedy  # which would not help
         assert torch.equal(torch.get_rng_state(), before)
 
@@ -167,7 +167,7 @@ def test_a_decision_on_random_numbers_is_refused_and_draws_none() -> None:
 def test_without_it_they_are_refused() -> None:
     for program in (sizes, listed, found, lengths, split):
         with pytest.raises(DataDependentError):
-            ws.compile(program)(torch.tensor(INPUTS[0]))
+            ws.compile(program, fullgraph=True)(torch.tensor(INPUTS[0]))
 
 
 def test_decisions_after_an_update_follow_from_the_state_as_it_begins() -> None:
@@ -188,7 +188,7 @@ def test_decisions_after_an_update_follow_from_the_state_as_it_begins() -> None:
                 losses.append(float(f"{loss.item():.5e}"))
             return losses
 
-        run = ws.compile(step, guard_data=True) if compiles else step
+        run = ws.compile(step, guard_data=True, fullgraph=True) if compiles else step
         seen.append([run(x), run(x), [p.tolist() for p in net.parameters()]])
     assert seen[0] == seen[1]
 
@@ -196,7 +196,7 @@ def test_decisions_after_an_update_follow_from_the_state_as_it_begins() -> None:
 def test_the_advice_to_guard_is_given_where_it_helps() -> None:
     def advice(fn: Callable[[Tensor], Any]) -> str:
         with pytest.raises(DataDependentError) as refused:
-            ws.compile(fn)(torch.ones(3))
+            ws.compile(fn, fullgraph=True)(torch.ones(3))
         return refused.value.remedy
 
     assert "guard_data=True" in advice(lambda x: f"{x.sum().item():.2f}")

@@ -102,7 +102,7 @@ def _values(use: str) -> list[list[Any]]:
 def test_a_number_from_outside_is_what_it_is_in_eager(name: str) -> None:
     use, x = (WHOLE | PLAIN | FREE)[name], torch.randn(2, 3, 6, 6)
     for values in _values(name):
-        compiled = ws.compile(lambda x, p: use(x, p))
+        compiled = ws.compile(lambda x, p: use(x, p), fullgraph=True)
         for value in values:
             torch.manual_seed(0)
             expected = use(x, value)
@@ -117,7 +117,7 @@ def test_a_number_of_a_tensor_is_refused_or_what_it_is_in_eager(name: str) -> No
     use, x = (WHOLE | PLAIN | FREE)[name], torch.randn(2, 3, 6, 6)
     for values in _values(name):
         # drawn: nobody knows it before the step runs
-        compiled = ws.compile(lambda x, p: use(x, (p * torch.randint(1, 2, ())).item()))
+        compiled = ws.compile(lambda x, p: use(x, (p * torch.randint(1, 2, ())).item()), fullgraph=True)
         for value in values:
             if name in {*FREE, "type_is"}:
                 assert _same(use(x, value), compiled(x, _held(value))), value
@@ -131,7 +131,7 @@ def test_a_number_of_a_tensor_is_refused_or_what_it_is_in_eager(name: str) -> No
 def test_with_guard_data_a_number_of_a_tensor_is_a_guard(name: str) -> None:
     use, x = (WHOLE | PLAIN | FREE)[name], torch.randn(2, 3, 6, 6)
     for values in _values(name):
-        compiled = ws.compile(lambda x, p: use(x, p.item()), guard_data=True)
+        compiled = ws.compile(lambda x, p: use(x, p.item()), guard_data=True, fullgraph=True)
         for value in values:
             torch.manual_seed(0)
             expected = use(x, value)
@@ -148,8 +148,8 @@ def test_a_step_that_stops_at_a_loss_that_is_not_finite_is_refused() -> None:
         return x * 2
 
     with pytest.raises(DataDependentError, match="Python decides on a value"):
-        ws.compile(step)(torch.ones(2))
-    compiled = ws.compile(step, guard_data=True)
+        ws.compile(step, fullgraph=True)(torch.ones(2))
+    compiled = ws.compile(step, guard_data=True, fullgraph=True)
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
     with pytest.raises(FloatingPointError):
         compiled(torch.tensor([math.inf, 1.0]))
@@ -165,7 +165,7 @@ def test_a_learning_rate_in_a_text_is_a_guard() -> None:
         opt.zero_grad()
         return f"lr {opt.param_groups[0]['lr']:.3f}"
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for lr in (0.5, 0.25, 0.5):
         opt.param_groups[0]["lr"] = lr
         assert compiled() == f"lr {lr:.3f}"
@@ -174,7 +174,7 @@ def test_a_learning_rate_in_a_text_is_a_guard() -> None:
 
 def test_tensors_as_a_size() -> None:
     x, step = torch.randn(1, 1, 4, 4), lambda x, size: F.interpolate(x, size=(size, size), mode="bilinear")
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for n in (3, 5, 3):
         assert torch.equal(compiled(x, torch.tensor(n)), step(x, torch.tensor(n)))
 
@@ -188,7 +188,7 @@ def test_libraries_do_not_see_that_tensors_are_fake() -> None:
         return made * (5 if fake else 2)
 
     x = torch.ones(2)
-    assert torch.equal(ws.compile(step)(x), step(x))
+    assert torch.equal(ws.compile(step, fullgraph=True)(x), step(x))
     assert torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor  # type: ignore[attr-defined]
 
 
@@ -200,7 +200,7 @@ def test_a_float_of_the_users_is_never_taken_for_another_number():
     def fn(x: Tensor, p: float) -> Tensor:
         return torch.nan_to_num(x, nan=p, posinf=LIKE_A_TOKEN)
 
-    compiled, x = ws.compile(fn), torch.tensor([1.0, math.nan, math.inf], dtype=torch.float64)
+    compiled, x = ws.compile(fn, fullgraph=True), torch.tensor([1.0, math.nan, math.inf], dtype=torch.float64)
     for p in (0.25, 2.0, 3.0, 4.0):
         assert torch.equal(compiled(x, p), fn(x, p))
     assert compiled.captures <= 2
@@ -208,7 +208,7 @@ def test_a_float_of_the_users_is_never_taken_for_another_number():
     def later(x: Tensor, p: float) -> Tensor:
         return torch.nan_to_num(torch.nan_to_num(x, nan=p), posinf=LIKE_A_TOKEN)
 
-    compiled = ws.compile(later)  # where it cannot tell them apart, the number is a guard
+    compiled = ws.compile(later, fullgraph=True)  # where it cannot tell them apart, the number is a guard
     for p in (0.25, 2.0, 3.0):
         assert torch.equal(compiled(x, p), later(x, p))
 
@@ -217,7 +217,7 @@ def test_a_number_that_autograd_saves_is_an_input_of_the_backward_too():
     def fn(x: Tensor, p: float) -> Tensor:
         return torch.autograd.grad(torch.logit(x, eps=p).sum(), x)[0]
 
-    compiled, x = ws.compile(fn), torch.rand(64, dtype=torch.float64, requires_grad=True)
+    compiled, x = ws.compile(fn, fullgraph=True), torch.rand(64, dtype=torch.float64, requires_grad=True)
     for p in (0.25, 0.125, 0.0625, 0.3):
         assert torch.equal(compiled(x, p), fn(x, p))
     assert compiled.captures <= 2
@@ -229,7 +229,7 @@ def test_a_number_that_autograd_saves_is_an_input_of_the_backward_too():
 ])  # fmt: skip
 def test_tensors_as_bounds_and_counts(fn: Any) -> None:
     """`random_.from`, which is no name that Python can spell, and an integer taken inside of torch's own Python."""
-    step = ws.compile(fn)
+    step = ws.compile(fn, fullgraph=True)
     for n in (1, 2, 1):
         seen = []
         for run in (fn, step):

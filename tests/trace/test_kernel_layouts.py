@@ -67,7 +67,7 @@ def step_of(fn: Callable[..., Any], layout: Callable[[Tensor], Tensor]) -> Calla
 def difference(step: Callable[..., Any], tensors: list[Tensor], layout: Callable[[Tensor], Tensor]) -> str:
     """What differs between a step compiled and eager, on tensors in a layout."""
     seen = []
-    for run in (step, ws.compile(step, guard_data=True)):
+    for run in (step, ws.compile(step, guard_data=True, fullgraph=True)):
         given = [_like(layout, t) if t.layout is torch.strided else t for t in tensors]
         torch.manual_seed(0)
         try:
@@ -152,7 +152,7 @@ def test_gradients_of_enlarged_views_are_at_their_places(mode: str) -> None:
     for coming in LAYOUTS.values():
         assert difference(step_of(fn, coming), [p], torch.clone) == ""
     weights = torch.randn(1, 3, 4, 4)
-    one, two = (torch.autograd.grad((run(p) * weights).sum(), p)[0] for run in (fn, ws.compile(fn)))
+    one, two = (torch.autograd.grad((run(p) * weights).sum(), p)[0] for run in (fn, ws.compile(fn, fullgraph=True)))
     assert torch.equal(one, two) and one.stride() == two.stride()
 
 
@@ -170,7 +170,7 @@ WRITES: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_to_memory_of_any_layout(name: str) -> None:
     seen = []
-    for run in (WRITES[name], ws.compile(WRITES[name])):
+    for run in (WRITES[name], ws.compile(WRITES[name], fullgraph=True)):
         torch.manual_seed(0)
         given = [torch.rand(*shape) for shape in ((33, 47), (47, 60), (60, 33))]
         run(*given)
@@ -188,7 +188,7 @@ def test_values_saved_for_a_backward_lie_as_in_eager() -> None:
         return second(F.gelu(one) * two)
 
     given = [x, *first.parameters(), *second.parameters()]
-    for run in (ws.compile(fn), ws.compile(fn, backend="naive")):
+    for run in (ws.compile(fn, fullgraph=True), ws.compile(fn, backend="naive", fullgraph=True)):
         pairs = [torch.autograd.grad(call(x).exp().sum(), given) for call in (fn, run)]
         assert all(map(torch.equal, *pairs))
 
@@ -224,7 +224,7 @@ def test_symbols_are_given_up_where_kernels_lay_results_out_otherwise() -> None:
         (grad,) = torch.autograd.grad(out, x, torch.linspace(0, 1, x.numel()).view(out.shape))
         return grad, grad.stride()
 
-    compiled = ws.compile(fn, dynamic=True)
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
     for size in (37, 41):
         x = torch.randn(size, 53, requires_grad=True)
         (one, seen), (two, traced) = fn(x), compiled(x)
@@ -260,7 +260,7 @@ def test_singular_and_eigenvalues_round_as_eager_takes_them(name: str, requires_
         grads = torch.autograd.grad(found.sum(), x) if found.requires_grad else ()
         return unseen, found.detach(), *grads
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for seed in range(4):
         torch.manual_seed(seed)
         x = torch.randn(6, 6, requires_grad=requires_grad)

@@ -170,7 +170,7 @@ def test_every_patch_of_a_capture_is_of_its_thread() -> None:
             return super().forward(x)
 
     model = Looks(3, 3)
-    ws.compile(step)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3))
+    ws.compile(step, fullgraph=True)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3))
     assert len(met) > 100 and not patches.active
 
 
@@ -236,7 +236,7 @@ def test_threads_that_work_while_another_captures(monkeypatch: pytest.MonkeyPatc
             try:
                 for _ in range(4):
                     model = nn.Linear(3, 3)
-                    compiled = ws.compile(step)
+                    compiled = ws.compile(step, fullgraph=True)
                     compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3))
             finally:
                 stop.set()
@@ -254,7 +254,7 @@ def test_two_threads_that_capture_at_once() -> None:
             nn.utils.clip_grad_norm_([weight], 1.0)
             return torch.distributions.Normal(x * scale, -1.0).mean + math.sqrt(scale)
 
-        return [ws.compile(own)(torch.ones(3)) for _ in range(3)]
+        return [ws.compile(own, fullgraph=True)(torch.ones(3)) for _ in range(3)]
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(capture, (1.0, 4.0)))

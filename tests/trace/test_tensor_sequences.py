@@ -71,7 +71,7 @@ def _calls(fn: Step, step: Step) -> None:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_lists_have_the_values_of_each_call(name: str) -> None:
-    step = ws.compile(SERVED[name])
+    step = ws.compile(SERVED[name], fullgraph=True)
     _calls(SERVED[name], step)
     if not name.startswith("new of"):
         assert step.recompiles == []
@@ -80,8 +80,8 @@ def test_lists_have_the_values_of_each_call(name: str) -> None:
 @pytest.mark.parametrize("name", GUARDED)
 def test_values_that_only_cpp_can_read_are_refused_or_guarded(name: str) -> None:
     with pytest.raises(CaptureError, match="guard_data=True"):
-        ws.compile(GUARDED[name])(torch.tensor(1.0), torch.ones(3, 3), torch.tensor(1))
-    step = ws.compile(GUARDED[name], guard_data=True)
+        ws.compile(GUARDED[name], fullgraph=True)(torch.tensor(1.0), torch.ones(3, 3), torch.tensor(1))
+    step = ws.compile(GUARDED[name], guard_data=True, fullgraph=True)
     _calls(GUARDED[name], step)
     assert len(step.recompiles) == 1
 
@@ -96,7 +96,7 @@ def test_lists_that_eager_refuses(fn: Step) -> None:
     with pytest.raises((TypeError, ValueError)) as expected:
         fn(*given)
     with pytest.raises(expected.type, match=str(expected.value)[:30]):
-        ws.compile(fn)(*given)
+        ws.compile(fn, fullgraph=True)(*given)
 
 
 @pytest.mark.parametrize("fn", [
@@ -106,5 +106,5 @@ def test_lists_that_eager_refuses(fn: Step) -> None:
 ])  # fmt: skip
 def test_lists_that_are_refused(fn: Step) -> None:
     with pytest.raises(CaptureError) as refused:
-        ws.compile(fn)(torch.tensor(1.0), torch.ones(3, 3), torch.tensor(1))
+        ws.compile(fn, fullgraph=True)(torch.tensor(1.0), torch.ones(3, 3), torch.tensor(1))
     assert __file__ in refused.value.where and refused.value.remedy

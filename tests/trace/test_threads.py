@@ -41,7 +41,7 @@ def test_another_thread_is_not_part_of_the_step():
                 started.wait(10)  # the other thread is inside of its optimizer's step now
             return model(x)
 
-    step = ws.compile(lambda x: Meets()(x).exp())
+    step = ws.compile(lambda x: Meets()(x).exp(), fullgraph=True)
     with torch.no_grad():
         step(torch.ones(1, 3))
     goes_on.set()
@@ -52,7 +52,7 @@ def test_another_thread_is_not_part_of_the_step():
 
 def test_threads_that_call_one_module_at_once_have_eagers_gradients():
     model = nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.LayerNorm(128), nn.Linear(128, 128), nn.Tanh())
-    compiled = ws.compile(model)
+    compiled = ws.compile(model, fullgraph=True)
     inputs = [[torch.randn(64, 32, requires_grad=True) for _ in range(100)] for _ in range(3)]
 
     def gradients(module, x):

@@ -95,7 +95,7 @@ def test_of_a_number_that_varies(question: Callable[[Any], Any], values: tuple[A
     def step(x: Tensor, n: Any) -> Tensor:
         return x * number(question(n)) + n
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for value in values:
         same(step, compiled, torch.ones(2), value)
 
@@ -107,7 +107,7 @@ def test_of_a_number_from_a_tensor(question: Callable[[Any], Any]) -> None:
     def step(x: Tensor) -> Tensor:
         return x * number(question(x.sum().item()))
 
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     try:
         same(step, compiled, torch.ones(2))
     except DataDependentError as error:
@@ -125,7 +125,7 @@ def test_a_learning_rate() -> None:
         return w.detach() * (2 if type(lr) is float else 3)
 
     results = []
-    for compiled in (step, ws.compile(step)):
+    for compiled in (step, ws.compile(step, fullgraph=True)):
         w = torch.ones(2, requires_grad=True)
         optimizer = torch.optim.SGD([w], lr=0.1)
         for lr in (0.1, 0.2, 0.3):
@@ -148,7 +148,7 @@ def test_of_a_size(question: Callable[[Tensor], Any]) -> None:
     def step(x: Tensor) -> Tensor:
         return x * number(question(x))
 
-    compiled = ws.compile(step, dynamic=True)
+    compiled = ws.compile(step, dynamic=True, fullgraph=True)
     for size in (3, 4, 5, 12):
         same(step, compiled, torch.ones(size))
 
@@ -169,7 +169,7 @@ def test_of_a_tensor(question: Callable[[Tensor], Any]) -> None:
     def step(x: Tensor) -> Tensor:
         return x * number(question(x))
 
-    same(step, ws.compile(step), torch.ones(2, requires_grad=True))
+    same(step, ws.compile(step, fullgraph=True), torch.ones(2, requires_grad=True))
 
 
 def test_in_methods_and_functions_that_are_called() -> None:
@@ -180,7 +180,7 @@ def test_in_methods_and_functions_that_are_called() -> None:
         def never(self, x: Tensor) -> Tensor:
             raise AssertionError
 
-    assert torch.equal(ws.compile(Model())(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(ws.compile(Model(), fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_classes_made_in_the_step_and_other_threads() -> None:
@@ -197,6 +197,6 @@ def test_classes_made_in_the_step_and_other_threads() -> None:
         thread.join()
         return x * made.factor * (2 if Meta("A", (), {}).__class__ is Meta and Meta.__mro__[1] is not object else 5)
 
-    result = ws.compile(step)(torch.ones(2))
+    result = ws.compile(step, fullgraph=True)(torch.ones(2))
     assert torch.equal(result, torch.full((2,), 6.0))
     assert "type" not in globals() and seen == [(True, True)]

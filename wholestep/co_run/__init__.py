@@ -6,6 +6,6 @@ value is read, and at the end, the queue is flushed, by a compiled program if th
 May import: capture, errors, fake_layouts, functional, lower, patches, pipeline, torch_compat, trace.
 """
 
-from wholestep.co_run.step import CoRun, is_deferring
+from wholestep.co_run.step import CoRun, is_deferring, outside_of_programs
 
-__all__ = ["CoRun", "is_deferring"]
+__all__ = ["CoRun", "is_deferring", "outside_of_programs"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Queue(TorchDispatchMode):
     def __init__(self, signatures: Signatures, run: Run) -> None:
         super().__init__()
         self._signatures, self._run, self._running, self.known = signatures, run, False, True
+        self._paused = False
         self._begin()
 
     def _begin(self) -> None:
@@ -85,6 +87,8 @@ class Queue(TorchDispatchMode):
         return self._dispatch(func, args, kwargs or _NONE)
 
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._paused:
+            return func(*args, **kwargs)
         facts = facts_of(func)
         if facts.kind is AT_ONCE:
             return self._at_once(facts, args, kwargs)
@@ -253,6 +257,16 @@ class Queue(TorchDispatchMode):
             self._run_pending()
         finally:
             self._begin()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Flushes, and runs what comes at once."""
+        self.flush()
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def _run_pending(self) -> None:
         """Runs what was deferred, and writes what is alive."""

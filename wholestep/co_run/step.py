@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from wholestep.errors import UnsupportedError
 from wholestep.patches import patched
 from wholestep.pipeline import Options
 from wholestep.torch_compat import below_autograd, makes_subclass
+from wholestep.trace.record.provenance import user_line
 
 # Programs of one step; beyond, segments run operator by operator.
 MAX_PROGRAMS = 64
@@ -29,7 +31,13 @@ _active = threading.local()
 
 def is_deferring() -> bool:
     """True inside of a step of this thread whose operators are deferred."""
-    return getattr(_active, "depth", 0) > 0
+    return getattr(_active, "queue", None) is not None
+
+
+def outside_of_programs() -> AbstractContextManager[None]:
+    """Runs what this thread has deferred, and defers nothing meanwhile."""
+    queue = getattr(_active, "queue", None)
+    return nullcontext() if queue is None else queue.paused()
 
 
 class CoRun:
@@ -37,7 +45,8 @@ class CoRun:
 
     Attributes:
         refused: why segments run operator by operator, one reason each.
-        programs: how many segments were compiled.
+        segments: the segments that were compiled: the number of operators, bytes of results that outlive them, and the
+            line that ends them.
         eager: whether the step runs as it is, because that is faster.
     """
 
@@ -45,7 +54,7 @@ class CoRun:
         self._fn, self._options = fn, options
         self._signatures = Signatures()
         self.refused: list[str] = []
-        self.programs = 0
+        self.segments: list[tuple[int, int, str]] = []
         self.eager = False
         self._times: dict[bool, list[float]] = {False: [], True: []}  # of deferred calls, and of eager ones
 
@@ -61,7 +70,7 @@ class CoRun:
             self.eager = len(plain) == TIMED and min(plain) < min(deferred)
             return result
         queue = Queue(self._signatures, self._serve)
-        programs, begin = self.programs, time.perf_counter()
+        programs, begin = len(self.segments), time.perf_counter()
         try:
             return self._deferred(queue, args, kwargs)
         except RuntimeError as error:
@@ -73,12 +82,12 @@ class CoRun:
                 remedy="make it with tensor.as_subclass(kind); later calls of the step run in eager",
             ) from error
         finally:
-            if len(deferred) < TIMED and queue.known and programs == self.programs:
+            if len(deferred) < TIMED and queue.known and programs == len(self.segments):
                 deferred.append(time.perf_counter() - begin)
 
     def _deferred(self, queue: Queue, args: Any, kwargs: Any) -> Any:
         thread = threading.get_ident()
-        _active.depth = getattr(_active, "depth", 0) + 1
+        _active.queue = queue
         try:
             with patched(flushing(queue.flush), lambda: threading.get_ident() == thread):
                 try:
@@ -87,7 +96,7 @@ class CoRun:
                 finally:
                     queue.flush()
         finally:
-            _active.depth -= 1
+            _active.queue = None
 
     def _serve(self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]) -> None:
         """Runs a segment: by a program, or one operator after the other."""
@@ -114,7 +123,7 @@ class CoRun:
         else:
             pairs = enumerate(zip(node.seen[key], numbers, strict=True))
             varying = frozenset(index for index, (a, b) in pairs if not same(a, b))
-        if key in node.refused or self.programs >= MAX_PROGRAMS:
+        if key in node.refused or len(self.segments) >= MAX_PROGRAMS:
             return None
         try:
             program = SegmentProgram(segment, tensors, numbers, self._options, varying)
@@ -123,5 +132,6 @@ class CoRun:
             node.refused.add(key)
             return None
         node.programs[key] = program
-        self.programs += 1
+        kept = sum(t.nbytes for t in tensors[len(segment.externals) :])
+        self.segments.append((len(segment.calls), kept, user_line()))
         return program

@@ -4,10 +4,10 @@ Takes graphs, a mesh and the words that capture left. Gives an `Explanation`. No
 May import: comm, errors, ir, lower, spmd, torch_compat.
 """
 
-from wholestep.report.explanation import Explanation, explain
+from wholestep.report.explanation import Explanation, explain, explain_segments
 from wholestep.report.memory import Memory
 from wholestep.report.missing_rules import MissingRule
 from wholestep.report.stage_text import Stage, code
 from wholestep.report.traffic import Traffic
 
-__all__ = ["Explanation", "Memory", "MissingRule", "Stage", "Traffic", "code", "explain"]
+__all__ = ["Explanation", "Memory", "MissingRule", "Stage", "Traffic", "code", "explain", "explain_segments"]

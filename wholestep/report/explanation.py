@@ -28,15 +28,22 @@ class Explanation:
             everything runs as written.
         captures: how many captures serve calls now.
         recompiles: why calls needed other programs.
+        breaks: why the step's Python runs at each call; empty for one that is replayed.
+        segments: of such a step, those that were compiled so far, in order: the number of operators, the bytes of
+            results that outlive it, the line that ends it.
+        eager: whether such a step runs in eager, where it was faster.
     """
 
     title: str
     calls: dict[str, int]
     collectives: list[Traffic]
-    memory: Memory
+    memory: Memory | None
     missing_rules: list[MissingRule] | None
     captures: int
     recompiles: list[str] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    segments: list[tuple[int, int, str]] = field(default_factory=list)
+    eager: bool = False
 
     @property
     def bytes_sent(self) -> float:
@@ -44,6 +51,8 @@ class Explanation:
         return sum(one.nbytes for one in self.collectives)
 
     def __str__(self) -> str:
+        if self.memory is None:
+            return "\n".join([self.title, "", *self._segments()])
         parts = [self.title, "", _calls(self.calls), "", *self._traffic(), "", *_held(self.memory)]
         if self.missing_rules is not None:
             parts += ["", *_without_rule(self.missing_rules)]
@@ -66,6 +75,14 @@ class Explanation:
                 rest = sum(one.nbytes for one in places[PLACES:])
                 lines.append(f"      from {len(places) - PLACES} more places: {_size(rest)}")
         return lines
+
+    def _segments(self) -> list[str]:
+        why = [f"  because: {line}" for reason in self.breaks for line in reason.splitlines()]
+        if self.eager:
+            return ["runs in eager, which was faster than deferring its operators", *why]
+        rows = [f"  {calls:>6,} operators, {_size(kept)} kept{_at(where)}" for calls, kept, where in self.segments]
+        return ["its Python runs at each call, its operators as compiled segments", *why, "",
+                f"segments compiled so far: {len(rows)}", *rows]  # fmt: skip
 
     def _captures(self) -> list[str]:
         if not self.captures:
@@ -93,6 +110,13 @@ def explain(
     return Explanation(
         title, dict(calls), collective_traffic(step, axes), memory_of(step), lacking, captures, list(recompiles)
     )
+
+
+def explain_segments(
+    title: str, segments: Sequence[tuple[int, int, str]], eager: bool, breaks: Sequence[str]
+) -> Explanation:
+    """A report on a step whose Python runs at each call."""
+    return Explanation(title, {}, [], None, None, 0, breaks=list(breaks), segments=list(segments), eager=eager)
 
 
 def _calls(calls: Mapping[str, int]) -> str:

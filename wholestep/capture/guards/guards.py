@@ -173,13 +173,24 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
             continue
         if guard.kind == "is":
             return GuardFailure(f"{_pair(guard)}: expected the same object, found two")
-        varying = _varying(old, later) if match is not None and _is_number(guard, match) else frozenset()
+        varying = frozenset[str]()
+        if match is not None and _is_number(guard, match):
+            varying = _varying(old, later)
+        elif match is not None and _has_grown(guard, match):
+            varying = frozenset([guard.key[0]])
         return GuardFailure(_reason(guard, match, later), varying)
     return None
 
 
 def _is_number(guard: Guard, match: Guard) -> bool:
     return guard.kind == "value" and type(guard.expected) is type(match.expected) in (int, float)
+
+
+def _has_grown(guard: Guard, match: Guard) -> bool:
+    """Whether a list of the step's own, none that it is given, is longer: one that it may not read."""
+    before, now = guard.expected, match.expected
+    return (guard.kind in (f"structure of {kinds.LIST.name}", f"structure of {kinds.DEQUE.name}")
+            and before[0] is now[0] and before[1] < now[1] and not guard.key[0].startswith(("args", "kwargs")))
 
 
 def _varying(old: list[Guard], later: dict[tuple[str, str], Guard]) -> frozenset[str]:
