@@ -8,6 +8,7 @@ which the quick form leaves out, since that can take minutes.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ QUICK = (Phase.explicit, Phase.generate)
 settings.register_profile("quick", derandomize=True, max_examples=60, phases=QUICK, **COMMON)
 settings.register_profile("long", max_examples=20_000, **COMMON)
 settings.load_profile("long" if os.environ.get("WHOLESTEP_TEST_LONG") else "quick")
+
+gc.set_threshold(10_000, 10, 20)  # most of the many objects are torch's own: the collector looks at them less often
 
 
 @pytest.fixture(scope="session", autouse=True)

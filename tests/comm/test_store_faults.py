@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from wholestep.comm.diagnostics import flight_recorder
 from wholestep.comm.stores import tcp_server, tcp_store
 from wholestep.comm.stores.store_barrier import exchange
 from wholestep.comm.stores.wire_protocol import HELLO, MAX_FRAME, pack
-from wholestep.launcher import free_port
+from wholestep.launcher import World, free_port
 from wholestep.testing import run_ranks
 
 LONG = timedelta(seconds=20)
@@ -393,24 +394,24 @@ def test_signals_do_not_keep_shared_memory_from_being_made():
         signal.signal(signal.SIGALRM, before)
 
 
-FULL = """
-from datetime import timedelta
-from wholestep import comm
-from wholestep.comm import shared_tensors
-shared_tensors.SHARED_FOLDER = "/no/such/folder"
-try:
-    comm.init_process_group("shm", timeout=timedelta(seconds=60))
-except comm.DistBackendError as full:
-    print("no file can be made in /no/such/folder" in str(full))
-"""
+def begun_without_shared_memory(rank, port, told):
+    os.environ.update(World(3).environment(rank, port, "of this test"))
+    shared_tensors.SHARED_FOLDER = "/no/such/folder"
+    try:
+        comm.init_process_group("shm", timeout=LONG)
+    except comm.DistBackendError as full:
+        Path(told).write_text(str(full))
 
 
 def test_no_shared_memory_is_told_to_every_rank_though_the_first_ends_at_once(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(FULL)
-    command = [sys.executable, "-m", "wholestep", "run", "-n", "3", str(script)]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert sorted(out.stdout.splitlines()) == [f"[rank {rank}] True" for rank in range(3)]
+    port, told = free_port(), [tmp_path / str(rank) for rank in range(3)]
+    make = multiprocessing.get_context("forkserver").Process
+    ranks = [make(target=begun_without_shared_memory, args=(rank, port, told[rank])) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank, words in zip(ranks, told, strict=True):
+        rank.join(60)
+        assert "no file can be made in /no/such/folder" in words.read_text()
 
 
 def counted():

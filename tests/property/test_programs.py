@@ -6,6 +6,9 @@ in reach is written into, to see who sees the write. WHOLESTEP_TEST_LONG=1 runs 
 
 from __future__ import annotations
 
+import itertools
+import os
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,6 +31,8 @@ from tests.zoo.programs import (
 from wholestep.errors import UnsupportedError
 
 SOME_WRITES = ("add_", "copy_", "setitem", "out", "zero_", "masked_fill_", "foreach_add_", "data_add_")
+PAIRS = list(itertools.product(VIEWS, SOME_WRITES))  # of which the quick form takes each view twice, all writes in turn
+QUICK = [pair for i, pair in enumerate(PAIRS) if (i + i // len(SOME_WRITES)) % 4 == 0]
 
 
 def entangled(inputs: list[Tensor], before: list[tuple[torch.Size, tuple[int, ...], bool]]) -> bool:
@@ -94,10 +99,7 @@ def program_of(*body: Instruction, shape: int = 3, grad: bool = False) -> Progra
     return Program((InputSpec(shape, 0, grad, -1, 0),), body, (0, 1))
 
 
-@pytest.mark.parametrize(
-    "write", ["add_", "copy_", "setitem", "out", "zero_", "masked_fill_", "foreach_add_", "data_add_"]
-)
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("view", "write"), PAIRS if os.environ.get("WHOLESTEP_TEST_LONG") else QUICK)
 def test_each_write_through_each_view(view: str, write: str) -> None:
     """Input [2, 3]; a view of it is made, then a second view of the view is written, then the input is read."""
     judge(
