@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,16 +18,31 @@ from wholestep.cli import main
 HANG = "import time\ntime.sleep(600)\n"
 
 
+def command_line(arguments: list[str], environment: dict[str, str], streams: list[Path]) -> None:
+    """`wholestep ARGUMENTS` in a process that has imported torch: an interpreter of its own would take seconds more."""
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, path in enumerate(streams, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    main(arguments)
+
+
 @pytest.fixture
 def run(tmp_path: Path):
     """Writes a script and runs it under `wholestep run` with the given options."""
 
     def start(script: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        path = tmp_path / "script.py"
+        path, streams = tmp_path / "script.py", [tmp_path / "stdout", tmp_path / "stderr"]
         path.write_text(script)
-        command = [sys.executable, "-m", "wholestep", "run", *options, str(path), *arguments]
-        quiet = os.environ | {"TORCH_LOGS": "-torch"}  # some builds tell each process what they lack
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=quiet)
+        command = ["run", *options, str(path), *arguments]
+        # some builds of torch tell each process what they lack; the ranks find the package where this process does
+        environment = os.environ | {"TORCH_LOGS": "-torch", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        make = multiprocessing.get_context("forkserver").Process
+        process = make(target=command_line, args=(command, environment, streams))
+        process.start()
+        process.join(60)
+        assert process.exitcode is not None, "it has not ended"
+        return subprocess.CompletedProcess(command, process.exitcode, *(stream.read_text() for stream in streams))
 
     return start
 
