@@ -1,6 +1,6 @@
 """A compiled step: which of its programs serves a call, and when a new one is captured.
 
-May import: capture, co_run, errors, override, patches, pipeline, report, runtime, step_log, torch_compat, trace.
+May import: capture, co_run, errors, override, pipeline, report, runtime, step_log, torch_compat, trace.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 from torch import fx
 
 from wholestep import pipeline
-from wholestep.capture import ExternalEffects, GuardFailure, materialize_fakes, no_collection, snapshot
+from wholestep.capture import ExternalEffects, GuardFailure, Snapshot, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
 from wholestep.errors import CaptureError, LazyError, UnsupportedError, WholestepError
 from wholestep.override import Override, Overrides
-from wholestep.patches import patched
 from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import Entry, Program, give_back
 from wholestep.step_log import Logged, collecting
@@ -95,6 +94,7 @@ class Compiled:
         self.recompiles: list[str] = []
         self.breaks: list[str] = []
         self._co_run: CoRun | None = None
+        self._effects: ExternalEffects | None = None  # of the capture under way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # part of another step, or of a transform of `torch.func`, or of what TorchScript traces
@@ -261,9 +261,11 @@ class Compiled:
         if not self._may_break:
             yield
             return
-        effects, thread = ExternalEffects(pipeline.is_tracing), threading.get_ident()
-        with patched(effects.replacements(), lambda: threading.get_ident() == thread):
+        effects = self._effects = ExternalEffects(pipeline.is_tracing)
+        try:
             yield
+        finally:
+            self._effects = None
         if effects.refused:
             raise effects.refused[0]
         effects.log()
@@ -291,8 +293,15 @@ class Compiled:
 
     def _taking(self, overrides: Overrides | None = None) -> pipeline.TakeSnapshot:
         """How this step takes snapshots, in which modules are replaced; by default as they were so far."""
-        replacing = overrides or self._overrides
-        return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
+        replacing, effects = overrides or self._overrides, self._effects
+
+        def take(*args: Any, **kwargs: Any) -> Snapshot:
+            given = {"replace": replacing.replace} if replacing.overrides else {}
+            world = self._take(*args, **given, **kwargs)
+            world.reachable.outside.effects = effects
+            return world
+
+        return take
 
     def _can_vary(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
@@ -336,7 +345,8 @@ class Compiled:
             if self._co_run is not None:
                 return explain_segments(self._title, self._co_run.segments, self._co_run.eager, self.breaks)
             try:
-                traced, real = self._dry_capture(args, kwargs)
+                with self._watching():
+                    traced, real = self._dry_capture(args, kwargs)
             except CaptureError as error:
                 if not self._may_break:
                     raise

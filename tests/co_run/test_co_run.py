@@ -1,5 +1,6 @@
 """What is around the segments: which way serves a step, what it says, and that nothing stays behind."""
 
+import builtins
 import io
 import threading
 from contextlib import redirect_stdout
@@ -261,3 +262,23 @@ def test_nested_tensors_are_asked_for_their_sizes():
         found = served(x).values()
         assert torch.equal(found, expected)
         torch.autograd.grad(found.sum(), x)
+
+
+def test_a_namespace_with_the_builtins_in_it_can_be_looked_at():
+    space = dict(vars(builtins))  # as the globals of code that was run by `exec` have it
+    space["scale"] = 2.0
+
+    def step(x, space):
+        return x * space["scale"]
+
+    compiled, x = ws.compile(step), torch.ones(3)
+    for _ in range(3):
+        assert torch.equal(compiled(x, space), x * 2)
+    assert compiled.captures == 1 and not compiled.breaks and space["print"] is print
+
+
+def test_explain_does_nothing_outside():
+    compiled, out = ws.compile(lambda x: print("a step") or x + 1), io.StringIO()
+    with redirect_stdout(out):
+        report = compiled.explain(torch.ones(2))
+    assert not out.getvalue() and "print()" in report.breaks[0]

@@ -20,6 +20,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 from wholestep import patches
+from wholestep.capture.outside.external_effects import ExternalEffects
 from wholestep.capture.outside.torch_settings import READERS, Settings
 from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, DataDependentError
@@ -102,12 +103,14 @@ class Outside:
         names: those that are known to be used; with `ENVIRONMENT` before them, variables that are known to be read.
 
     Attributes:
+        effects: what watches acts upon the world outside, where they are not to be lost.
         environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         read = [name.removeprefix(ENVIRONMENT) for name in names if name.startswith(ENVIRONMENT)]
         self.settings = Settings()
+        self.effects: ExternalEffects | None = None
         self.environment: dict[str, Any] = self.settings.read
         self.environment.update(zip(read, variables(read), strict=True))
 
@@ -129,7 +132,8 @@ class Outside:
         if not names.isdisjoint(("environ", "environb", "getenv", "getenvb")):
             kind: Any = type(os.environ)
             found.append((kind, "__getitem__", self._watching(original(kind, "__getitem__"))))
-        return [*found, *self.settings.replacements()]
+        acting = self.effects.replacements() if self.effects is not None else ()
+        return [*found, *self.settings.replacements(), *acting]
 
     def _watching(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def watched(environment: Any, key: Any) -> Any:
