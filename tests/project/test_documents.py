@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,34 @@ def test_every_block_of_the_page_that_shows_the_whole_library_runs(capsys: pytes
     execute("\n".join(blocks("docs/all-of-wholestep.md")), "all_of_wholestep.py")
     printed = capsys.readouterr().out
     assert "all_of_wholestep.py" in printed and "axis tp, 8 ranks" in printed
+
+
+def before(script: str) -> str:
+    """A script of docs/your-script.md without its new lines."""
+    kept = [line for line in script.splitlines() if "# +" not in line]
+    return "\n".join(kept)
+
+
+SCRIPTS = blocks("docs/your-script.md")
+
+
+@pytest.mark.parametrize("number", [i for i, text in enumerate(SCRIPTS) if "init_process_group" not in text])
+def test_a_script_prints_what_it_printed_before(number: int, capsys: pytest.CaptureFixture[str]):
+    printed = []
+    for script in (before(SCRIPTS[number]), SCRIPTS[number]):
+        execute(script, f"your_script_{number}.py")
+        lines = capsys.readouterr().out.splitlines()
+        printed.append([re.sub(r"\d+\.\d s", "", line) for line in lines if "  at: " not in line])
+    assert printed[0] and "@ws.compile" in SCRIPTS[number] and printed[0] == printed[1]
+
+
+@pytest.mark.parametrize("number", [i for i, text in enumerate(SCRIPTS) if "init_process_group" in text])
+def test_a_script_runs_on_two_ranks(number: int, tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPTS[number], encoding="utf8")
+    command = [sys.executable, "-m", "wholestep", "run", "-n", "2", "train.py"]
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "[rank 0]" in done.stdout, done.stderr
 
 
 def test_the_example_engine_in_contributing_gathers():
