@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
 
 import wholestep as ws
 from tests.spmd.test_expand import cut, rows_of_everything
 from tests.support.spmd_models import FIRST, HELD_OUT, OURS, make, train
 from wholestep.ir import check, info
 from wholestep.pipeline import capture
+from wholestep.report.missing_rules import missing_rules
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Replicate
 from wholestep.spmd.plans.state_placements import StatePlacements, state_placements
-from wholestep.spmd.rules import has_rule, name_of
 from wholestep.testing import run_ranks
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
@@ -38,7 +37,7 @@ def compare(name: str, sizes: tuple[int, ...]) -> None:
     """Rows of everything along each axis, in turn."""
     traced = capture(train, make(name), {}, differentiable=False)[1]
     step, real = traced.step, [item.value for item in traced.inputs]
-    assert not without_rule(step.graph)
+    assert not missing_rules(step)
     values = [_value(real[i] if i < len(real) else None, info(node).value) for i, node in enumerate(step.placeholders)]
     wanted = step.gm(*values)
     lock = threading.Lock()
@@ -58,11 +57,6 @@ def compare(name: str, sizes: tuple[int, ...]) -> None:
         for index, (whole, found) in enumerate(zip(wanted, outputs, strict=True)):
             want = _part(whole, [(rest.outputs.get(index, Replicate()), line) for rest, line in axes])
             torch.testing.assert_close(found, want, rtol=rtol, atol=rtol / 100)
-
-
-def without_rule(graph: fx.Graph) -> set[str]:
-    """Operators for which operands are gathered."""
-    return {name_of(node.target) for node in graph.nodes if not has_rule(node)}
 
 
 def _value(real: Any, fake: Any) -> Any:
@@ -101,4 +95,4 @@ def test_held_out_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit", "whisper", "mamba", "gru"])  # the others are compared
 def test_every_operator_has_a_rule(name: str) -> None:
-    assert not without_rule(ws.trace(train, *make(name)).graph)
+    assert not missing_rules(ws.trace(train, *make(name)))

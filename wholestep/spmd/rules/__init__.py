@@ -9,12 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import fx
 
 from wholestep.functional import Functionalized, UnderGrad
-from wholestep.ir import GETITEM, fake_tensors, info, is_host
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.sharding_constraint import sharding_constraint
 from wholestep.spmd.expand.strategy import Rule, Strategy
 from wholestep.spmd.rules import (
     attention,
@@ -101,17 +98,6 @@ def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:
         return rule
 
     return decorate
-
-
-def has_rule(node: fx.Node) -> bool:
-    """False for a call that its operands are gathered for, for want of a rule.
-
-    What has no tensor among its operands, such as a factory, runs on every rank, and who wants a part of it cuts it.
-    """
-    reads = any(True for one in node.all_input_nodes for _ in fake_tensors(info(one).value))
-    known = rule_of(node.target) is not None or name_of(node.target) in WHOLE
-    needless = node.target in (GETITEM, sharding_constraint) or node.op != "call_function" or is_host(node)
-    return known or needless or not reads
 
 
 def strategies(call: Call) -> Iterable[Strategy]:
