@@ -18,12 +18,12 @@ from torch import fx
 from wholestep import pipeline
 from wholestep.capture import ExternalEffects, GuardFailure, Snapshot, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
-from wholestep.errors import CaptureError, LazyError, UnsupportedError, WholestepError
+from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import Entry, Program, give_back
 from wholestep.step_log import Logged, collecting
-from wholestep.torch_compat import jit_traces, transforms_active
+from wholestep.torch_compat import jit_traces, needs_memory, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
 from wholestep.trace.record.provenance import line_of
@@ -168,7 +168,7 @@ class Compiled:
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""
         co_run = CoRun(collecting(self._fn), self._options)
-        co_run.eager = isinstance(error, UnsupportedError) and not error.deferrable
+        co_run.eager = any(map(needs_memory, (error, error.__cause__)))
         reason = str(error)
         if not isinstance(error, CaptureError):  # the step's own comes again, after what it did before
             result = co_run(*args, **kwargs)

@@ -63,13 +63,7 @@ class DataDependentError(CaptureError):
 
 
 class UnsupportedError(CaptureError):
-    """Tracing met an operator, an object or an optimizer that it cannot follow.
-
-    Attributes:
-        deferrable: whether the step's operators can be deferred while its Python runs.
-    """
-
-    deferrable = True
+    """Tracing met an operator, an object or an optimizer that it cannot follow."""
 
 
 class LazyError(CaptureError):

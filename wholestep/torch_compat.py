@@ -163,6 +163,11 @@ def fake_refusal(error: RuntimeError) -> str | None:
     return next((kind for words, kind in _REFUSALS.items() if words in found), None)
 
 
+def needs_memory(error: BaseException | None) -> bool:
+    """True for the error of C++ that asks tensors past the dispatcher: no operator may be deferred before it."""
+    return isinstance(error, RuntimeError) and (makes_subclass(error) or fake_refusal(error) == "memory")
+
+
 def refuse_addresses(mode: FakeTensorMode) -> None:
     """Has a mode's tensors refuse to give an address ("Cannot access data pointer of Tensor …")."""
     mode._allow_unsafe_data_ptr_access = False

@@ -142,6 +142,8 @@ STEPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "slots": lambda x: Slotted(x * 2),
     "iterator": lambda x: iter([x * 2, x]),
     "map": lambda x: map(torch.neg, [x * 2]),
+    "sums": lambda x: itertools.accumulate([x * 2, x * 3], initial=1),
+    "sums of a chain": lambda x: itertools.accumulate(itertools.chain([x * 2], [x]), initial=x * 3),
     "zip": lambda x: zip([x * 2], itertools.chain([x], [x * 3]), strict=False),
     "enumerate": lambda x: enumerate({"a": x * 2}.values(), 3),
     "views": lambda x: ({"a": x * 2}.values(), collections.OrderedDict(a=x).items()),

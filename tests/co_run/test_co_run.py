@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 import pytest
 import torch
 from torch import nn
+from torch.onnx.operators import shape_as_tensor
 
 import wholestep as ws
 from tests.co_run.test_steps import co_run
@@ -282,3 +283,52 @@ def test_explain_does_nothing_outside():
     with redirect_stdout(out):
         report = compiled.explain(torch.ones(2))
     assert not out.getvalue() and "print()" in report.breaks[0]
+
+
+def _shift(x):
+    x.add_(1)
+
+
+OPERATORS = torch.library.Library("wholestep_co_run", "DEF")
+OPERATORS.define("squared(Tensor x) -> Tensor")
+OPERATORS.define("shifted_(Tensor(a!) x) -> ()")
+OPERATORS.impl("squared", lambda x: x * x, "CompositeExplicitAutograd")
+OPERATORS.impl("shifted_", _shift, "CPU")
+torch.library.register_fake("wholestep_co_run::squared", torch.empty_like, lib=OPERATORS)
+torch.library.register_fake("wholestep_co_run::shifted_", lambda x: None, lib=OPERATORS)
+
+
+def test_an_operator_without_a_formula_is_differentiated_by_what_it_calls():
+    def step(x):
+        return torch.ops.wholestep_co_run.squared(x + 1)
+
+    with pytest.raises(CaptureError, match="has no formula for its gradient"):
+        ws.compile(step)(torch.ones(3, requires_grad=True))
+    assert ws.compile(step)(torch.ones(3)).tolist() == [4.0] * 3
+    served = ws.compile(step, fullgraph=False)
+    for _ in range(4):
+        x = torch.ones(3, requires_grad=True)
+        served(x).sum().backward()
+        assert x.grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("compiled", [ws.compile, co_run])
+def test_writes_of_an_operator_without_a_formula_are_counted(compiled):
+    def step(x):
+        torch.ops.wholestep_co_run.shifted_(x)
+
+    served, x, other = compiled(step), torch.ones(3), torch.ones(3)
+    for _ in range(4):
+        served(x)
+        step(other)
+        assert x.tolist() == other.tolist() and x._version == other._version
+
+
+@pytest.mark.parametrize("compiled", [lambda fn: ws.compile(fn, fullgraph=False), co_run])
+@pytest.mark.parametrize("sizes", [torch._shape_as_tensor, shape_as_tensor])
+def test_sizes_written_to_memory_by_cpp(compiled, sizes):
+    def step(x):
+        return x + sizes(x)[0]
+
+    served = compiled(step)
+    assert all(served(torch.ones(5)).tolist() == [6.0] * 5 for _ in range(4))

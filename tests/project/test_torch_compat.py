@@ -74,6 +74,7 @@ from wholestep.torch_compat import (
     make_one_of_several,
     makes_subclass,
     mkl_square_root,
+    needs_memory,
     no_modes,
     node_sequence_number,
     refuse_addresses,
@@ -293,8 +294,11 @@ def test_a_subclass_that_a_mode_keeps_from_being_made_is_known_by_its_error() ->
         with Mode():
             kind(torch.ones(2))
     except RuntimeError as error:
-        seen.append(makes_subclass(error))
-    assert seen == [True] and not makes_subclass(RuntimeError("another"))
+        seen += [makes_subclass(error), needs_memory(error)]
+    assert seen == [True, True] and not makes_subclass(RuntimeError("another"))
+    with FakeTensorMode(), pytest.raises(RuntimeError) as error:
+        torch._shape_as_tensor(torch.ones(2))
+    assert needs_memory(error.value) and not needs_memory(RuntimeError("another")) and not needs_memory(None)
 
 
 def test_many_gradients_in_one_are_seen():

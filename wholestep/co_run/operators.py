@@ -11,7 +11,13 @@ import torch
 
 from wholestep.functional import base_name, written_arguments
 from wholestep.torch_compat import HigherOrderOperator, OpOverload, has_native_kernel
-from wholestep.trace.operators.tables import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, is_view
+from wholestep.trace.operators.tables import (
+    GRAD_SENSITIVE,
+    HIDDEN_WRITES,
+    SHAPE_FROM_DATA,
+    is_differentiated_inside,
+    is_view,
+)
 
 aten = torch.ops.aten
 
@@ -35,11 +41,12 @@ _AT_ONCE = {
     aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_same_size.default,
     aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.default,
     aten.resize_.default, aten.resize_as_.default, aten._pack_padded_sequence.default, aten.record_stream.default,
-    aten.lift_fresh.default, aten.lift.default, *SHAPE_FROM_DATA, *GRAD_SENSITIVE,
+    aten.lift_fresh.default, aten.lift.default, aten.empty.memory_format, *SHAPE_FROM_DATA, *GRAD_SENSITIVE,
 }  # fmt: skip
 
-# Of these, those that only read, so that what they do not read may stay deferred.
-_READS = {aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.lift_fresh.default}
+# Of these, those that only read, so that what they do not read may stay deferred. C++ may write to what `empty` gives.
+_READS = {aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.lift_fresh.default,
+          aten.empty.memory_format}  # fmt: skip
 
 # Operators that take a number as what to write.
 _FILLS = {"full", "full_like", "new_full", "fill", "masked_fill", "index_fill", "scalar_tensor", "where", "add", "lerp"}
@@ -60,6 +67,7 @@ class Facts:
         only_reads: runs at once, and needs only what it reads.
         random: draws from a generator.
         any_float: floats among its arguments do not decide how its results are laid out.
+        differentiated_inside: autograd sees what its kernel calls.
     """
 
     op: OpOverload
@@ -69,6 +77,7 @@ class Facts:
     only_reads: bool
     random: bool
     any_float: bool
+    differentiated_inside: bool = False
 
     def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int) -> Any:
         """An argument by its position in the schema."""
@@ -91,7 +100,8 @@ def facts_of(op: Any) -> Facts:
         any_float = torch.Tag.pointwise in op.tags or name in _FILLS or name.startswith(("_foreach_", "_fused_"))
         any_float |= name.endswith("_") and not name.endswith("__")
         random = torch.Tag.nondeterministic_seeded in op.tags
-        found = _known[id(op)] = Facts(op, _kind(op), written, names, only_reads, random, any_float)
+        inside = is_differentiated_inside(op)
+        found = _known[id(op)] = Facts(op, _kind(op), written, names, only_reads, random, any_float, inside)
     return found
 
 

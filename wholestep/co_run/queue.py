@@ -14,6 +14,7 @@ from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, 
 from wholestep.fake_layouts import tensors_of
 from wholestep.torch_compat import (
     TorchDispatchMode,
+    dispatching,
     function_modes,
     function_modes_disabled,
     no_modes,
@@ -240,7 +241,10 @@ class Queue(TorchDispatchMode):
         self._new.clear()
         if not facts.only_reads or self._touches(args):
             self.flush()
-        return facts.op(*args, **kwargs)
+        if not facts.differentiated_inside:
+            return facts.op(*args, **kwargs)
+        with dispatching():
+            return facts.op(*args, **kwargs)
 
     def _touches(self, args: Any) -> bool:
         return any(

@@ -34,7 +34,8 @@ FUNCTIONS = (
 GIVEN = (
     *((torch, name) for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_compressed_tensor",
                                  "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
-                                 "ctc_loss", "tensor_split")),
+                                 "ctc_loss", "tensor_split", "_shape_as_tensor", "_reshape_from_tensor",
+                                 "_pad_packed_sequence")),
     *((torch.Tensor, name) for name in ("new_tensor", "new", "tensor_split")),
 )  # fmt: skip
 # Methods that read the memory of tensors in lists in an index.

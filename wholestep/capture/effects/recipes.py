@@ -31,6 +31,7 @@ class Recipe:
         attributes: the attribute dictionary.
         fields: slots and other attributes.
         state: what ``__setstate__`` is given.
+        reduced: the object's own ``__reduce_ex__`` says all this, for which it may have made other objects.
     """
 
     make: Callable[..., Any]
@@ -39,6 +40,7 @@ class Recipe:
     attributes: dict[str, Any] | None = None
     fields: dict[str, Any] | None = None
     state: Any = None
+    reduced: bool = False
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -104,7 +106,7 @@ def _reduced(value: Any) -> Recipe:
     if isinstance(reduced, str):
         raise TypeError(f"cannot make another {type(value).__name__}")
     make, args, state, items, pairs = (*reduced, *[None] * (5 - len(reduced)))[:5]
-    found = Recipe(make, args, list(items) if items else dict(pairs) if pairs else None)
+    found = Recipe(make, args, list(items) if items else dict(pairs) if pairs else None, reduced=True)
     if isinstance(state, dict) and not hasattr(value, "__setstate__"):
         found.attributes = state
     else:

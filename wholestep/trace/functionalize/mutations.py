@@ -51,6 +51,8 @@ class Mutations:
             out = self.inputs.run(func, args, kwargs)
             for tensor in written:
                 self._check_geometry(func, tensor)
+            if tables.is_differentiated_inside(func):  # its kernel writes by operators, which count
+                torch.autograd.graph.increment_version(written)
         elif func._schema.name.startswith("aten::_foreach_"):  # on the CPU they are a loop of in-place calls
             torch.autograd.graph.increment_version([t for t in written if t.device.type == "cpu"])
         node = self._write(func, tables.functional_variant(func), written, args, kwargs)

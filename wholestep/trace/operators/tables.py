@@ -10,6 +10,7 @@ import torch
 
 from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
 from wholestep.torch_compat import OpOverload as Overload
+from wholestep.torch_compat import has_native_kernel
 
 aten = torch.ops.aten
 
@@ -34,6 +35,17 @@ GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 
 # Operators on sparse tensors for which fake tensors make up the number of values.
 SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
+
+# Namespaces whose operators have formulas where they need some.
+_WITH_FORMULAS = frozenset({"aten", "prims", "prim", "profiler", "wholestep", "c10d", "_c10d_functional"})
+_AUTOGRAD_KEYS = "Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CompositeImplicitAutograd"
+
+
+@cache
+def is_differentiated_inside(op: Any) -> bool:
+    """Whether autograd sees, in eager, what a custom operator's kernel calls, since none is registered for autograd."""
+    return op.namespace not in _WITH_FORMULAS and not any(has_native_kernel(op, key) for key in _AUTOGRAD_KEYS)
+
 
 # Tensor methods that hand a traced value to Python, with what to do instead: by way of an operator, ...
 ESCAPES: dict[str, str] = {

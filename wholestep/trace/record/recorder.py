@@ -101,6 +101,8 @@ class Recorder(TorchDispatchMode):
             if self.numbers.tokens:
                 args, kwargs = self.numbers.with_numbers(func, args, kwargs)
             check(func, args, kwargs)
+            if tables.is_differentiated_inside(func):
+                _refuse_gradients(func, args, kwargs)
             if func in tables.HIDDEN_WRITES and tables.all_args(func, args, kwargs)[tables.TRAINING_FLAG]:
                 return self.mutations.record_undeclared(func, args, kwargs)
             if func._schema.is_mutable:
@@ -223,6 +225,14 @@ class Recorder(TorchDispatchMode):
             if isinstance(item, (torch.Tensor, tuple, list)):
                 self._results(self.builder.emit(operator.getitem, (node, index)), item)
         return out
+
+
+def _refuse_gradients(func: Any, args: Any, kwargs: Any) -> None:
+    """An operator without a formula is differentiated by what its kernel calls, which tracing does not see."""
+    tensors = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if isinstance(leaf, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        what = f"{func} has no formula for its gradient, so that autograd sees what its kernel calls"
+        raise UnsupportedError(what, user_line(), "register one with torch.library.register_autograd, or detach")
 
 
 def _tried(wanted: int | None, leaf: Any) -> Any:

@@ -104,7 +104,7 @@ def _recorded(
             other = _in_our_words(error, recorder.numbers.refusal)
             if other is not None:
                 explains = isinstance(other, DataDependentError) or other is recorder.numbers.refusal
-                raise other from (error if explains else None)
+                raise other from (error if explains or makes_subclass(error) else None)
             raise
     if recorder.numbers.refusal is not None:  # the step went on past it, on a way that eager would not have taken
         raise recorder.numbers.refusal
@@ -147,9 +147,7 @@ def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureErro
         what = f"the step calls the higher-order operator {name}, which tracing cannot follow"
         return UnsupportedError(what, line_of(error), "write it as a Python loop or branch, or with torch.where")
     if makes_subclass(error):
-        subclass = UnsupportedError(f"the step makes a tensor of a subclass: {error}", line_of(error), MAKES_SUBCLASS)
-        subclass.deferrable = False
-        return subclass
+        return UnsupportedError(f"the step makes a tensor of a subclass: {error}", line_of(error), MAKES_SUBCLASS)
     if refusal is not None and not isinstance(error, CaptureError):  # which C code replaced by an error of its own
         return refusal
     if any(isinstance(leaf, FakeTensor) for leaf in leaves((error.args, vars(error)))):
