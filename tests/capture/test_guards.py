@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import wholestep as ws
 from wholestep.capture import Binder, GuardFailure, snapshot
 from wholestep.capture.snapshot.snapshot import Snapshot
 
@@ -383,3 +384,20 @@ def test_values_of_a_users_module() -> None:
 settings_of = types.ModuleType("settings_of")
 settings_of.__file__ = "/elsewhere/settings_of.py"
 settings_of.SCALE = 2.0  # type: ignore[attr-defined]
+
+
+def with_defaults(x: torch.Tensor, scale: float = 2.0, *, shift: torch.Tensor | None = None) -> torch.Tensor:
+    return x * scale if shift is None else x * scale + shift
+
+
+def test_defaults_of_a_function_that_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return with_defaults(x)
+
+    compiled, x = ws.compile(step), torch.ones(2)
+    for defaults, shift in (((2.0,), None), ((3.0,), None), ((3.0,), torch.ones(2)), ((2.0,), None)):
+        monkeypatch.setattr(with_defaults, "__defaults__", defaults)
+        monkeypatch.setattr(with_defaults, "__kwdefaults__", {"shift": shift})
+        assert torch.equal(compiled(x), step(x))
+        assert torch.equal(compiled(x), step(x))
+    assert "with_defaults" in compiled.recompiles[0]

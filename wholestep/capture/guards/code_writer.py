@@ -76,7 +76,7 @@ class CodeWriter:
 
 _ACCESS = {
     kinds.CELL: "{0}.cell_contents", kinds.CONTEXT: "{0}.get(None)", kinds.GLOBALS: "{0}[{1!r}]",
-    kinds.SLOTS: "{0}.{1}", kinds.CLASS: "{0}.__dict__[{1!r}]",
+    kinds.SLOTS: "{0}.{1}", kinds.FUNCTION: "{0}.{1}", kinds.CLASS: "{0}.__dict__[{1!r}]",
 }
 
 

@@ -60,7 +60,7 @@ class PerCallObjects:
         if isinstance(value, FunctionType):
             self._mark_function(value)
             return
-        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS)
+        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS, kinds.FUNCTION)
         shown = [c for c in self._containers.get(id(value), ()) if c.kind not in apart]
         if not shown or callable(value):
             return

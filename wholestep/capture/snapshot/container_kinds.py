@@ -114,6 +114,10 @@ def _read_cell(cell: CellType) -> Contents:
         return {}
 
 
+def _read_function(function: Any) -> Contents:
+    return {name: getattr(function, name) for name in ("__defaults__", "__kwdefaults__")}
+
+
 @dataclass(frozen=True)
 class UsedGlobals:
     """The global variables of one module that user code names, and the function that named them."""
@@ -193,6 +197,7 @@ SLOTS = ContainerKind("slots", _read_slots, _write_slots, sources.Attr)
 CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), sources.CellContents)
 _write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.table)
 GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.Global)
+FUNCTION = ContainerKind("function", _read_function, _one_by_one(_read_function), sources.Attr)
 CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Attr)
 _write_context = _one_by_one(_read_context, lambda variable, _, value: variable.set(value))
 CONTEXT = ContainerKind("context variable", _read_context, _write_context, sources.ContextValue)

@@ -241,9 +241,8 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
         if id(cell) not in found.first:
             found.add(cell, sources.Cell(source, (index, name)), kinds.CELL)
-    for name in ("__defaults__", "__kwdefaults__"):
-        if getattr(function, name):
-            found.queue(getattr(function, name), sources.Attr(source, name))
+    if function.__defaults__ or function.__kwdefaults__:
+        found.add(function, source, kinds.FUNCTION)
     if vars(function):
         found.add(vars(function), sources.Vars(source), kinds.ATTRIBUTES, function)
     _asks_types(found, function)
