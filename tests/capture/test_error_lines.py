@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import random
-import subprocess
+import runpy
+import site
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,24 @@ SCRIPT = """
 """
 
 
+def play(script: Path, *paths: Path, sites: Sequence[Path] = ()) -> None:
+    """Runs a script as the program of a process, which has torch already."""
+    said = script.parent / "stderr"
+    process = multiprocessing.get_context("forkserver").Process(target=_played, args=(script, paths, sites, said))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0, said.read_text()
+
+
+def _played(script: Path, paths: Sequence[Path], sites: Sequence[Path], said: Path) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
+    os.chdir(script.parent)
+    for folder in sites:
+        site.addsitedir(str(folder))
+    sys.path[:0] = map(str, (script.parent, *paths))
+    runpy.run_path(str(script), run_name="__main__")
+
+
 @pytest.mark.parametrize("way", ["path", "pth", "packages", "vendored"])
 def test_a_library_is_one_wherever_it_lies(tmp_path: Path, way: str) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
@@ -177,14 +197,9 @@ def test_a_library_is_one_wherever_it_lies(tmp_path: Path, way: str) -> None:
         (folder / name).write_text(textwrap.dedent(text))
     if way == "pth":
         (project / "extra.pth").write_text(str(elsewhere))
-        run = f"import site, runpy, sys; site.addsitedir({str(project)!r}); sys.path.insert(0, {str(project)!r})"
+        play(project / "train.py", sites=[project])
     else:
-        run = f"import runpy, sys; sys.path[:0] = [{str(project)!r}, {str(elsewhere)!r}]"
-    run += f"; runpy.run_path({str(project / 'train.py')!r}, run_name='__main__')"
-    env = {**os.environ, "PYTHONPATH": str(Path(ws.__file__).parents[1])}
-    command = [sys.executable, "-c", run]
-    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+        play(project / "train.py", elsewhere)
 
 
 MODULE = """
@@ -208,10 +223,7 @@ def test_what_is_compiled_is_the_users_also_as_a_method(tmp_path: Path) -> None:
                        ("there/steps/module.py", MODULE)):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path / 'there'}{os.pathsep}{Path(ws.__file__).parents[1]}"}
-    command = [sys.executable, str(tmp_path / "here" / "train.py")]
-    done = subprocess.run(command, cwd=tmp_path / "here", env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    play(tmp_path / "here" / "train.py", tmp_path / "there")
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
