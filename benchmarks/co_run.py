@@ -88,7 +88,10 @@ def measured(model: str, rounds: int) -> list[list[str]]:
         ours = times[name, "co-run"]
         others = [times[name, of] for of in ("replay", "eager")]
         ratios = [median(a / b for a, b in zip(ours, other, strict=True)) for other in others]
-        rows.append([model, name, f"{median(ours) * 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios)])
+        way = name, "co-run"
+        report = ways[way].explain(module, opts[way], batch)  # type: ignore[attr-defined]
+        served = "eager" if report.eager else f"{len(report.segments)} segments"
+        rows.append([model, name, f"{median(ours) * 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios), served])
     return rows
 
 
@@ -100,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for model in options.models for row in measured(model, options.rounds)]
-    print(markdown(("model", "step", "co-run ms", "of its replay", "of eager"), rows))
+    print(markdown(("model", "step", "co-run ms", "of its replay", "of eager", "runs as"), rows))
 
 
 if __name__ == "__main__":

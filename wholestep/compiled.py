@@ -143,7 +143,7 @@ class Compiled:
                 raise
             return self._fn(*args, **kwargs)
         except Exception as error:
-            if not self._may_break:
+            if not self._may_break or self._is_passes_own(error):
                 raise
             return self._break(error, args, kwargs)
         return self._first(entry, args, kwargs, ready, run)
@@ -164,6 +164,11 @@ class Compiled:
     def _may_break(self) -> bool:
         """Whether the step's Python may run at each call."""
         return not self._options.fullgraph and self._executor.plain and not self._module_override
+
+    def _is_passes_own(self, error: Exception) -> bool:
+        """Whether passes or a backend of the user's own have failed, which running the step otherwise would hide."""
+        given = bool(self._options.passes) or callable(self._options.backend)
+        return given and self._known.traced and not isinstance(error, CaptureError)
 
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""

@@ -88,12 +88,14 @@ class Known:
         steps: graphs that went through all passes before, by the same key, not run yet.
         templates: captures for many sizes, which a call's may come from.
         initial: optimizer state made for the capture under way, until its first run has succeeded.
+        traced: whether the capture under way, or the last one, has got past the step itself.
     """
 
     programs: dict[str, Program] = field(default_factory=dict)
     steps: dict[str, StepGraph] = field(default_factory=dict)
     templates: Templates | None = None
     initial: InitialState | None = None
+    traced: bool = False
 
 
 def build(
@@ -116,11 +118,13 @@ def build(
     """
     executor, capture_for = options.executor, known.templates or capture
     while True:
+        known.traced = False
         initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
         if options.guard_data:  # by which decisions may be taken, after an update
             initial.fill()
         how = options.guard_data, executor.plain, take, executor.parts, executor.buffer_broadcast
         world, traced = capture_for(fn, args, kwargs, varying, *how)
+        known.traced = True
         original, parts, signature = world.substitutes.original, world.substitutes.parts, traced.step.signature
         read = {id(original(item.value)) for item in traced.inputs}
         dropped = initial.drop(kept=read)

@@ -332,3 +332,10 @@ def test_sizes_written_to_memory_by_cpp(compiled, sizes):
 
     served = compiled(step)
     assert all(served(torch.ones(5)).tolist() == [6.0] * 5 for _ in range(4))
+
+
+@pytest.mark.parametrize("options", [{"passes": [lambda g: g.nothing]}, {"backend": lambda gm, inputs: gm.nothing}])
+def test_what_passes_and_backends_raise_is_raised(options):
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="nothing"):
+            ws.compile(lambda x: x + 1, **options)(torch.ones(2))
