@@ -394,7 +394,7 @@ def test_defaults_of_a_function_that_are_replaced(monkeypatch: pytest.MonkeyPatc
     def step(x: torch.Tensor) -> torch.Tensor:
         return with_defaults(x)
 
-    compiled, x = ws.compile(step), torch.ones(2)
+    compiled, x = ws.compile(step, fullgraph=True), torch.ones(2)
     for defaults, shift in (((2.0,), None), ((3.0,), None), ((3.0,), torch.ones(2)), ((2.0,), None)):
         monkeypatch.setattr(with_defaults, "__defaults__", defaults)
         monkeypatch.setattr(with_defaults, "__kwdefaults__", {"shift": shift})
