@@ -46,9 +46,9 @@ class KernelMode(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         try:
             found = super().__torch_dispatch__(func, types, args, kwargs)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             refused = isinstance(error, RuntimeError) and fake_refusal(error) and func not in SIZED_BY_LISTS
-            kept = None if refused or func._schema.is_mutable else layouts(func, args, kwargs)
+            kept = None if refused else layouts(func, args, kwargs)
             if not kept or None in kept:
                 raise
             fakes = tuple([self._fake(*place) for place in kept if place])
@@ -136,7 +136,7 @@ def _is_settled(func: OpOverload, operands: list[torch.Tensor]) -> bool:
 
 def _is_opaque(tensors: list[torch.Tensor]) -> bool:
     """Whether there are bytes among numbers: a kernel's workspace, in a form that it alone knows."""
-    return len({t.dtype is torch.uint8 for t in tensors}) > 1
+    return len({t.dtype is torch.uint8 for t in tensors if t.numel()}) > 1
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:

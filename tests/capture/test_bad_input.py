@@ -463,6 +463,21 @@ def test_kernels_errors_in_eagers_words(step: Any, x: Tensor) -> None:
         assert torch.equal(ws.compile(step, fullgraph=True)(x), expected)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_made_in_the_step(layout: torch.layout) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        made = torch.nested.nested_tensor([x[:2] * 2, x[2:]], layout=layout)
+        return (made * 3).to_padded_tensor(0.0)
+
+    x = torch.randn(5, 4)
+    with pytest.raises(UnsupportedError, match="torch.nested.nested_tensor inside of a captured step") as caught:
+        ws.compile(step)(x)
+    assert __file__ in caught.value.where and "fullgraph=False" in caught.value.remedy
+    run = ws.compile(step, fullgraph=False)
+    for _ in range(4):
+        assert torch.equal(run(x), step(x))
+
+
 def test_nested_tensors() -> None:
     """`nn.TransformerEncoder` makes them of padded batches by itself."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()

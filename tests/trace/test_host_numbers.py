@@ -236,3 +236,24 @@ def test_tensors_as_bounds_and_counts(fn: Any) -> None:
             torch.manual_seed(0)
             seen.append(run(torch.ones(3, 3), torch.tensor(n)))
         assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("draw", [
+    lambda t, p: t.geometric_(p), lambda t, p: t.geometric_(p.item()), lambda t, p: t.geometric_(1 - p),
+    lambda t, p: t.exponential_(p), lambda t, p: t.bernoulli_(p.item()), lambda t, p: t.uniform_(p, 2),
+])  # fmt: skip
+def test_a_number_of_a_tensor_may_be_any_that_an_operator_takes(draw: Any) -> None:
+    def step(p: Tensor) -> Tensor:
+        return draw(torch.empty(50), p)
+
+    compiled = ws.compile(step)
+    for value in (0.25, 0.5, 0.75):
+        torch.manual_seed(0)
+        expected = step(torch.tensor(value))
+        torch.manual_seed(0)
+        assert torch.equal(compiled(torch.tensor(value)), expected)
+    assert compiled.recompiles == []
+    if "geometric" in str(draw.__code__.co_names):
+        for run in (step, compiled):
+            with pytest.raises(RuntimeError, match=r"geometric_ expects p to be in \(0, 1\)"):
+                run(torch.tensor(5.0))

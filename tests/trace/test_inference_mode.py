@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,3 +37,23 @@ def test_modules_in_inference_mode_write_what_they_write_in_eager(name: str) -> 
         outs = [run(model, torch.randn(2, 3, 8)).tolist() for _ in range(3)]
         runs.append((outs, {key: value.tolist() for key, value in model.state_dict().items()}))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("make", [
+    torch.inference_mode, torch.no_grad, torch.enable_grad,
+    lambda: torch.profiler.record_function("part"), lambda: torch.autocast("cpu", torch.bfloat16),
+])  # fmt: skip
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_context_manager_that_is_kept_between_steps(make: Callable[[], Any], fullgraph: bool) -> None:
+    def step(holder: Any, x: Tensor) -> Tensor:
+        with holder.context:
+            out = x @ x.T
+        return out * 2
+
+    holder, other, x = *(SimpleNamespace(context=make()) for _ in range(2)), torch.randn(3, 4, requires_grad=True)
+    compiled = ws.compile(step, fullgraph=fullgraph)
+    for _ in range(3):
+        found, expected = compiled(holder, x), step(other, x)
+        assert torch.equal(found, expected)
+        assert (found.requires_grad, found.dtype) == (expected.requires_grad, expected.dtype)
+    assert compiled.recompiles == []

@@ -265,3 +265,49 @@ def test_singular_and_eigenvalues_round_as_eager_takes_them(name: str, requires_
         torch.manual_seed(seed)
         x = torch.randn(6, 6, requires_grad=requires_grad)
         assert all(map(torch.equal, step(x), compiled(x)))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_norm_whose_rule_for_fake_tensors_takes_no_none(affine: bool) -> None:
+    def step(x: Tensor, mean: Tensor, var: Tensor, weight: Any) -> Any:
+        given = x, weight, weight, mean, var, 0.1, 1e-5
+        functional = torch.ops.aten._batch_norm_with_update_functional(*given)
+        return *torch.ops.aten._batch_norm_with_update(*given)[:3], *functional[:3]
+
+    weight = torch.randn(3) if affine else None
+    states = [(torch.zeros(3), torch.ones(3)) for _ in range(2)]
+    for run, state in zip((step, ws.compile(step)), states, strict=True):
+        torch.manual_seed(0)
+        state += tuple(run(torch.randn(2, 4, 3).transpose(1, 2), *state, weight))
+        states[run is not step] = state
+    for found, expected in zip(*states, strict=True):
+        assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+OUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.t()[:2, :2], "flat": lambda y: y.view(-1)[5:9].view(2, 2),
+    "later": lambda y: y[1:3, 1:3], "strided": lambda y: y.as_strided((2, 2), (6, 3), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTS)
+@pytest.mark.parametrize("offset", [0, 3, None])
+def test_strided_copies_into_views(name: str, offset: int | None) -> None:
+    """Their offset counts from the beginning of memory, and what they copy is computed before it is written."""
+    def step(x: Tensor) -> list[Tensor]:
+        y = x * 2
+        for source in (y + 1, y, y.t(), y.clone()):
+            torch.as_strided_copy(source, (2, 2), (1, 2), offset, out=OUTS[name](y))
+        torch.as_strided_copy(x, (2, 2), (1, 2), offset, out=OUTS[name](x))
+        return [x, y]
+
+    x = torch.randn(4, 6)
+    mine, theirs = x.clone(), x.clone()
+    for found, expected in zip(ws.compile(step)(mine), step(theirs), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_strided_copy_from_before_its_operand_is_refused() -> None:
+    step = ws.compile(lambda x: torch.as_strided_copy(x[1:, 1:], (2, 2), (1, 2), 0))
+    with pytest.raises(ws.errors.UnsupportedError, match="before its operand's first"):
+        step(torch.randn(4, 6))

@@ -117,7 +117,9 @@ def _layout(value: Any, memories: set[int]) -> Results:
         return None
     if isinstance(value, (list, tuple)):
         return tuple([_layout(item, memories) for item in value])
-    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.storage_offset():
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
+        raise Unknown
+    if value.storage_offset():
         raise Unknown
     memory = storage_id(storage_of(value))
     if memory in memories or value.dtype.is_complex or value.is_neg():

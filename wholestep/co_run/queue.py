@@ -108,7 +108,7 @@ class Queue(TorchDispatchMode):
                 self._new.clear()
             key = facts, parts, named, new
             node = self._node.next.get(key, _MISSING)
-        except (_Opaque, TypeError):  # or an argument that does not hash
+        except (_Opaque, TypeError, RuntimeError):  # or an argument that does not hash, or nested, without sizes
             node = None
         if node is None or node is _MISSING:
             self._numbers[before[0] :], self._tensors[before[1] :], self._externals[before[1] :] = [], [], []
@@ -180,7 +180,7 @@ class Queue(TorchDispatchMode):
         """Gives slots to tensors that are there: views, and results of a call that was run."""
         if isinstance(found, (list, tuple)):
             return tuple([self._register(item) for item in found])
-        if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
+        if not isinstance(found, torch.Tensor) or found.layout is not torch.strided or found.is_nested:
             return None
         storage = storage_id(storage_of(found))
         index = self._count

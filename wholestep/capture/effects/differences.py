@@ -18,6 +18,7 @@ from wholestep.capture.outside.iterators import Stopped
 from wholestep.capture.outside.lr_schedulers import Deferred, Pending
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import Contents
+from wholestep.capture.snapshot.names_read import entered_with
 from wholestep.capture.snapshot.new_objects import kept_in_module
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
@@ -227,6 +228,8 @@ def _entry_differences(
     for key, value in now.items():
         if key in before and _unchanged(value, before[key]):
             continue
+        if not is_plain(value) and key in entered_with(type(container.owner)):
+            continue  # a handle of C that only the `with` statement under way needs: `torch.inference_mode()`
         new = described.value(value, snap.reachable.child(container, key).text)
         if is_mapping:
             yield changes.SetItem(source, described.value(key, source.text), new)

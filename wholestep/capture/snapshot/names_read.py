@@ -72,18 +72,24 @@ def set_on_entry(kind: type) -> frozenset[str]:
 
     An ``autocast`` that is kept between steps gets them when it is first entered, which makes it no other.
     """
-    enter = getattr(kind, "__enter__", None)
-    if not kind.__module__.startswith("torch.") or not isinstance(enter, types.FunctionType):
-        return frozenset()
     methods = {name: member.__code__ for base in reversed(kind.__mro__) for name, member in vars(base).items()
                if isinstance(member, types.FunctionType)}  # fmt: skip
     others = {i.argval for name, code in methods.items() if name not in ("__enter__", "__exit__")
               for i in dis.get_instructions(code) if i.opname in _READS}  # fmt: skip
+    return entered_with(kind) - others
+
+
+@functools.cache
+def entered_with(kind: type) -> frozenset[str]:
+    """The attributes of one of torch's context managers that `__enter__` sets before it has read them."""
+    enter = getattr(kind, "__enter__", None)
+    if not kind.__module__.startswith("torch.") or not isinstance(enter, types.FunctionType):
+        return frozenset()
     first: dict[str, str] = {}  # what `__enter__` does first with an attribute
     for i in dis.get_instructions(enter.__code__):
         if i.opname in (*_READS, "STORE_ATTR"):
             first.setdefault(i.argval, i.opname)
-    return frozenset(name for name, operation in first.items() if operation == "STORE_ATTR") - others
+    return frozenset(name for name, operation in first.items() if operation == "STORE_ATTR")
 
 
 class NamesRead:

@@ -17,7 +17,7 @@ from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant, all_args
 from wholestep.trace.record.graph_builder import fake_value, map_leaves
-from wholestep.trace.record.inputs import Inputs
+from wholestep.trace.record.inputs import STRIDED_COPIES, Inputs
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ class Mutations:
         if func not in tables.CONSTANT_WRITES:
             if not (func is aten.copy_.default and self._same_elements(args[0], args[1])):
                 _refuse_repeats(func, [self.inputs.ref(t).geometry for t in written])
-            if not in_loop:
+            if not in_loop and not func._schema.name.endswith("_copy"):  # which copies a view of what it is given
                 self._refuse_partial_overlap(written, args, kwargs)
         out = None
         if not in_loop:
@@ -113,14 +113,15 @@ class Mutations:
         kept = {k: v for k, v in kwargs.items() if k not in variant.drop}
         kept |= tables.defaults(func, variant, len(args), kwargs)
         refs = [self.inputs.ref(t) for t in written]
-        args = self.inputs.counted_from_first(variant.target, args)
-        reads = map_leaves(self.inputs.operand, args), map_leaves(self.inputs.operand, kept)
+        counted = self.inputs.counted_from_first(variant.target, args)
+        reads = map_leaves(self.inputs.operand, counted), map_leaves(self.inputs.operand, kept)
         scaled = tables.is_fused(func) and tables.is_scaled(func, args, kwargs)
         value = self._like_written(func, *reads) if scaled else None
         node = self.builder.emit(variant.target, *reads, value=value)
         news = [*self._new_values(func, variant, node, len(written), scaled)]
         on_clones = isinstance(variant.target, Functionalized)
-        if not on_clones and not tables.is_list_op(func) and _permutes(refs, news):
+        computes = not on_clones and not tables.is_list_op(func) and variant.target not in STRIDED_COPIES
+        if computes and _permutes(refs, news):
             return self._write(func, Variant(Functionalized(func)), written, args, kwargs)
         for ref, new in zip(refs, news, strict=True):
             ref.write(new)

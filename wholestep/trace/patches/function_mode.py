@@ -88,8 +88,8 @@ class TorchCalls(TorchFunctionMode):
         def method(holder: Any, *args: Any, **kwargs: Any) -> Any:
             if function_modes_off() or (of_tensor and not is_made(holder) and self.inputs.world.find(holder) is None):
                 return original(holder, *args, **kwargs)
-            if name == "__repr__" and sys._getframe(1).f_globals.get("__name__") == OpOverload.__module__:
-                return object.__repr__(holder)  # C++ describes arguments that fit no overload
+            if name == "__repr__" and sys._getframe(1).f_globals.get("__name__") in DESCRIBING:
+                return object.__repr__(holder)
             try:
                 return self._escape(name, original, (holder, *args))
             except CaptureError as error:
@@ -329,6 +329,9 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **{getattr(functional, name): TorchCalls._cross_entropy  # of which `as_eager_sums` speaks
        for name in ("cross_entropy", "linear_cross_entropy") if hasattr(functional, name)},
 }  # fmt: skip
+
+# Modules of torch's own from which C++ describes arguments that fit no overload of what it has.
+DESCRIBING = (OpOverload.__module__, "torch._decomp.decompositions")
 
 GUARD_DATA = ", or pass guard_data=True to ws.compile"
 

@@ -34,6 +34,7 @@ from wholestep.trace.numbers.host_numbers import AWARE, aware_choice
 from wholestep.trace.numbers.symbolic_sizes import is_made, is_size
 from wholestep.trace.operators import sparse_optimizers
 from wholestep.trace.operators.data_dependent_formulas import behind, by_data
+from wholestep.trace.operators.tables import NO_NESTED
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
 from wholestep.trace.patches import generator_methods, types_asked
 from wholestep.trace.patches.engine_hook import handled
@@ -132,6 +133,8 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
     return [*functions, *((torch.SymInt, name, method(name)) for name in methods)]
 
 
+NESTED = [name for name in torch.nested.__all__ if name != "to_padded_tensor"]  # what makes nested tensors
+
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 
 
@@ -220,6 +223,7 @@ def patched_python(
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
         (torch, "cond", _cond),
+        *(_refused(torch.nested, name, NO_NESTED, tracing) for name in NESTED),
         _refused(torch, "save", "save outside of the step", tracing),
         _refused(torch.optim.LBFGS, "step", LBFGS_REMEDY, tracing),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),

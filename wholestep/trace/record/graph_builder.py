@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,12 +51,27 @@ class GraphBuilder:
         """Adds a call; runs it on the fake values of its arguments unless the value is given."""
         kwargs = kwargs or {}
         if value is None:
-            fakes = map_leaves(fake_value, args), map_leaves(fake_value, kwargs)
-            with self.fake_mode, torch.no_grad(), below_autograd():
-                value = target(*fakes[0], **fakes[1])
+            value = self.on_fakes(target, args, kwargs, fake_value)
         if self.sizes is not None:
             args, kwargs = map_leaves(held, args), map_leaves(held, kwargs)
         return set_info(self.graph.call_function(target, args, kwargs), self._record(value))
+
+    def on_fakes(self, target: Any, args: Any, kwargs: Any, fake: Callable[[Any], Any]) -> Any:
+        """What a call gives on fakes; a number among them that is not known yet is one that the operator takes."""
+        unknown = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if _is_unknown(leaf)]
+
+        def run(number: float | None) -> Any:
+            def stands(leaf: Any) -> Any:
+                return fake(leaf) if number is None or leaf not in unknown else number
+
+            fakes = map_leaves(stands, args), map_leaves(stands, kwargs)
+            with self.fake_mode, torch.no_grad(), below_autograd():
+                return target(*fakes[0], **fakes[1])
+
+        for number in (None, *_IN_RANGE) if unknown else ():
+            with suppress(ValueError, RuntimeError):  # its kernel will check the number itself
+                return run(number)
+        return run(None)
 
     def note_module(self) -> int:
         """Notes whose module the autograd node belongs to that was made last; gives its sequence number.
@@ -138,6 +154,14 @@ def leaves(tree: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield tree
+
+
+# What stands for a number that comes from a tensor where an operator does not take the 1 that stands there otherwise.
+_IN_RANGE = (0.5, 2.0, 0.0, -1.0)
+
+
+def _is_unknown(leaf: Any) -> bool:
+    return isinstance(leaf, fx.Node) and leaf.op == "call_function" and isinstance(fake_value(leaf), float)
 
 
 def fake_value(leaf: Any) -> Any:

@@ -12,9 +12,9 @@ from torch import fx
 from wholestep.capture import Snapshot, TensorInput
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.ir import InputKind
-from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, below_autograd, generator_id, no_modes
+from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
-from wholestep.trace.record.graph_builder import GraphBuilder, fake_value, leaves, map_leaves
+from wholestep.trace.record.graph_builder import GraphBuilder, fake_value, leaves
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
@@ -249,7 +249,11 @@ class Inputs:
         if place >= len(args) or args[place] is None:
             return args
         self.read_offset(args[0])
-        return (*args[:place], args[place] - args[0].storage_offset(), *args[place + 1 :])
+        offset = args[place] - args[0].storage_offset()
+        if offset < 0:
+            what = f"{func} of elements that lie before its operand's first"
+            raise UnsupportedError(what, user_line(), "call it of the tensor that the operand is a view of")
+        return (*args[:place], offset, *args[place + 1 :])
 
     def known(self, real: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor with values that the step may hold, and C++ may read, as a constant of the graph."""
@@ -272,9 +276,7 @@ class Inputs:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator on fakes."""
-        fakes = map_leaves(self.fake, args), map_leaves(self.fake, kwargs)
-        with self.builder.fake_mode, torch.no_grad(), below_autograd():
-            out = func(*fakes[0], **fakes[1])
+        out = self.builder.on_fakes(func, args, kwargs, self.fake)
         made = (t for t in leaves(out) if isinstance(t, torch.Tensor) and not hasattr(t, "wholestep_ref"))
         self.builder.watch.add(made)
         return out

@@ -249,6 +249,8 @@ def _translated(func: Any, error: Exception, kind: str, guards_help: bool) -> Ca
             "use a form with a fixed shape, such as torch.where or a mask"
             + (", or pass guard_data=True to ws.compile" if guards_help else ""),
         )
+    if "nested" in str(func):
+        return UnsupportedError(f"{func} makes or takes a nested tensor", user_line(), tables.NO_NESTED)
     return UnsupportedError(
         f"{func} has no rule for fake tensors: {error}",
         user_line(),
