@@ -136,7 +136,7 @@ def _is_settled(func: OpOverload, operands: list[torch.Tensor]) -> bool:
 
 def _is_opaque(tensors: list[torch.Tensor]) -> bool:
     """Whether there are bytes among numbers: a kernel's workspace, in a form that it alone knows."""
-    return len({t.dtype is torch.uint8 for t in tensors if t.numel()}) > 1
+    return len({t.dtype is torch.uint8 for t in tensors}) > 1
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
@@ -162,7 +162,9 @@ def _asked(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
         except Exception:  # whatever it is: the call itself will say it
             return None
         memories = {t.untyped_storage().data_ptr() for t in tensors_of(given)}
-        if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in found) or _is_opaque(found):
+        if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in found):
+            return None
+        if _is_opaque([t for t in found if t.numel()]):
             return None
         shared = [t.numel() > 0 and t.untyped_storage().data_ptr() in memories for t in found]
         pairs = zip(found, shared, strict=True)

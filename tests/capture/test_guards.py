@@ -401,3 +401,75 @@ def test_defaults_of_a_function_that_are_replaced(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(compiled(x), step(x))
         assert torch.equal(compiled(x), step(x))
     assert "with_defaults" in compiled.recompiles[0]
+
+
+class Doubling:
+    """A descriptor that keeps its value under another name, and has state of its own."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return vars(instance)["_kept"] * self.factor
+
+    def __set__(self, instance: Any, value: float) -> None:
+        vars(instance)["_kept"] = value + 1
+
+
+class Adding:
+    """Something to call that is no function."""
+
+    def __init__(self) -> None:
+        self.term = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.term
+
+
+def of_a_class() -> Any:
+    class Described:
+        described, added, linear = Doubling(), Adding(), nn.Linear(3, 3)
+
+        def __init__(self) -> None:
+            self.described = 1.0
+
+        def _scaled(self, by: float, x: torch.Tensor) -> torch.Tensor:
+            self._kept += by
+            return x * self._kept
+
+        scaled = functools.partialmethod(_scaled, 2.0)
+
+    with torch.no_grad():
+        Described.linear.weight.fill_(0.5)
+        Described.linear.bias.fill_(0.25)
+    return Described()
+
+
+def step_sets(one: Any, x: torch.Tensor) -> torch.Tensor:
+    one.described = one.described + 1
+    return x * one.described
+
+
+OF_CLASSES: dict[str, tuple[Any, Any]] = {
+    "set through a descriptor": (step_sets, lambda one: None),
+    "read through a descriptor": (lambda one, x: x * one.described, lambda one: setattr(one, "described", 7.0)),
+    "a descriptor's state": (
+        lambda one, x: x * one.described, lambda one: setattr(vars(type(one))["described"], "factor", 5.0)
+    ),
+    "a callable's state": (lambda one, x: one.added(x), lambda one: setattr(one.added, "term", 3.0)),
+    "a module": (lambda one, x: one.linear(x), lambda one: nn.init.constant_(one.linear.weight, 0.75)),
+    "another module": (lambda one, x: one.linear(x), lambda one: setattr(type(one), "linear", nn.Tanh())),
+    "a partial method": (lambda one, x: one.scaled(x), lambda one: setattr(one, "described", 9.0)),
+}
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_what_stands_in_a_class_besides_functions_and_values(name: str) -> None:
+    step, change = OF_CLASSES[name]
+    mine, theirs, compiled, x = of_a_class(), of_a_class(), ws.compile(step), torch.randn(2, 3)
+    for _ in range(3):
+        for _ in range(3):
+            assert torch.equal(compiled(mine, x), step(theirs, x))
+            assert vars(mine) == vars(theirs)
+        change(mine)
+        change(theirs)

@@ -228,7 +228,7 @@ def _entry_differences(
     for key, value in now.items():
         if key in before and _unchanged(value, before[key]):
             continue
-        if not is_plain(value) and key in entered_with(type(container.owner)):
+        if not is_plain(value) and key in entered_with(type(container.owner)):  # type: ignore[arg-type]
             continue  # a handle of C that only the `with` statement under way needs: `torch.inference_mode()`
         new = described.value(value, snap.reachable.child(container, key).text)
         if is_mapping:

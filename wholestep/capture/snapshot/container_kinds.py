@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture import sources
+from wholestep.capture.snapshot.user_code import is_user_class
 from wholestep.patches import is_put_into
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -147,7 +148,8 @@ def class_values(kind: type) -> Contents:
         for name, value in vars(kind).items()
         if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
         and not isinstance(value, (staticmethod, classmethod, property, type))
-        and not callable(value) and not hasattr(value, "__get__")
+        and not hasattr(value, "__get__")
+        and (not callable(value) or isinstance(value, torch.nn.Module) or is_user_class(type(value)))
     }
 
 

@@ -196,6 +196,10 @@ def _classes(found: Reachable, value: Any, source: sources.Source) -> None:
                     _asks_types(found, method)
 
 
+# Those of the standard library that lead to functions; users' own may have state.
+_DESCRIPTORS = (functools.partialmethod, functools.cached_property, functools.singledispatchmethod)
+
+
 def _class(found: Reachable, kind: type, source: sources.Source) -> None:
     if not is_user_class(kind):
         return
@@ -205,6 +209,8 @@ def _class(found: Reachable, kind: type, source: sources.Source) -> None:
         plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(plain, types.FunctionType):
             found.queue(plain, sources.Method(source, name))
+        elif isinstance(member, _DESCRIPTORS) or is_user_class(type(member)) and hasattr(member, "__get__"):
+            found.queue(member, sources.Item(sources.Vars(source), name))
 
 
 def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sources.Source) -> None:
@@ -302,7 +308,8 @@ HANDLERS: dict[type, Handler] = {
     types.BuiltinFunctionType: _builtin,
     types.MethodType: _method,
     types.ModuleType: _module,
-    functools.partial: _attributes("func", "args", "keywords"),
+    **dict.fromkeys((functools.partial, functools.partialmethod), _attributes("func", "args", "keywords")),
+    **dict.fromkeys((functools.cached_property, functools.singledispatchmethod), _attributes("func")),
     BackwardCFunction: _context,
     BackwardHook: _object,
     types.SimpleNamespace: _object,
