@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+import wholestep as ws
 from tests.support.equal import Make, World, assert_same_failure, assert_same_or_refused, assert_same_run
 from tests.zoo.optimizers import FUSED, SCHEDULED, SETTINGS, optimized, optimizers
 
@@ -177,3 +178,16 @@ def test_optimizer_made_inside_and_differentiated_through() -> None:
         return World(step, [(torch.randn(4),)], {"start": start}, versions=False)
 
     assert_same_or_refused(make)
+
+
+def test_a_sparse_gradient_that_follows_from_nothing_but_the_step() -> None:
+    def step(model: nn.Embedding, row: int) -> torch.Tensor:
+        model.zero_grad()
+        model(torch.tensor([row, 1])).sum().backward()
+        return model.weight.grad.to_dense()
+
+    models, compiled = [nn.Embedding(4, 3, sparse=True) for _ in range(2)], ws.compile(step)
+    models[1].load_state_dict(models[0].state_dict())
+    for row in (0, 0, 2, 3):
+        assert torch.equal(compiled(models[0], row), step(models[1], row))
+        assert torch.equal(models[0].weight.grad.to_dense(), models[1].weight.grad.to_dense())

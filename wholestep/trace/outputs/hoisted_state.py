@@ -71,7 +71,8 @@ def hoist(recorder: Recorder, tensors: list[torch.Tensor], state_outputs: Mappin
             made.add(node)
     storages: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
-        ref = recorder.inputs.ref(tensor) if isinstance(tensor, FakeTensor) else None
+        dense = isinstance(tensor, FakeTensor) and tensor.layout is torch.strided  # no memory that stays, of others
+        ref = recorder.inputs.ref(tensor) if dense else None
         if ref is not None and ref.parent is None and ref.storage.input is None and ref.storage.first in made:
             storages.setdefault(id(ref.storage), index)
     firsts = [recorder.inputs.ref(tensors[index]).storage.first for index in storages.values()]
