@@ -305,9 +305,3 @@ def test_strided_copies_into_views(name: str, offset: int | None) -> None:
     mine, theirs = x.clone(), x.clone()
     for found, expected in zip(ws.compile(step)(mine), step(theirs), strict=True):
         assert torch.equal(found, expected)
-
-
-def test_a_strided_copy_from_before_its_operand_is_refused() -> None:
-    step = ws.compile(lambda x: torch.as_strided_copy(x[1:, 1:], (2, 2), (1, 2), 0))
-    with pytest.raises(ws.errors.UnsupportedError, match="before its operand's first"):
-        step(torch.randn(4, 6))

@@ -249,11 +249,7 @@ class Inputs:
         if place >= len(args) or args[place] is None:
             return args
         self.read_offset(args[0])
-        offset = args[place] - args[0].storage_offset()
-        if offset < 0:
-            what = f"{func} of elements that lie before its operand's first"
-            raise UnsupportedError(what, user_line(), "call it of the tensor that the operand is a view of")
-        return (*args[:place], offset, *args[place + 1 :])
+        return (*args[:place], args[place] - args[0].storage_offset(), *args[place + 1 :])
 
     def known(self, real: torch.Tensor) -> torch.Tensor:
         """The fake of a tensor with values that the step may hold, and C++ may read, as a constant of the graph."""
