@@ -466,7 +466,7 @@ OF_CLASSES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("name", OF_CLASSES)
 def test_what_stands_in_a_class_besides_functions_and_values(name: str) -> None:
     step, change = OF_CLASSES[name]
-    mine, theirs, compiled, x = of_a_class(), of_a_class(), ws.compile(step), torch.randn(2, 3)
+    mine, theirs, compiled, x = of_a_class(), of_a_class(), ws.compile(step, fullgraph=True), torch.randn(2, 3)
     for _ in range(3):
         for _ in range(3):
             assert torch.equal(compiled(mine, x), step(theirs, x))

@@ -328,7 +328,7 @@ def compiled_on(backend, folder):
     dist.init_process_group(backend, f"file://{folder}/{backend}", timedelta(seconds=60), world_size=2, rank=rank)
     results = []
     for step in (functional_collectives, objects_and_messages, in_place):
-        for options in ({}, {"fullgraph": False}):
+        for options in ({"fullgraph": True}, {"fullgraph": False}):
             compiled = ws.compile(step, **options)
             for scale in (1.0, 3.0, 5.0, 7.0):
                 x = torch.full((1,), scale)

@@ -34,7 +34,7 @@ EAGER_REPEATS = {"aten::masked_fill_", "aten::relu_", "aten::clamp_", "aten::cla
 GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 
 # What to do instead of making nested tensors, for which no fake tensors stand.
-NO_NESTED = "use padded tensors and masks, or compile with fullgraph=False"
+NO_NESTED = "use padded tensors and masks, or compile without fullgraph=True"
 
 # Operators on sparse tensors for which fake tensors make up the number of values.
 SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
