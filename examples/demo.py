@@ -60,12 +60,13 @@ JOBS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job left: mean loss of the ranks per step, seconds of each step, bytes of the largest rank."""
+    """What one job left: mean losses of the ranks, seconds of each step, bytes of the largest rank, the way it ran."""
 
     losses: list[float]
     seconds: list[float]
     peak_memory: int
     parameters: int
+    way: str = ""
 
     @property
     def rate(self) -> float:
@@ -112,7 +113,7 @@ def outcome(ranks: list[dict]) -> Outcome:
     """Joins what the ranks of one job measured."""
     losses = [fmean(at_step) for at_step in zip(*(r["losses"] for r in ranks), strict=True)]
     peak = max(r["peak_memory"] for r in ranks)
-    return Outcome(losses, ranks[0]["seconds"], peak, ranks[0]["parameters"])
+    return Outcome(losses, ranks[0]["seconds"], peak, ranks[0]["parameters"], ranks[0]["way"])
 
 
 def farthest(a: Outcome, b: Outcome) -> float:
@@ -193,6 +194,8 @@ def main() -> None:
     for name, kept_as in programs.items():
         (options.out / f"{name}.program.py").replace(options.out / kept_as)
     program = options.out / programs["compiled"]
+    ways = ", ".join(f"{job.title}: {outcomes[job.name].way}" for job in JOBS)
+    console.print(f"Which way the steps ran: {ways}", soft_wrap=True, highlight=False)
     console.print(f"Loss curves: {picture}\nThe program of one step: {program}", soft_wrap=True)
     for job in JOBS:
         if farthest(outcomes[job.name], outcomes[job.like]) > APART:

@@ -111,6 +111,13 @@ def peak_memory() -> int:
     return int(found.group(1)) * 1024 if found else 0
 
 
+def way_of(step: Any) -> str:
+    """Which way a step ran, in words."""
+    if not isinstance(step, ws.Compiled):
+        return "in eager"
+    return "its Python at each call" if step.breaks else f"replayed ({step.captures} captured)"
+
+
 def train(job: str, steps: int, config: GPTConfig) -> tuple[dict[str, object], Step]:
     """Runs one rank of one job; gives what was measured and the step that ran."""
     text = standard_library()
@@ -131,7 +138,7 @@ def train(job: str, steps: int, config: GPTConfig) -> tuple[dict[str, object], S
         if RANK == 0:
             print(f"step {number + 1}/{steps}  loss {losses[-1]:.4f}", flush=True)
     measured = {"job": job, "rank": RANK, "losses": losses, "seconds": seconds, "peak_memory": peak_memory()}
-    return measured | {"parameters": sum(p.numel() for p in model.parameters())}, step
+    return measured | {"parameters": sum(p.numel() for p in model.parameters()), "way": way_of(step)}, step
 
 
 def main() -> None:
