@@ -173,7 +173,8 @@ class Compiled:
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""
         co_run = CoRun(collecting(self._fn), self._options)
-        co_run.eager = any(map(needs_memory, (error, error.__cause__)))
+        if any(map(needs_memory, (error, error.__cause__))):
+            co_run.eager = "C++ reads memory of tensors in it past the dispatcher"
         reason = str(error)
         if not isinstance(error, CaptureError):  # the step's own comes again, after what it did before
             result = co_run(*args, **kwargs)
@@ -355,7 +356,7 @@ class Compiled:
             except CaptureError as error:
                 if not self._may_break:
                     raise
-                return explain_segments(self._title, [], False, [str(error)])
+                return explain_segments(self._title, [], "", [str(error)])
             key = executor.key(traced.step, traced.fingerprint)
             program = self._known.programs.get(key)
             step = program.step if program is not None else self._known.steps.get(key)

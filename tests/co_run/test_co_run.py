@@ -2,9 +2,11 @@
 
 import builtins
 import io
+import sys
 import threading
 from contextlib import redirect_stdout
 
+import markupsafe._speedups
 import pytest
 import torch
 from torch import nn
@@ -339,3 +341,34 @@ def test_what_passes_and_backends_raise_is_raised(options):
     for _ in range(2):
         with pytest.raises(AttributeError, match="nothing"):
             ws.compile(lambda x: x + 1, **options)(torch.ones(2))
+
+
+def test_a_step_that_calls_a_c_extension_runs_in_eager(deferring):
+    from_c = markupsafe._speedups._escape_inner
+
+    def step(x):
+        y = x * 2
+        print(from_c("<"), end="")
+        return y + 1
+
+    compiled, x, out = ws.compile(step), torch.ones(3), io.StringIO()
+    with redirect_stdout(out):
+        for _ in range(4):
+            assert torch.equal(compiled(x), x * 2 + 1)
+    assert out.getvalue() == "&lt;" * 4 and sys.getprofile() is None
+    assert "markupsafe._speedups._escape_inner of a C extension" in str(compiled.explain(x))
+
+
+def test_a_c_extension_in_a_branch_is_seen(deferring):
+    def step(x, calls_it):
+        y = x * 2
+        if calls_it.item():
+            markupsafe._speedups._escape_inner("<")
+            return y - 1
+        return y + 1
+
+    served = co_run(step)
+    for calls_it in (False, False, False, False, True):
+        assert not served.eager
+        assert torch.equal(served(torch.ones(3), torch.tensor(calls_it)), torch.full((3,), 1.0 if calls_it else 3.0))
+    assert "C extension" in served.eager and sys.getprofile() is None

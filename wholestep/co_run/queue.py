@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wholestep.co_run.extensions import ExtensionWatch
 from wholestep.co_run.operators import Facts, Kind, facts_of
 from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, storage_of
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
@@ -46,12 +47,13 @@ class Queue(TorchDispatchMode):
 
     Attributes:
         known: whether every call was known so far.
+        watch: sees calls of C extensions.
     """
 
     def __init__(self, signatures: Signatures, run: Run) -> None:
         super().__init__()
         self._signatures, self._run, self._running, self.known = signatures, run, False, True
-        self._paused = False
+        self._paused, self.watch = False, ExtensionWatch(self.flush)
         self._begin()
 
     def _begin(self) -> None:
@@ -114,6 +116,8 @@ class Queue(TorchDispatchMode):
             self._numbers[before[0] :], self._tensors[before[1] :], self._externals[before[1] :] = [], [], []
             return self._at_once(facts, args, kwargs) if node is None else self._record(facts, args, kwargs, key)
         self._node = node
+        if self.watch.active:
+            self.watch.end()
         if facts.kind is VIEW:
             found = func(*args, **kwargs)
             results = self._register(found)
@@ -214,6 +218,7 @@ class Queue(TorchDispatchMode):
     def _record(self, facts: Facts, args: Any, kwargs: Any, key: Any) -> Any:
         """Runs a call that is not known after those before it, which run first, and remembers it."""
         self.known = False
+        self.watch.begin()
         self._run_pending()
         before, self._node = self._node or Node(), Node()  # where nothing is known, should the call fail
         places = [t.size() for t in tensors_of((args, kwargs))]
@@ -239,6 +244,7 @@ class Queue(TorchDispatchMode):
 
     def _at_once(self, facts: Facts, args: Any, kwargs: Any) -> Any:
         self._new.clear()
+        self.watch.begin()  # what is read may decide
         if not facts.only_reads or self._touches(args):
             self.flush()
         if not facts.differentiated_inside:
@@ -261,6 +267,7 @@ class Queue(TorchDispatchMode):
             self._run_pending()
         finally:
             self._begin()
+            self.watch.begin()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -47,7 +47,7 @@ class CoRun:
         refused: why segments run operator by operator, one reason each.
         segments: the segments that were compiled: the number of operators, bytes of results that outlive them, and the
             line that ends them.
-        eager: whether the step runs as it is, because that is faster.
+        eager: why the step runs as it is; empty where its operators are deferred.
     """
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
@@ -55,7 +55,7 @@ class CoRun:
         self._signatures = Signatures()
         self.refused: list[str] = []
         self.segments: list[tuple[int, int, str]] = []
-        self.eager = False
+        self.eager = ""
         self._times: dict[bool, list[float]] = {False: [], True: []}  # of deferred calls, and of eager ones
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,8 @@ class CoRun:
             begin = time.perf_counter()
             result = self._fn(*args, **kwargs)
             plain.append(time.perf_counter() - begin)
-            self.eager = len(plain) == TIMED and min(plain) < min(deferred)
+            if len(plain) == TIMED and min(plain) < min(deferred):
+                self.eager = "that was faster than deferring its operators"
             return result
         queue = Queue(self._signatures, self._serve)
         programs, begin = len(self.segments), time.perf_counter()
@@ -76,7 +77,7 @@ class CoRun:
         except RuntimeError as error:
             if not makes_subclass(error):
                 raise
-            self.eager = True
+            self.eager = "it makes tensors of a subclass"
             raise UnsupportedError(
                 f"tensors of a subclass cannot be made while operators are deferred: {error}",
                 remedy="make it with tensor.as_subclass(kind); later calls of the step run in eager",
@@ -92,11 +93,15 @@ class CoRun:
             with patched(flushing(queue.flush), lambda: threading.get_ident() == thread):
                 try:
                     with queue:
+                        queue.watch.begin()
                         return self._fn(*args, **kwargs)
                 finally:
                     queue.flush()
+                    queue.watch.end()
         finally:
             _active.queue = None
+            if queue.watch.found:
+                self.eager = f"it calls {queue.watch.found[0]} of a C extension, which may read memory of tensors"
 
     def _serve(self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]) -> None:
         """Runs a segment: by a program, or one operator after the other."""

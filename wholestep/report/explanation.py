@@ -31,7 +31,7 @@ class Explanation:
         breaks: why the step's Python runs at each call; empty for one that is replayed.
         segments: of such a step, those that were compiled so far, in order: the number of operators, the bytes of
             results that outlive it, the line that ends it.
-        eager: whether such a step runs in eager, where it was faster.
+        eager: why such a step runs in eager; empty where it does not.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Explanation:
     recompiles: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     segments: list[tuple[int, int, str]] = field(default_factory=list)
-    eager: bool = False
+    eager: str = ""
 
     @property
     def bytes_sent(self) -> float:
@@ -79,7 +79,7 @@ class Explanation:
     def _segments(self) -> list[str]:
         why = [f"  because: {line}" for reason in self.breaks for line in reason.splitlines()]
         if self.eager:
-            return ["runs in eager, which was faster than deferring its operators", *why]
+            return [f"runs in eager: {self.eager}", *why]
         rows = [f"  {calls:>6,} operators, {_size(kept)} kept{_at(where)}" for calls, kept, where in self.segments]
         return ["its Python runs at each call, its operators as compiled segments", *why, "",
                 f"segments compiled so far: {len(rows)}", *rows]  # fmt: skip
@@ -113,7 +113,7 @@ def explain(
 
 
 def explain_segments(
-    title: str, segments: Sequence[tuple[int, int, str]], eager: bool, breaks: Sequence[str]
+    title: str, segments: Sequence[tuple[int, int, str]], eager: str, breaks: Sequence[str]
 ) -> Explanation:
     """A report on a step whose Python runs at each call."""
     return Explanation(title, {}, [], None, None, 0, breaks=list(breaks), segments=list(segments), eager=eager)
