@@ -14,7 +14,7 @@ from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknow
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
 from wholestep.fake_layouts import tensors_of
 from wholestep.torch_compat import (
-    TorchDispatchMode,
+    UnwrappedDispatchMode,
     dispatching,
     function_modes,
     function_modes_disabled,
@@ -35,7 +35,7 @@ class _Opaque(Exception):  # noqa: N818 - a signal, not an error
     """An argument that the queue does not record."""
 
 
-class Queue(TorchDispatchMode):
+class Queue(UnwrappedDispatchMode):
     """Defers operators until `flush`.
 
     A call is looked up under those that came before it since the last flush (`Signatures`). Where it is known, so are
@@ -76,10 +76,6 @@ class Queue(TorchDispatchMode):
         self._calls: list[RecordedCall] = []
 
     supports_higher_order_operators = True  # which run at once, as all that they call
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # its wrapper takes 2 microseconds a call
 
     # -- dispatch --------------------------------------------------------------------------------------
 

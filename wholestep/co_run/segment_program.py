@@ -58,7 +58,7 @@ class SegmentProgram:
             raise CaptureError("the segment decides on a number", remedy="")
         by_id = {id(tensor): index for index, tensor in enumerate(args[0])}
         self._binds = [_bind(item, by_id) for item in traced.inputs[: traced.n_inputs]]
-        read = {int(str(i.source).rpartition("[")[2][:-1]) for i in traced.inputs if isinstance(i.value, float)}
+        read = {i.source.key for i in traced.inputs if isinstance(i.value, float)}
         self.constants = {index: n for index, n in enumerate(numbers) if index not in read}
         step = of_one_rank(traced, options, ())
         self.run = lower(step, (), options.backend)
@@ -74,7 +74,7 @@ class SegmentProgram:
 
 def _bind(item: Any, by_id: dict[int, int]) -> Bind:
     if isinstance(item.value, float):
-        number = int(str(item.source).rpartition("[")[2][:-1])
+        number = item.source.key
         return lambda tensors, numbers: numbers[number]
     if item.members:
         member = by_id[id(item.members[0])]
