@@ -2,6 +2,7 @@
 
 import builtins
 import io
+import subprocess
 import sys
 import threading
 from contextlib import redirect_stdout
@@ -372,3 +373,19 @@ def test_a_c_extension_in_a_branch_is_seen(deferring):
         assert not served.eager
         assert torch.equal(served(torch.ones(3), torch.tensor(calls_it)), torch.full((3,), 1.0 if calls_it else 3.0))
     assert "C extension" in served.eager and sys.getprofile() is None
+
+
+def test_warnings_are_said_once_and_keep_no_step_from_a_replay():
+    script = """
+import warnings, torch, wholestep as ws
+@ws.compile
+def step(x):
+    warnings.warn("the step's own")
+    return torch.nn.functional.mse_loss(x, torch.zeros(3))  # torch warns that it broadcasts
+for _ in range(3):
+    step(torch.ones(2, 3))
+print(step.captures, step.breaks)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "1 []\n" and done.stderr.count("the step's own") == 1
+    assert done.stderr.count("target size") == 1

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -37,6 +38,8 @@ ACTING: dict[Any, tuple[str, ...]] = {
 }  # fmt: skip
 # Kinds that are also memory, which torch and Python write to for purposes of their own.
 IN_MEMORY = (io.StringIO, io.BytesIO)
+# Files whose acts are none of the step's: warnings, which are said once, and what a let-pass act goes on to.
+_LET_PASS = (warnings.__file__, __file__)
 
 
 class ExternalEffects:
@@ -95,10 +98,10 @@ class ExternalEffects:
 
 
 def _acts(owner: Any, frame: FrameType | None) -> bool:
-    """Whether a call is the step's, and none that torch or the import system makes for itself."""
+    """Whether a call is the step's, and none that torch, the import system or a warning makes for itself."""
     while frame is not None and frame.f_code.co_filename == patches.__file__:
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith("<frozen"):
+    if frame is None or frame.f_code.co_filename.startswith("<frozen") or frame.f_code.co_filename in _LET_PASS:
         return False
     if owner in IN_MEMORY:
         return not is_system(frame.f_code.co_filename)
