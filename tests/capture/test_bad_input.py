@@ -73,7 +73,7 @@ def equal(model: MLP, x: Tensor, y: Tensor) -> Tensor:
 
 def printed(model: MLP, x: Tensor, y: Tensor) -> Tensor:
     loss = model(x, y)
-    print(loss)  # HERE
+    model.fc1.name = repr(loss)  # HERE
     return loss
 
 

@@ -89,17 +89,32 @@ def test_the_line_that_asks() -> None:
     assert f"{__file__}:{step.__code__.co_firstlineno + 3}" in str(caught.value)
 
 
-def test_libraries_may_look_at_the_clock() -> None:
+def test_libraries_may_look_at_the_clock_and_log() -> None:
     lines = io.StringIO()
     log = logging.getLogger("wholestep.test")
     log.addHandler(logging.StreamHandler(lines))
+    name = str(pathlib.Path(torch.__file__).parent / "some.py")  # as if a library's code stood there
+    library = {"log": log}
+    exec(compile("def says():\n    log.warning('time to step')", name, "exec"), library)
 
     def step(x: Tensor) -> Tensor:
-        log.warning("time to step")
+        library["says"]()
         return x + 1
 
     assert torch.equal(ws.compile(step, fullgraph=True)(torch.ones(2)), torch.ones(2) + 1)
-    assert "time to step" in lines.getvalue()
+    assert lines.getvalue().count("time to step") == 1
+
+
+@pytest.mark.parametrize("act", [print, logging.getLogger("wholestep.test").info])
+def test_what_acts_outside_is_refused_and_has_not_happened(act: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def step(x: Tensor) -> Tensor:
+        act("a step")
+        return x + 1
+
+    logging.getLogger("wholestep.test").setLevel(logging.INFO)
+    with pytest.raises(UnsupportedError, match=r"ws\.log") as caught:
+        ws.compile(step, fullgraph=True)(torch.ones(2))
+    assert f"{__file__}:{step.__code__.co_firstlineno + 1}" in str(caught.value) and not capsys.readouterr().out
 
 
 class Holder:

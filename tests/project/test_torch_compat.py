@@ -41,6 +41,7 @@ from wholestep.torch_compat import (
     OpOverload,
     ShapeEnvironment,
     TorchDispatchMode,
+    UnwrappedDispatchMode,
     address_of,
     below_autograd,
     checkpoint_contexts,
@@ -792,6 +793,20 @@ def test_dynamo_skips_the_methods_of_a_class() -> None:
     skipped = skipped_by_dynamo(Twice)
     assert torch.equal(torch.compile(skipped().run, backend=backend)(torch.ones(2)), torch.full((2,), 4.0))
     assert len(seen) == 1
+
+
+def test_a_dispatch_mode_that_is_called_as_it_is():
+    class Counts(UnwrappedDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counts.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counts():
+        torch.ones(2) + 1
+    assert Counts.calls == 2 and not hasattr(Counts.__torch_dispatch__, "__wrapped__")
+    assert hasattr(type("Wrapped", (TorchDispatchMode,), dict(vars(Counts))).__torch_dispatch__, "__wrapped__")
 
 
 def test_collectives_as_operators(tmp_path):

@@ -92,7 +92,7 @@ class ExternalEffects:
 
     def _refuse(self, name: str) -> None:
         error = UnsupportedError(f"the step calls {name}(), which a replay would not do again",
-                                 remedy="call it after the step, with what the step returns")  # fmt: skip
+                                 remedy="call it after the step, or by ws.log(fn, **values)")  # fmt: skip
         self.refused.append(error)
         raise error
 
