@@ -389,3 +389,26 @@ print(step.captures, step.breaks)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "1 []\n" and done.stderr.count("the step's own") == 1
     assert done.stderr.count("target size") == 1
+
+
+def test_a_model_under_torch_compile_in_a_step_that_reads(deferring):
+    found = []
+    for wrap in (lambda fn: fn, ws.compile):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        opt, inside = torch.optim.Adam(model.parameters()), torch.compile(model, backend="eager")
+
+        @wrap
+        def step(x, opt=opt, inside=inside):
+            loss = inside(x).square().mean()
+            loss.backward()
+            print(f"{loss.item():.4f}")
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        out = io.StringIO()
+        with redirect_stdout(out):
+            losses = [step(torch.full((3, 4), float(call))) for call in range(6)]
+        found.append((torch.stack(losses), out.getvalue()))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]

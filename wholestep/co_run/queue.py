@@ -19,6 +19,7 @@ from wholestep.torch_compat import (
     function_modes,
     function_modes_disabled,
     no_modes,
+    skipped_by_dynamo,
     storage_id,
     storage_uses,
 )
@@ -35,6 +36,7 @@ class _Opaque(Exception):  # noqa: N818 - a signal, not an error
     """An argument that the queue does not record."""
 
 
+@skipped_by_dynamo  # which would compile what a model under torch.compile calls
 class Queue(UnwrappedDispatchMode):
     """Defers operators until `flush`.
 
