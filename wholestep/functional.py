@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -152,46 +152,40 @@ class Count(int):
     __hash__ = int.__hash__
 
 
-class UnderGrad:
-    """An operator whose kernel asks whether gradients are wanted, run as if they were."""
+class Wrapped:
+    """An operator that runs with something around it; equal to another of its class around the same operator."""
+
+    prefix: ClassVar[str]
 
     def __init__(self, op: OpOverload) -> None:
         self.op = op
-        self.__name__ = f"under_grad_{op.name().split('::')[-1].replace('.', '_')}"
-        self.__qualname__ = self.__name__
+        self.__name__ = self.__qualname__ = f"{self.prefix}_{op.name().split('::')[-1].replace('.', '_')}"
         self.__module__ = "wholestep.functional"
 
     def __repr__(self) -> str:
-        return f"under_grad({self.op})"
+        return f"{self.prefix}({self.op})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnderGrad) and other.op is self.op
+        return type(other) is type(self) and isinstance(other, Wrapped) and other.op is self.op
 
     def __hash__(self) -> int:
-        return hash(("under_grad", self.op))
+        return hash((self.prefix, self.op))
+
+
+class UnderGrad(Wrapped):
+    """An operator whose kernel asks whether gradients are wanted, run as if they were."""
+
+    prefix = "under_grad"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
             return self.op(*args, **kwargs)
 
 
-class Waited:
+class Waited(Wrapped):
     """A functional collective of torch.distributed that also ends: until then it may read what it was given."""
 
-    def __init__(self, op: OpOverload) -> None:
-        self.op = op
-        self.__name__ = f"waited_{op.name().split('::')[-1].replace('.', '_')}"
-        self.__qualname__ = self.__name__
-        self.__module__ = "wholestep.functional"
-
-    def __repr__(self) -> str:
-        return f"waited({self.op})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Waited) and other.op is self.op
-
-    def __hash__(self) -> int:
-        return hash(("waited", self.op))
+    prefix = "waited"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self.op(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Functions for use inside of a step, with the names of `torch.compiler`: what stays outside of its programs.
+"""Functions for use inside of a step, named as in `torch.compiler` and Dynamo: what stays outside of its programs.
 
 May import: co_run, errors, pipeline.
 """
