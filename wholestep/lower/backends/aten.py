@@ -33,16 +33,13 @@ _pointer = torch.Tensor.data_ptr
 _NONE = torch.empty(0)
 
 
-def lower_aten(
-    step: StepGraph, example_inputs: Sequence[Any] = (), *, tiling: bool = True, batching: bool = True
-) -> Program:
+def lower_aten(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Program:
     """Turns a graph into a fast callable.
 
     Args:
         step: the program; left as it is.
         example_inputs: not read: the graph's records say all that is needed. Here for the common contract
             of backends, ``(graph, example inputs) -> callable``.
-        tiling, batching: switch a grouping of elementwise operators off, for comparison.
 
     Returns:
         ``fn(*inputs) -> outputs``: bitwise what `naive.interpret` gives. Mutated inputs are written in
@@ -51,10 +48,10 @@ def lower_aten(
     Raises:
         LoweringError: the generated program does not compile: a mistake of ours.
     """
-    return Program(step, partial(plan_of, tiling=tiling, batching=batching))
+    return Program(step)
 
 
-def plan_of(step: StepGraph, held: frozenset[str] = frozenset(), tiling: bool = True, batching: bool = True) -> Plan:
+def plan_of(step: StepGraph, held: frozenset[str] = frozenset()) -> Plan:
     """The order of execution and the place of each value; the graph is left as it is.
 
     Args:
@@ -62,7 +59,7 @@ def plan_of(step: StepGraph, held: frozenset[str] = frozenset(), tiling: bool = 
     """
     graph = same_host_numbers(expand_foreach(list_items(copy_step(step))))
     graph = dead_code(plain_views(dead_code(graph)))
-    return make_plan(graph, arrange(graph, tiling, batching), held)
+    return make_plan(graph, arrange(graph), held)
 
 
 class Program:
@@ -74,8 +71,8 @@ class Program:
         rebinds: how often memory was bound: 1 while parameters and state stay where they are.
     """
 
-    def __init__(self, step: StepGraph, plan: Callable[[StepGraph, frozenset[str]], Plan]) -> None:
-        self._signature, self._plan = step.signature, plan
+    def __init__(self, step: StepGraph) -> None:
+        self._signature = step.signature
         self._unpack: Callable[[], StepGraph] = lambda: step
         self._held: frozenset[str] = frozenset()  # results whose memory somebody still holds when the next call comes
         self.rebinds = 0
@@ -84,7 +81,7 @@ class Program:
 
     def _make(self, step: StepGraph) -> None:
         with torch.no_grad():
-            plan = self._plan(step, self._held)
+            plan = plan_of(step, self._held)
             self._source = source = emit.emit(plan)
         self.code, self._sizes = source.text, plan.arena
         self.arena_bytes = sum(plan.arena.values())

@@ -75,8 +75,6 @@ def _write_item(groups: GroupWriter, index: int, item: Item, nodes: list[fx.Node
         groups.chain(index, nodes)
     elif item.kind == "tile":
         groups.tile(index, nodes)
-    elif item.kind == "batch":
-        groups.batch(nodes)
     else:
         groups.calls.write(nodes[0])
 

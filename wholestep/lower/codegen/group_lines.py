@@ -1,4 +1,4 @@
-"""The lines of a group of calls: a compiled chain, the loop over tiles, one foreach call for many small tensors."""
+"""The lines of a group of calls: a compiled chain, the loop over tiles."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from wholestep.functional import base_name
 from wholestep.ir import info
 from wholestep.lower.codegen.call_lines import CallWriter
 from wholestep.lower.codegen.literals import INDENT, commas
-from wholestep.lower.codegen.program_text import NUMBER_AS_TENSOR
 from wholestep.lower.fusion.blocked_matmuls import is_product, rows_at_once
 from wholestep.lower.fusion.chains import chain_step, kernel_of
-from wholestep.lower.fusion.fusible import BATCH_OPS
-from wholestep.lower.plan.operator_facts import aten
 
 
 class GroupWriter:
@@ -110,35 +107,3 @@ class GroupWriter:
             self.calls.write(product)
             self.source.line(f"chain_{index}({arguments})")
         self.source.in_tile = {}
-
-    def batch(self, nodes: list[fx.Node]) -> None:
-        """One call for all that are computed where their first operands lie."""
-        over = [
-            n for n in nodes if isinstance(n.args[0], fx.Node) and self.source.name(n.args[0]) == self.source.name(n)
-        ]
-        text = self._foreach(over) if len(over) > 2 else None
-        for node in nodes:
-            if text is None or node not in over:
-                self.calls.write(node)
-        if text is not None:
-            self.source.line(text, over[0])
-
-    def _foreach(self, nodes: list[fx.Node]) -> str | None:
-        op, arg = nodes[0].target, self.source.arg
-        columns = list(zip(*[n.args for n in nodes], strict=True))
-        lists = [self.source.list_of(map(arg, columns[0]))]
-        scale = []
-        for column in columns[1:]:
-            if op in NUMBER_AS_TENSOR:
-                lists.append(self.source.list_of(self.source.operand(n, a) for n, a in zip(nodes, column, strict=True)))
-            elif all(isinstance(a, fx.Node) and isinstance(info(a).value, torch.Tensor) for a in column):
-                lists.append(self.source.list_of(map(arg, column)))
-            elif len(set(column)) == 1:
-                scale = [arg(column[0])]
-            else:
-                return None
-        if op in (aten.addcmul.default, aten.addcdiv.default):
-            values = [n.kwargs.get("value", 1) for n in nodes]
-            same = len({*map(repr, values)}) == 1
-            scale = [f"value={arg(values[0])}" if same else arg(values)]
-        return f"torch.{BATCH_OPS[op]}({commas([*lists, *scale])})"

@@ -25,7 +25,7 @@ from wholestep.torch_compat import mkl_square_root, no_modes
 
 try:
     from wholestep.lower.fusion import _chain as native
-except ImportError:  # not built: torch's foreach kernels, and tiles, serve instead
+except ImportError:  # not built: torch's kernels, and tiles, serve instead
     native = None  # type: ignore[assignment]
 if not hasattr(native, "run_part"):  # built from older source
     native = None  # type: ignore[assignment]

@@ -1,12 +1,11 @@
 """The order of execution: which nodes run one by one, tile by tile, or many at once.
 
-Three groupings change the order of elementwise nodes, never their bits:
+Two groupings change the order of elementwise nodes, never their bits:
 
 - a `chain` is the optimizer's arithmetic on one parameter, run by one compiled kernel (see `chains`), with the product
   of matrices that is its gradient where nobody else reads that (see `blocked_matmuls`);
 - a `tile` group is a chain of other operators over big tensors of one shape. It runs on 64 K elements after another,
-  so that memory is passed over once instead of once for each operator;
-- a `batch` group is one operator on many small tensors, run by a single ``_foreach`` call.
+  so that memory is passed over once instead of once for each operator.
 
 Random and other effectful nodes keep their order.
 """
@@ -26,7 +25,7 @@ from torch import fx
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import product_of
 from wholestep.lower.fusion.chains import chain_step
-from wholestep.lower.fusion.fusible import batch_key, tileable
+from wholestep.lower.fusion.fusible import tileable
 from wholestep.lower.fusion.memory_aware_order import move_forward
 from wholestep.lower.plan.operator_facts import is_collective
 
@@ -35,7 +34,7 @@ from wholestep.lower.plan.operator_facts import is_collective
 class Item:
     """One unit of execution: a single node, or a group that runs together."""
 
-    kind: Literal["single", "chain", "tile", "batch"]
+    kind: Literal["single", "chain", "tile"]
     nodes: list[fx.Node]
 
     @property
@@ -44,17 +43,12 @@ class Item:
         return self.kind in ("chain", "tile")
 
 
-def arrange(step: StepGraph, tiling: bool = True, batching: bool = True) -> list[Item]:
-    """Groups the calls of a graph and orders the groups.
-
-    Args:
-        step: the program; not changed.
-        tiling, batching: switch a grouping off, for comparison.
-    """
+def arrange(step: StepGraph) -> list[Item]:
+    """Groups the calls of a graph, which is left as it is, and orders the groups."""
     nodes = [n for n in step.graph.nodes if n.op == "call_function"]
     grouping = _Grouping(nodes)
     for node in nodes:
-        grouping.visit(node, tiling, batching)
+        grouping.visit(node)
     return grouping.ordered()
 
 
@@ -74,40 +68,32 @@ class _Grouping:
         self.direct: list[int] = []
         self.indirect: list[int] = []
         self.taint: dict[fx.Node, int] = {}
-        self.by_key: dict[Any, list[int]] = {}
         self.effects = 0  # what the last call in the order of effects depends on: the next one follows it
 
-    def visit(self, node: fx.Node, tiling: bool, batching: bool) -> None:
+    def visit(self, node: fx.Node) -> None:
         """Puts a node into a group of its own, an old one, or none."""
         value = info(node).value
         if has_order(node):
             self.effects |= self._reached(node.all_input_nodes)
             self.taint[node] = self.effects
             return
-        if tiling and info(node).phase == "optimizer" and chain_step(node) is not None:
+        if info(node).phase == "optimizer" and chain_step(node) is not None:
             key: Any = ("chain", value.shape, value.dtype)
-        elif tiling and tileable(node):
+        elif tileable(node):
             key = ("tile", value.shape, value.dtype)
-        elif not batching or (key := batch_key(node)) is None:
+        else:
             self.taint[node] = self._reached(node.all_input_nodes)
             return
         mine = self._open(node, key)
-        if key[0] != "batch":
-            phase = info(node).phase
-            near = {self.group_of[o]: None for o in node.all_input_nodes if o in self.group_of}
-            for operand in node.all_input_nodes:
-                if key[0] == "chain" and getattr(info(operand).value, "shape", None) != value.shape:
-                    continue  # parameters that meet the same number have nothing else in common
-                near |= {self.group_of[u]: None for u in operand.users if u in self.group_of and info(u).phase == phase}
-            for group in near:
-                if group != mine and self.keys[group] == key and self.members[group]:
-                    mine = self._merge(group, mine)
-            return
-        for group in self.by_key.setdefault(key, []):
-            if self.members[group] and not self.direct[mine] >> group & 1 and self._may_merge(group, mine):
-                self._merge(group, mine)
-                return
-        self.by_key[key].append(mine)
+        phase = info(node).phase
+        near = {self.group_of[o]: None for o in node.all_input_nodes if o in self.group_of}
+        for operand in node.all_input_nodes:
+            if key[0] == "chain" and getattr(info(operand).value, "shape", None) != value.shape:
+                continue  # parameters that meet the same number have nothing else in common
+            near |= {self.group_of[u]: None for u in operand.users if u in self.group_of and info(u).phase == phase}
+        for group in near:
+            if group != mine and self.keys[group] == key and self.members[group]:
+                mine = self._merge(group, mine)
 
     def _reached(self, operands: Iterable[fx.Node]) -> int:
         return functools.reduce(operator.or_, (self.taint.get(operand, 0) for operand in operands), 0)

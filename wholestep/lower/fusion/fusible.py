@@ -1,8 +1,7 @@
-"""Fusible calls: which elementwise calls may run together, over tiles of big tensors or as one foreach call."""
+"""Fusible calls: which elementwise calls may run together over tiles of big tensors."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,19 +13,11 @@ from wholestep.lower.plan.operator_facts import aten, inplace_variant, is_pointw
 
 TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
 TILE_FROM = 1 << 18  # elements from which a chain is tiled: 1 MB in float32
-BATCH_UP_TO = 1 << 16  # elements up to which a tensor joins a foreach call: beyond, caches matter more than calls
 
 # Operators that may be tiled if their vector and scalar code agree (see `_same_bits`).
 TILE_OPS = {
     "add", "sub", "mul", "div", "neg", "abs", "sqrt", "lerp", "addcmul", "addcdiv", "maximum", "minimum",
     "relu", "threshold_backward", "clamp_min", "clamp_max", "where",
-}  # fmt: skip
-
-# functional overload -> the foreach call that gives the same bits in place.
-BATCH_OPS: dict[Any, str] = {
-    aten.add.Tensor: "_foreach_add_", aten.sub.Tensor: "_foreach_sub_", aten.mul.Tensor: "_foreach_mul_",
-    aten.div.Tensor: "_foreach_div_", aten.lerp.Scalar: "_foreach_lerp_", aten.addcmul.default: "_foreach_addcmul_",
-    aten.addcdiv.default: "_foreach_addcdiv_", aten.sqrt.default: "_foreach_sqrt_", aten.neg.default: "_foreach_neg_",
 }  # fmt: skip
 
 
@@ -75,26 +66,3 @@ def _same_bits(op: Any, node: fx.Node) -> bool:
         ]
         _SAME_BITS[key] = bool(torch.equal(op(*trial, **keywords), torch.cat(parts)))
     return _SAME_BITS[key]
-
-
-def batch_key(node: fx.Node) -> Any:
-    """What small optimizer calls must share to run as one foreach call; None when this one cannot."""
-    value, op = info(node).value, node.target
-    if op not in BATCH_OPS or info(node).phase != "optimizer" or not isinstance(value, torch.Tensor):
-        return None
-    if value.numel() > BATCH_UP_TO or value.dtype != torch.float32 or node.kwargs.get("alpha", 1) != 1:
-        return None
-    kinds: list[Any] = []
-    for name, arg in [*((None, a) for a in node.args), *node.kwargs.items()]:
-        found = info(arg).value if isinstance(arg, fx.Node) else arg
-        if isinstance(found, torch.Tensor):
-            if found.device != value.device or (found.shape != value.shape and found.dim()):
-                return None
-            kinds.append((name, "tensor", found.dtype, found.dim() == 0))
-        elif isinstance(arg, fx.Node):
-            kinds.append((name, "host"))
-        elif isinstance(arg, (int, float)) and math.isfinite(arg):
-            kinds.append((name, type(arg), arg))
-        else:
-            return None
-    return ("batch", op, tuple(kinds), value.device, value.dim() == 0)

@@ -260,7 +260,7 @@ class BufferReuse:
         beside = [o for r in readers if live.item_of.get(r) == live.item_of[new] for o in tensor_operands(r)]
         if any(self.root[o] is old and o is not rows for o in beside):
             return False
-        late = any(live.read_time(r, old) >= live.write_time(new) for r in readers if r is not new)
+        late = any(live.read_time(r, old) >= live.position[new] for r in readers if r is not new)
         if late or layout(info(new).value) != layout(info(rows).value):
             return False
         self._share(new, old, variable(rows))
@@ -388,7 +388,7 @@ class BufferReuse:
             return False
         operand: Any = node.args[0]
         root, value = self.root[operand], info(node).value
-        store, held, when = self.store.get(root), info(root).value, self.live.write_time(node)
+        store, held, when = self.store.get(root), info(root).value, self.live.position[node]
         if store is None or store.kind != "arena" or root in self.live.escaping:
             return False
         whole = held.numel() == info(operand).value.numel() and held.dtype == value.dtype and dense(held)

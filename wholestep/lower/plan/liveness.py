@@ -2,7 +2,7 @@
 
 - The *root* of a value is the node whose memory it is: a view's root is its base's.
 - A root's *readers* are the nodes that read it or a view of it, the output node included.
-- Positions count nodes in the order of execution; those of a batch count as simultaneous.
+- Positions count nodes in the order of execution.
 """
 
 from __future__ import annotations
@@ -157,11 +157,6 @@ class Liveness:
         """True when only the node's own group reads it."""
         return all(self.item_of.get(reader) == self.item_of[node] for reader in self.readers[node])
 
-    def write_time(self, node: fx.Node) -> int:
-        """The position from which on a node's result may be written."""
-        item = self.items[self.item_of[node]]
-        return self.position[item.nodes[0] if item.kind == "batch" else node]
-
     def read_time(self, reader: fx.Node, root: fx.Node) -> int:
         """The position up to which a reader reads; a tile's single numbers are read by every tile."""
         item = self.items[self.item_of[reader]] if reader is not self.output else None
@@ -175,5 +170,5 @@ class Liveness:
 
     def dead_before(self, root: fx.Node, node: fx.Node) -> bool:
         """True when every reader of ``root`` but ``node`` has read it before ``node`` writes."""
-        when = self.write_time(node)
+        when = self.position[node]
         return all(self.read_time(reader, root) < when for reader in self.readers[root] if reader is not node)
