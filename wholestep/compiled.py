@@ -23,7 +23,7 @@ from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import Entry, Program, give_back
 from wholestep.step_log import Logged, collecting
-from wholestep.torch_compat import jit_traces, needs_memory, transforms_active
+from wholestep.torch_compat import jit_traces, needs_memory, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
 from wholestep.trace.record.provenance import line_of
@@ -34,6 +34,7 @@ MAX_ENTRIES = 32
 MAX_SIZES, AT_HAND = 64, 8
 
 
+@skipped_by_dynamo
 class Compiled:
     """A training step that is captured at its first call and replayed afterwards.
 

@@ -537,7 +537,8 @@ def skipped_by_dynamo(cls: type) -> type:
     `torch.compiler.disable` does the same for the price of importing Dynamo. Seen in torch 2.13."""
     as_they_are = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for member in vars(cls).values():
-        function = member.fget if isinstance(member, property) else member
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if isinstance(function, FunctionType):
             set_code_exec_strategy(function.__code__, as_they_are)
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return cls

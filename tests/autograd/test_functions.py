@@ -374,6 +374,27 @@ def test_options_that_the_backend_does_not_have_are_refused_by_name(asked: Any, 
         torch.compile(Net(), backend=dynamo_backend, **asked)(torch.randn(5, 6))
 
 
+@pytest.mark.parametrize("inner", [lambda fn: fn, ws.compile], ids=["", "calls a compiled function"])
+def test_a_backward_inside_of_what_dynamo_compiles(inner: Any) -> None:
+    """The engine calls our Python from there, which Dynamo would trace."""
+    seen = []
+    for run in (lambda fn: fn, functools.partial(torch.compile, backend=dynamo_backend)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        p, x = torch.randn(4, requires_grad=True), torch.randn(4)
+        weighted = inner(lambda p, x: (p * x).sin())
+
+        def step(x: Tensor) -> Tensor:
+            p.grad = None  # noqa: B023
+            loss = weighted(p, x).cos().sum()  # noqa: B023
+            loss.backward()
+            return loss.detach()
+
+        compiled = run(step)
+        seen.append([value for _ in range(3) for value in (compiled(x), p.grad)])
+    assert same(*seen)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiler_may_script_its_graph() -> None:
     torch.manual_seed(1)

@@ -15,7 +15,13 @@ from wholestep.ir import info
 from wholestep.lower.backends.interpreter import run_nodes
 from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
-from wholestep.torch_compat import dispatch_modes_active, free_saved_tensors, is_batched, transforms_active
+from wholestep.torch_compat import (
+    dispatch_modes_active,
+    free_saved_tensors,
+    is_batched,
+    skipped_by_dynamo,
+    transforms_active,
+)
 from wholestep.trace import Traced
 from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative
 
@@ -75,6 +81,7 @@ def plan_of(traced: Traced, program: Program) -> Plan | None:
     return Plan(traced.derivative, program.backward, apart, reads_all)
 
 
+@skipped_by_dynamo  # whose frames C++ calls in a backward() inside of what torch.compile gave
 class CompiledFunction(torch.autograd.Function):
     """Takes what a program's forward gave, saves exactly what its partition says, and runs its backward.
 
