@@ -79,7 +79,7 @@ def aot_function(
     passes = [decompose(decompositions)] if decompositions else []
     partitioning = Partitioning(partition_fn, bw_compiler)
     options = Options(PlanExecutor(None, None), passes, fw_compiler, guard_data, partitioning)
-    return Compiled(fn, options, dynamic=bool(dynamic))
+    return Compiled(fn, options, dynamic=dynamic)
 
 
 def aot_module(

@@ -49,7 +49,7 @@ class Compiled:
         options: pipeline.Options,
         take: pipeline.TakeSnapshot = snapshot,
         module_override: Sequence[Override] = (),
-        dynamic: bool = False,
+        dynamic: bool | None = False,
     ) -> None:
         fn = fn._fn if isinstance(fn, Compiled) else fn
         functools.update_wrapper(self, fn, updated=())
@@ -89,7 +89,9 @@ class Compiled:
         """Forgets all captures, and which modules are replaced."""
         self._overrides = Overrides(self._module_override)
         self._entries: list[Entry] = []
-        self._known = pipeline.Known(templates=Templates(pipeline.capture) if self._dynamic else None)
+        templates = self._dynamic is not False and self._executor.plain
+        self._known = pipeline.Known(templates=Templates(pipeline.capture, bool(self._dynamic)) if templates else None)
+        self._sized = False  # whether entries differ in the shapes of their arguments
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
         self.recompiles: list[str] = []
@@ -194,7 +196,7 @@ class Compiled:
 
     def _candidates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
         """The entries that may serve a call: with one for each size, those of its sizes, else one for its reason."""
-        if self._known.templates is None:
+        if not self._sized:
             return list(self._entries)
         wanted = shapes((args, kwargs))
         return [e for e in self._entries if e.shapes == wanted] or self._entries[:1]
@@ -204,7 +206,7 @@ class Compiled:
         if entry in self._entries:
             self._entries.remove(entry)
         self._entries.insert(0, entry)
-        if self._known.templates is not None:
+        if self._known.templates is not None and self._known.templates.known:
             serving = [e.program for e in self._entries[:AT_HAND]]
             for unused in self._entries[AT_HAND:]:
                 if unused.program not in serving:
@@ -236,8 +238,8 @@ class Compiled:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure) -> Entry:
         if (len(self._entries) if self._known.templates is None else self._known.templates.captures) >= MAX_ENTRIES:
             way = "keep the number that changes in a tensor"
-            if " shape: " in failure.reason and not self._dynamic:
-                way = "compile with dynamic=True, pad to a few sizes"
+            if " shape: " in failure.reason:
+                way = "pad to a few sizes" if self._dynamic is None else "compile with dynamic=None, pad to a few sizes"
             raise CaptureError(
                 f"the step was captured {MAX_ENTRIES} times; the last call differs again: {failure.reason}",
                 remedy=f"{way}, or compile a smaller part of the step",
@@ -254,12 +256,14 @@ class Compiled:
             raise
         give_back()
         reason = failure.reason
-        if self._known.templates is not None:
-            reason = reason if self._known.templates.reason is None else self._known.templates.reason
+        templates = self._known.templates
+        if templates is not None:
+            reason = "; ".join([reason if templates.reason is None else templates.reason, *templates.notes])
             entry.shapes = shapes((args, kwargs))
         if self._entries and reason:
             self.recompiles.append(reason)
         self._prefer(entry)
+        self._sized = any(other.shapes != entry.shapes for other in self._entries)
         return entry
 
     @contextmanager
@@ -391,7 +395,7 @@ class Compiled:
 
     @property
     def specialized(self) -> list[str]:
-        """With ``dynamic=True``: the sizes that only one value serves, and the line that decided so."""
+        """The sizes that are no symbols although they vary, or ``dynamic=True`` wants it, and the line that decided."""
         return list(self._known.templates.specialized) if self._known.templates is not None else []
 
     @property

@@ -251,7 +251,7 @@ def capture(
     take: TakeSnapshot = snapshot,
     parts: PartsOf | None = None,
     sync: BufferBroadcast | None = None,
-    sizes: list[Sizes] | None = None,
+    sizes: Sizes | None = None,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
 
@@ -260,7 +260,7 @@ def capture(
         differentiable: whether results that require grad shall be differentiable outside of the step.
         parts: in the global view, what tensors without a mark are of whole ones.
         sync: in the local view, what broadcasts buffers.
-        sizes: given, sizes of tensors among the arguments are symbols, which are its last entry then.
+        sizes: those of tensors among the arguments that are symbols.
     """
     with _capturing, imports_apart(), new_objects() as new_ids:
         world = take(fn, args, kwargs, varying=varying)
@@ -268,11 +268,9 @@ def capture(
         attempt = _Attempt(varying)
         while True:
             world.new_ids = new_ids
-            symbols = None
             if sizes is not None:
-                symbols = Sizes()
-                sizes.append(symbols)
-            how = guard_data, backward, symbols, attempt.reentrant, sync.begin if sync else None
+                sizes.begin()
+            how = guard_data, backward, sizes, attempt.reentrant, sync.begin if sync else None
             following = attempt
             try:
                 _tracing.active = True

@@ -254,9 +254,10 @@ def test_what_happens_to_the_tensor_itself_is_as_in_eager(fn: Any) -> None:
         pairs = zip(one, two, strict=True)
         return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
-    static, dynamic = ws.compile(fn, fullgraph=True), ws.compile(fn, dynamic=True, fullgraph=True)
+    ways = [ws.compile(fn, dynamic=dynamic, fullgraph=True) for dynamic in (False, None, True)]
     for size in (4, 6):
-        assert same(run(static, size), run(dynamic, size))
+        static, *others = (run(way, size) for way in ways)
+        assert all(same(static, other) for other in others)
 
 
 def test_many_sizes_leave_a_bounded_number_of_programs() -> None:
@@ -272,11 +273,11 @@ def test_a_mesh_is_refused() -> None:
 
 
 def test_a_module_that_meets_ever_new_sizes_is_told_of_it() -> None:
-    static, dynamic = ws.compile(mlp(), fullgraph=True), ws.compile(mlp(), dynamic=True, fullgraph=True)
+    static, dynamic = (ws.compile(mlp(), dynamic=way, fullgraph=True) for way in (False, True))
     with pytest.raises(CaptureError, match="captured 32 times.*shape: expected") as error:
         for size in range(2, 80):
             static(torch.ones(size, 8))
-    assert static.captures == 32 and "dynamic=True" in str(error.value)  # type: ignore[comparison-overlap]
+    assert static.captures == 32 and "dynamic=None" in str(error.value)  # type: ignore[comparison-overlap]
     for size in range(2, 40):
         dynamic(torch.ones(size, 8))
     assert dynamic.recompiles == [] and "shape[1] is 8" in dynamic.specialized[0]  # type: ignore[comparison-overlap]

@@ -204,9 +204,9 @@ class Snapshot:
 def _is_bare(tensor: torch.Tensor) -> bool:
     """Whether a tensor has elements in memory of its own, no history, no gradient and no hooks."""
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.numel() > 0
-    if not plain or tensor.grad is not None or any(getattr(tensor, name) for name in HOOK_TABLES):
+    if not plain or not tensor.is_leaf or tensor.grad is not None or any(getattr(tensor, name) for name in HOOK_TABLES):
         return False
-    return tensor.is_leaf and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_inference()
+    return not tensor.is_conj() and not tensor.is_neg() and not tensor.is_inference()
 
 
 def tensors_below(value: Any) -> Iterator[torch.Tensor]:

@@ -1,9 +1,9 @@
-"""`dynamic=True`: one capture for many sizes of the batch.
+"""Dynamic shapes: one capture for many sizes of the batch.
 
-The step is traced once with symbols for the sizes of the tensors among its arguments (`symbolic_sizes.py`). A call with
-other sizes is given that trace at its sizes (`specialize.py`), as long as everything that Python and the
-operators decided on sizes holds for them: the step's Python does not run again. From there on all is as for a capture
-of these sizes: passes, lowering, guards.
+The step is traced once with symbols for sizes of the tensors among its arguments (`symbolic_sizes.py`): for those that
+have differed between captures, or for all. A call with other sizes is given that trace at its sizes
+(`specialize.py`), as long as everything that Python and the operators decided on sizes holds for them: the step's
+Python does not run again. From there on all is as for a capture of these sizes: passes, lowering, guards.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from wholestep.capture import Guard, Snapshot, compare, sharing
 from wholestep.errors import CaptureError, LazyError
 from wholestep.trace import Traced
 from wholestep.trace.numbers.specialize import OtherLayouts, at_sizes
-from wholestep.trace.numbers.symbolic_sizes import Sizes
+from wholestep.trace.numbers.symbolic_sizes import Dims, Sizes
 
-# Called as `pipeline.capture` is, with the sizes to take as symbols, or None.
+# Called as `pipeline.capture` is, with the sizes to take as symbols, or none.
 Capture = Callable[..., tuple[Snapshot, Traced]]
 
 
@@ -79,29 +79,37 @@ class Template:
 
 
 class Templates:
-    """Captures with symbolic sizes; called as `pipeline.capture` is, it gives a trace of the sizes of that call.
+    """Captures that serve many sizes; called as `pipeline.capture` is, it gives a trace of the sizes of that call.
 
     Args:
         capture: `pipeline.capture`.
+        all_sizes: whether all sizes are symbols from the beginning, instead of those that have differed.
 
     Attributes:
+        known: captures with symbols.
         reason: why the last call was captured anew: "" where it was not, None where nothing was there to serve it.
+        notes: of the last call, which sizes are no symbols, and why.
         captures: how many there were.
-        specialized: sizes that only one value serves, and captures that could not have symbols, with the reason.
+        specialized: all notes: sizes that only one value serves, and captures that could not have symbols.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture, all_sizes: bool = True) -> None:
+        self._capture, self._all_sizes = capture, all_sizes
         self.known: list[Template] = []
         self.reason: str | None = ""
+        self.notes: list[str] = []
         self.captures = 0
         self.specialized: list[str] = []
+        self._shapes: dict[str, torch.Size] = {}  # by path, at the last capture
+        self._differed: Dims = frozenset()  # between captures
+        self._fixed: Dims = frozenset()  # that cannot be symbols, or would serve one value alone
 
     def __call__(
         self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], guard_data: bool,
         differentiable: bool, look: Callable[..., Snapshot], *rest: Any,
     ) -> tuple[Snapshot, Traced]:  # fmt: skip
         reasons: list[str] = []
+        world, self.notes = None, []
         for template in self.known:
             world = look(fn, args, kwargs, names=template.names, varying=varying | template.grown)
             misfit = template.misfit(world) if template.varying == varying else "another number varies"
@@ -115,38 +123,76 @@ class Templates:
                     return world, found
             reasons.append(misfit)
         self.reason = reasons[0] if reasons else None
+        attempts: list[Dims | None] = [None]
+        if not self._all_sizes:
+            attempts = self._attempts(world or look(fn, args, kwargs, varying=varying)) if self._shapes else []
+        how = fn, args, kwargs, varying, guard_data, differentiable, look, *rest
+        world, traced = self._anew(attempts, *how)
         self.captures += 1
-        return self._anew(fn, args, kwargs, varying, guard_data, differentiable, look, *rest)
+        self._shapes |= {f.source.path: f.tensor.shape for f in world.sizable()}
+        self.specialized += [note for note in self.notes if note not in self.specialized]
+        return world, traced
 
-    def _anew(self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], *rest: Any) -> Any:
-        sizes: list[Sizes] = []
-        try:
-            world, traced = self._capture(fn, args, kwargs, varying, *rest, sizes=sizes)
-        except LazyError:
-            raise
-        except Exception as error:  # the step's own error comes again
-            result = self._capture(fn, args, kwargs, varying, *rest)
-            what = str(error)
-            if not isinstance(error, CaptureError):
-                what = what.partition("\n")[0]  # errors of torch's C++ carry their stack
-            self._note(f"all sizes, as symbols ended in {type(error).__name__}: {what}")
-            return result
-        last = sizes[-1]
-        self._note(*last.specialized())
-        paths = frozenset(source.path for source, _, _ in last.layouts)
-        template = Template(traced, last, _sizeless(world, paths), world.names, varying, frozenset(), frozenset())
+    def _attempts(self, world: Snapshot) -> list[Dims | None]:
+        """The sizes to take as symbols: those that have differed, then those alone that were symbols before."""
+        now = {(f.source, dim): size for f in world.sizable() for dim, size in enumerate(f.tensor.shape)}
+        for (source, dim), size in now.items():
+            before = self._shapes.get(source.path, ())
+            if dim < len(before) and size != before[dim]:
+                self._differed |= {(source, dim)}
+        possible = frozenset(dim for dim in self._differed - self._fixed if now.get(dim, 0) > 1)
+        served = possible.intersection(*(template.sizes.dims for template in self.known if template.sizes.dims))
+        return [dims for dims in dict.fromkeys((possible, served)) if dims]
+
+    def _anew(
+        self, attempts: list[Dims | None], fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str],
+        *rest: Any,
+    ) -> tuple[Snapshot, Traced]:  # fmt: skip
+        failed: list[tuple[Dims | None, Exception]] = []
+        for dims in attempts:
+            try:
+                found = self._with_symbols(dims, fn, args, kwargs, varying, *rest)
+                break
+            except LazyError:
+                raise
+            except Exception as error:  # the step's own error comes again
+                failed.append((dims, error))
+        else:
+            dims, found = frozenset(), self._capture(fn, args, kwargs, varying, *rest)
+        for tried, why in failed:
+            if tried is not None:
+                self._fixed |= tried - (dims or frozenset())
+            self.notes.append(f"{_named(tried)} ended in {_words(why)}")
+        return found
+
+    def _with_symbols(
+        self, dims: Dims | None, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], *rest: Any
+    ) -> tuple[Snapshot, Traced]:
+        sizes = Sizes(dims)
+        world, traced = self._capture(fn, args, kwargs, varying, *rest, sizes=sizes)
+        paths = frozenset(source.path for source, _, _ in sizes.layouts)
+        template = Template(traced, sizes, _sizeless(world, paths), world.names, varying, frozenset(), frozenset())
         template.shares, template.grown = sharing(world, template.written), world.varying - varying
-        try:
-            found = template.at(world)
-        except OtherLayouts as error:
-            self._note(str(error))
-            return self._capture(fn, args, kwargs, varying, *rest)
+        found = template.at(world)
+        for dim, note in sizes.specialized().items():
+            self._fixed |= {dim}
+            self.notes.append(note)
         self.known.insert(0, template)
         template.forget()
         return world, found
 
-    def _note(self, *reasons: str) -> None:
-        self.specialized += [reason for reason in reasons if reason not in self.specialized]
+
+def _named(dims: Dims | None) -> str:
+    if dims is None:
+        return "all sizes, as symbols"
+    names = sorted(f"{source}.shape[{dim}]" for source, dim in dims)
+    return f"{', '.join(names)} as {'symbols' if len(names) > 1 else 'a symbol'}"
+
+
+def _words(error: Exception) -> str:
+    """An error's type and text; those of torch's C++ carry their stack."""
+    text = str(error) if isinstance(error, CaptureError) else str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}"
 
 
 def _sizable(world: Snapshot) -> dict[str, torch.Tensor]:

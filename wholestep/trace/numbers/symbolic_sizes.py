@@ -7,7 +7,7 @@ as a guard. A trace holds for all sizes that meet its guards: `specialize.py` ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,10 @@ def decided(tree: Any) -> Any:
     return float(tree.number) if isinstance(tree.number, torch.SymFloat) else int(tree.number)
 
 
+# Sizes of tensors among the arguments: the tensor's source, and the dimension.
+Dims = frozenset[tuple[Any, int]]
+
+
 @dataclass(frozen=True)
 class Symbol:
     """One size: of dimension ``dim`` of the tensor at ``source``."""
@@ -73,17 +77,29 @@ class Symbol:
 class Sizes:
     """The symbols of one trace.
 
+    Args:
+        dims: the sizes that are symbols; None for all.
+
     Attributes:
         mode: that of the fakes.
         symbols: one for each size above 1; sizes of 0 and 1 decide too much, and are what they are.
         layouts: for each tensor its source, sizes and strides, symbols among them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dims: Dims | None = None) -> None:
+        self.dims = dims
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what an earlier attempt to trace the step has left."""
         self.env = ShapeEnvironment(user_line)
         self.mode = strict_fake_mode(self.env)
         self.symbols: list[Symbol] = []
         self.layouts: list[tuple[Any, list[Any], list[Any]]] = []
+
+    def among(self, found: Iterable[Any]) -> list[Any]:
+        """Those of some inputs that have symbols among their sizes."""
+        return [f for f in found if self.dims is None or any((f.source, d) in self.dims for d in range(f.tensor.dim()))]
 
     def fake(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
         """A fake of a tensor, with symbols for its sizes, and for the strides that follow from them."""
@@ -96,7 +112,7 @@ class Sizes:
         return fake.requires_grad_(tensor.requires_grad)
 
     def _size(self, source: Any, dim: int, size: int) -> Any:
-        if size < 2:
+        if size < 2 or (self.dims is not None and (source, dim) not in self.dims):
             return size
         symbol, number = size_symbol(self.env, f"{source}.shape[{dim}]", size)
         self.symbols.append(Symbol(source, dim, symbol))
@@ -144,14 +160,15 @@ class Sizes:
             text = text.replace(name, names[name])
         return text.removeprefix("Eq(").removesuffix(")").replace(", ", " == ") if text.startswith("Eq(") else text
 
-    def specialized(self) -> list[str]:
+    def specialized(self) -> dict[tuple[Any, int], str]:
         """Which sizes only one value serves, and which line decided so."""
-        found = []
+        found = {}
         for symbol in self.symbols:
             only = self.env.only(symbol.symbol)
             if only is not None:
                 value, line = only
-                found.append(f"{symbol} is {value}" + (f" (decided at {line})" if line else ""))
+                at = f" (decided at {line})" if line else ""
+                found[symbol.source, symbol.dim] = f"{symbol} is {value}{at}"
         return found
 
 

@@ -60,7 +60,8 @@ def trace_step(
     """
     recorder = Recorder(world, Provenance(world.module_names()), shared, guard_data, sizes)
     if sizes is not None:
-        fakes = {id(found.tensor): recorder.inputs.with_symbolic_sizes(found) for found in world.sizable()}
+        wanted = sizes.among(world.sizable())
+        fakes = {id(found.tensor): recorder.inputs.with_symbolic_sizes(found) for found in wanted}
         world.substitutes.exchange(fakes)
     if begin is not None:
         begin(recorder)

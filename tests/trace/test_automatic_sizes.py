@@ -1,0 +1,287 @@
+"""`dynamic=None`: sizes that differ between captures become symbols, with eager's results bit for bit at each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholestep as ws
+from examples.gpt import GPT, GPTConfig
+from wholestep.autograd import aot_function
+from wholestep.errors import CaptureError
+from wholestep.testing import CompileCounter
+
+F = nn.functional
+Batch = tuple[Tensor, Tensor]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 8))
+
+
+def convnet() -> nn.Module:
+    pooled = [nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *pooled, nn.Linear(8, 8))
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(layers=1, heads=2, width=16, context=32, dropout=0.1))
+
+
+class Cells(nn.Module):
+    """A recurrent network written as a loop over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[1], 8)
+        for row in x:
+            state = self.cell(row, state)
+        return self.out(state)
+
+
+class Recurrent(nn.Module):
+    """torch's own recurrent network, which asks in C++ for sizes as plain numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+def rows(batch: int, _: int) -> Batch:
+    return torch.randn(batch, 8), torch.randn(batch, 8)
+
+
+def pictures(batch: int, _: int) -> Batch:
+    return torch.randn(batch, 3, 8, 8), torch.randn(batch, 8)
+
+
+def tokens(batch: int, time: int) -> Batch:
+    return torch.randint(256, (batch, time)), torch.randint(256, (batch, time))
+
+
+def time_first(batch: int, time: int) -> Batch:
+    return torch.randn(time, batch, 4), torch.randn(batch, 8)
+
+
+def sequences(batch: int, time: int) -> Batch:
+    return torch.randn(batch, time, 4), torch.randn(batch, 8)
+
+
+def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def own_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return model(x, y)  # type: ignore[no-any-return]
+
+
+def train(model: nn.Module, batches: list[Batch], loss_of: Callable[..., Tensor], how: dict[str, Any] | None) -> Any:
+    """Trains, as eager does or compiled; gives the step, and what it has left."""
+    torch.manual_seed(0)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        loss = loss_of(model, x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    step: Any = train_step if how is None else ws.compile(train_step, fullgraph=True, **how)
+    losses = [step(*batch).detach() for batch in batches]
+    return step, [*losses, *model.state_dict().values()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# name -> model, batch of given sizes, loss
+MODELS: dict[str, tuple[Any, Any, Any]] = {
+    "mlp": (mlp, rows, mse),
+    "convnet": (convnet, pictures, mse),
+    "gpt": (gpt, tokens, own_loss),
+    "cells": (Cells, time_first, mse),
+    "lstm": (Recurrent, sequences, mse),
+}
+SIZES = [(6, 5), (6, 5), (4, 5), (5, 5), (6, 5), (6, 7), (3, 7), (2, 4), (9, 8), (1, 5), (4, 5)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_with_sizes_that_vary(name: str) -> None:
+    make, batch, loss_of = MODELS[name]
+    torch.manual_seed(0)
+    models = [make()]
+    models.append(copy.deepcopy(models[0]))
+    batches = [batch(*size) for size in SIZES]
+    _, expected = train(models[0], batches, loss_of, None)
+    step, found = train(models[1], batches, loss_of, {})
+    assert same(expected, found)
+    assert "shape: expected" in step.recompiles[0]
+    if name in ("mlp", "convnet"):  # one static, one with a symbol, one for the single row
+        assert len(step.recompiles) == 2 and step.recompiles[1].endswith("expected 2 or more, found 1")
+    if name == "lstm":
+        tried = [line.partition(" ended in UnsupportedError")[0] for line in step.specialized]
+        assert tried == ["L['x'].shape[0], L['y'].shape[0] as symbols", "L['x'].shape[1] as a symbol"]
+
+
+def test_the_last_smaller_batch_of_each_epoch() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(70, 8), torch.randn(70, 8)
+    batches = [*zip(x.split(16), y.split(16), strict=True)] * 3
+    models = [mlp()]
+    models.append(copy.deepcopy(models[0]))
+    _, expected = train(models[0], batches, mse, None)
+    step, found = train(models[1], batches, mse, {})
+    assert same(expected, found) and step.captures == 2 and len(step.recompiles) == 1
+
+
+def test_only_sizes_that_differ_become_symbols() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return sum((x[:, i] for i in range(x.shape[1])), torch.zeros(x.shape[0]))
+
+    compiled = ws.compile(fn, fullgraph=True)
+    for size in (4, 6, 8, 5):
+        x = torch.randn(size, 3)
+        assert torch.equal(compiled(x), fn(x))
+    assert len(compiled.recompiles) == 1 and compiled.specialized == []
+    for shape in ((5, 4), (9, 4), (9, 2)):  # a loop over the columns: each number of them is a capture
+        x = torch.randn(*shape)
+        assert torch.equal(compiled(x), fn(x))
+    assert compiled.specialized[0].startswith("L['x'].shape[1] is 4 (decided at") and len(compiled.recompiles) == 3
+
+
+def test_false_never_and_true_at_once() -> None:
+    counts = {}
+    for dynamic in (False, None, True):
+        counter = CompileCounter()
+        step = ws.compile(lambda x: x.sin() + x.shape[0], backend=counter, dynamic=dynamic, fullgraph=True)
+        for size in (4, 5, 6, 4):
+            x = torch.randn(size, 2)
+            assert torch.equal(step(x), x.sin() + size)
+        counts[dynamic] = len(step.recompiles)
+        assert counter.frame_count == 3  # a program for each size
+    assert counts == {False: 2, None: 1, True: 0}
+
+
+def test_no_symbols_where_capture_refuses_them_and_the_reason_is_told() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x * {x.shape: 2.0}[x.shape]
+
+    compiled = ws.compile(fn, fullgraph=True)
+    for size in (4, 6, 4, 7):
+        x = torch.randn(size, 2)
+        assert torch.equal(compiled(x), x * 2)
+    assert "shape: expected [4, 2], found [6, 2]; L['x'].shape[0] as a symbol ended in" in compiled.recompiles[0]
+    assert compiled.recompiles[1] == "L['x'] shape: expected [4, 2], found [7, 2]"
+    assert len(compiled.recompiles) == 2 and compiled.captures == 3
+
+
+def test_the_steps_own_error_is_the_users_and_loses_nothing() -> None:
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+    compiled = ws.compile(fn, fullgraph=True)
+    x, y = torch.randn(4, 3), torch.randn(3, 2)
+    assert torch.equal(compiled(x, y), x @ y)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        compiled(torch.randn(4, 5), y)
+    for size in (5, 6):
+        assert torch.equal(compiled(z := torch.randn(size, 3), y), z @ y)
+    assert torch.equal(compiled(x, y), x @ y)
+
+
+def test_sizes_of_zero_and_one() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sum(0) + x.shape[0], torch.cat([x, x])
+
+    compiled = ws.compile(fn, fullgraph=True)
+    for size in (3, 0, 1, 5, 0, 1, 7, 2):
+        x = torch.randn(size, 2)
+        assert all(torch.equal(a, b) for a, b in zip(compiled(x), fn(x), strict=True))
+    assert len(compiled.recompiles) == 3  # none, one, and all others
+
+
+def test_gradients_that_accumulate_over_batches_of_many_sizes() -> None:
+    def run(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = mlp()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: Tensor, y: Tensor, last: bool) -> Tensor:
+            loss = mse(model, x, y)
+            loss.backward()
+            if last:
+                opt.step()
+                opt.zero_grad()
+            return loss.detach()
+
+        call = ws.compile(step, fullgraph=True) if compiled else step
+        sizes = (4, 4, 3, 5, 6, 2, 4, 7, 3)
+        return [call(*rows(n, 0), i % 3 == 2) for i, n in enumerate(sizes)] + [*model.state_dict().values()]
+
+    assert same(run(False), run(True))
+
+
+def test_a_module_trained_and_evaluated_at_other_sizes() -> None:
+    def run(compiled: bool) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        model = convnet()
+        call: Any = ws.compile(model, fullgraph=True) if compiled else model
+        opt, found = torch.optim.Adam(model.parameters()), []
+        for epoch in range(2):
+            call.train()
+            for n in (6, 6, 4):
+                x, y = pictures(n, 0)
+                loss = F.mse_loss(call(x), y)
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                found.append(loss.detach())
+            call.eval()
+            with torch.no_grad():
+                found += [call(pictures(n, 0)[0]) for n in (8, 5 + epoch)]
+        return call, [*found, *model.state_dict().values()]
+
+    call, found = run(True)
+    assert same(run(False)[1], found)
+    assert len(call.recompiles) <= 4
+
+
+def test_ever_new_sizes_leave_a_bounded_number_of_programs() -> None:
+    compiled = ws.compile(lambda x: x * 2, fullgraph=True)
+    for size in range(2, 80):
+        assert torch.equal(compiled(x := torch.randn(size)), x * 2)
+    assert compiled.captures == ws.compiled.MAX_SIZES and len(compiled.recompiles) == 1
+
+
+def test_ever_new_sizes_that_cannot_be_symbols_are_refused() -> None:
+    compiled = ws.compile(lambda x: x * len({x.shape}), fullgraph=True)
+    with pytest.raises(CaptureError, match="captured 32 times.*shape: expected") as error:
+        for size in range(2, 80):
+            compiled(torch.ones(size))
+    assert "pad to a few sizes" in str(error.value) and "dynamic" not in str(error.value)
+
+
+def test_ahead_of_time_autograd() -> None:
+    torch.manual_seed(0)
+    compiled = aot_function(fn := lambda x, y: (x * y).tanh().sum(0), "aten")
+    for size in (4, 6, 3, 8):
+        found = []
+        for run in (fn, compiled):
+            torch.manual_seed(size)
+            x, y = (torch.randn(size, 3, requires_grad=True) for _ in range(2))
+            found.append([r := run(x, y), *torch.autograd.grad(r.sum(), [x, y])])
+        assert same(*found)
+    assert len(compiled.recompiles) == 1  # type: ignore[attr-defined]
