@@ -16,6 +16,10 @@ storage_of = torch.Tensor.untyped_storage  # the method itself: the queue patche
 # Steps whose operators are always others grow the tree at each call: then it begins anew.
 MAX_NODES = 100_000
 
+# Calls of one operator after the same calls: where more differ, in sizes that follow from data as a rule, ever new ones
+# would be recorded, or compiled, for one use each.
+MAX_CALLS = 16
+
 
 class Layout(NamedTuple):
     """A result in memory of its own."""
@@ -57,11 +61,15 @@ class Node:
 
 
 class Signatures:
-    """The prefix trees: one for each state of the settings by which kernels and their results' types are chosen."""
+    """The prefix trees: one for each state of the settings by which kernels and their results' types are chosen.
+
+    Attributes:
+        count: how many nodes there are.
+    """
 
     def __init__(self) -> None:
         self._roots: dict[Any, Node] = {}
-        self._count = 0
+        self.count = 0
 
     def root(self) -> Node:
         """Before the first call of a segment that begins now."""
@@ -71,12 +79,16 @@ class Signatures:
             found = self._roots[settings] = Node()
         return found
 
+    def is_full(self, before: Node, facts: Any) -> bool:
+        """Whether no more calls of an operator are recorded at a node."""
+        return len(before.next) >= MAX_CALLS and sum(key[0] is facts for key in before.next) >= MAX_CALLS
+
     def add(self, before: Node, key: Any, results: Results) -> Node:
         """A new node."""
-        self._count += 1
-        if self._count > MAX_NODES:
+        self.count += 1
+        if self.count > MAX_NODES:
             self._roots.clear()
-            self._count = 0
+            self.count = 0
         node = before.next[key] = Node(results)
         return node
 

@@ -42,13 +42,14 @@ class Queue(UnwrappedDispatchMode):
 
     A call is looked up under those that came before it since the last flush (`Signatures`). Where it is known, so are
     the layouts of its results, and it is deferred. Where it is not, everything before it runs, and so does it, at once.
+    Where too many are known already, as where sizes follow from data, all runs at once until the next flush.
 
     Args:
         signatures: what was recorded in earlier calls of the step.
         run: runs what was deferred.
 
     Attributes:
-        known: whether every call was known so far.
+        known: whether no call was recorded so far.
         watch: sees calls of C extensions.
     """
 
@@ -64,7 +65,7 @@ class Queue(UnwrappedDispatchMode):
         self._storages: dict[int, int] = {}  # storage -> the first slot in it
         self._count = 0
         self._new: list[Any] = []  # what a call's key says of externals that it is the first to use
-        self._any_float = False
+        self._any_float = self._undeferred = False
         self._forget()
 
     def _forget(self) -> None:
@@ -93,6 +94,8 @@ class Queue(UnwrappedDispatchMode):
         facts = facts_of(func)
         if facts.kind is AT_ONCE:
             return self._at_once(facts, args, kwargs)
+        if self._undeferred:
+            return func(*args, **kwargs)
         if args and not facts.random and self._is_small(args):
             return func(*args, **kwargs)
         if self._node is None:
@@ -215,9 +218,14 @@ class Queue(UnwrappedDispatchMode):
 
     def _record(self, facts: Facts, args: Any, kwargs: Any, key: Any) -> Any:
         """Runs a call that is not known after those before it, which run first, and remembers it."""
+        self._run_pending()
+        if self._node is not None and self._signatures.is_full(self._node, facts):
+            self._begin()
+            self._undeferred = True
+            self.watch.end()  # all memory is written
+            return facts.op(*args, **kwargs)
         self.known = False
         self.watch.begin()
-        self._run_pending()
         before, self._node = self._node or Node(), Node()  # where nothing is known, should the call fail
         places = [t.size() for t in tensors_of((args, kwargs))]
         found = facts.op(*args, **kwargs)
@@ -243,7 +251,7 @@ class Queue(UnwrappedDispatchMode):
     def _at_once(self, facts: Facts, args: Any, kwargs: Any) -> Any:
         self._new.clear()
         self.watch.begin()  # what is read may decide
-        if not facts.only_reads or self._touches(args):
+        if not facts.only_reads or self._undeferred or self._touches(args):
             self.flush()
         if not facts.differentiated_inside:
             return facts.op(*args, **kwargs)
