@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from wholestep import pipeline
-from wholestep.capture import ExternalEffects, GuardFailure, Snapshot, materialize_fakes, no_collection, snapshot
+from wholestep.capture import ExternalEffects, Guard, GuardFailure, Snapshot, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
@@ -403,6 +403,15 @@ class Compiled:
         """Why a backward was made anew for gradients that lie otherwise, or do not arrive: one reason each."""
         programs = {id(e.program): e.program for e in self._entries}.values()
         return [reason for p in programs if p.backward is not None for reason in p.backward.reasons]
+
+    @property
+    def guards(self) -> list[Guard]:
+        """What must hold for the program that served last: a later call that differs in one of these needs another.
+
+        Each has a ``source`` (``L['x']``, ``L['self'].fc.weight``), a ``kind`` and what is ``expected`` there; sizes
+        are among them also where one capture serves many. Empty for a step whose Python runs at each call.
+        """
+        return list(self._entries[0].guards) if self._entries else []
 
     @property
     def captures(self) -> int:

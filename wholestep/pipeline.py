@@ -169,7 +169,7 @@ def _program(traced: Traced, options: Options, known: Known, overrides: Sequence
     if key not in known.programs:
         step = known.steps.pop(key, None) or of_one_rank(traced, options, overrides)
         if traced.derivative is None:
-            known.programs[key] = Program(step, _lowered(step, options.backend), traced.fingerprint)
+            known.programs[key] = Program(step, lowered(step, options.backend), traced.fingerprint)
         else:
             known.programs[key] = _partitioned(step, traced, options.backend, options.partitioning)
     return known.programs[key]
@@ -212,13 +212,14 @@ def _partitioned(step: StepGraph, traced: Traced, backend: Backend, partitioning
     joint = joint_of(step, traced)
     halves = partitioning.partition(joint)
     behind = partitioning.backend or backend
-    forward = _lowered(halves.forward, backend)
-    made = functools.partial(_lowered, backend=behind)
+    forward = lowered(halves.forward, backend)
+    made = functools.partial(lowered, backend=behind)
     backward = Backward(halves, saved_places(joint, halves), made, behind in EXACT)
     return Program(step, forward, traced.fingerprint, backward)
 
 
-def _lowered(step: StepGraph, backend: Backend) -> Callable[..., Sequence[Any]]:
+def lowered(step: StepGraph, backend: Backend) -> Callable[..., Sequence[Any]]:
+    """A graph as a callable; its records' values are the example inputs."""
     return lower(step, [info(node).value for node in step.placeholders], backend)
 
 

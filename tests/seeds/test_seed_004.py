@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import wholestep as ws
 from wholestep.autograd import aot_function, export_joint
 from wholestep.ir import info
-
-BREAKS = "needs the bytecode front end's graph breaks"
+from wholestep.testing import CompileCounter
 
 SEED = {
     "test_LSTM": "test_lstm_on_strided_input",
@@ -29,7 +28,7 @@ SEED = {
     "test_negative_testing": "test_a_value_written_in_place",
     "test_call_fn_with_non_const_inputs_aot_safe": "test_a_module_that_calls_another_ones_inside",
     "test_call_fn_with_non_const_inputs_aot_unsafe": "test_a_parameter_written_under_no_grad",
-    "test_call_fn_with_non_const_inputs_aot_unsafe_control_flow": BREAKS + "; test_a_branch_on_data_is_a_guard",
+    "test_call_fn_with_non_const_inputs_aot_unsafe_control_flow": "test_control_flow_on_data",
     "test_requires_grad_fake_via_dynamo_recompiles": "test_requires_grad_is_a_guard",
     "test_double_backward_errors": "test_double_backward",
     "test_arg_dupe_via_dynamo_recompiles": "test_the_same_argument_twice",
@@ -154,6 +153,38 @@ def test_a_module_that_calls_another_ones_inside() -> None:
     model = Special()
     x = torch.randn(2, 3, 10, 10)
     assert torch.equal(ws.compile(model, fullgraph=True)(x), model(x))
+
+
+def test_control_flow_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)
+
+    class Special(nn.Module):
+        def _some_bad_fwd(self, param: Tensor, y: Tensor) -> Tensor:
+            if y[0][0] < 3:
+                return y + param
+            return param * y
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            a = x * y
+            a = self._some_bad_fwd(a, a)
+            b = x + y
+            return a * b
+
+    module, counter = Special(), CompileCounter()
+    compiled = ws.compile(module, backend=counter)
+    x, ones = nn.Parameter(torch.randn(2, 2)), torch.ones(2, 2)
+    for y in [torch.randn(2, 2)] * 3 + [ones * 9 / x.detach()] * 3 + [torch.randn(2, 2)]:
+        expected, found = module(x, y), compiled(x, y)
+        assert torch.equal(expected, found)
+        grads = [torch.autograd.grad(out.sum(), x)[0] for out in (expected, found)]
+        assert torch.equal(*grads)
+    (reason,) = compiled.breaks
+    assert "Python decides on a value" in reason and "test_seed_004.py" in reason and "to do:" in reason
+    told = compiled.explain(x, y)
+    # up to the read, and what follows either outcome: 4, 3 and 3 operators, where torch has 4 graphs for one outcome
+    assert (told.graph_count, told.graph_break_count, told.op_count, told.breaks) == (3, 2, 10, [reason])
+    assert counter.frame_count == len(counter.graphs) == 3
+    assert not compiled.guards and "segments compiled so far: 3" in str(told)
 
 
 def test_a_branch_on_data_is_a_guard() -> None:

@@ -118,6 +118,13 @@ class Root(Source):
         return self.get(call)
 
 
+class Decision(Source):
+    """What the step decides on, in words: computed from several values, and read nowhere."""
+
+    def __init__(self, text: str) -> None:
+        self.path = self.text = text
+
+
 FUNCTION = Root("fn", "L['self']", lambda call: call.fn)
 
 

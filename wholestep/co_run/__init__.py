@@ -3,7 +3,7 @@
 Takes a callable and one call's arguments. Gives what the callable returns, with every effect in eager's order: below
 autograd, operators are put into a queue and answered at once with tensors whose memory nobody has written yet; where a
 value is read, and at the end, the queue is flushed, by a compiled program if the same operators came before.
-May import: capture, errors, fake_layouts, functional, lower, patches, pipeline, torch_compat, trace.
+May import: capture, errors, fake_layouts, functional, patches, pipeline, torch_compat, trace.
 """
 
 from wholestep.co_run.step import CoRun, is_deferring, outside_of_programs

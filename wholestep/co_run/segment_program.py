@@ -11,8 +11,7 @@ import torch
 from wholestep.capture import Call, Snapshot
 from wholestep.co_run.segment import Segment, same
 from wholestep.errors import CaptureError
-from wholestep.lower import lower
-from wholestep.pipeline import Options, capture, of_one_rank
+from wholestep.pipeline import Options, capture, lowered, of_one_rank
 from wholestep.trace.record.inputs import flat_memory
 
 _running = threading.local()
@@ -61,7 +60,7 @@ class SegmentProgram:
         read = {i.source.key for i in traced.inputs if isinstance(i.value, float)}
         self.constants = {index: n for index, n in enumerate(numbers) if index not in read}
         step = of_one_rank(traced, options, ())
-        self.run = lower(step, (), options.backend)
+        self.run = lowered(step, options.backend)
 
     def serves(self, numbers: Sequence[float]) -> bool:
         """Whether it was made for these numbers."""

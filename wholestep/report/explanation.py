@@ -46,6 +46,21 @@ class Explanation:
     eager: str = ""
 
     @property
+    def graph_count(self) -> int:
+        """Graphs that a call runs: one for a step that is replayed, else the segments compiled so far."""
+        return len(self.segments) if self.breaks else 1
+
+    @property
+    def graph_break_count(self) -> int:
+        """Places between these graphs where Python reads a value."""
+        return max(0, self.graph_count - 1)
+
+    @property
+    def op_count(self) -> int:
+        """Operators in these graphs."""
+        return sum(calls for calls, *_ in self.segments) if self.breaks else sum(self.calls.values())
+
+    @property
     def bytes_sent(self) -> float:
         """By this rank in one step, over all axes."""
         return sum(one.nbytes for one in self.collectives)

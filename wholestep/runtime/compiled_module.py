@@ -32,8 +32,8 @@ class CompiledModule:
     _compiled: Callable[..., Any]
     _forward: Callable[..., Any]
     _again: Callable[[nn.Module], nn.Module]
-    recompiles, breaks, captures, specialized, backwards, graphs, code, reset, explain, stages = map(
-        _Of, "recompiles breaks captures specialized backwards graphs code reset explain stages".split()
+    recompiles, breaks, guards, captures, specialized, backwards, graphs, code, reset, explain, stages = map(
+        _Of, "recompiles breaks guards captures specialized backwards graphs code reset explain stages".split()
     )
 
     def _is_hooked(self) -> bool:

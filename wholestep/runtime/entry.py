@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from wholestep.capture import Binder, GuardFailure
+from wholestep.capture import Binder, Guard, GuardFailure
+from wholestep.capture.sources import Decision
 from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, plan_of
 from wholestep.runtime.donated_inputs import DonatedInputs
 from wholestep.runtime.initial_state import StateInitializer
@@ -83,6 +84,12 @@ class Entry:
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
         self.graded = [(i, s.grad) for i, s in enumerate(traced.aliases) if s.state.retains or s.grad is not None]
         self.sources = [item.source for item in traced.inputs]
+        self.guards = [
+            *binder.guards,
+            *(Guard(self.sources[i], "storage offset", before) for i, before in traced.offsets),
+            *(Guard(self.sources[i], "bytes of memory", before) for i, before, _ in traced.storage_sizes),
+            *(Guard(Decision(p.text), f"decided at {p.line}", p.expected) for p in traced.predicates),
+        ]
         # the first call's tensors and the graph would else live as long as the program
         self.traced = replace(traced, step=None, inputs=[], hoisted=None)  # type: ignore[arg-type]
 

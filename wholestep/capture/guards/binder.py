@@ -32,6 +32,7 @@ class Binder:
         effects, result: what the step changes and returns.
 
     Attributes:
+        guards: what must hold, the nearest to the arguments first.
         code: the generated fast path.
         apply: ``(args, kwargs, made) -> result``: replays the effects in a call that was just let pass, with its new
             values in the order of `New.index`.
@@ -47,7 +48,7 @@ class Binder:
 
     def __init__(self, snap: Snapshot, inputs: Sequence[Source], mutated: Sequence[Source] = (),
                  effects: Sequence[Effect] = (), result: Value = NOTHING) -> None:
-        self._fn, self.inputs, self._guards = snap.call.fn, list(inputs), snap.guards()
+        self._fn, self.inputs, self.guards = snap.call.fn, list(inputs), snap.guards()
         self._names, self._varying, self._replace = snap.names, snap.varying, snap.replace
         self._mutated = frozenset(source.path for source in mutated)
         self._replaced_gradients = snap.replaced_gradients
@@ -76,7 +77,7 @@ class Binder:
 
     def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         later = snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)
-        failure = compare(self._guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
+        failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure
         later.replaced_gradients = self._replaced_gradients

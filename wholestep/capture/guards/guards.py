@@ -25,7 +25,14 @@ STATE = "global state"
 
 @dataclass(frozen=True, eq=False)
 class Guard:
-    """One condition: ``kind`` says what is compared at ``source``; `holds` compares it with another's ``expected``."""
+    """One condition; `holds` compares it with another's ``expected``, and `str` says it in words.
+
+    Attributes:
+        source: where the value is found; None for settings that hold everywhere.
+        kind: what is compared there: a "value", "type", "code", "identity" or "number", the metadata of a "tensor", the
+            "structure of" a container; "is" for an object that stands in two places.
+        expected: what was found when the step was captured.
+    """
 
     source: Source | None
     kind: str
@@ -53,8 +60,17 @@ class Guard:
                     (self.expected != self.expected and found != found))
 
     def __str__(self) -> str:
-        shown = f" is {self.expected}" if self.kind == "is" else f" {self.kind}: {_show(self.expected)}"
-        return self.where + shown
+        return self.where + (f" is {self.expected}" if self.kind == "is" else f" {self.kind}: {self._expectation()}")
+
+    def _expectation(self) -> str:
+        if self.kind == "arguments":
+            return _call(self.expected)
+        if self.kind == "tensor":
+            return ", ".join(f"{name} {_show(value)}" for name, value in zip(META, self.expected, strict=True))
+        if not self.kind.startswith("structure") or isinstance(self.expected, Hooks):
+            return _show(self.expected)
+        kind, keys = self.expected
+        return f"{kind.__name__} " + (f"of {keys}" if isinstance(keys, int) else f"with {', '.join(map(_show, keys))}")
 
 
 @dataclass(frozen=True)
