@@ -127,6 +127,7 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
         return
     if isinstance(pg, DeviceGroup):
         pg = pg.for_device("cpu")
+    pg._get_sequence_number_for_group()  # an error in a process that was forked from a rank
     limit = (timeout or pg.timeout).total_seconds()
     token = torch.zeros(1, dtype=torch.uint8)
     if pg.rank() != 0:

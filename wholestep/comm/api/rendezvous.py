@@ -161,6 +161,7 @@ def new_group(
         ValueError: a rank outside the world, or named twice.
     """
     known, whole = world(), get_group()
+    whole._get_sequence_number_for_group()  # an error in a process that was forked from a rank
     me = whole.rank()
     members = sorted(range(whole.size()) if ranks is None else ranks)
     if len(set(members)) != len(members):
