@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import wholestep as ws
 from wholestep import comm
 from wholestep.testing import run_ranks
 
@@ -126,3 +127,48 @@ def test_traced_work_wait(form, recordings):
         assert names.index(waits[-1]) < max(i for i, name in enumerate(names) if "mul" in name)
         assert same
         assert differs
+
+
+def views():
+    """In-place collectives on parts of tensors, inside of a compiled step and in eager."""
+    def rows(y):
+        comm.all_reduce(y[1:3])
+
+    def strided(y):
+        comm.broadcast(y[:, 0], 1)
+        comm.all_reduce(y.diagonal())
+
+    def apart(y):
+        work = comm.all_reduce(y[0], async_op=True)
+        y[1] += 1
+        work.wait()
+        y[0] += 1
+
+    def overlapping(y):
+        comm.all_reduce(y[0:3])
+        comm.all_reduce_coalesced([y[1:4], y[3]])
+
+    def of_a_view(y):
+        part = y.flatten()[3:].detach()
+        comm.all_reduce(part)
+        comm.reduce(part[4:], 1)
+        comm.all_gather_into_tensor(y[1:3], part[:3].clone())
+
+    x = torch.arange(12.0).view(4, 3) * (1 + comm.get_rank())
+    wrong = []
+    for write in (rows, strided, apart, overlapping, of_a_view):
+        for made in (True, False):
+            def step(x):
+                y = x * 2 if made else x  # noqa: B023
+                write(y)  # noqa: B023
+                return y + 0
+
+            for run in (ws.compile(step, fullgraph=True), ws.compile(step)):
+                given, expected = x.clone(), x.clone()
+                if not torch.equal(run(given), step(expected)) or not torch.equal(given, expected):
+                    wrong.append((write.__name__, made))
+    return wrong
+
+
+def test_collectives_in_place_on_parts_of_tensors():
+    assert run_ranks(views, 2, "shm") == [[], []]

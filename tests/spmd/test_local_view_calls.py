@@ -56,6 +56,11 @@ def test_all_ranks_begin_with_the_weights_and_the_optimizer_state_of_the_first(p
     assert all(all(rank[plan]) for rank in both)
 
 
+def test_what_an_optimizer_trains_is_a_parameter_of_whatever_class(both):
+    one, two = (rank["bare tensors"] for rank in both)
+    assert one == two and all([1.0, 1.0] not in (scale, shift) for scale, _, shift in one)
+
+
 @pytest.mark.parametrize("view", ["local settings", "global settings"])
 def test_optimizers_that_are_set_otherwise_are_named_and_nothing_has_changed(view, both):
     for found in (rank[view] for rank in both):

@@ -152,6 +152,24 @@ def rank_0s(plan: Any, counts: tuple[int, int]) -> bool:
     )
 
 
+def bare_tensors(plan: Any) -> list[list[float]]:
+    """Weights that are plain tensors, trained beside a module's: one met in the optimizer alone."""
+    start = 1.0 + comm.get_rank()
+    scale, held = torch.full((2,), start, requires_grad=True), {"shift": torch.full((2,), start, requires_grad=True)}
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD([*model.parameters(), scale, held["shift"]], lr=0.1)
+
+    def step(x):
+        (model(x) * scale + opt.param_groups[0]["params"][3]).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    compiled = ws.compile(step, mesh=mesh(), plan=plan)
+    for _ in range(2):
+        compiled(torch.ones(4, 2) * start)
+    return [scale.tolist(), model.weight.tolist(), held["shift"].tolist()]
+
+
 def settings(plan: Any) -> dict[str, str]:
     """Optimizers that are set to other things on rank 1, what each step says, and whether anything has changed."""
     rank, found = comm.get_rank(), {}
@@ -173,6 +191,7 @@ def settings(plan: Any) -> dict[str, str]:
 
 def everything() -> dict[str, Any]:
     return {
+        "bare tensors": [bare_tensors(plan) for plan in (PLAN, ws.ShardedOptimizer("dp"))],
         "error": failing("error"),
         "interrupt": failing("interrupt"),
         "wrong call": wrong_call(),

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
@@ -128,6 +128,8 @@ def _tensor_kind(found: Reachable, tensor: torch.Tensor, source: sources.Source)
         step = step.base
     if len(steps) == 2 and steps[1] == "_buffers":
         return "buffer"
+    if steps[-1:] == ["param_groups"] and steps[1:2] == ["params"]:
+        return "parameter"
     if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], sources.Source):
         return "state"
     return "batch" if _is_batch(found, source) else "tensor"
@@ -218,6 +220,8 @@ def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sourc
     found.owners.add(source.path)
     for index, group in enumerate(optimizer.param_groups):
         where = sources.Item(sources.Item(sources.Vars(source), "param_groups"), index)
+        for met in [found.tensors[id(p)] for p in group["params"] if id(p) in found.tensors]:  # plain tensors, too
+            found.tensors[id(met.tensor)] = replace(met, kind="parameter")
         numbers: list[tuple[str, int | None, float]] = []
         for key, value in group.items():
             if isinstance(value, float) or (key == "lr" and type(value) is int):

@@ -36,12 +36,17 @@ class TracedWork(Work):
 
 
 def in_place(name: str, tensors: list[torch.Tensor], group: ProcessGroup, *args: Any) -> TracedWork:
-    """``wholestep::name`` on each tensor now, or on a contiguous copy, ``wholestep::wait_`` at the wait."""
+    """``wholestep::name`` on each tensor now, or on a copy of it, ``wholestep::wait_`` at the wait.
+
+    A copy of what is not contiguous, and of a part of a larger tensor: that one would be made anew from the part before
+    the wait."""
     return TracedWork([_in_place(name, tensor, group, *args) for tensor in tensors], tensors)
 
 
 def _in_place(name: str, tensor: torch.Tensor, group: ProcessGroup, *args: Any) -> Callable[[], None]:
-    ops, dense = torch.ops.wholestep, tensor if tensor.is_contiguous() else tensor.contiguous()
+    ops, dense = torch.ops.wholestep, tensor
+    if not tensor.is_contiguous() or tensor.nbytes < tensor.untyped_storage().nbytes():
+        dense = tensor.clone(memory_format=torch.contiguous_format)
     getattr(ops, name)(dense, *args, group.group_name)
 
     def finish() -> None:
