@@ -6,6 +6,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -259,7 +260,35 @@ def dies_behind_an_optimizer(c: Any) -> list[Any]:
     return [compiled, model, opt, *seen]
 
 
-@pytest.mark.parametrize("program", [dies_with_arguments, dies_one_after_the_other, dies_behind_an_optimizer])
+def dies_in_a_variable(c: Any) -> list[Any]:
+    """What a step finds in a variable around it, in a list or in an object, until it is dropped there."""
+    seen = []
+    for drop in range(3):
+        model = nn.Linear(30, 30)
+        opt: Any = torch.optim.Adam(model.parameters())
+        box, holder = [opt], SimpleNamespace(opt=opt)
+
+        def step(x: Tensor, way: int = drop) -> None:
+            model(x).sum().backward()  # noqa: B023
+            found = opt if way == 0 else box[0] if way == 1 else holder.opt  # noqa: B023
+            found.step()
+            found.zero_grad()
+
+        compiled = c(step)
+        compiled(torch.ones(2, 30))
+        compiled(torch.ones(2, 30))
+        seen += map(weakref.ref, [opt, *opt.state[model.weight].values()])
+        opt = None
+        box.clear()
+        holder.opt = None
+        seen += [compiled]
+    return seen
+
+
+PROGRAMS = [dies_with_arguments, dies_one_after_the_other, dies_behind_an_optimizer, dies_in_a_variable]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_compiled_step_keeps_nothing_alive_that_it_was_given(program: Callable[..., list[Any]]) -> None:
     whole = functools.partial(ws.compile, fullgraph=True)
     for compile in (lambda fn: fn, whole, functools.partial(whole, dynamic=True)):

@@ -22,7 +22,7 @@ from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import REGISTRIES, contents, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
-_PERSISTENT = (torch.nn.Module, torch.optim.Optimizer)
+PERSISTENT = (torch.nn.Module, torch.optim.Optimizer)
 _NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.CELL, kinds.GLOBALS)
 _CONTAINERS = (dict, list, tuple, deque)
 
@@ -55,7 +55,7 @@ class PerCallObjects:
                     self._mark(value)
 
     def _mark(self, value: Any) -> None:
-        if id(value) in self.ids or isinstance(value, (*_PERSISTENT, torch.Tensor)):
+        if id(value) in self.ids or isinstance(value, (*PERSISTENT, torch.Tensor)):
             return
         if isinstance(value, FunctionType):
             self._mark_function(value)
@@ -116,7 +116,7 @@ class PerCallObjects:
         elif isinstance(value, torch.Tensor):
             self._compare_tensor(expression, value)
         elif id(value) not in self.ids:
-            write.require(f"{expression} is {self._weakly(value)}")
+            write.require(f"{expression} is {self.weakly(value)}")
         elif id(value) in write.names:
             write.require(f"{expression} is {write.names[id(value)]}")
         elif isinstance(value, FunctionType):
@@ -124,7 +124,7 @@ class PerCallObjects:
         else:
             self._compare_containers(expression, value)
 
-    def _weakly(self, value: Any) -> str:
+    def weakly(self, value: Any) -> str:
         """An expression for an object that a call is given, by which the code does not keep it alive.
 
         With it goes all that the code holds of it, and so the code itself.

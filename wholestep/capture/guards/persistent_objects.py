@@ -14,11 +14,11 @@ import torch
 
 from wholestep.capture.guards.code_writer import CodeWriter
 from wholestep.capture.guards.compared_values import is_plain
-from wholestep.capture.guards.per_call_objects import PerCallObjects
+from wholestep.capture.guards.per_call_objects import PERSISTENT, PerCallObjects
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources import Attr, Source, contents, is_exact
+from wholestep.capture.sources import REGISTRIES, Attr, Source, contents, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
 _SHAPE, _CONTIGUOUS = attrgetter("shape"), torch.Tensor.is_contiguous
@@ -202,7 +202,12 @@ class PersistentObjects:
         if isinstance(value, torch.Tensor):  # a list may be where it is read from, or another way to reach it
             read_here = self._snap.tensors[id(value)].source.path.startswith(container.source.path)
             return container.kind is not kinds.LIST or read_here
-        return id(value) in self._per_call.ids
+        return id(value) in self._per_call.ids or self._is_deletable(value, container)
+
+    def _is_deletable(self, value: Any, container: Container) -> bool:
+        """True for a module or optimizer in a variable, an attribute or a list of the user's, who may drop it there."""
+        theirs = isinstance(container.owner, torch.nn.Module) or getattr(container.source, "key", "") in REGISTRIES
+        return isinstance(value, PERSISTENT) and not theirs
 
     def _one_by_one(self, container: Container, keys: Sequence[Any]) -> None:
         write = self._writer
@@ -212,6 +217,8 @@ class PersistentObjects:
                 self._per_call.compare_value(expression, value)
             elif isinstance(value, torch.Tensor):
                 write.require(f"{expression} is {write.tensors[id(value)]}")
+            elif self._is_deletable(value, container):
+                write.require(f"{expression} is {self._per_call.weakly(value)}")
             else:
                 write.require(f"{expression} is {write.constant(value) if is_plain(value) else write.name(value)}")
 
