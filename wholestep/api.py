@@ -49,11 +49,13 @@ def compile(  # noqa: A001 - the ecosystem's name
         guard_data: what Python or a shape needs of the data (``if loss > 0``, ``x[mask]``, ``int(t)``) becomes a guard
             instead of an error. Whatever it follows from is then computed once more before each call, and another
             value means another capture.
-        dynamic: whether sizes of the tensors among the arguments are symbols, so that one capture serves many: each new
-            size then gets a program of its own from it, without the step's Python being run again. None: those that
-            differ at a later call are, from then on; where that cannot be, each is a capture. True: all are, from the
-            first call on. False: none is. Sizes that Python or an operator decides on become guards; those that cannot
-            be symbols, or that only one value serves, are listed in ``specialized``. Sizes of 0 and 1 are apart.
+        dynamic: whether sizes of tensors among the arguments are symbols, so that one capture serves many. None: those
+            that differ at a later call are, from then on; where that cannot be, each is a capture. True: all are, from
+            the first call on. False: none is. Each new size gets a program of its own, without the step's Python being
+            run again, at the second call that has it: the first one runs in eager (``eager_calls``), except with
+            ``fullgraph=True``, passes or a backend of your own. Sizes that Python or an operator decides on become
+            guards; those that cannot be symbols, or that only one value serves, are listed in ``specialized``. Sizes
+            of 0 and 1 are apart.
         fullgraph: True to refuse, with line and remedy, a step that cannot be captured whole: one that reads values of
             tensors, prints them or decides on them. By default the Python of such a step runs at each call, while its
             operators are deferred until a value is read and run as compiled segments; ``breaks`` says why. A step that

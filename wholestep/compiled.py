@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -32,6 +33,9 @@ from wholestep.trace.record.provenance import line_of
 MAX_ENTRIES = 32
 # Of programs for many sizes: how many stay, and how many of them with their memory.
 MAX_SIZES, AT_HAND = 64, 8
+# At which of its calls a new size gets a program, beyond the second size: while there is room, and when there is none.
+# Before, it runs in eager: sizes that never come again cost no half a second for a program that serves one call.
+COMES_AGAIN, OFTEN = 2, 16
 
 
 @skipped_by_dynamo
@@ -41,6 +45,7 @@ class Compiled:
     Attributes:
         recompiles: why calls needed a new program, one reason each; empty while the first still serves.
         breaks: why the step cannot be replayed, so that its Python runs at each call (`co_run/`).
+        eager_calls: how many calls ran in eager, since their sizes had not come before.
     """
 
     def __init__(
@@ -92,6 +97,8 @@ class Compiled:
         templates = self._dynamic is not False and self._executor.plain
         self._known = pipeline.Known(templates=Templates(pipeline.capture, bool(self._dynamic)) if templates else None)
         self._sized = False  # whether entries differ in the shapes of their arguments
+        self._waiting: Counter[Any] = Counter()  # how often shapes came that have no program
+        self.eager_calls = 0
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
         self.recompiles: list[str] = []
@@ -129,7 +136,11 @@ class Compiled:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None, run: Callable[..., Any]
     ) -> Any:
         failure = GuardFailure("")
-        for entry in self._candidates(args, kwargs):
+        wanted = shapes((args, kwargs)) if self._sized else None
+        if self._sized and self._co_run is None and self._may_wait(wanted):
+            self.eager_calls += 1
+            return collecting(self._fn)(*args, **kwargs)
+        for entry in self._candidates(wanted):
             outcome = run(entry, args, kwargs, ready)
             if type(outcome) is not GuardFailure:
                 if entry is not self._entries[0]:
@@ -194,11 +205,26 @@ class Compiled:
             self._known.initial.drop()
             self._known.initial = None
 
-    def _candidates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Entry]:
+    def _may_wait(self, wanted: Any) -> bool:
+        """Whether a call runs in eager, since its shapes may never come again."""
+        options = self._options
+        if not self._may_break or options.passes or options.backend not in pipeline.EXACT:
+            return False
+        if any(entry.shapes == wanted for entry in self._entries):
+            return False
+        self._waiting[wanted] += 1
+        enough = COMES_AGAIN if len(self._entries) < MAX_SIZES else OFTEN
+        if self._waiting[wanted] >= enough:
+            del self._waiting[wanted]
+            return False
+        if len(self._waiting) > 16 * MAX_SIZES:
+            self._waiting.clear()
+        return True
+
+    def _candidates(self, wanted: Any) -> list[Entry]:
         """The entries that may serve a call: with one for each size, those of its sizes, else one for its reason."""
         if not self._sized:
             return list(self._entries)
-        wanted = shapes((args, kwargs))
         return [e for e in self._entries if e.shapes == wanted] or self._entries[:1]
 
     def _prefer(self, entry: Entry) -> None:
@@ -367,7 +393,8 @@ class Compiled:
                 if real:  # not copies that stand for fake tensors
                     self._known.steps[key] = step
             whole = traced.step if executor.view else None
-            return explain(self._title, step, whole, executor.axes, self.captures, self.recompiles)
+            said = self.captures, self.recompiles, self.eager_calls
+            return explain(self._title, step, whole, executor.axes, *said)
 
     def stages(self, *args: Any, **kwargs: Any) -> list[Stage]:
         """What each pass makes of the graph of a call: print one to see the difference. Nothing runs, as in `explain`.

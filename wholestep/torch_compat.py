@@ -198,14 +198,14 @@ def unseen_fakes() -> tuple[Any, str, type]:
     return torch._subclasses, "FakeTensor", Unseen("FakeTensor", (), {})
 
 
-def empty_fake(mode: FakeTensorMode, like: torch.Tensor) -> FakeTensor:
-    """A fake tensor of a strided tensor's size, stride, dtype and device, in memory of its own.
+def empty_fake(mode: FakeTensorMode, like: torch.Tensor, layout: tuple[Any, Any] | None = None) -> FakeTensor:
+    """A fake tensor of a strided tensor's dtype and device, in memory of its own; its size and stride unless given.
 
     Made directly; through the dispatcher it takes four times as long.
     """
     with no_modes():
-        meta = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
-        return FakeTensor(mode, meta, like.device)
+        size, stride = layout or (like.size(), like.stride())
+        return FakeTensor(mode, torch.empty_strided(size, stride, dtype=like.dtype, device="meta"), like.device)
 
 
 def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
@@ -264,9 +264,14 @@ def size_symbol(env: ShapeEnvironment, name: str, value: int) -> tuple[Any, Any]
     return symbol, env.create_symintnode(symbol, hint=value)
 
 
+def expression_of(number: Any) -> Any:
+    """What a symbolic number is, in terms of symbols; anything else as it is."""
+    return number.node._expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
+
+
 def evaluated(number: Any, values: Mapping[Any, int]) -> Any:
     """A symbolic number or expression, given what its symbols are."""
-    expression = number.node._expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
+    expression = expression_of(number)
     if not hasattr(expression, "xreplace"):
         return expression
     found = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})

@@ -56,6 +56,7 @@ from wholestep.torch_compat import (
     empty_fake,
     engine_compiler,
     evaluated,
+    expression_of,
     fake_refusal,
     free_saved_tensors,
     function_modes,
@@ -171,6 +172,8 @@ def test_an_empty_fake_is_laid_out_like_its_model():
     mode, like = FakeTensorMode(), torch.empty(4, 3, dtype=torch.bfloat16).t()[1:]
     with mode:
         fake = empty_fake(mode, like)
+        other = empty_fake(mode, like, ((2, 3), (1, 2)))
+        assert (other.shape, other.stride(), other.dtype) == ((2, 3), (1, 2), like.dtype)
     assert isinstance(fake, FakeTensor) and fake.fake_mode is mode
     assert (fake.shape, fake.stride(), fake.storage_offset()) == ((2, 4), like.stride(), 0)
     assert (fake.dtype, fake.device) == (like.dtype, like.device)
@@ -319,6 +322,7 @@ def test_sizes_become_symbols_and_numbers_again():
         x = torch.empty(number, other)
         y = x.view(-1)
     assert evaluated(y.shape[0], {rows: 3, columns: 5}) == 15 and evaluated(number > 4, {rows: 3}) is False
+    assert expression_of(y.shape[0]) == rows * columns and expression_of(7) == 7
     assert evaluated(7, {}) == 7 and env.conditions() == [] and env.only(columns) is None
     assert other == 4 and number > 5
     assert [(evaluated(guard, {rows: 3, columns: 4}), line) for guard, line in env.conditions()] == [

@@ -14,6 +14,7 @@ import wholestep as ws
 from examples.gpt import GPT, GPTConfig
 from wholestep.autograd import aot_function
 from wholestep.errors import CaptureError
+from wholestep.ir import StepGraph
 from wholestep.testing import CompileCounter
 
 F = nn.functional
@@ -285,3 +286,73 @@ def test_ahead_of_time_autograd() -> None:
             found.append([r := run(x, y), *torch.autograd.grad(r.sum(), [x, y])])
         assert same(*found)
     assert len(compiled.recompiles) == 1  # type: ignore[attr-defined]
+
+
+def accumulating(x: Tensor, y: Tensor, model: nn.Module, opt: Any, last: bool) -> Tensor:
+    loss = mse(model, x, y)
+    loss.backward()
+    if last:
+        opt.step()
+        opt.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("make", [mlp, convnet])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_that_come_once_run_in_eager_and_get_a_program_when_they_come_again(make: Any, dynamic: Any) -> None:
+    batch = rows if make is mlp else pictures
+    sizes = (8, 8, 4, 5, 4, 6, 8, 7, 5, 9, 5, 9, 6, 3)  # 5, 6 and 9 come again, 7 and 3 do not
+
+    def run(compiled: bool) -> tuple[Any, list[Tensor]]:
+        torch.manual_seed(0)
+        model = make()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step: Any = ws.compile(accumulating, dynamic=dynamic) if compiled else accumulating
+        losses = [step(*batch(n, 0), model, opt, i % 2 == 1) for i, n in enumerate(sizes)]
+        return step, [*losses, *model.state_dict().values(), torch.randn(2)]
+
+    step, found = run(True)
+    assert same(run(False)[1], found)
+    assert step.breaks == [] and step.eager_calls >= 5
+    assert f"in eager: {step.eager_calls} calls" in str(step.explain(*batch(8, 0), make(), None, False))
+
+
+def test_ever_new_sizes_cost_no_program_each() -> None:
+    compiled = ws.compile(lambda x: x * 2)
+    for size in range(2, 90):
+        assert torch.equal(compiled(x := torch.randn(size)), x * 2)
+    assert compiled.captures == 2 and compiled.eager_calls == 86
+
+
+def test_eager_takes_the_place_of_nothing_that_the_user_asked_for() -> None:
+    def unchanged(step: StepGraph) -> StepGraph:
+        return step
+
+    for asked in ({"fullgraph": True}, {"passes": [unchanged]}, {"backend": CompileCounter()}, {"dynamic": False}):
+        compiled = ws.compile(lambda x: x * 2, **asked)
+        for size in (2, 3, 4, 5):
+            compiled(torch.randn(size))
+        assert compiled.eager_calls == 0 and compiled.captures == 4, asked
+
+
+def test_what_a_step_logs_is_logged_in_eager_too() -> None:
+    seen: list[tuple[int, float]] = []
+
+    def fn(x: Tensor) -> Tensor:
+        ws.log(lambda **values: seen.append((len(seen), values["total"])), total=x.sum())
+        seen_before = len(seen)
+        return x + seen_before * 0
+
+    compiled = ws.compile(fn)
+    for size in (2, 3, 4, 5):
+        compiled(torch.ones(size))
+    assert [total for _, total in seen] == [2, 3, 4, 5]
+
+
+def test_a_program_for_a_size_that_comes_often_takes_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholestep.compiled.MAX_SIZES", 3)
+    monkeypatch.setattr("wholestep.compiled.OFTEN", 4)
+    compiled = ws.compile(lambda x: x.cos())
+    for size in (2, 3, 4, 4, *[5] * 6, 4):
+        assert torch.equal(compiled(x := torch.randn(size)), x.cos())
+    assert compiled.captures == 3 and compiled.eager_calls == 1 + 3

@@ -28,6 +28,7 @@ class Explanation:
             everything runs as written.
         captures: how many captures serve calls now.
         recompiles: why calls needed other programs.
+        eager_calls: how many calls ran in eager, since their sizes had not come before.
         breaks: why the step's Python runs at each call; empty for one that is replayed.
         segments: of such a step, those that were compiled so far, in order: the number of operators, the bytes of
             results that outlive it, the line that ends it.
@@ -41,6 +42,7 @@ class Explanation:
     missing_rules: list[MissingRule] | None
     captures: int
     recompiles: list[str] = field(default_factory=list)
+    eager_calls: int = 0
     breaks: list[str] = field(default_factory=list)
     segments: list[tuple[int, int, str]] = field(default_factory=list)
     eager: str = ""
@@ -102,7 +104,8 @@ class Explanation:
     def _captures(self) -> list[str]:
         if not self.captures:
             return ["captures: none yet"]
-        return [f"captures: {self.captures}", *(f"  again: {reason}" for reason in self.recompiles)]
+        new = [f"  in eager: {self.eager_calls} calls of sizes that had not come before"] if self.eager_calls else []
+        return [f"captures: {self.captures}", *(f"  again: {reason}" for reason in self.recompiles), *new]
 
 
 def explain(
@@ -112,6 +115,7 @@ def explain(
     axes: Mapping[str, str],
     captures: int,
     recompiles: Sequence[str],
+    eager_calls: int = 0,
 ) -> Explanation:
     """Reads a report off a graph.
 
@@ -123,8 +127,9 @@ def explain(
     calls: Counter[str] = Counter(info(node).phase for node in step.graph.nodes if node.op == "call_function")
     lacking = missing_rules(whole) if whole is not None else None
     return Explanation(
-        title, dict(calls), collective_traffic(step, axes), memory_of(step), lacking, captures, list(recompiles)
-    )
+        title, dict(calls), collective_traffic(step, axes), memory_of(step), lacking, captures, list(recompiles),
+        eager_calls,
+    )  # fmt: skip
 
 
 def explain_segments(

@@ -32,8 +32,11 @@ class CompiledModule:
     _compiled: Callable[..., Any]
     _forward: Callable[..., Any]
     _again: Callable[[nn.Module], nn.Module]
-    recompiles, breaks, guards, captures, specialized, backwards, graphs, code, reset, explain, stages = map(
-        _Of, "recompiles breaks guards captures specialized backwards graphs code reset explain stages".split()
+    recompiles, breaks, eager_calls, guards, captures, specialized = map(
+        _Of, ("recompiles", "breaks", "eager_calls", "guards", "captures", "specialized")
+    )
+    backwards, graphs, code, reset, explain, stages = map(
+        _Of, ("backwards", "graphs", "code", "reset", "explain", "stages")
     )
 
     def _is_hooked(self) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 
 from wholestep.fake_layouts import differ
 from wholestep.ir import StepGraph, check, copy_graph, info, set_info
-from wholestep.torch_compat import FakeTensorMode, evaluated, lazy_graph_module
+from wholestep.torch_compat import FakeTensorMode, empty_fake, evaluated, expression_of, lazy_graph_module
 from wholestep.trace import Traced
 from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size
 from wholestep.trace.outputs.canonical import fingerprint
@@ -33,7 +33,7 @@ class AtSizes:
         leaf = leaf.number if isinstance(leaf, Held) else leaf
         if not is_size(leaf):
             return leaf
-        key = str(leaf)
+        key = expression_of(leaf)
         if key not in self._known:
             self._known[key] = evaluated(leaf, self.values)
         return self._known[key]
@@ -50,9 +50,10 @@ class AtSizes:
         place = tuple(leaf.shape), tuple(leaf.stride())
         if not any(map(is_size, (*place[0], *place[1]))):
             return leaf
-        shape, stride = self.numbers(place)
+        fake: torch.Tensor = empty_fake(self.mode, leaf, self.numbers(place))
+        if not leaf.is_conj() and not leaf.is_neg():
+            return fake
         with self.mode, torch.no_grad():
-            fake = torch.empty_strided(shape, stride, dtype=leaf.dtype, device=leaf.device)
             fake = aten._conj.default(fake) if leaf.is_conj() else fake
             return aten._neg_view.default(fake) if leaf.is_neg() else fake
 
