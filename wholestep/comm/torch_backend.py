@@ -8,7 +8,6 @@ which checks and stages tensors, and in a traced step becomes an operator; here 
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -131,7 +130,7 @@ def _only(what: str, values: Any, name: str) -> Any:
     return values[0]
 
 
-def _argument(what: str, values: Any, name: str, kind: ArgumentKind, optional: bool) -> Any:
+def _argument(what: str, values: Any, name: str, kind: ArgumentKind, root: str) -> Any:
     """A public collective's argument from that of a group's method, which may be in a list for the one device."""
     if kind is ArgumentKind.ROWS:
         return values
@@ -139,7 +138,9 @@ def _argument(what: str, values: Any, name: str, kind: ArgumentKind, optional: b
         return _only(what, values, name)
     nested = len(values) > 0 and not isinstance(values[0], torch.Tensor)
     tensors = list(_only(what, values, name) if nested else values)
-    return None if optional and not tensors else tensors
+    if kind is ArgumentKind.SEVERAL and not tensors:
+        raise ValueError(f"ProcessGroupShm::{what}: requires non-empty tensor list")
+    return None if root and not tensors else tensors
 
 
 def _same(what: str, values: Any) -> list[torch.Tensor]:
@@ -159,14 +160,6 @@ def _same(what: str, values: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def _spread(work: Work | None, total: torch.Tensor, tensors: list[torch.Tensor]) -> Work | None:
-    """Brings a result into all tensors of a call."""
-    others = [one for one in tensors if one is not total]
-    if work is None or not others:
-        return work
-    return Then(work, lambda: [one.copy_(total) for one in others], tensors)
-
-
 def _checked(method: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> TorchWork:
@@ -179,23 +172,43 @@ def _checked(method: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
 
 
 def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
-    """The group's method of a name, which is the public collective of a row of the table."""
-    collective = getattr(collectives, row.name)
+    """The group's method of a name: the public collective of a row of the table, in all overloads of torch's method.
 
-    def method(
-        self: Any, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, **named: Any
-    ) -> TorchWork:
-        out = _argument(name, outputs, "output", row.out_kind, bool(row.root))
-        arguments = {row.out: out, row.inp: _argument(name, inputs, "input", row.inp_kind, bool(row.root))}
+    Of several tensors in place, which stand for devices of a process, one is sent, or their own reduction, and all get
+    the result.
+    """
+    collective, in_place, alone = getattr(collectives, row.name), row.out == row.inp, row.out_kind is ArgumentKind.ONE
+    settings = ["opts", *["op"] * bool(row.root and row.reduces), "timeout"]
+
+    def method(self: Any, *args: Any, **named: Any) -> TorchWork:
+        given = [*(named[key] for key in ("tensors", "tensor") if key in named), *args]
+        outputs, inputs, *rest = given[:1] * in_place + given
+        named = dict(zip(settings, rest, strict=False)) | named
+        opts, call = named.get("opts"), {"group": self._group, "async_op": True}
+        several = _same(name, outputs) if in_place and alone else []
         if row.reduces:
-            arguments["op"] = _reduction(named.get("op", opts))
+            call["op"] = _reduction(named.get("op", getattr(opts, "reduceOp", None if row.root else opts)))
         if row.root:
-            arguments[f"group_{row.root}"] = self._root(name, named.get("root", opts))
-        work = collective(**arguments, group=self._group, async_op=True)
-        result = out if row.out_kind is ArgumentKind.LIST else [out]
-        if row.out_kind is ArgumentKind.ROWS:
-            result = self._by_rank(out)
-        return self._work(work, result or [], _limit(opts, timeout))
+            call[f"group_{row.root}"] = self._root(name, named.get("root", opts), max(1, len(several)))
+        if several and row.root != "dst":
+            place = getattr(opts, "rootTensor", 0)
+            inputs = (
+                fold([one.clone() for one in several], call["op"]) if several[1:] and row.reduces else several[place]
+            )
+        out = _argument(
+            name, inputs if several else outputs, "tensor" if in_place else "output", row.out_kind, row.root
+        )
+        call |= {
+            row.inp: _argument(name, inputs, "tensor" if in_place else "input", row.inp_kind, row.root),
+            row.out: out,
+        }
+        sparse = row is table.ALL_REDUCE and out.is_sparse
+        work = (sparse_all_reduce.all_reduce if sparse else collective)(**call)
+        others = [one for one in several if one is not out]
+        if work is not None and others:
+            work = Then(work, lambda: [one.copy_(out) for one in others], several)
+        result = self._by_rank(out) if row.out_kind is ArgumentKind.ROWS else [out] if alone else out
+        return self._work(work, several or result or [], opts, named.get("timeout"))
 
     method.__name__ = name
     return _checked(method)
@@ -261,81 +274,41 @@ class ShmProcessGroup(_TorchGroup):
             raise ValueError(f"ProcessGroupShm::{what}: invalid root rank: {root} is not in a group of {self.size()}")
         return int(root)
 
-    def _work(self, work: Work | None, result: list[Any], limit: float | None = None) -> TorchWork:
-        return TorchWork(work or Finished(result), self._completer, result, limit)
-
-    @_checked
-    def allreduce(
-        self, tensors: Tensors = (), opts: Any = None, timeout: timedelta | None = None, **named: Any
+    def _work(
+        self, work: Work | None, result: list[Any], opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        opts = named.get("op", opts)
-        kind, all_of_them = _reduction(opts), _same("allreduce", named.get("tensor", tensors))
-        first = all_of_them[0]
-        total = first if len(all_of_them) == 1 else fold([one.clone() for one in all_of_them], kind)
-        reduce = sparse_all_reduce.all_reduce if first.is_sparse else collectives.all_reduce
-        work = _spread(reduce(total, kind, self._group, async_op=True), total, all_of_them)
-        return self._work(work, all_of_them, _limit(opts, timeout))
+        return TorchWork(work or Finished(result), self._completer, result, _limit(opts, timeout))
 
-    @_checked
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> TorchWork:
-        if not tensors:
-            raise ValueError("ProcessGroupShm::allreduce_coalesced: requires non-empty tensor list")
-        all_of_them = list(tensors)
-        work = collectives.all_reduce_coalesced(all_of_them, _reduction(opts), self._group, async_op=True)
-        return self._work(work, all_of_them, _limit(opts))
-
-    @_checked
-    def reduce(
-        self, tensors: Tensors = (), opts: Any = None, op: Any = None, timeout: timedelta | None = None, **named: Any
-    ) -> TorchWork:
-        root = self._root("reduce", named.get("root", opts))
-        tensor = _only("reduce", named.get("tensor", tensors), "tensor")
-        kind = _reduction(op if op is not None else getattr(opts, "reduceOp", None))
-        work = collectives.reduce(tensor, None, kind, self._group, async_op=True, group_dst=root)
-        return self._work(work, [tensor], _limit(opts, timeout))
-
-    @_checked
-    def broadcast(
-        self, tensors: Tensors = (), opts: Any = None, timeout: timedelta | None = None, **named: Any
-    ) -> TorchWork:
-        all_of_them = _same("broadcast", named.get("tensor", tensors))
-        root = self._root("broadcast", named.get("root", opts), len(all_of_them))
-        sent = all_of_them[getattr(opts, "rootTensor", 0)]
-        work = _spread(collectives.broadcast(sent, None, self._group, async_op=True, group_src=root), sent, all_of_them)
-        return self._work(work, all_of_them, _limit(opts, timeout))
-
+    allreduce = _method("allreduce", table.ALL_REDUCE)
+    allreduce_coalesced = _method("allreduce_coalesced", table.ALL_REDUCE_COALESCED)
+    reduce = _method("reduce", table.REDUCE)
+    broadcast = _method("broadcast", table.BROADCAST)
     _allgather_one = _method("allgather", table.ALL_GATHER)
+    _allgather_base = _method("_allgather_base", table.ALL_GATHER_INTO_TENSOR)
+    reduce_scatter = _method("reduce_scatter", table.REDUCE_SCATTER)
+    _reduce_scatter_base = _method("_reduce_scatter_base", table.REDUCE_SCATTER_TENSOR)
+    gather = _method("gather", table.GATHER)
+    scatter = _method("scatter", table.SCATTER)
+    alltoall = _method("alltoall", table.ALL_TO_ALL)
 
     @_checked
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        if not isinstance(inputs, torch.Tensor) and len(inputs) > 1:
-            return self._allgather_several(outputs, inputs, _limit(opts, timeout))
-        return self._allgather_one(outputs, inputs, opts, timeout)
-
-    def _allgather_several(
-        self, outputs: Sequence[list[torch.Tensor]], inputs: Sequence[torch.Tensor], limit: float | None
-    ) -> TorchWork:
-        """All tensors of all ranks, for each tensor that is sent: the form for several devices of a process."""
-        tensors, size = _same("allgather", inputs), self.size()
-        if len(outputs) != len(tensors):
-            raise ValueError("ProcessGroupShm::allgather: requires input/output tensor lists to have the same length, "
-                             f"found {len(tensors)} and {len(outputs)}")
-        if any(len(row) != len(tensors) * size for row in outputs):
-            found = sorted({len(row) for row in outputs})
-            needed = f"expected {len(tensors)} tensors of each of {size} ranks, found {found}"
-            raise ValueError(f"ProcessGroupShm::allgather: invalid output tensor list: {needed}")
-        _same("allgather", [one for row in outputs for one in (tensors[0], *row)])
-        sent = torch.stack(tensors)
-        parts = [torch.empty_like(sent) for _ in range(size)]
-        work = collectives.all_gather(parts, sent, self._group, async_op=True)
-
-        def spread() -> None:
-            for row in outputs:
-                for out, value in zip(row, itertools.chain(*parts), strict=True):
-                    out.copy_(value)
-
-        flat = [one for row in outputs for one in row]
-        return self._work(Then(work or Finished(parts), spread, flat), list(outputs), limit)
+        """Of several tensors, for devices of a process, each row of outputs gets all tensors of all ranks."""
+        if isinstance(inputs, torch.Tensor) or len(inputs) < 2:
+            return self._allgather_one(outputs, inputs, opts, timeout)
+        tensors, flat = _same("allgather", inputs), [one for row in outputs for one in row]
+        count, needed = len(tensors), len(tensors) * self.size()
+        if [len(row) for row in outputs] != [needed] * count:
+            raise ValueError(
+                f"ProcessGroupShm::allgather: invalid output tensor list: the same length as of inputs, {count}, "
+                f"and lists of {needed} tensors are required, found {[len(row) for row in outputs]}"
+            )
+        _same("allgather", [tensors[0], *flat])
+        first, *others = outputs
+        by_rank = [list(first[i : i + count]) for i in range(0, needed, count)]
+        work = collectives.all_gather_coalesced(by_rank, tensors, self._group, async_op=True) or Finished()
+        spread = Then(work, lambda: [o.copy_(v) for row in others for o, v in zip(row, first, strict=True)], flat)
+        return self._work(spread, list(outputs), opts, timeout)
 
     @_checked
     def allgather_coalesced(
@@ -345,7 +318,7 @@ class ShmProcessGroup(_TorchGroup):
             raise ValueError("ProcessGroupShm::allgather_coalesced: requires non-empty input tensor list")
         outs = [list(row) for row in outputs]
         work = collectives.all_gather_coalesced(outs, list(inputs), self._group, async_op=True)
-        return self._work(work, outs, _limit(opts))
+        return self._work(work, outs, opts)
 
     def _by_rank(self, output: torch.Tensor) -> list[torch.Tensor]:
         """What came from each rank, as Gloo's futures have it."""
@@ -362,14 +335,14 @@ class ShmProcessGroup(_TorchGroup):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         result = [list(parts) for parts in zip(*map(self._by_rank, outputs), strict=True)]
-        return self._work(self._each(collectives.all_gather_into_tensor, outputs, inputs), result, _limit(opts))
+        return self._work(self._each(collectives.all_gather_into_tensor, outputs, inputs), result, opts)
 
     @_checked
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> TorchWork:
         work = self._each(collectives.reduce_scatter_tensor, outputs, inputs, op=_reduction(opts))
-        return self._work(work, list(outputs), _limit(opts))
+        return self._work(work, list(outputs), opts)
 
     @_checked
     def alltoall_base(
@@ -378,7 +351,7 @@ class ShmProcessGroup(_TorchGroup):
     ) -> TorchWork:  # fmt: skip
         splits = list(out_splits), list(in_splits)
         work = collectives.all_to_all_single(output, input, *splits, group=self._group, async_op=True)
-        return self._work(work, [output], _limit(opts, timeout))
+        return self._work(work, [output], opts, timeout)
 
     @_checked
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
@@ -398,14 +371,7 @@ class ShmProcessGroup(_TorchGroup):
     @_checked
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         limit = timeout or (opts if isinstance(opts, timedelta) else None)
-        return self._work(collectives.barrier(self._group, async_op=True, timeout=limit), [], _limit(opts, limit))
-
-    _allgather_base = _method("_allgather_base", table.ALL_GATHER_INTO_TENSOR)
-    reduce_scatter = _method("reduce_scatter", table.REDUCE_SCATTER)
-    _reduce_scatter_base = _method("_reduce_scatter_base", table.REDUCE_SCATTER_TENSOR)
-    gather = _method("gather", table.GATHER)
-    scatter = _method("scatter", table.SCATTER)
-    alltoall = _method("alltoall", table.ALL_TO_ALL)
+        return self._work(collectives.barrier(self._group, async_op=True, timeout=limit), [], opts, limit)
 
     # Names of torch 2.13.
     all_gather_single = _allgather_base
