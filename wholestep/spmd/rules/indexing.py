@@ -48,18 +48,17 @@ def _own(build: Build, index: fx.Node, length: int, instead: int) -> tuple[fx.No
 
 
 def _picked(
-    build: Build, call: Call, ins: Sequence[fx.Node], *, of: str, by: str, dim: int, after: int | None = None
+    build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int, at: int = 1, after: int | None = None
 ) -> list[fx.Node]:
-    """Picks what is here; zeros for the rest.
+    """Picks what is here of the first operand; zeros for the rest.
 
     Args:
-        of, by: names of the arguments; the one that is picked from is the first operand.
         dim: that is picked from.
+        at: which operand has the indices.
         after: how many dimensions the result has after those of the indices; None: it has those of the indices alone.
     """
-    given = call.by_name(ins)
-    local, others = _own(build, given[by], call.by_name(call.values)[of].shape[dim], 0)
-    made = build.same(call, ins, **{of: _with_some(build, call, given[of], dim), by: local})
+    local, others = _own(build, ins[at], call.values[0].shape[dim], 0)
+    made = build.same(call, [_with_some(build, call, ins[0], dim), *ins[1:at], local, *ins[at + 1 :]])
     if after is not None:
         others = build.call(aten.view.default, others, [*info(others).value.shape, *[1] * after])
     return [build.call(aten.masked_fill.Scalar, made, others, 0)]
@@ -70,12 +69,11 @@ def _with_some(build: Build, call: Call, node: fx.Node, dim: int) -> fx.Node:
     return _longer(build, node, dim) if some_hold_none(call, 0, dim) else node
 
 
-def _placed(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int, by: str = "index") -> list[fx.Node]:
-    given = call.by_name(ins)
-    here = info(given["self"]).value
-    local, _ = _own(build, given[by], call.values[0].shape[dim], here.shape[dim])
-    made = build.same(call, ins, self=_longer(build, given["self"], dim), **{by: local})
-    return [build.call(aten.slice.Tensor, made, dim, 0, here.shape[dim])]
+def _placed(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int, at: int = 1) -> list[fx.Node]:
+    here = info(ins[0]).value.shape[dim]
+    local, _ = _own(build, ins[at], call.values[0].shape[dim], here)
+    made = build.same(call, [_longer(build, ins[0], dim), *ins[1:at], local, *ins[at + 1 :]])
+    return [build.call(aten.slice.Tensor, made, dim, 0, here)]
 
 
 def _longer(build: Build, node: fx.Node, dim: int) -> fx.Node:
@@ -92,7 +90,7 @@ def _embedding(call: Call) -> Iterator[Strategy]:
     for dim in range(count):
         yield Strategy((R, Shard(dim)), (Shard(dim),))
     yield Strategy((Shard(1), R), (Shard(count),))
-    yield Strategy((Shard(0), R), (Partial(),), partial(_picked, of="weight", by="indices", dim=0, after=1))
+    yield Strategy((Shard(0), R), (Partial(),), partial(_picked, dim=0, after=1))
     yield from linear_strategies(call, [(0,)])
 
 
@@ -119,64 +117,39 @@ def _own_rows_of_table(build: Build, call: Call, ins: Sequence[fx.Node]) -> list
 # Along one dimension ----------------------------------------------------------------------------------------------
 
 
-def _gather(call: Call) -> Iterator[Strategy]:
-    count, dim = call.values[0].dim(), _dim(call)
-    if count == 0 or call.values[1].dim() == 0:
-        return
-    result = _letters(count, dim, "along")
-    yield from Dims([_letters(count, dim), result], [result]).strategies(call)
-    if _is_number(call.values[0]):
-        yield Strategy((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim))
-    yield from linear_strategies(call, [(0,)])
-
-
-def _index_select(call: Call) -> Iterator[Strategy]:
-    count, dim = call.values[0].dim(), _dim(call)
-    if count == 0:
-        return
-    index: Names = ["along"] * call.values[1].dim()
-    yield from Dims([_letters(count, dim), index], [_letters(count, dim, "along")]).strategies(call)
-    if _is_number(call.values[0]):
-        after = count - 1 - dim
-        yield Strategy((Shard(dim), R), (Partial(),), partial(_picked, of="self", by="index", dim=dim, after=after))
-    yield from linear_strategies(call, [(0,)])
-
-
-def scatter(*, adds: bool, is_linear: bool) -> Rule:
-    """Places elements of ``src``, or one value, at the indices; with ``adds`` onto what is there."""
+def picking(*, rows: bool) -> Rule:
+    """Picks elements along a dimension, or whole rows: then the indices have that dimension alone."""
 
     def rule(call: Call) -> Iterator[Strategy]:
         count, dim = call.values[0].dim(), _dim(call)
-        if count == 0 or call.values[1].dim() == 0:
+        if count == 0 or not (rows or call.values[1].dim()):
             return
-        beside, index = _letters(count, dim), _letters(count, dim, "along")
-        how: dict[str, Op] = {"along": "sum"} if adds else {}
-        ins = [beside, *[index] * (len(call.values) - 1)]
-        yield from Dims(ins, [beside], how, frozenset([0])).strategies(call)
+        result = _letters(count, dim, "along")
+        index: Names = ["along"] * call.values[1].dim() if rows else result
+        yield from Dims([_letters(count, dim), index], [result]).strategies(call)
         if _is_number(call.values[0]):
-            whole = (R,) * (len(call.values) - 1)
-            yield Strategy((Shard(dim), *whole), (Shard(dim),), partial(_placed, dim=dim))
-        if is_linear and len(call.values) == 3:
-            yield from linear_strategies(call, [(0, 2)])
+            picked = partial(_picked, dim=dim, after=count - 1 - dim if rows else None)
+            yield Strategy((Shard(dim), R), (Partial(),), picked)
+        yield from linear_strategies(call, [(0,)])
 
     return rule
 
 
-def index_rows(*, adds: bool, is_linear: bool) -> Rule:
-    """Places rows of ``source``, or one value, along a dimension."""
+def placing(*, rows: bool, adds: bool = False, is_linear: bool = True) -> Rule:
+    """Places elements along a dimension, or whole rows, of a tensor or one value; with ``adds`` onto what is there."""
 
     def rule(call: Call) -> Iterator[Strategy]:
         count, dim = call.values[0].dim(), _dim(call)
-        if count == 0:
+        if count == 0 or not (rows or call.values[1].dim()):
             return
         beside, source = _letters(count, dim), _letters(count, dim, "along")
+        index: Names = ["along"] * call.values[1].dim() if rows else source
         rest: list[Names] = [source if value.dim() == count else [] for value in call.values[2:]]
         how: dict[str, Op] = {"along": "sum"} if adds else {}
-        index: Names = ["along"] * call.values[1].dim()
         yield from Dims([beside, index, *rest], [beside], how, frozenset([0])).strategies(call)
         if _is_number(call.values[0]):
             yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim),), partial(_placed, dim=dim))
-        if is_linear:
+        if is_linear and len(call.values) == 3:
             yield from linear_strategies(call, [(0, 2)])
 
     return rule
@@ -212,18 +185,8 @@ def _index(call: Call) -> Iterator[Strategy]:
         after = len(picked) - picked.index(inner[-1]) - 1 if inner else 0
         for number, dim in enumerate(places):
             ins = tuple(Shard(dim) if i == 0 else R for i in range(len(call.values)))
-            yield Strategy(ins, (Partial(),), partial(_picked_by_several, number=number, after=after))
+            yield Strategy(ins, (Partial(),), partial(_picked, dim=dim, at=1 + number, after=after))
     yield from linear_strategies(call, [(0,)])
-
-
-def _picked_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, number: int, after: int) -> list[fx.Node]:
-    indices = call.argument("indices")
-    dim = [d for d, index in enumerate(indices) if index is not None][number]
-    local, others = _own(build, ins[1 + number], call.values[0].shape[dim], 0)
-    changed = [local if i == number else one for i, one in enumerate(ins[1:])]
-    made = build.same(call, [_with_some(build, call, ins[0], dim), *changed])
-    others = build.call(aten.view.default, others, [*info(others).value.shape, *[1] * after])
-    return [build.call(aten.masked_fill.Scalar, made, others, 0)]
 
 
 def _index_put(call: Call) -> Iterator[Strategy]:
@@ -241,16 +204,8 @@ def _index_put(call: Call) -> Iterator[Strategy]:
     if _is_number(whole):
         for number, dim in enumerate(places):
             ins = tuple(Shard(dim) if i == 0 else R for i in range(len(call.values)))
-            yield Strategy(ins, (Shard(dim),), partial(_put_by_several, number=number, dim=dim))
+            yield Strategy(ins, (Shard(dim),), partial(_placed, dim=dim, at=1 + number))
     yield from linear_strategies(call, [(0, len(call.values) - 1)])
-
-
-def _put_by_several(build: Build, call: Call, ins: Sequence[fx.Node], *, number: int, dim: int) -> list[fx.Node]:
-    here = info(ins[0]).value.shape[dim]
-    local, _ = _own(build, ins[1 + number], call.values[0].shape[dim], here)
-    changed = [local if i == number else one for i, one in enumerate(ins[1:-1])]
-    made = build.same(call, [_longer(build, ins[0], dim), *changed, ins[-1]])
-    return [build.call(aten.slice.Tensor, made, dim, 0, here)]
 
 
 def _sought(call: Call) -> Iterator[Strategy]:
@@ -263,14 +218,14 @@ def _sought(call: Call) -> Iterator[Strategy]:
 RULES: dict[str, Rule] = {
     "aten.embedding": _embedding,
     "aten.embedding_dense_backward": _embedding_backward,
-    "aten.gather": _gather,
-    "aten.index_select": _index_select,
-    "aten.scatter": scatter(adds=False, is_linear=True),
-    "aten.scatter_add": scatter(adds=True, is_linear=True),
-    "aten.scatter_reduce": scatter(adds=False, is_linear=False),
-    "aten.index_add": index_rows(adds=True, is_linear=True),
-    "aten.index_copy": index_rows(adds=False, is_linear=True),
-    "aten.index_fill": index_rows(adds=False, is_linear=False),
+    "aten.gather": picking(rows=False),
+    "aten.index_select": picking(rows=True),
+    "aten.scatter": placing(rows=False),
+    "aten.scatter_add": placing(rows=False, adds=True),
+    "aten.scatter_reduce": placing(rows=False, is_linear=False),
+    "aten.index_add": placing(rows=True, adds=True),
+    "aten.index_copy": placing(rows=True),
+    "aten.index_fill": placing(rows=True, is_linear=False),
     "aten.index": _index,
     "aten.index_put": _index_put,
     **dict.fromkeys(["aten.bucketize", "aten.isin"], _sought),
