@@ -1,4 +1,4 @@
-"""What no plan splits is made in pieces where every reader wants a piece: masks, positions, and what they come from."""
+"""What no plan splits is made in pieces for readers that want a piece: masks, positions, and what they come from."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ class ShardedValue:
         value: fake tensor of the whole shape.
         first: the placement in which it was made.
         most: bytes that count in choices: where ranks hold unequal parts, of the largest.
+        source: the call that gives it, where a slice of it may be computed from slices of its operands.
         versions: all placements in which it is at hand.
     """
 
@@ -41,6 +42,7 @@ class ShardedValue:
     first: Placement
     node: fx.Node
     on_largest: int
+    source: fx.Node | None = None
     versions: dict[Placement, fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:

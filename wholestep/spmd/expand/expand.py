@@ -15,13 +15,14 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece
-from wholestep.ir import GETITEM, Gradient, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
+from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.choose_strategy import Choices, ShardedValue, replicated
 from wholestep.spmd.expand.graph_edits import call, is_view, kept, part_of_whole
 from wholestep.spmd.expand.local_calls import Writer
 from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.sharding_constraint import in_memory, moved, sharding_constraint
+from wholestep.spmd.expand.slice_propagation import is_cheap, is_factory, slice_strategy
 from wholestep.spmd.expand.strategy import Build, Strategy
 from wholestep.spmd.expand.uneven_shards import on_largest
 from wholestep.spmd.mesh import AxisGroup
@@ -29,7 +30,6 @@ from wholestep.spmd.placements import Placement, Shard, is_unequal, normal
 from wholestep.spmd.plans.state_placements import StatePlacements
 from wholestep.spmd.rules import strategies
 from wholestep.spmd.rules.foreach import columns_of, is_on_lists
-from wholestep.spmd.schedule.slice_propagation import propagate_slices
 from wholestep.torch_compat import lazy_graph_module
 
 
@@ -66,22 +66,20 @@ class _Expansion:
         # Of a forward's values, for their gradients: by autograd sequence number and shape.
         self.preferred_placements: dict[tuple[int | None, torch.Size], Placement] = {}
         self.choices = Choices(pending)
-        self.slices: dict[fx.Node, int] = {}  # pieces that are taken of whole values, and of which dimension
-        self.replaced: dict[fx.Node, fx.Node | None] = {}
+        self.light: set[fx.Node] = set()  # what cheap calls make of the step's arguments, and those
         self.write = Writer(self.graph, group, self._node_of)
 
     def run(self) -> StepGraph:
         old = self.step.signature
-        placements = iter(self.placements.inputs)
+        inputs = zip(old.inputs, self.placements.inputs, strict=True)
         for node in self.step.graph.nodes:
             if node.op == "placeholder":
-                self._input(node, next(placements))
+                self._input(node, *next(inputs))
             elif node.op == "get_attr":
                 self._keep(node, self.write.copy(node), [R])
             elif node.op == "call_function":
                 self._call(node)
         self.graph.output(tuple(self._outputs()))
-        self.replaced = propagate_slices(self.graph, self.slices, self.group)
         gm = lazy_graph_module(self.step.gm, self.graph)
         uneven = old.uneven or self._is_uneven()
         signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()), uneven=uneven)
@@ -89,8 +87,10 @@ class _Expansion:
 
     # Inputs and outputs
 
-    def _input(self, node: fx.Node, placement: Placement) -> None:
+    def _input(self, node: fx.Node, item: Input, placement: Placement) -> None:
         local = self.write.copy(node)
+        if placement == R and item.kind in ("batch", "buffer", "tensor"):
+            self.light.add(node)
         if isinstance(placement, Shard):
             set_info(local, part_of_whole(info(node), placement, self.group))
         self._keep(node, local, [placement])
@@ -126,7 +126,7 @@ class _Expansion:
         """This rank's node for a value in a placement, where there is one; as constrained, if it is."""
         sharded = self.sharded.get(next(iter(_constraints(node)), node))
         found = sharded.versions.get(wanted) if isinstance(sharded, ShardedValue) and wanted is not None else None
-        return self.replaced.get(found, found) if found is not None else None
+        return found
 
     def _is_uneven(self) -> bool:
         """True when a dimension was split into pieces of several sizes."""
@@ -191,6 +191,9 @@ class _Expansion:
                 self._look_again(node, call)
         else:
             self.sharded[node] = self._built(call, strategy, local, info(node))
+        if strategy.outs == (R,) and is_cheap(node) and (is_factory(node) or self.light.issuperset(call.operands)):
+            self.light.add(node)
+            self.sharded[node].source = node
 
     def _look_again(self, node: fx.Node, call: Call) -> None:
         """A view of what is at hand in several placements is at hand in several, too; what nobody reads is dropped."""
@@ -249,15 +252,28 @@ class _Expansion:
     def _at(self, sharded: ShardedValue, wanted: Placement, record: NodeInfo, names: tuple[str, ...] = ()) -> fx.Node:
         """This rank's node for a value in a placement; made where it is not at hand."""
         if wanted not in sharded.versions:
-            start = sharded.nearest(wanted, self.group.size)[1]
-            found = redistribute(
+            start, found = sharded.nearest(wanted, self.group.size)[1], None
+            if start == R and isinstance(wanted, Shard) and sharded.source is not None:
+                found = self._slice(sharded.source, wanted, record)
+            sharded.versions[wanted] = found or redistribute(
                 self.graph, sharded.versions[start], sharded.value.shape, [start], [wanted], [self.group],
                 phase=record.phase, names=names, seq=record.seq, where=record.where, module=record.module,
             )  # fmt: skip
-            if start == R and isinstance(wanted, Shard) and found is not sharded.versions[start]:
-                self.slices[found] = wanted.dim
-            sharded.versions[wanted] = found
         return sharded.versions[wanted]
+
+    def _slice(self, node: fx.Node, wanted: Shard, reader: NodeInfo) -> fx.Node | None:
+        """This rank's slice of a light value, computed as such; None where no rule says how."""
+        call = Call.of(node, self.group)
+        strategy = slice_strategy(node, call, wanted)
+        if strategy is None:
+            return None
+        local = [self.sharded[o].node if is_factory(node) else self._at(self.sharded[o], p, reader)
+                 for o, p in zip(call.operands, strategy.ins, strict=True)]  # fmt: skip
+        record = replace(info(node), phase=reader.phase, ends=None)
+        if strategy.emit is not None:
+            return strategy.emit(Build(self.graph, record, self.group, self._node_of), call, local)[0]
+        made = self.write.call(node, strategy, local)
+        return set_info(made, replace(record, value=info(made).value))
 
     def _keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:
         """Remembers what a call of this rank stands for."""

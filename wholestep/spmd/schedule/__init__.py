@@ -1,1 +1,1 @@
-"""When collectives run and what they carry: buckets, coalescing, overlap, slices instead of whole values."""
+"""When collectives run and what they carry: buckets, coalescing, overlap."""

@@ -1,0 +1,75 @@
+"""Slice propagation: of masks, positions and their like, a reader that wants its slice has that slice computed.
+
+Masks and positions follow by cheap calls from factories and from what the step is called with: no plan shards them, so
+that every rank makes them whole. Where a reader beside sharded operands wants a slice, it is computed from slices of
+their operands, by the rule of each call, and so on up to the factories, which make the slice alone; what nobody then
+reads whole is dropped. Nothing is sent, and every rank's graph stays alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import fx
+
+from wholestep.ir import add_call, info, is_effectful, set_info
+from wholestep.spmd.expand.calls import Call, R, exchanged, with_arguments
+from wholestep.spmd.expand.graph_edits import is_view
+from wholestep.spmd.expand.strategy import Build, Strategy
+from wholestep.spmd.expand.uneven_shards import COPIES
+from wholestep.spmd.placements import Replicate, Shard, local_shape
+from wholestep.spmd.rules import strategies
+from wholestep.torch_compat import OpOverload
+
+aten = torch.ops.aten
+
+# Operators whose result is alike everywhere: they make the slice by its sizes.
+_FILLED = (aten.full, aten.zeros, aten.ones, aten.new_full, aten.new_zeros, aten.new_ones)
+_RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+
+def is_factory(node: fx.Node) -> bool:
+    """True for a call that reads no element of an operand."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket in (*_FILLED, aten.arange)
+
+
+def is_cheap(node: fx.Node) -> bool:
+    """True for a call of one result that may be made again, for fewer elements."""
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or is_effectful(node):
+        return False
+    light = torch.Tag.pointwise in node.target.tags or node.target in (*COPIES, aten._to_copy.default)
+    return isinstance(info(node).value, torch.Tensor) and (light or is_view(node) or is_factory(node))
+
+
+def slice_strategy(node: fx.Node, call: Call, wanted: Shard) -> Strategy | None:
+    """The strategy that makes a slice out of slices and whole values, and sends nothing."""
+    value = call.results[0]
+    if is_factory(node):
+        bounds = call.argument("start", 0), call.argument("step", 1)  # of integers, the same however they are counted
+        counted = all(type(one) is int for one in bounds) and not value.is_floating_point()
+        made = partial(_made, dim=wanted.dim)
+        return Strategy((R,) * len(call.operands), (wanted,), made) if call.target not in _RANGES or counted else None
+    if call.group.uneven and call.ends is None:
+        return None  # what other ranks hold of it is not known
+    silent = (one for one in strategies(call) if one.emit is None or is_view(node))
+    fits = (one for one in silent if one.outs == (wanted,) and set(map(type, one.ins)) <= {Replicate, Shard})
+    return next(fits, None)
+
+
+def _made(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
+    whole, target = call.results[0], call.target
+    shape = local_shape(whole.shape, [Shard(dim)], [build.group])
+    args, kwargs = exchanged(call.args, call.kwargs, ins, build.number_of)
+    if target in _RANGES:
+        first, step = call.argument("start", 0), call.argument("step", 1)
+        start, stop = build.piece(whole.shape[0])
+        target, args = aten.arange.start_step, (first + start * step, first + stop * step, step)
+        kwargs = {"dtype": whole.dtype, "device": whole.device}
+    else:
+        args, kwargs = with_arguments(target, args, kwargs, size=list(shape))
+    with whole.fake_mode:  # type: ignore[attr-defined]
+        value = whole.new_empty(shape)
+    return [set_info(add_call(build.graph, target, args, kwargs), replace(build.record, value=value, ends=None))]
