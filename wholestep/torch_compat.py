@@ -25,6 +25,7 @@ import sympy
 import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._decomp import decomposition_table
 from torch._guards import Source
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -44,6 +45,11 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 def below_autograd() -> AbstractContextManager[object]:
     """Context manager: operators skip the autograd and version-counter layers of the dispatcher."""
     return torch._C._AutoDispatchBelowADInplaceOrView()  # type: ignore[return-value]
+
+
+def decomposition_of(op: Any) -> Callable[..., Any]:
+    """The function by which torch says an operator in terms of others."""
+    return decomposition_table[op]  # type: ignore[no-any-return]
 
 
 def has_native_kernel(op: OpOverload, key: str) -> bool:

@@ -48,6 +48,7 @@ from wholestep.torch_compat import (
     compile_with_inductor,
     count_dispatch_modes,
     current_autograd_node,
+    decomposition_of,
     default_device,
     direct_call,
     dispatch_modes_active,
@@ -237,6 +238,16 @@ def test_a_native_kernel_is_one_of_the_devices_own():
     assert has_native_kernel(aten.mm.default, "CPU")
     assert not has_native_kernel(aten.linear.default, "CPU"), "made of other operators"
     assert not has_native_kernel(aten.sym_size.default, "CPU"), "unknown to the dispatcher"
+
+
+def test_decompositions_are_in_calls_with_the_same_results():
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for op, args in ((aten._softmax.default, (1, False)), (aten.native_layer_norm.default, ([4], None, None, 1e-5))):
+        torch.testing.assert_close(decomposition_of(op)(x, *args), op(x, *args))
+    stats = [torch.rand(4, dtype=torch.float64) for _ in range(4)]
+    arguments = x, *stats, True, 0.1, 1e-5
+    tracked = decomposition_of(aten._native_batch_norm_legit_functional.default)(*arguments)
+    torch.testing.assert_close(tracked, aten._native_batch_norm_legit_functional.default(*arguments))
 
 
 def test_functions_that_are_one_operator():

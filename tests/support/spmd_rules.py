@@ -17,6 +17,7 @@ from wholestep.comm.ops.rows import piece
 from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
 from wholestep.spmd import rules
 from wholestep.spmd.expand.calls import Call, R
+from wholestep.spmd.expand.expand import built
 from wholestep.spmd.expand.local_calls import Writer
 from wholestep.spmd.expand.strategy import Build, Strategy
 from wholestep.spmd.mesh import AxisGroup
@@ -104,8 +105,7 @@ class Trial:
         if self.strategy.emit is not None:
             build = Build(graph, info(node), group, lambda n: n)
             strategy = list(rules.strategies(call))[self.index]
-            assert strategy.emit is not None
-            outs = list(strategy.emit(build, call, ins))
+            outs = list(built(build, call, strategy, ins))
         elif is_on_lists(node.target):
             (outs,) = writer.lists(node, [self.column], [call], [ins])
         else:

@@ -15,15 +15,16 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece
-from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
+from wholestep.ir import GETITEM, Gradient, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.choose_strategy import Choices, ShardedValue, replicated
+from wholestep.spmd.expand.decompositions import decomposition
 from wholestep.spmd.expand.graph_edits import call, is_view, kept, part_of_whole
 from wholestep.spmd.expand.local_calls import Writer
 from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.sharding_constraint import in_memory, moved, sharding_constraint
 from wholestep.spmd.expand.slice_propagation import is_cheap, is_factory, slice_strategy
-from wholestep.spmd.expand.strategy import Build, Strategy
+from wholestep.spmd.expand.strategy import Build, Strategy, decomposed
 from wholestep.spmd.expand.uneven_shards import on_largest
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal
@@ -50,93 +51,39 @@ def expand(
     Raises:
         PlanError: a placement names a dimension that its tensor does not have.
     """
-    return _Expansion(step, group, placements, pending, local).run()
+    group = replace(group, uneven=step.signature.uneven)
+    return _StepExpansion(step, group, placements, pending, local).run()
+
+
+def built(build: Build, call: Call, strategy: Strategy, local: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """The local results of a strategy that makes other calls than the same one."""
+    assert strategy.emit is not None
+    if strategy.emit is not decomposed:
+        return strategy.emit(build, call, local)
+    inner, found = _Expansion(build.graph, build.group), decomposition(call, build.record)
+    for operand, placement, node in zip(found.operands, strategy.ins, local, strict=True):
+        inner.keep(operand, node, [placement])
+    for one in found.calls:
+        inner.call(one)
+    return [inner.at(inner.sharded[r], p, build.record) for r, p in zip(found.results, strategy.outs, strict=True)]
 
 
 class _Expansion:
-    def __init__(
-        self, step: StepGraph, group: AxisGroup, placements: StatePlacements, pending: float, local: bool
-    ) -> None:
-        group = replace(group, uneven=step.signature.uneven)
-        self.step, self.group, self.placements, self.local = step, group, placements, local
-        inputs, outputs = step.placeholders, step.outputs
-        self.updated = {outputs[index]: inputs[into] for index, into in step.signature.mutations.items()}
-        self.graph = fx.Graph()
+    """Expands calls, one after the other, into a graph of one rank."""
+
+    def __init__(self, graph: fx.Graph, group: AxisGroup, pending: float = 1.0, local: bool = False) -> None:
+        self.graph, self.group, self.local = graph, group, local
+        self.updated: dict[fx.Node, tuple[fx.Node, str]] = {}  # new value of an input -> the input, and its source
         self.sharded: dict[fx.Node, Any] = {}  # node of the step -> `ShardedValue`, a tree of them, or this rank's node
         # Of a forward's values, for their gradients: by autograd sequence number and shape.
         self.preferred_placements: dict[tuple[int | None, torch.Size], Placement] = {}
         self.choices = Choices(pending)
-        self.light: set[fx.Node] = set()  # what cheap calls make of the step's arguments, and those
+        self.light: set[fx.Node] = set()  # what cheap calls make of the step's inputs, and those
         self.write = Writer(self.graph, group, self._node_of)
-
-    def run(self) -> StepGraph:
-        old = self.step.signature
-        inputs = zip(old.inputs, self.placements.inputs, strict=True)
-        for node in self.step.graph.nodes:
-            if node.op == "placeholder":
-                self._input(node, *next(inputs))
-            elif node.op == "get_attr":
-                self._keep(node, self.write.copy(node), [R])
-            elif node.op == "call_function":
-                self._call(node)
-        self.graph.output(tuple(self._outputs()))
-        gm = lazy_graph_module(self.step.gm, self.graph)
-        uneven = old.uneven or self._is_uneven()
-        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()), uneven=uneven)
-        return dead_code(StepGraph(gm, signature, "expand"))
-
-    # Inputs and outputs
-
-    def _input(self, node: fx.Node, item: Input, placement: Placement) -> None:
-        local = self.write.copy(node)
-        if placement == R and item.kind in ("batch", "buffer", "tensor"):
-            self.light.add(node)
-        if isinstance(placement, Shard):
-            set_info(local, part_of_whole(info(node), placement, self.group))
-        self._keep(node, local, [placement])
-
-    def _outputs(self) -> Iterator[Any]:
-        for index, value in enumerate(self.step.outputs):
-            sharded = self.sharded[value] if isinstance(value, fx.Node) else value
-            if not isinstance(sharded, ShardedValue):
-                yield sharded
-                continue
-            wanted = self.placements.outputs.get(index, R)
-            record = replace(info(_unconstrained(value)), phase="optimizer")  # a constraint's own
-            local = self._at(sharded, wanted, record)
-            yield kept(local, record, wanted, self.group) if index in self.step.signature.state_outputs else local
-
-    def _gradients(self) -> Iterator[Gradient]:
-        """The gradients of the step, where they are when it ends, for plans along other axes."""
-        sources = {item.source: p for item, p in zip(self.step.signature.inputs, self.placements.inputs, strict=True)}
-        nodes = {node.name: node for node in self.step.graph.nodes}
-        for gradient in self.step.signature.gradients:
-            memory, before = nodes[gradient.after], nodes.get(gradient.before or "")
-            wanted = in_memory(sources.get(gradient.parameter, R), info(memory).value, gradient.place)
-            wanted = next((info(c).placement.to for c in _constraints(memory) if info(c).placement.addends), wanted)
-            after = self._version(memory, wanted)
-            if after is None:
-                continue
-            old = self._version(before, wanted) if before is not None else None
-            name = None if old is None else old.name
-            place_of = moved(gradient.place, info(memory).value, info(after).value)
-            yield replace(gradient, before=name, after=after.name, place=place_of)
-
-    def _version(self, node: fx.Node, wanted: Placement | None) -> fx.Node | None:
-        """This rank's node for a value in a placement, where there is one; as constrained, if it is."""
-        sharded = self.sharded.get(next(iter(_constraints(node)), node))
-        found = sharded.versions.get(wanted) if isinstance(sharded, ShardedValue) and wanted is not None else None
-        return found
-
-    def _is_uneven(self) -> bool:
-        """True when a dimension was split into pieces of several sizes."""
-        leaves = [leaf for tree in self.sharded.values() for leaf in _leaves(tree) if isinstance(leaf, ShardedValue)]
-        split = [(sharded.value, placement) for sharded in leaves for placement in sharded.versions]
-        return any(is_unequal(placement, value.shape, self.group) for value, placement in split)
 
     # Calls
 
-    def _call(self, node: fx.Node) -> None:
+    def call(self, node: fx.Node) -> None:
         source = self.sharded.get(node.all_input_nodes[0]) if node.all_input_nodes else None
         if node.target is GETITEM and isinstance(source, (list, tuple)):
             self.sharded[node] = source[node.args[1]]  # type: ignore[index]
@@ -155,7 +102,7 @@ class _Expansion:
         constraint, value = record.placement, record.value
         wanted = normal(constraint.to, value.shape)
         fresh = ShardedValue(source.value, constraint.addends or source.first, source.node, source.on_largest)
-        local = self._at(fresh, wanted, record, constraint.names)
+        local = self.at(fresh, wanted, record, constraint.names)
         unequal = self.group.uneven or is_unequal(wanted, value.shape, self.group)  # ranks do alike
         alone = on_largest(node).is_contiguous() and (unequal or not info(local).value.is_contiguous())
         if alone and constraint.addends is None:  # a gradient has its own memory
@@ -165,16 +112,16 @@ class _Expansion:
 
     def _share(self, node: fx.Node) -> None:
         """A parameter of which each rank has new rows gets the others' in its own memory."""
-        sharded, parameter = self.sharded[node], self.updated[node]
+        sharded, (parameter, source) = self.sharded[node], self.updated[node]
         if not isinstance(sharded, ShardedValue) or sharded.first != Shard(0) or self.sharded[parameter].first != R:
             return
-        record, item = info(node), self.step.signature.inputs[self.step.placeholders.index(parameter)]
+        record = info(node)
         start, stop = piece(sharded.value.shape[0], self.group.size, self.group.rank)
         made: fx.Node = self.sharded[parameter].node
         ops = torch.ops.wholestep
         for target, args, names in (
             (torch.ops.aten.slice_scatter.default, (sharded.node, 0, start, stop), None),
-            (ops.share_rows.default, (self.group.name,), (item.source,)),
+            (ops.share_rows.default, (self.group.name,), (source,)),
             (ops.wait.default, (), None),
         ):
             made = call(self.graph, target, made, *args, phase=record.phase, where=record.where, placement=names)
@@ -186,7 +133,7 @@ class _Expansion:
         strategy = self._choose(call, info(node))
         local = self._operands(call, strategy, info(node))
         if strategy.emit is None:
-            self._keep(node, self.write.call(node, strategy, local), list(strategy.outs))
+            self.keep(node, self.write.call(node, strategy, local), list(strategy.outs))
             if is_view(node) and len(call.operands) == 1:
                 self._look_again(node, call)
         else:
@@ -239,17 +186,16 @@ class _Expansion:
         return strategy
 
     def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
-        return [self._at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
+        return [self.at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
 
     def _built(self, call: Call, strategy: Strategy, local: Sequence[fx.Node], record: NodeInfo) -> Any:
-        assert strategy.emit is not None
-        nodes = strategy.emit(Build(self.graph, record, self.group, self._node_of), call, local)
+        nodes = built(Build(self.graph, record, self.group, self._node_of), call, strategy, local)
         leaves = iter(_sharded_values(call, strategy, nodes))
         return _tree(call.result, lambda value: next(leaves))
 
     # Values
 
-    def _at(self, sharded: ShardedValue, wanted: Placement, record: NodeInfo, names: tuple[str, ...] = ()) -> fx.Node:
+    def at(self, sharded: ShardedValue, wanted: Placement, record: NodeInfo, names: tuple[str, ...] = ()) -> fx.Node:
         """This rank's node for a value in a placement; made where it is not at hand."""
         if wanted not in sharded.versions:
             start, found = sharded.nearest(wanted, self.group.size)[1], None
@@ -267,15 +213,15 @@ class _Expansion:
         strategy = slice_strategy(node, call, wanted)
         if strategy is None:
             return None
-        local = [self.sharded[o].node if is_factory(node) else self._at(self.sharded[o], p, reader)
+        local = [self.sharded[o].node if is_factory(node) else self.at(self.sharded[o], p, reader)
                  for o, p in zip(call.operands, strategy.ins, strict=True)]  # fmt: skip
         record = replace(info(node), phase=reader.phase, ends=None)
         if strategy.emit is not None:
-            return strategy.emit(Build(self.graph, record, self.group, self._node_of), call, local)[0]
+            return built(Build(self.graph, record, self.group, self._node_of), call, strategy, local)[0]
         made = self.write.call(node, strategy, local)
         return set_info(made, replace(record, value=info(made).value))
 
-    def _keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:
+    def keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:
         """Remembers what a call of this rank stands for."""
         self.sharded[node] = self._split(info(node).value, on_largest(node), local, iter(placements))
 
@@ -292,6 +238,83 @@ class _Expansion:
         found = self.sharded[node]
         assert isinstance(found, fx.Node), f"{node} gives tensors"
         return found
+
+
+class _StepExpansion(_Expansion):
+    """Expands a whole step."""
+
+    def __init__(
+        self, step: StepGraph, group: AxisGroup, placements: StatePlacements, pending: float, local: bool
+    ) -> None:
+        super().__init__(fx.Graph(), group, pending, local)
+        self.step, self.placements = step, placements
+        inputs = list(zip(step.placeholders, (item.source for item in step.signature.inputs), strict=True))
+        self.updated = {step.outputs[index]: inputs[into] for index, into in step.signature.mutations.items()}
+
+    def run(self) -> StepGraph:
+        old = self.step.signature
+        placements = iter(self.placements.inputs)
+        for node in self.step.graph.nodes:
+            if node.op == "placeholder":
+                self._input(node, next(placements))
+            elif node.op == "get_attr":
+                self.keep(node, self.write.copy(node), [R])
+            elif node.op == "call_function":
+                self.call(node)
+        self.graph.output(tuple(self._outputs()))
+        gm = lazy_graph_module(self.step.gm, self.graph)
+        uneven = old.uneven or self._is_uneven()
+        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()), uneven=uneven)
+        return dead_code(StepGraph(gm, signature, "expand"))
+
+    # Inputs and outputs
+
+    def _input(self, node: fx.Node, placement: Placement) -> None:
+        local = self.write.copy(node)
+        if placement == R:
+            self.light.add(node)
+        if isinstance(placement, Shard):
+            set_info(local, part_of_whole(info(node), placement, self.group))
+        self.keep(node, local, [placement])
+
+    def _outputs(self) -> Iterator[Any]:
+        for index, value in enumerate(self.step.outputs):
+            sharded = self.sharded[value] if isinstance(value, fx.Node) else value
+            if not isinstance(sharded, ShardedValue):
+                yield sharded
+                continue
+            wanted = self.placements.outputs.get(index, R)
+            record = replace(info(_unconstrained(value)), phase="optimizer")  # a constraint's own
+            local = self.at(sharded, wanted, record)
+            yield kept(local, record, wanted, self.group) if index in self.step.signature.state_outputs else local
+
+    def _gradients(self) -> Iterator[Gradient]:
+        """The gradients of the step, where they are when it ends, for plans along other axes."""
+        sources = {item.source: p for item, p in zip(self.step.signature.inputs, self.placements.inputs, strict=True)}
+        nodes = {node.name: node for node in self.step.graph.nodes}
+        for gradient in self.step.signature.gradients:
+            memory, before = nodes[gradient.after], nodes.get(gradient.before or "")
+            wanted = in_memory(sources.get(gradient.parameter, R), info(memory).value, gradient.place)
+            wanted = next((info(c).placement.to for c in _constraints(memory) if info(c).placement.addends), wanted)
+            after = self._version(memory, wanted)
+            if after is None:
+                continue
+            old = self._version(before, wanted) if before is not None else None
+            name = None if old is None else old.name
+            place_of = moved(gradient.place, info(memory).value, info(after).value)
+            yield replace(gradient, before=name, after=after.name, place=place_of)
+
+    def _version(self, node: fx.Node, wanted: Placement | None) -> fx.Node | None:
+        """This rank's node for a value in a placement, where there is one; as constrained, if it is."""
+        sharded = self.sharded.get(next(iter(_constraints(node)), node))
+        found = sharded.versions.get(wanted) if isinstance(sharded, ShardedValue) and wanted is not None else None
+        return found
+
+    def _is_uneven(self) -> bool:
+        """True when a dimension was split into pieces of several sizes."""
+        leaves = [leaf for tree in self.sharded.values() for leaf in _leaves(tree) if isinstance(leaf, ShardedValue)]
+        split = [(sharded.value, placement) for sharded in leaves for placement in sharded.versions]
+        return any(is_unequal(placement, value.shape, self.group) for value, placement in split)
 
 
 def _unconstrained(node: fx.Node) -> fx.Node:

@@ -1,8 +1,8 @@
 """Slice propagation: of masks, positions and their like, a reader that wants its slice has that slice computed.
 
-Masks and positions follow by cheap calls from factories and from what the step is called with: no plan shards them, so
-that every rank makes them whole. Where a reader beside sharded operands wants a slice, it is computed from slices of
-their operands, by the rule of each call, and so on up to the factories, which make the slice alone; what nobody then
+What cheap calls make of factories and of the step's inputs is whole on every rank where no plan shards it: masks,
+positions, a parameter times its decay. Where a reader beside sharded operands wants a slice, it is computed from slices
+of their operands, by the rule of each call, and so on up to the factories, which make the slice alone; what nobody then
 reads whole is dropped. Nothing is sent, and every rank's graph stays alike.
 """
 

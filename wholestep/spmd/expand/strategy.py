@@ -94,6 +94,11 @@ class Build:
 Emit = Callable[[Build, Call, Sequence[fx.Node]], Sequence[fx.Node]]
 
 
+def decomposed(build: Build, call: Call, ins: Sequence[fx.Node]) -> Sequence[fx.Node]:
+    """As a strategy's `emit`: the calls by which torch decomposes this one, each expanded by rules of its own."""
+    raise AssertionError(f"{call.target} is decomposed where it is expanded")
+
+
 @dataclass(frozen=True)
 class Strategy:
     """One way to run a call on parts.

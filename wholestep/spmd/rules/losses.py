@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear_strategies, trailing
+from wholestep.spmd.expand.strategy import (
+    Build,
+    Dims,
+    Names,
+    Rule,
+    Strategy,
+    alphabet,
+    decomposed,
+    linear_strategies,
+    trailing,
+)
 from wholestep.spmd.placements import Op, Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -108,26 +117,16 @@ def _elementwise(call: Call) -> Iterator[Strategy]:
         yield from Dims(ins, [letters]).strategies(call)
         return
     added: dict[str, Op] = dict.fromkeys(letters, "sum")
-    yield from Dims(ins, [[]], added, emit=_part_of_mean if reduction == MEAN else None).strategies(call)
-
-
-def _part_of_mean(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    count = math.prod(_whole_shape(call, "self", "target", "weight", "pos_weight"))
-    return [build.call(aten.div.Scalar, build.same(call, ins, reduction=SUM), count)]
+    yield from Dims(ins, [[]], added, emit=decomposed if reduction == MEAN else None).strategies(call)
 
 
 def _elementwise_backward(call: Call) -> Iterator[Strategy]:
     shape = _whole_shape(call, "self", "target")
     letters: Names = alphabet(len(shape))
     ins = [trailing(value, list(letters), shape) for value in call.values]
-    emit = _part_of_mean_backward if call.argument("reduction") == MEAN else None
+    emit = decomposed if call.argument("reduction") == MEAN else None
     yield from Dims(ins, [letters], emit=emit).strategies(call)
     yield from linear_strategies(call, [(0,)])
-
-
-def _part_of_mean_backward(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    made = build.same(call, ins, reduction=SUM)
-    return [build.call(aten.div.Scalar, made, math.prod(_whole_shape(call, "self", "target")))]
 
 
 _ELEMENTWISE = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -18,28 +17,16 @@ from wholestep.spmd.rules.reductions import names_of, reduced_dims
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Of the whole, over dimensions that keep their places.
+def _moments(build: Build, call: Call, node: fx.Node, dims: list[int], count: int) -> tuple[fx.Node, fx.Node]:
+    """The mean over dimensions, which keep their places, and the sum of the squared distances from it.
 
-    Attributes:
-        count: elements that each of them is of.
-        mean: their mean.
-        squares: the sum of their squared distances from it.
-    """
-
-    count: int
-    mean: fx.Node
-    squares: fx.Node
-
-
-def moments(build: Build, call: Call, node: fx.Node, dims: Sequence[int], count: int) -> Moments:
-    """Joins the ranks' moments as Chan, Golub and LeVeque do (1979), which loses no digits to a large mean.
+    The ranks' own are joined as Chan, Golub and LeVeque do (1979), which loses no digits to a large mean.
 
     Args:
-        node: gives what this rank has of the call's first operand.
+        node: gives what this rank has of the call's operand.
+        count: of the elements that each mean is of.
     """
-    mine, dims = info(node).value, list(dims)
+    mine = info(node).value
     number = math.prod(mine.shape[dim] for dim in dims)
     if any(some_hold_none(call, 0, dim) for dim in dims):  # the mean of nothing would be nan
         mean = build.call(aten.sum.dim_IntList, node, dims, True)
@@ -54,7 +41,7 @@ def moments(build: Build, call: Call, node: fx.Node, dims: Sequence[int], count:
     mean = build.call(aten.div.Scalar, _total(build, build.call(aten.mul.Tensor, means, numbers)), count)
     between = _squared(build, build.call(aten.sub.Tensor, means, mean))
     parts = build.call(aten.add.Tensor, within, build.call(aten.mul.Tensor, between, numbers))
-    return Moments(count, mean, _total(build, parts))
+    return mean, _total(build, parts)
 
 
 def _squared(build: Build, node: fx.Node) -> fx.Node:
@@ -76,15 +63,16 @@ def _variance(call: Call) -> Iterator[Strategy]:
 
 def _of_moments(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
     dims = reduced_dims(call)
-    found = moments(build, call, ins[0], dims, math.prod(call.values[0].shape[dim] for dim in dims))
+    count = math.prod(call.values[0].shape[dim] for dim in dims)
+    mean, squares = _moments(build, call, ins[0], dims, count)
     correction = call.argument("correction")
     if correction is None:
         correction = int(bool(call.argument("unbiased", True)))
-    spread = build.call(aten.div.Scalar, found.squares, max(0, found.count - correction))
+    spread = build.call(aten.div.Scalar, squares, max(0, count - correction))
     name = call.target._schema.name
     if "std" in name:
         spread = build.call(aten.sqrt.default, spread)
-    nodes = [spread, found.mean] if name.endswith("_mean") else [spread]
+    nodes = [spread, mean] if name.endswith("_mean") else [spread]
     keep = bool(call.argument("keepdim", False))
     return nodes if keep or not dims else [build.call(aten.squeeze.dims, one, dims) for one in nodes]
 

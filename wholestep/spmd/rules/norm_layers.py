@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -10,9 +9,9 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Rule, Strategy, linear_strategies
+from wholestep.spmd.expand.decompositions import can_decompose
+from wholestep.spmd.expand.strategy import Build, Rule, Strategy, decomposed, linear_strategies
 from wholestep.spmd.placements import Partial, Placement, Shard
-from wholestep.spmd.rules.mean_variance import moments
 
 aten = torch.ops.aten
 
@@ -39,27 +38,10 @@ def _over_last(call: Call) -> Iterator[Strategy]:
     lead, count = _leading(call), len(call.results)
     for dim in range(lead):
         yield Strategy(call.placed(input=Shard(dim)), (Shard(dim),) * count)
-    if count == 3:
+    if count == 3 and can_decompose(call):
         for dim in range(len(call.argument("normalized_shape"))):
             ins = call.placed(input=Shard(lead + dim), weight=Shard(dim), bias=Shard(dim))
-            yield Strategy(ins, (Shard(lead + dim), R, R), _layer_norm)
-
-
-def _layer_norm(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    given, x = call.by_name(ins), call.by_name(ins)["input"]
-    work, result = call.results[-1].dtype, info(x).value.dtype
-    dims = list(range(_leading(call), info(x).value.dim()))
-    count = math.prod(call.argument("normalized_shape"))
-    both = moments(build, call, build.cast(x, work), dims, count)
-    eps = float(call.argument("eps"))
-    spread = build.call(aten.div.Scalar, both.squares, count)
-    scale = build.call(aten.rsqrt.default, build.call(aten.add.Scalar, spread, eps))
-    out = build.call(aten.mul.Tensor, build.call(aten.sub.Tensor, x, both.mean), scale)
-    if "weight" in given:
-        out = build.call(aten.mul.Tensor, out, given["weight"])
-    if "bias" in given:
-        out = build.call(aten.add.Tensor, out, given["bias"])
-    return [build.cast(out, result), both.mean, scale]
+            yield Strategy(ins, (Shard(lead + dim), R, R), decomposed)
 
 
 def _over_last_backward(call: Call) -> Iterator[Strategy]:
@@ -67,33 +49,12 @@ def _over_last_backward(call: Call) -> Iterator[Strategy]:
     for dim in range(lead):
         ins = call.placed(**dict.fromkeys(["grad_out", "input", "mean", "rstd"], Shard(dim)))
         yield Strategy(ins, present(call, Shard(dim), *[Partial()] * affine))
-    if affine == 2:
+    if affine == 2 and can_decompose(call):
         for dim in range(len(call.argument("normalized_shape"))):
             here, there = Shard(lead + dim), Shard(dim)
             ins = call.placed(grad_out=here, input=here, weight=there, bias=there)
-            yield Strategy(ins, present(call, here, there, there), _layer_norm_backward)
+            yield Strategy(ins, present(call, here, there, there), decomposed)
     yield from linear_strategies(call, [(0,)])
-
-
-def _layer_norm_backward(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    given, lead = call.by_name(ins), _leading(call)
-    work = info(given["rstd"]).value.dtype
-    grad, x, scale = (build.cast(given[name], work) for name in ("grad_out", "input", "rstd"))
-    dims, count = list(range(lead, info(x).value.dim())), math.prod(call.argument("normalized_shape"))
-    x = build.call(aten.mul.Tensor, build.call(aten.sub.Tensor, x, given["mean"]), scale)
-    inner = build.call(aten.mul.Tensor, grad, given["weight"]) if "weight" in given else grad
-    products = (build.call(aten.mul.Tensor, inner, x), inner)
-    sums = [build.call(aten.sum.dim_IntList, one, dims, True) for one in products]
-    both = build.call(aten.div.Scalar, build.all_reduce(build.call(aten.stack.default, sums)), count)
-    of_x, of_one = (build.call(aten.select.int, both, 0, i) for i in range(2))
-    inner = build.call(aten.sub.Tensor, inner, build.call(aten.mul.Tensor, x, of_x))
-    inner = build.call(aten.mul.Tensor, build.call(aten.sub.Tensor, inner, of_one), scale)
-
-    def over_rest(node: fx.Node) -> fx.Node:
-        return build.call(aten.sum.dim_IntList, node, list(range(lead))) if lead else node
-
-    found = chosen(call, inner, over_rest(build.call(aten.mul.Tensor, grad, x)), over_rest(grad))
-    return [build.cast(one, value.dtype) for one, value in zip(found, call.results, strict=True)]
 
 
 # Over groups of channels -------------------------------------------------------------------------------------------
@@ -135,37 +96,9 @@ def _batch_norm(call: Call) -> Iterator[Strategy]:
         yield Strategy(call.placed(input=Shard(1), **channels), (Shard(1), saved, saved, *[Shard(0)] * (outs - 3)))
     trains = bool(call.argument("training"))
     for dim in (dim for dim in range(len(whole)) if dim != 1):
-        if trains or holds_on_all(call, whole[dim]):
-            emit = _batch_norm_of_all if trains else None
+        if can_decompose(call) if trains else holds_on_all(call, whole[dim]):
+            emit = decomposed if trains else None
             yield Strategy(call.placed(input=Shard(dim)), (Shard(dim), *[R] * (outs - 1)), emit)
-
-
-def _batch_norm_of_all(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    """Statistics of the whole batch; running ones are moved by them, the variance without bias."""
-    given, x = call.by_name(ins), call.by_name(ins)["input"]
-    whole, work = call.by_name(call.values)["input"].shape, call.results[1].dtype
-    dims = [dim for dim in range(len(whole)) if dim != 1]
-    both = moments(build, call, build.cast(x, work), dims, math.prod(whole[dim] for dim in dims))
-    eps, result = float(call.argument("eps")), info(x).value.dtype
-    variance = build.call(aten.div.Scalar, both.squares, both.count)
-    scale = build.call(aten.rsqrt.default, build.call(aten.add.Scalar, variance, eps))
-    out = build.call(aten.mul.Tensor, build.call(aten.sub.Tensor, x, both.mean), scale)
-    along = [1, whole[1], *[1] * (len(whole) - 2)]
-    for name, operation in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
-        if name in given:
-            out = build.call(operation, out, build.call(aten.view.default, given[name], along))
-    mean, scale = (build.call(aten.view.default, one, [whole[1]]) for one in (both.mean, scale))
-    found = [build.cast(out, result), mean, scale]
-    unbiased = build.call(aten.div.Scalar, build.call(aten.view.default, both.squares, [whole[1]]), both.count - 1)
-    for name, new in (("running_mean", mean), ("running_var", unbiased)):
-        if name in given:
-            found.append(_moved(build, given[name], new, build.number(call.argument("momentum"))))
-    return found
-
-
-def _moved(build: Build, old: fx.Node, new: fx.Node, momentum: object) -> fx.Node:
-    change = build.call(aten.sub.Tensor, new, old)
-    return build.call(aten.add.Tensor, old, build.call(aten.mul.Tensor, change, momentum))
 
 
 def _batch_norm_backward(call: Call) -> Iterator[Strategy]:
@@ -175,11 +108,12 @@ def _batch_norm_backward(call: Call) -> Iterator[Strategy]:
     if holds_on_all(call, whole[1]):
         yield Strategy(ins, present(call, Shard(1), Shard(0), Shard(0)))
     trains = bool(call.argument("train"))
-    for dim in (dim for dim in range(len(whole)) if dim != 1 and (trains or holds_on_all(call, whole[dim]))):
-        affine: Placement = R if trains else Partial()
-        outs = present(call, Shard(dim), affine, affine)
-        ins = call.placed(grad_out=Shard(dim), input=Shard(dim))
-        yield Strategy(ins, outs, _batch_norm_backward_of_all if trains else None)
+    for dim in (dim for dim in range(len(whole)) if dim != 1):
+        if can_decompose(call) if trains else holds_on_all(call, whole[dim]):
+            affine: Placement = R if trains else Partial()
+            outs = present(call, Shard(dim), affine, affine)
+            ins = call.placed(grad_out=Shard(dim), input=Shard(dim))
+            yield Strategy(ins, outs, decomposed if trains else None)
     yield from linear_strategies(call, [(0,)])
 
 
@@ -187,27 +121,6 @@ def _has(call: Call, name: str) -> bool:
     """In evaluation the saved statistics are empty."""
     values = call.by_name(call.values)
     return name in values and values[name].numel() > 0
-
-
-def _batch_norm_backward_of_all(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    given = call.by_name(ins)
-    whole = call.by_name(call.values)["input"].shape
-    dims, along = [dim for dim in range(len(whole)) if dim != 1], [1, whole[1], *[1] * (len(whole) - 2)]
-    count, work = math.prod(whole[dim] for dim in dims), info(given["save_mean"]).value.dtype
-    mean, scale = (build.call(aten.view.default, given[name], along) for name in ("save_mean", "save_invstd"))
-    grad = build.cast(given["grad_out"], work)
-    x = build.call(aten.mul.Tensor, build.call(aten.sub.Tensor, given["input"], mean), scale)
-    sums = [build.call(aten.sum.dim_IntList, one, dims, True) for one in (build.call(aten.mul.Tensor, grad, x), grad)]
-    both = build.all_reduce(build.call(aten.stack.default, sums))
-    of_weight, of_bias = (build.call(aten.select.int, both, 0, i) for i in range(2))
-    share = build.call(aten.add.Tensor, build.call(aten.mul.Tensor, x, of_weight), of_bias)
-    inner = build.call(aten.sub.Tensor, grad, build.call(aten.div.Scalar, share, count))
-    if "weight" in given:
-        scale = build.call(aten.mul.Tensor, scale, build.call(aten.view.default, given["weight"], along))
-    inner = build.call(aten.mul.Tensor, inner, scale)
-    flat = [build.call(aten.view.default, one, [whole[1]]) for one in (of_weight, of_bias)]
-    found = chosen(call, inner, *flat)
-    return [build.cast(one, value.dtype) for one, value in zip(found, call.results, strict=True)]
 
 
 RULES: dict[str, Rule] = {

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear_strategies
+from wholestep.spmd.expand.decompositions import can_decompose
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, decomposed, linear_strategies
 from wholestep.spmd.placements import Op, Shard
 
 aten = torch.ops.aten
@@ -77,14 +78,8 @@ def _masked_sum(call: Call) -> Iterator[Strategy]:
 def _any_or_all(call: Call) -> Iterator[Strategy]:
     letters, result, gone = names_of(call)
     yield from Dims([letters], [result]).strategies(call)
-    for letter in gone:
-        yield Strategy((Shard(letters.index(letter)),), (R,), _voted)
-
-
-def _voted(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-    op: Op = "max" if call.target._schema.name.endswith("any") else "min"
-    vote = build.all_reduce(build.cast(build.same(call, ins), torch.uint8), op)
-    return [build.cast(vote, call.results[0].dtype)]
+    for letter in gone if can_decompose(call) else ():
+        yield Strategy((Shard(letters.index(letter)),), (R,), decomposed)
 
 
 RULES: dict[str, Rule] = {
