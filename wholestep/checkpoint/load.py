@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.checkpoint.progress_bar import Progress
+from wholestep.checkpoint.progress_bar import progress
 from wholestep.checkpoint.read import Reader
 from wholestep.checkpoint.saving_ranks import Ranks
 from wholestep.checkpoint.state_names import (
@@ -53,8 +53,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         trouble = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     ranks.agree(trouble)
     try:
-        with Progress(f"loading {path}", plan.nbytes, ranks.rank == 0) as progress:
-            plan.run(progress.advance)
+        with progress(f"loading {path}", plan.nbytes, ranks.rank == 0) as advance:
+            plan.run(advance)
             extra = plan.reader.extra()
     except Exception as error:  # noqa: BLE001
         trouble = f"{path} cannot be read: {type(error).__name__}: {error}"

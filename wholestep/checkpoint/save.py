@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wholestep.checkpoint import directory
-from wholestep.checkpoint.progress_bar import Progress
+from wholestep.checkpoint.progress_bar import progress
 from wholestep.checkpoint.saving_ranks import Ranks
 from wholestep.checkpoint.state_names import Contents, extra_contents, model_contents, optimizer_contents
 from wholestep.errors import CheckpointError
@@ -191,14 +191,14 @@ def _write(folder: Path, mine: list[Block], contents: dict[str, Contents], ranks
     if not folder.is_dir():
         raise OSError(f"{folder}, which rank 0 made, is not there: a file system that all ranks share is required")
     sizes: dict[str, int] = {}
-    with Progress(f"saving {folder.parent}", sum(b.nbytes for b in mine), ranks.rank == 0) as progress:
+    with progress(f"saving {folder.parent}", sum(b.nbytes for b in mine), ranks.rank == 0) as advance:
         for name in dict.fromkeys(block.file for block in mine):
             here = [block for block in mine if block.file == name]
             tensors = {block.name: contents[block.kind].tensors[block.name].tensor for block in here}
             save_file({key: _plain(t) for key, t in tensors.items()}, folder / name, {"format": "pt"})
             directory.sync(folder / name)
             sizes[name] = (folder / name).stat().st_size
-            progress.advance(sum(block.nbytes for block in here))
+            advance(sum(block.nbytes for block in here))
     return sizes
 
 

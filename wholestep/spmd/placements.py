@@ -72,7 +72,7 @@ def normal(placement: Placement, shape: Sequence[int], what: str = "a tensor") -
 
 
 def is_unequal(placement: Placement, shape: Sequence[int], group: AxisGroup) -> bool:
-    """True where the ranks of a line hold pieces of several sizes."""
+    """True where the ranks of an axis hold pieces of several sizes."""
     return isinstance(placement, Shard) and shape[placement.dim] % group.size != 0
 
 
@@ -81,7 +81,7 @@ def local_shape(shape: Sequence[int], placements: Sequence[Placement], groups: S
 
     Args:
         shape: of the whole tensor.
-        placements, lines: one for each axis of the mesh.
+        placements, groups: one for each axis of the mesh.
     """
     sizes = list(shape)
     for placement, group in zip(placements, groups, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -99,14 +100,12 @@ def _lowest_tight_gap(lows: np.ndarray, highs: np.ndarray, size: int) -> int:
     return int(reached[-1])
 
 
-def peak(slots: Sequence[Slot]) -> int:
-    """The most bytes alive at one position: no arena can be smaller."""
+def peak(slots: Sequence[Slot]) -> tuple[int, int]:
+    """The most bytes alive at one position, which no arena can go below, and the first such position."""
     changes: dict[int, int] = {}
     for slot in slots:
         changes[slot.start] = changes.get(slot.start, 0) + slot.nbytes
         changes[slot.end + 1] = changes.get(slot.end + 1, 0) - slot.nbytes
-    level = most = 0
-    for position in sorted(changes):
-        level += changes[position]
-        most = max(most, level)
-    return most
+    places = sorted(changes)
+    levels = [*accumulate(changes[place] for place in places)] or [0]
+    return max(levels), places[levels.index(max(levels))] if places else 0

@@ -65,7 +65,7 @@ def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozens
                 store.slot.device = SHARED
     slots = [store.slot for store in reuse.stores if store.kind in ("arena", "lent", "rows") and store.slot is not None]
     plan.arena = place(slots)
-    plan.peak = min(peak(slots), sum(plan.arena.values()))
+    plan.peak = min(peak(slots)[0], sum(plan.arena.values()))
     return plan
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import fx
 
 from wholestep.ir import StepGraph, info
 from wholestep.lower.backends.aten import plan_of
+from wholestep.lower.plan.arena import peak
 from wholestep.lower.plan.buffer_reuse import Store
 
 
@@ -37,12 +37,7 @@ def peak_usage(step: StepGraph) -> Usage:
         if node in plan.reuse.store and isinstance(info(node).value, torch.Tensor):
             values.setdefault(plan.reuse.store[node], []).append(node)
     held = [(s, s.slot) for s in plan.reuse.stores if s.slot is not None and s.kind != "rows" and s in values]
-    changes = [0] * (len(plan.items) + 2)
-    for _, slot in held:
-        changes[slot.start] += slot.nbytes
-        changes[min(slot.end, len(plan.items)) + 1] -= slot.nbytes
-    levels = list(itertools.accumulate(changes))
-    fullest = levels.index(max(levels))
+    _, fullest = peak([slot for _, slot in held])
     live = [(values[store], slot.nbytes) for store, slot in held if slot.start <= fullest <= slot.end]
     at = plan.items[fullest].nodes[-1] if fullest < len(plan.items) else None
     return Usage(live, at, sum(plan.arena.values()))

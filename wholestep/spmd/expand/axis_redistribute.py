@@ -33,10 +33,10 @@ class Change:
     """A change of placement along one axis, at the insertion point of a graph.
 
     Attributes:
-        shape: what the ranks of the line hold together.
+        shape: what the ranks of the axis hold together.
         record: of the nodes that are added: ``phase``, and what else `NodeInfo` takes.
         names: of what is sent, for the record of the collective.
-        unequal: whether ranks hold, here or along other lines, pieces of several sizes. No rank then leaves out a call
+        unequal: whether ranks hold, here or along other axes, pieces of several sizes. No rank then leaves out a call
             that another one makes: passes that move collectives shall find the same graph on every rank.
     """
 
@@ -51,7 +51,7 @@ class Change:
         return call(self.graph, target, *args, **self.record)
 
     def collective(self, name: str, *args: Any) -> fx.Node:
-        """A collective over the line, waited for at once."""
+        """A collective over the axis, waited for at once."""
         target = getattr(collectives, name).default
         started = call(self.graph, target, *args, self.group.name, placement=self.names or None, **self.record)
         return self.call(collectives.wait.default, started)

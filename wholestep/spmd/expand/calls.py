@@ -28,7 +28,7 @@ class Call:
         operands: the nodes that give tensors, in the order of the arguments, lists flattened.
         values: theirs, of the whole shapes.
         result: fake value, whole.
-        line: the ranks of the axis.
+        group: the ranks of the axis.
         ends: where ranks hold unequal parts, by other axes: the call as the ranks with the largest and with the
             smallest parts make it. What is to be alike on all ranks goes by these.
     """

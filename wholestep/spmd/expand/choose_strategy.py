@@ -33,7 +33,7 @@ class ShardedValue:
     Attributes:
         value: fake tensor of the whole shape.
         first: the placement in which it was made.
-        most: bytes that count in choices: where ranks hold unequal parts, of the largest.
+        on_largest: bytes that count in choices: where ranks hold unequal parts, those of the largest.
         source: the call that gives it, where a slice of it may be computed from slices of its operands.
         versions: all placements in which it is at hand.
     """
@@ -69,12 +69,12 @@ def choose(
     preferred: Placement | None = None,
     pending: float = 1.0,
 ) -> Strategy:
-    """The best row for a call.
+    """The best strategy for a call.
 
     Args:
         strategies: one of whole operands may be among them, which then says how the call runs on these.
-        held: of the operands.
-        wish: where the first result would best be, as far as that is free.
+        sharded: the operands.
+        preferred: where the first result would best be, as far as that is free.
         pending: how much of the reduction that addends among the results still need is charged here.
     """
     offered = list(strategies)
@@ -103,7 +103,7 @@ class Choices:
         self._known: dict[Any, Strategy] = {}
 
     def best(self, call: Call, sharded: Sequence[ShardedValue], preferred: Placement | None) -> Strategy:
-        """The best row for a call; see `choose`."""
+        """The best strategy for a call; see `choose`."""
         places = [id(one) for one in sharded]
         lie = tuple([(places.index(id(one)), *one.versions) for one in sharded])
         ends = tuple([(_key(end.args), _key(end.kwargs)) for end in call.ends or ()])
@@ -131,13 +131,13 @@ def _key(argument: Any) -> Any:
 
 
 def _serves_all(strategy: Strategy) -> bool:
-    """False for a row whose calls may be made of nodes of one call: a function that remembers what is around it."""
+    """False for a strategy whose calls may be made of nodes of one call: a function with a closure."""
     emit = strategy.emit.func if isinstance(strategy.emit, partial) else strategy.emit
     return getattr(emit, "__closure__", None) is None
 
 
 def _is_offered(strategy: Strategy, sharded: Sequence[ShardedValue]) -> bool:
-    """True when some operand is split, or all that the row takes as addends are such."""
+    """True when some operand is split, or all that the strategy takes as addends are such."""
     if any(isinstance(p, Shard) and p in h.versions for p, h in zip(strategy.ins, sharded, strict=True)):
         return True
     parts = [(p, h) for p, h in zip(strategy.ins, sharded, strict=True) if isinstance(p, Partial)]

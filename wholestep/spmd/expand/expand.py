@@ -37,11 +37,11 @@ from wholestep.torch_compat import lazy_graph_module
 def expand(
     step: StepGraph, *, group: AxisGroup, placements: StatePlacements, pending: float = 1.0, local: bool = False
 ) -> StepGraph:
-    """The step of one rank of a line, which holds parts of some inputs.
+    """The step of one rank of an axis, which holds parts of some inputs.
 
     Args:
         step: left as it is; sharding constraints in it are obeyed.
-        line: the ranks.
+        group: the ranks of the axis.
         placements: of inputs, and of what the step leaves behind. What it gives back is whole on every rank.
         pending: of the bytes that reducing addends takes, how many count where a call makes them. With 0 a product
             over split dimensions makes addends however large, and no operand is moved to avoid it.

@@ -28,7 +28,7 @@ class Writer:
 
     Args:
         graph: in which calls are added at the end.
-        line: the ranks of the axis.
+        group: the ranks of the axis.
         node_of: this rank's node for a node of the whole step that gives a number.
     """
 

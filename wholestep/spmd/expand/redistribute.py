@@ -50,7 +50,7 @@ def redistribute(
     Args:
         node: gives what this rank holds; its record has the fake value.
         shape: of the whole tensor.
-        src, dst, lines: one for each axis of the mesh.
+        src, dst, groups: one for each axis of the mesh.
         phase, record: for the records of the new nodes.
         names: of what is sent, for the records of collectives.
 

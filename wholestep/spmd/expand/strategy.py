@@ -35,7 +35,7 @@ class Build:
     Attributes:
         graph: new calls go to its insertion point.
         record: of the call of the whole step that they stand for.
-        line: the ranks of the axis.
+        group: the ranks of the axis.
         number_of: this rank's node for a node of the whole step that gives a number.
     """
 
@@ -136,14 +136,14 @@ class Dims:
     emit: Emit | None = None
 
     def strategies(self, call: Call) -> Iterator[Strategy]:
-        """One row for each letter that can be split."""
+        """One strategy for each letter that can be split."""
         for letter in dict.fromkeys(name for names in (*self.ins, *self.outs) for name in names if name):
             strategy = self.strategy(letter)
             if strategy is not None and _can_split(letter, self, call):
                 yield strategy
 
     def strategy(self, letter: str) -> Strategy | None:
-        """The row of one letter, of whatever sizes its dimensions are; None when it cannot be split."""
+        """The strategy of one letter, of whatever sizes its dimensions are; None when it cannot be split."""
         ins: tuple[Placement, ...]
         ins = tuple(Shard(names.index(letter)) if letter in names else R for names in self.ins)
         if all(letter in names for names in self.outs):
@@ -193,6 +193,16 @@ def dims_rule(names: Callable[[Call], tuple[Sequence[Names], Sequence[Names]]], 
     return rule
 
 
+def linear(rule: Rule, *groups: tuple[int, ...]) -> Rule:
+    """A rule's strategies, and those that pass addends on: for what is linear in groups of operands, or the first."""
+
+    def both(call: Call) -> Iterator[Strategy]:
+        yield from rule(call)
+        yield from linear_strategies(call, [group for group in groups or [(0,)] if max(group) < len(call.values)])
+
+    return both
+
+
 def linear_strategies(call: Call, groups: Iterable[Sequence[int]]) -> Iterator[Strategy]:
     """Rows in which some operands together are addends, the others whole: what is linear in those operands."""
     outs = tuple(Partial() for _ in call.results)
@@ -205,4 +215,3 @@ def linear_strategies(call: Call, groups: Iterable[Sequence[int]]) -> Iterator[S
 
 def _is_real(value: torch.Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
-

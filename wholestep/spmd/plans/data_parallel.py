@@ -31,11 +31,11 @@ aten = torch.ops.aten
 
 
 def data_parallel(step: StepGraph, *, group: AxisGroup, reduce: str, min_bytes: int | None = None) -> StepGraph:
-    """The step of one rank of a line, with the reductions of its gradients.
+    """The step of one rank of an axis, with the reductions of its gradients.
 
     Args:
         step: left as it is.
-        line: the ranks.
+        group: the ranks of the axis.
         reduce: "mean" or "sum".
         min_bytes: of the parameters whose updates and optimizer states are sharded by rows, where they are elementwise;
             None: no parameter's.

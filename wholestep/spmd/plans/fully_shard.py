@@ -84,7 +84,7 @@ class FullyShard(ParameterPlan):
 
 
 def fully_shard(step: StepGraph, *, group: AxisGroup, plan: FullyShard) -> StepGraph:
-    """The step of one rank of a line, by a plan.
+    """The step of one rank of an axis, by a plan.
 
     Raises:
         PlanError: a pattern of the plan matches nothing.

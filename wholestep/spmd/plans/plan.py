@@ -42,7 +42,11 @@ class DataParallel:
     broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
-        _check(self)
+        name = type(self).__name__
+        if self.reduce not in ("mean", "sum"):
+            raise PlanError(f"{name}: reduce={self.reduce!r}: 'mean' or 'sum' is required")
+        if self.bucket_bytes < 1 or self.first_bucket_bytes < 1:
+            raise PlanError(f"{name}: buckets of at least one byte are required")
 
     def passes(self, mesh: DeviceMesh) -> list[Pass]:
         """The passes that this plan adds to the head of the chain.
@@ -50,11 +54,14 @@ class DataParallel:
         Raises:
             PlanError: the mesh has no such axis.
         """
-        return _passes(self, mesh)
+        group, least = mesh.axis_group(self.axis), getattr(self, "min_bytes", None)
+        reduce = partial(data_parallel, group=group, reduce=self.reduce, min_bytes=least)
+        buckets = partial(bucket_gradients, group=group.name, caps=(self.first_bucket_bytes, self.bucket_bytes))
+        return [*([pack_broadcasts] if self.broadcast_buffers else []), reduce, wait_late, buckets]
 
 
 @dataclass(frozen=True)
-class ShardedOptimizer:
+class ShardedOptimizer(DataParallel):
     """`DataParallel` in which each rank updates some rows of every large parameter and keeps their state (ZeRO-1).
 
     Results are those of `DataParallel`. An update that is elementwise, as that of SGD, Adam and their kin, is shared
@@ -66,43 +73,7 @@ class ShardedOptimizer:
     down then, in place. `wholestep.full_state_dict` gives the whole.
 
     Attributes:
-        axis: name of the mesh axis.
-        reduce: "mean" over the ranks, or "sum".
-        min_bytes: smaller parameters are updated on every rank.
-        bucket_bytes: gradients that are reduced whole are so together up to so many bytes.
-        first_bucket_bytes: the same for the bucket that is ready first.
-        broadcast_buffers: as of `DataParallel`.
+        min_bytes: smaller parameters are updated on every rank; what is reduced whole is so in buckets.
     """
 
-    axis: str
-    reduce: Literal["mean", "sum"] = "mean"
     min_bytes: int = 1 << 16
-    bucket_bytes: int = 25 * MIB
-    first_bucket_bytes: int = MIB
-    broadcast_buffers: bool = True
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-    def passes(self, mesh: DeviceMesh) -> list[Pass]:
-        """The passes that this plan adds to the head of the chain.
-
-        Raises:
-            PlanError: the mesh has no such axis.
-        """
-        return _passes(self, mesh, self.min_bytes)
-
-
-def _passes(plan: DataParallel | ShardedOptimizer, mesh: DeviceMesh, min_bytes: int | None = None) -> list[Pass]:
-    group = mesh.axis_group(plan.axis)
-    reduce = partial(data_parallel, group=group, reduce=plan.reduce, min_bytes=min_bytes)
-    buckets = partial(bucket_gradients, group=group.name, caps=(plan.first_bucket_bytes, plan.bucket_bytes))
-    return [*([pack_broadcasts] if plan.broadcast_buffers else []), reduce, wait_late, buckets]
-
-
-def _check(plan: DataParallel | ShardedOptimizer) -> None:
-    name = type(plan).__name__
-    if plan.reduce not in ("mean", "sum"):
-        raise PlanError(f"{name}: reduce={plan.reduce!r}: 'mean' or 'sum' is required")
-    if plan.bucket_bytes < 1 or plan.first_bucket_bytes < 1:
-        raise PlanError(f"{name}: buckets of at least one byte are required")

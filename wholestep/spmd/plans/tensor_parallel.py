@@ -99,7 +99,7 @@ class TensorParallel(ParameterPlan):
 
 
 def tensor_parallel(step: StepGraph, *, group: AxisGroup, plan: TensorParallel) -> StepGraph:
-    """The step of one rank of a line, by a plan.
+    """The step of one rank of an axis, by a plan.
 
     Raises:
         PlanError: a pattern of the plan matches nothing.

@@ -76,7 +76,7 @@ def contract_of(
     step: StepGraph, inputs: Sequence[Input], tensors: Sequence[Any], axes: Mapping[str, str], plans: str,
     whole: StepGraph, in_global_view: bool,
 ) -> Contract:  # fmt: skip
-    """The terms of a program.
+    """The contract of a program.
 
     Args:
         step: the program of this rank, after all passes.
@@ -85,7 +85,7 @@ def contract_of(
         plans: in words.
         whole: the graph of the step before all passes; in the global view it is one for all ranks, in the local view
             the optimizer's calls are.
-        spread: whether the step is in the global view.
+        in_global_view: whether the step is in the global view.
     """
     pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
     words: list[str | Call] = [f"plans {plans}"]

@@ -59,12 +59,12 @@ class PreflightCheck:
 
     Attributes:
         axes: group's name -> axis.
-        spread: whether the step is in the global view.
+        in_global_view: whether the step is in the global view.
         step: the step's name.
         call: how many calls of the step the ranks have met for.
-        met: whether they have for the call that is under way.
-        expected: whether other ranks may be waiting for this one to `compare`.
-        together: whether all of them said more words when they compared last.
+        announced: whether they have for the call that is under way.
+        must_compare: whether other ranks may be waiting for this one to `compare`.
+        all_compared: whether all of them said more words when they compared last.
     """
 
     all_compared = False
@@ -74,7 +74,7 @@ class PreflightCheck:
         self.groups, self.axes, self.in_global_view = list(groups), axes, in_global_view
 
     def compare(self, contract: Contract, trouble: str = "", along: Mapping[str, Sequence[str]] | None = None) -> str:
-        """Compares the ranks' terms along every axis; gives what is wrong, the same on all ranks, or nothing.
+        """Compares the ranks' contracts along every axis; gives what is wrong, the same on all ranks, or nothing.
 
         Args:
             trouble: what this rank alone knows to be wrong.
@@ -105,10 +105,10 @@ class PreflightCheck:
         return found if found and trouble.startswith(PROGRAMS) and not _NAMED.search(trouble) else trouble
 
     def agree(self, contract: Contract | None) -> bool:
-        """True when all ranks have the same terms now; if not, all are to `compare`.
+        """True when all ranks have the same contract now; if not, all are to `compare`.
 
         Args:
-            terms: None for a rank that has no program for a call yet.
+            contract: None for a rank that has no program for a call yet.
         """
         self.call, self.announced, self.must_compare = self.call + 1, True, False
         number = MISS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call, holds_on_all
-from wholestep.spmd.expand.strategy import Dims, Names, Rule, Strategy, linear_strategies, trailing
+from wholestep.spmd.expand.strategy import Dims, Names, Rule, Strategy, linear, trailing
 
 
 def _names(call: Call) -> dict[str, Names]:
@@ -36,7 +36,6 @@ def _attention_backward(call: Call) -> Iterator[Strategy]:
     names = _names(call)
     ins = [names[n] for n in call.by_name(call.values)]
     yield from _rows(Dims(ins, [names["query"], names["key"], names["value"]], {"t": "sum"}), call)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _rows(dims: Dims, call: Call) -> Iterator[Strategy]:
@@ -52,5 +51,5 @@ _KERNELS = ["_scaled_dot_product_flash_attention_for_cpu"]
 
 RULES: dict[str, Rule] = {
     **{f"aten.{kernel}": _attention for kernel in _KERNELS},
-    **{f"aten.{kernel}_backward": _attention_backward for kernel in _KERNELS},
+    **{f"aten.{kernel}_backward": linear(_attention_backward) for kernel in _KERNELS},
 }

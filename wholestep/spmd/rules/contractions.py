@@ -5,34 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, linear_strategies, trailing
+from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, linear, trailing
+from wholestep.spmd.placements import Op
 
 
-def contraction(spec: str) -> Rule:
-    """``"mk,kn->mn"``; letters that the result lacks are summed over. Linear in each operand."""
+def contraction(spec: str, *, added: bool = False) -> Rule:
+    """``"mk,kn->mn"``; letters that the result lacks are summed over. Linear in each operand.
+
+    Args:
+        added: to a first operand, which is broadcast to the result.
+    """
     operands, result = spec.split("->")
     ins = operands.split(",")
-    summed = {letter: "sum" for names in ins for letter in names if letter not in result}
+    summed: dict[str, Op] = {letter: "sum" for names in ins for letter in names if letter not in result}
 
     def rule(call: Call) -> Iterator[Strategy]:
-        yield from Dims(ins, [result], summed).strategies(call)  # type: ignore[arg-type]
-        yield from linear_strategies(call, [(i,) for i in range(len(ins))])
+        first = [trailing(call.values[0], result, call.results[0].shape)] if added else []
+        yield from Dims([*first, *ins], [result], summed, frozenset([0][: len(first)])).strategies(call)
 
-    return rule
-
-
-def sum_with_contraction(spec: str) -> Rule:
-    """The same, added to a first operand that is broadcast to the result."""
-    operands, result = spec.split("->")
-    ins = operands.split(",")
-    summed = {letter: "sum" for names in ins for letter in names if letter not in result}
-
-    def rule(call: Call) -> Iterator[Strategy]:
-        first = trailing(call.values[0], result, call.results[0].shape)
-        yield from Dims([first, *ins], [result], summed, frozenset([0])).strategies(call)  # type: ignore[arg-type]
-        yield from linear_strategies(call, [(0, i + 1) for i in range(len(ins))])
-
-    return rule
+    return linear(rule, *((0, i + 1) if added else (i,) for i in range(len(ins))))
 
 
 RULES: dict[str, Rule] = {
@@ -41,9 +32,9 @@ RULES: dict[str, Rule] = {
     "aten.mv": contraction("mk,k->m"),
     "aten.dot": contraction("k,k->"),
     "aten.vdot": contraction("k,k->"),
-    "aten.addmm": sum_with_contraction("mk,kn->mn"),
-    "aten.addmv": sum_with_contraction("mk,k->m"),
-    "aten.baddbmm": sum_with_contraction("bmk,bkn->bmn"),
-    "aten.addbmm": sum_with_contraction("bmk,bkn->mn"),
-    "aten.addr": sum_with_contraction("m,n->mn"),
+    "aten.addmm": contraction("mk,kn->mn", added=True),
+    "aten.addmv": contraction("mk,k->m", added=True),
+    "aten.baddbmm": contraction("bmk,bkn->bmn", added=True),
+    "aten.addbmm": contraction("bmk,bkn->mn", added=True),
+    "aten.addr": contraction("m,n->mn", added=True),
 }

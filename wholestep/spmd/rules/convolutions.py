@@ -9,7 +9,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, linear_strategies
+from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, linear, linear_strategies
 from wholestep.spmd.placements import Partial, Shard
 from wholestep.spmd.rules.norm_layers import chosen, present
 
@@ -54,7 +54,6 @@ def _convolution_backward(call: Call) -> Iterator[Strategy]:
     elif groups % call.group.size == 0:
         ins = call.placed(grad_output=Shard(1), input=Shard(1), weight=Shard(0))
         yield Strategy(ins, present(call, Shard(1), Shard(0), Shard(0)), _backward_of_some)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _backward_of_some(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -67,7 +66,7 @@ def _backward_of_some(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[
                           for i, value in enumerate(info(made).value)])  # fmt: skip
 
 
-def planes(count: int, *, is_linear: bool = False) -> Rule:
+def planes(count: int) -> Rule:
     """Works on the last dimensions of each operand; those before can be split."""
 
     def rule(call: Call) -> Iterator[Strategy]:
@@ -77,8 +76,6 @@ def planes(count: int, *, is_linear: bool = False) -> Rule:
             letter if holds_on_all(call, call.values[0].shape[dim]) else None for dim, letter in enumerate(letters)
         ]
         yield from Dims([[*names, *whole]] * len(call.values), [[*names, *whole]] * len(call.results)).strategies(call)
-        if is_linear:
-            yield from linear_strategies(call, [(0,)])
 
     return rule
 
@@ -93,11 +90,11 @@ _KINDS = ["avg_pool", "_adaptive_avg_pool", "reflection_pad", "replication_pad",
           "_upsample_nearest_exact", "upsample_linear", "upsample_bilinear", "upsample_trilinear",
           "upsample_bicubic"]  # fmt: skip
 _MAXIMA = ["max_pool{}d_with_indices", "adaptive_max_pool{}d", "fractional_max_pool{}d"]  # in one dimension as in two
-_ON, _LINEAR_ON = {n: planes(n) for n in (1, 2, 3)}, {n: planes(n, is_linear=True) for n in (1, 2, 3)}
+_ON, _LINEAR_ON = {n: planes(n) for n in (1, 2, 3)}, {n: linear(planes(n)) for n in (1, 2, 3)}
 
 RULES: dict[str, Rule] = {
     "aten.convolution": _convolution,
-    "aten.convolution_backward": _convolution_backward,
+    "aten.convolution_backward": linear(_convolution_backward),
     **{f"aten.{kind}{n}d{end}": _LINEAR_ON[n] for kind in _KINDS for n in (1, 2, 3) for end in ("", "_backward")},
     **{f"aten.{kind.format(n)}": _ON[n] for kind in _MAXIMA for n in (2, 3)},
     **{f"aten.{kind.format(n)}_backward": _LINEAR_ON[n] for kind in _MAXIMA for n in (2, 3)},

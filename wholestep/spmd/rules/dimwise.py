@@ -10,38 +10,30 @@ from torch import fx
 from wholestep.comm.ops.rows import piece
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, beside, linear_strategies
+from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, beside, linear
 from wholestep.spmd.placements import Op, Shard
 from wholestep.spmd.rules.reductions import reduction
 
 aten = torch.ops.aten
 
 
-def along(*, is_linear: bool = False, default: int = -1) -> Rule:
+def along(call: Call) -> Iterator[Strategy]:
     """Along ``dim``, which the results have too unless ``keepdim`` says that they do not."""
-
-    def rule(call: Call) -> Iterator[Strategy]:
-        count = call.values[0].dim()
-        if count == 0 or call.results[0].dim() < count - 1:  # all elements in one, as `median()` does
-            return
-        dim = int(call.argument("dim", default)) % count
-        letters = alphabet(count)
-        names = [None if i == dim else a for i, a in enumerate(letters)]
-        kept = call.results[0].dim() == count
-        result = names if kept else [a for i, a in enumerate(names) if i != dim]
-        yield from Dims([names] * len(call.values), [result] * len(call.results)).strategies(call)
-        if is_linear:
-            yield from linear_strategies(call, [(0,)])
-
-    return rule
+    count = call.values[0].dim()
+    if count == 0 or call.results[0].dim() < count - 1:  # all elements in one, as `median()` does
+        return
+    dim = int(call.argument("dim", -1)) % count
+    names = [None if i == dim else a for i, a in enumerate(alphabet(count))]
+    kept = call.results[0].dim() == count
+    result = names if kept else [a for i, a in enumerate(names) if i != dim]
+    yield from Dims([names] * len(call.values), [result] * len(call.results)).strategies(call)
 
 
 def _extreme(op: Op) -> Rule:
     """Along a dimension, or of all elements."""
-    one, all_of_them = along(), reduction(op)
 
     def rule(call: Call) -> Iterator[Strategy]:
-        yield from (all_of_them if call.argument("dim") is None else one)(call)
+        yield from (reduction(op) if call.argument("dim") is None else along)(call)
 
     return rule
 
@@ -49,7 +41,7 @@ def _extreme(op: Op) -> Rule:
 def _product_gradient(call: Call) -> Iterator[Strategy]:
     """Along a dimension, which all operands have; that of the product of all elements runs whole."""
     if call.argument("dim") is not None:
-        yield from along()(call)
+        yield from along(call)
 
 
 def _beside_dims(call: Call) -> Iterator[Strategy]:
@@ -57,7 +49,6 @@ def _beside_dims(call: Call) -> Iterator[Strategy]:
     dims = call.argument("dims")
     if dims is not None and len(dims):
         yield from beside(call, *dims)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _triangle(call: Call) -> Iterator[Strategy]:
@@ -66,7 +57,6 @@ def _triangle(call: Call) -> Iterator[Strategy]:
     yield from beside(call, -1, -2)
     for dim in (count - 2, count - 1):
         yield Strategy((Shard(dim),), (Shard(dim),), _shifted_triangle)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _shifted_triangle(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -92,27 +82,26 @@ def _matrices(call: Call) -> Iterator[Strategy]:
 def _transform(call: Call) -> Iterator[Strategy]:
     """Fourier transforms: along the dimensions in ``dim``."""
     yield from beside(call, *call.argument("dim"))
-    yield from linear_strategies(call, [(0,)])
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(["aten.cumsum", "aten.glu_backward"], along(is_linear=True)),
+    **dict.fromkeys(["aten.cumsum", "aten.glu_backward"], linear(along)),
     **dict.fromkeys(
         [f"aten.{name}" for name in ("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort", "topk",
                                      "kthvalue", "mode", "median", "nanmedian", "glu")],
-        along(),
+        along,
     ),
     "aten.max": _extreme("max"),
     "aten.min": _extreme("min"),
-    "wholestep_formulas.cumprod_backward": along(),
+    "wholestep_formulas.cumprod_backward": along,
     "wholestep_formulas.prod_backward": _product_gradient,
-    **dict.fromkeys(["aten.flip", "aten.roll"], _beside_dims),
-    **dict.fromkeys(["aten.tril", "aten.triu"], _triangle),
+    **dict.fromkeys(["aten.flip", "aten.roll"], linear(_beside_dims)),
+    **dict.fromkeys(["aten.tril", "aten.triu"], linear(_triangle)),
     **dict.fromkeys(
         [f"aten.{name}" for name in ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh",
                                      "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_det", "_linalg_slogdet",
                                      "linalg_lu_factor_ex", "_cdist_forward")],
         _matrices,
     ),
-    **dict.fromkeys(["aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"], _transform),
+    **dict.fromkeys(["aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"], linear(_transform)),
 }  # fmt: skip

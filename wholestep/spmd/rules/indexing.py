@@ -16,7 +16,17 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, some_hold_none
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear_strategies, trailing
+from wholestep.spmd.expand.strategy import (
+    Build,
+    Dims,
+    Names,
+    Rule,
+    Strategy,
+    alphabet,
+    linear,
+    linear_strategies,
+    trailing,
+)
 from wholestep.spmd.placements import Op, Partial, Shard
 
 aten = torch.ops.aten
@@ -91,7 +101,6 @@ def _embedding(call: Call) -> Iterator[Strategy]:
         yield Strategy((R, Shard(dim)), (Shard(dim),))
     yield Strategy((Shard(1), R), (Shard(count),))
     yield Strategy((Shard(0), R), (Partial(),), partial(_picked, dim=0, after=1))
-    yield from linear_strategies(call, [(0,)])
 
 
 def _embedding_backward(call: Call) -> Iterator[Strategy]:
@@ -101,7 +110,6 @@ def _embedding_backward(call: Call) -> Iterator[Strategy]:
             yield Strategy((Shard(dim), Shard(dim)), (Partial(),))
     yield Strategy((Shard(count), R), (Shard(1),))
     yield Strategy((R, R), (Shard(0),), _own_rows_of_table)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _own_rows_of_table(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -130,7 +138,6 @@ def picking(*, rows: bool) -> Rule:
         if _is_number(call.values[0]):
             picked = partial(_picked, dim=dim, after=count - 1 - dim if rows else None)
             yield Strategy((Shard(dim), R), (Partial(),), picked)
-        yield from linear_strategies(call, [(0,)])
 
     return rule
 
@@ -216,10 +223,10 @@ def _sought(call: Call) -> Iterator[Strategy]:
 
 
 RULES: dict[str, Rule] = {
-    "aten.embedding": _embedding,
-    "aten.embedding_dense_backward": _embedding_backward,
-    "aten.gather": picking(rows=False),
-    "aten.index_select": picking(rows=True),
+    "aten.embedding": linear(_embedding),
+    "aten.embedding_dense_backward": linear(_embedding_backward),
+    "aten.gather": linear(picking(rows=False)),
+    "aten.index_select": linear(picking(rows=True)),
     "aten.scatter": placing(rows=False),
     "aten.scatter_add": placing(rows=False, adds=True),
     "aten.scatter_reduce": placing(rows=False, is_linear=False),

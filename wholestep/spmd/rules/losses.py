@@ -16,7 +16,7 @@ from wholestep.spmd.expand.strategy import (
     Strategy,
     alphabet,
     decomposed,
-    linear_strategies,
+    linear,
     trailing,
 )
 from wholestep.spmd.placements import Op, Partial, Placement, Shard
@@ -94,7 +94,6 @@ def _nll_backward(call: Call) -> Iterator[Strategy]:
             yield Strategy(call.placed(grad_output=grad, self=x, target=target, total_weight=weight), (x,))
         ins = call.placed(self=_classes(call), weight=Shard(0), total_weight=weight)
         yield Strategy(ins, (_classes(call),), _nll_backward_of_classes)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _nll_backward_of_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -126,14 +125,13 @@ def _elementwise_backward(call: Call) -> Iterator[Strategy]:
     ins = [trailing(value, list(letters), shape) for value in call.values]
     emit = decomposed if call.argument("reduction") == MEAN else None
     yield from Dims(ins, [letters], emit=emit).strategies(call)
-    yield from linear_strategies(call, [(0,)])
 
 
 _ELEMENTWISE = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"]
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.nll_loss_forward", "aten.nll_loss2d_forward"], _nll),
-    **dict.fromkeys(["aten.nll_loss_backward", "aten.nll_loss2d_backward"], _nll_backward),
+    **dict.fromkeys(["aten.nll_loss_backward", "aten.nll_loss2d_backward"], linear(_nll_backward)),
     **{f"aten.{name}": _elementwise for name in [*_ELEMENTWISE, "binary_cross_entropy_with_logits"]},
-    **{f"aten.{name}_backward": _elementwise_backward for name in _ELEMENTWISE},
+    **dict.fromkeys([f"aten.{name}_backward" for name in _ELEMENTWISE], linear(_elementwise_backward)),
 }

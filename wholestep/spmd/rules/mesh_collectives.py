@@ -11,24 +11,21 @@ from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.strategy import Rule, Strategy, beside, linear_strategies
 
 
-def _is_linear(call: Call) -> bool:
-    return call.argument("op", "sum").partition(":")[0] in ("sum", "avg", "premul_sum")
+def _beside(*dims: int) -> Rule:
+    """By all other dimensions, of which a scalar has none."""
 
+    def rule(call: Call) -> Iterator[Strategy]:
+        if call.values[0].dim():
+            yield from beside(call, *dims)
+        if call.argument("op", "sum").partition(":")[0] in ("sum", "avg", "premul_sum"):
+            yield from linear_strategies(call, [(0,)])
 
-def _elementwise(call: Call) -> Iterator[Strategy]:
-    if call.values[0].dim():
-        yield from beside(call)
-    if _is_linear(call):
-        yield from linear_strategies(call, [(0,)])
-
-
-def _by_rows(call: Call) -> Iterator[Strategy]:
-    yield from beside(call, 0)
-    if _is_linear(call):
-        yield from linear_strategies(call, [(0,)])
+    return rule
 
 
 RULES: dict[str, Rule] = {
-    **{f"wholestep.{name}": _elementwise for name in ("all_reduce", "broadcast", "wait")},
-    **{f"wholestep.{name}": _by_rows for name in ("all_gather", "reduce_scatter", "all_to_all", "share_rows")},
+    **dict.fromkeys([f"wholestep.{name}" for name in ("all_reduce", "broadcast", "wait")], _beside()),
+    **dict.fromkeys(
+        [f"wholestep.{name}" for name in ("all_gather", "reduce_scatter", "all_to_all", "share_rows")], _beside(0)
+    ),
 }

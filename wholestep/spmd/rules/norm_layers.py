@@ -10,7 +10,7 @@ from torch import fx
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
 from wholestep.spmd.expand.decompositions import can_decompose
-from wholestep.spmd.expand.strategy import Build, Rule, Strategy, decomposed, linear_strategies
+from wholestep.spmd.expand.strategy import Build, Rule, Strategy, decomposed, linear
 from wholestep.spmd.placements import Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -54,7 +54,6 @@ def _over_last_backward(call: Call) -> Iterator[Strategy]:
             here, there = Shard(lead + dim), Shard(dim)
             ins = call.placed(grad_out=here, input=here, weight=there, bias=there)
             yield Strategy(ins, present(call, here, there, there), decomposed)
-    yield from linear_strategies(call, [(0,)])
 
 
 # Over groups of channels -------------------------------------------------------------------------------------------
@@ -74,7 +73,6 @@ def _groups_backward(call: Call) -> Iterator[Strategy]:
     if int(call.argument("group")) % call.group.size == 0:
         ins = call.placed(**dict.fromkeys(["grad_out", "input", "mean", "rstd"], Shard(1)), weight=Shard(0))
         yield Strategy(ins, present(call, Shard(1), Shard(0), Shard(0)), _with_local_sizes)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _with_local_sizes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
@@ -114,7 +112,6 @@ def _batch_norm_backward(call: Call) -> Iterator[Strategy]:
             outs = present(call, Shard(dim), affine, affine)
             ins = call.placed(grad_out=Shard(dim), input=Shard(dim))
             yield Strategy(ins, outs, decomposed if trains else None)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _has(call: Call, name: str) -> bool:
@@ -125,9 +122,9 @@ def _has(call: Call, name: str) -> bool:
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.native_layer_norm", "aten._fused_rms_norm"], _over_last),
-    **dict.fromkeys(["aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"], _over_last_backward),
+    **dict.fromkeys(["aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"], linear(_over_last_backward)),
     "aten.native_group_norm": _groups,
-    "aten.native_group_norm_backward": _groups_backward,
+    "aten.native_group_norm_backward": linear(_groups_backward),
     **dict.fromkeys(["functional(aten.native_batch_norm)", "aten.native_batch_norm"], _batch_norm),
-    "aten.native_batch_norm_backward": _batch_norm_backward,
+    "aten.native_batch_norm_backward": linear(_batch_norm_backward),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, alphabet, linear_strategies, trailing
+from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, alphabet, linear, linear_strategies, trailing
 from wholestep.spmd.placements import Partial, Shard
 
 
@@ -15,34 +15,6 @@ def pointwise(call: Call) -> Iterator[Strategy]:
     letters = alphabet(like.dim())
     ins = [trailing(value, letters, like.shape) for value in call.values]
     yield from Dims(ins, [letters] * len(call.results)).strategies(call)
-
-
-def linear(*groups: tuple[int, ...]) -> Rule:
-    """Pointwise, and linear in each group of operands when the others are whole.
-
-    A number beside the tensor operand, as in ``x + 1``, would be added by every rank: then there is no such row.
-    """
-
-    def rule(call: Call) -> Iterator[Strategy]:
-        yield from pointwise(call)
-        count = len(call.values)
-        fitting = [group for group in groups if all(i < count for i in group)]
-        yield from linear_strategies(call, fitting)
-
-    return rule
-
-
-def _sum(call: Call) -> Iterator[Strategy]:
-    """``x + y``: addends when both are; a number is no addend."""
-    yield from pointwise(call)
-    if len(call.values) == 2:
-        yield from linear_strategies(call, [(0, 1)])
-
-
-def _product(call: Call) -> Iterator[Strategy]:
-    """Linear in each operand alone."""
-    yield from pointwise(call)
-    yield from linear_strategies(call, [(i,) for i in range(len(call.values))])
 
 
 def _quotient(call: Call) -> Iterator[Strategy]:
@@ -96,8 +68,8 @@ _SLOPES = ["tanh", "sigmoid", "threshold", "gelu", "silu", "elu", "softplus", "l
            "hardsigmoid", "hardshrink", "softshrink", "mish", "logit"]  # fmt: skip
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(["aten.add", "aten.sub", "aten._foreach_add", "aten._foreach_sub"], _sum),
-    **dict.fromkeys(["aten.mul", "aten._foreach_mul"], _product),
+    **dict.fromkeys(["aten.add", "aten.sub", "aten._foreach_add", "aten._foreach_sub"], linear(pointwise, (0, 1))),
+    **dict.fromkeys(["aten.mul", "aten._foreach_mul"], linear(pointwise, (0,), (1,))),
     **dict.fromkeys(["aten.div", "aten._foreach_div"], _quotient),
     **dict.fromkeys(
         [
@@ -112,14 +84,14 @@ RULES: dict[str, Rule] = {
             "aten.conj",
             "aten._conj",
         ],
-        linear((0,)),
+        linear(pointwise),
     ),
-    "aten.where": linear((1, 2)),
-    "aten.lerp": linear((0, 1)),
-    **dict.fromkeys([f"aten.{name}_backward" for name in _SLOPES], linear((0,))),
+    "aten.where": linear(pointwise, (1, 2)),
+    "aten.lerp": linear(pointwise, (0, 1)),
+    **dict.fromkeys([f"aten.{name}_backward" for name in _SLOPES], linear(pointwise)),
     **dict.fromkeys(["aten.log_sigmoid_forward", "aten.log_sigmoid_backward"], _with_buffer),
     **dict.fromkeys(["aten._prelu_kernel", "aten._prelu_kernel_backward", "aten.hardswish"], pointwise),
-    "aten.native_dropout_backward": linear((0,)),
+    "aten.native_dropout_backward": linear(pointwise),
     "aten.masked_fill": _masked,
     "aten.copy": _copied,
     **dict.fromkeys([f"aten.{name}_like" for name in ("empty", "full", "ones", "zeros")], unread),

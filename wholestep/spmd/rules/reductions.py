@@ -8,7 +8,7 @@ import torch
 
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
 from wholestep.spmd.expand.decompositions import can_decompose
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, decomposed, linear_strategies
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, decomposed, linear
 from wholestep.spmd.placements import Op, Shard
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def names_of(call: Call) -> tuple[Names, Names, list[str]]:
     return letters, result, [letters[i] for i in gone if i < len(letters)]
 
 
-def reduction(op: Op | None, *, is_linear: bool = False) -> Rule:
+def reduction(op: Op | None) -> Rule:
     """Over whole dimensions, or by ``op`` over split ones."""
 
     def rule(call: Call) -> Iterator[Strategy]:
@@ -41,8 +41,6 @@ def reduction(op: Op | None, *, is_linear: bool = False) -> Rule:
         fit = [a for a in gone if always or holds_on_all(call, shape[letters.index(a)])]
         how = dict.fromkeys(fit, op) if op is not None else {}
         yield from Dims([letters], [result] * len(call.results), how).strategies(call)  # type: ignore[arg-type]
-        if is_linear:
-            yield from linear_strategies(call, [(0,)])
 
     return rule
 
@@ -52,7 +50,6 @@ def _mean(call: Call) -> Iterator[Strategy]:
     letters, result, gone = names_of(call)
     yield from Dims([letters], [result]).strategies(call)
     yield from Dims([letters], [result], dict.fromkeys(gone, "sum"), emit=_part_of_mean).strategies(call)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _part_of_mean(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
@@ -72,7 +69,6 @@ def _masked_sum(call: Call) -> Iterator[Strategy]:
     last = list(zip(letters, x.shape, strict=True))[x.dim() - mask.dim() :]
     same = [a if n == m else None for (a, n), m in zip(last, mask.shape, strict=True)]
     yield from Dims([letters, same], [[]], dict.fromkeys(letters, "sum")).strategies(call)
-    yield from linear_strategies(call, [(0,)])
 
 
 def _any_or_all(call: Call) -> Iterator[Strategy]:
@@ -83,11 +79,11 @@ def _any_or_all(call: Call) -> Iterator[Strategy]:
 
 
 RULES: dict[str, Rule] = {
-    "wholestep_formulas.masked_sum": _masked_sum,
-    "aten.sum": reduction("sum", is_linear=True),
+    "wholestep_formulas.masked_sum": linear(_masked_sum),
+    "aten.sum": linear(reduction("sum")),
     "aten.nansum": reduction("sum"),
     "aten.count_nonzero": reduction("sum"),
-    "aten.mean": _mean,
+    "aten.mean": linear(_mean),
     "aten.amax": reduction("max"),
     "aten.amin": reduction("min"),
     "aten.prod": reduction("product"),

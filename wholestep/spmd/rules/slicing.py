@@ -18,6 +18,7 @@ from wholestep.spmd.expand.strategy import (
     alphabet,
     beside,
     dims_rule,
+    linear,
     linear_strategies,
 )
 from wholestep.spmd.placements import Partial, Shard
@@ -80,7 +81,7 @@ def into_result(whole: _Naming, part: _Naming) -> Rule:
 def _slice(call: Call) -> Iterator[Strategy]:
     """Along the split dimension too, when what is sliced out is small: each rank gives what it has of it.
 
-    Where other lines see other sizes, they may not have all of a dimension sliced out, or as small a part of it.
+    Where ranks along other axes see other sizes, they may not slice out all of a dimension, or as small a part of it.
     """
     value, result = call.values[0], call.results[0]
     dim = _dim(call, value.dim())
@@ -92,7 +93,6 @@ def _slice(call: Call) -> Iterator[Strategy]:
         yield from beside(call, dim)
         if result.numel() * 2 <= value.numel() and value.dtype != torch.bool:
             yield Strategy((Shard(dim),), (Partial(),), partial(_slice_here, dim=dim))
-    yield from linear_strategies(call, [(0,)])
 
 
 def _slice_here(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
@@ -109,7 +109,6 @@ def _select(call: Call) -> Iterator[Strategy]:
     yield from Dims([_along(call, value)], [_without(call, value)]).strategies(call)
     if value.dtype != torch.bool:
         yield Strategy((Shard(dim),), (Partial(),), partial(_select_here, dim=dim))
-    yield from linear_strategies(call, [(0,)])
 
 
 def _select_here(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
@@ -145,7 +144,7 @@ def _stack(call: Call) -> Iterator[Strategy]:
 def _pad(call: Call) -> Iterator[Strategy]:
     pads, count = call.argument("pad"), call.values[0].dim()
     padded = [count - 1 - i // 2 for i, pad in enumerate(pads) if pad]
-    if call.group.uneven:  # where other lines see other sizes, they may pad what is not padded here
+    if call.group.uneven:  # where ranks along other axes see other sizes, they may pad what is not padded here
         padded.append(count - len(pads) // 2)
     yield from beside(call, *padded)
     if not call.argument("value", 0):
@@ -165,8 +164,8 @@ def _slice_scatter(call: Call) -> Iterator[Strategy]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(["aten.slice", "aten.narrow"], _slice),
-    "aten.select": _select,
+    **dict.fromkeys(["aten.slice", "aten.narrow"], linear(_slice)),
+    "aten.select": linear(_select),
     **dict.fromkeys([f"aten.{kind}split{end}" for kind in ("", "unsafe_") for end in ("", "_with_sizes")],
                     of_first(_along, _along)),
     "aten.unbind": of_first(_along, _without),

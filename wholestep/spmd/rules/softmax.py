@@ -6,25 +6,19 @@ from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.decompositions import can_decompose
-from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, beside, decomposed, linear_strategies
+from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, beside, decomposed, linear
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of
 
 
-def along(*, is_linear: bool = False) -> Rule:
+def _along(call: Call) -> Iterator[Strategy]:
     """Rows beside a dimension ``dim``, and along it by other calls."""
-
-    def rule(call: Call) -> Iterator[Strategy]:
-        if call.values[0].dim() == 0:
-            return
-        dim = int(call.argument("dim")) % call.values[0].dim()
-        yield from beside(call, dim)
-        if can_decompose(call):
-            yield Strategy((Shard(dim),) * len(call.values), (Shard(dim),), decomposed)
-        if is_linear:
-            yield from linear_strategies(call, [(0,)])
-
-    return rule
+    if call.values[0].dim() == 0:
+        return
+    dim = int(call.argument("dim")) % call.values[0].dim()
+    yield from beside(call, dim)
+    if can_decompose(call):
+        yield Strategy((Shard(dim),) * len(call.values), (Shard(dim),), decomposed)
 
 
 def _logsumexp(call: Call) -> Iterator[Strategy]:
@@ -35,7 +29,7 @@ def _logsumexp(call: Call) -> Iterator[Strategy]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(["aten._softmax", "aten._safe_softmax", "aten._log_softmax"], along()),
-    **dict.fromkeys(["aten._softmax_backward_data", "aten._log_softmax_backward_data"], along(is_linear=True)),
+    **dict.fromkeys(["aten._softmax", "aten._safe_softmax", "aten._log_softmax"], _along),
+    **dict.fromkeys(["aten._softmax_backward_data", "aten._log_softmax_backward_data"], linear(_along)),
     "aten.logsumexp": _logsumexp,
 }

@@ -9,19 +9,8 @@ import torch
 from torch import fx
 
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear_strategies
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear
 from wholestep.spmd.placements import Shard
-
-
-def linear_view(names: Rule) -> Rule:
-    """A rule for a view, which passes addends on."""
-
-    def rule(call: Call) -> Iterator[Strategy]:
-        yield from names(call)
-        if len(call.values) == 1:
-            yield from linear_strategies(call, [(0,)])
-
-    return rule
 
 
 def _permutation(call: Call, order: Sequence[int]) -> Iterator[Strategy]:
@@ -110,7 +99,7 @@ def _complex(call: Call) -> Iterator[Strategy]:
 
 
 RULES: dict[str, Rule] = {
-    name: linear_view(rule)
+    name: linear(rule)
     for names, rule in {
         ("aten.t",): _t,
         ("aten.transpose",): _transpose,
