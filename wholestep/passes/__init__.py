@@ -2,7 +2,7 @@
 
 A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit,
 except those that say otherwise (`fuse_optimizer`), which the user asks for by name.
-May import: errors, ir, torch_compat.
+May import: errors, inline, ir, torch_compat.
 """
 
 from wholestep.ir import Pass

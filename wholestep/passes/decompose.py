@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from wholestep.inline import Inliner, Table, run_on_fakes
 from wholestep.ir import Pass, StepGraph, dead_code, info
-from wholestep.passes.inline import Inliner, Table, run_on_fakes
 
 
 def decompose(table: Table) -> Pass:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from wholestep.errors import GraphError
+from wholestep.inline import Inliner, run_on_fakes
 from wholestep.ir import NodeInfo, Phase, StepGraph, info, set_info
-from wholestep.passes.inline import Inliner, run_on_fakes
 from wholestep.torch_compat import OpOverload
 
 Transform = Callable[[fx.GraphModule], fx.GraphModule]

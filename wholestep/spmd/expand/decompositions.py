@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from wholestep.functional import Functionalized
+from wholestep.inline import Inliner, run_on_fakes
 from wholestep.ir import NodeInfo, fake_tensors, info, set_info
-from wholestep.passes.inline import Inliner, run_on_fakes
 from wholestep.spmd.expand.calls import Call, exchanged
 from wholestep.torch_compat import decomposition_of, lazy_graph_module
 

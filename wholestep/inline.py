@@ -1,4 +1,7 @@
-"""Inlining: one call of a graph is replaced by the operators that a function runs on its operands."""
+"""Inlining: one call of a graph is replaced by the operators that a function runs on its operands.
+
+May import: errors, ir, torch_compat.
+"""
 
 from __future__ import annotations
 
