@@ -168,7 +168,8 @@ class PersistentObjects:
                 else:
                     write.require(f"len({write.name(value)}) == {len(before)} and "
                                   f"identical({write.name(value)}, {write.constant([*before])})")
-                plain = [key for key in container.compared if key not in special]
+                # not by the keys, which may be tensors: `in` would compare their elements
+                plain = [key for key in container.compared if not self._is_special(before[key], container)]
                 if len(plain) == len(before) and kind is not kinds.ATTRIBUTES:
                     stable.append(value)
                 elif plain:
