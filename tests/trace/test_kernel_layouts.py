@@ -293,12 +293,14 @@ OUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", OUTS)
 @pytest.mark.parametrize("offset", [0, 3, None])
 def test_strided_copies_into_views(name: str, offset: int | None) -> None:
-    """Their offset counts from the beginning of memory, and what they copy is computed before it is written."""
+    """Their offset counts from the beginning of memory, also before their operand's first element, and what they copy is
+    computed before it is written."""
     def step(x: Tensor) -> list[Tensor]:
         y = x * 2
-        for source in (y + 1, y, y.t(), y.clone()):
+        for source in (y + 1, y, y.t(), y.clone(), (y + 1)[1:, 1:], y[2:]):
             torch.as_strided_copy(source, (2, 2), (1, 2), offset, out=OUTS[name](y))
         torch.as_strided_copy(x, (2, 2), (1, 2), offset, out=OUTS[name](x))
+        torch.as_strided_copy(x[1:], (2, 2), (1, 2), offset, out=OUTS[name](x))
         return [x, y]
 
     x = torch.randn(4, 6)

@@ -117,6 +117,8 @@ class Mutations:
         reads = map_leaves(self.inputs.operand, counted), map_leaves(self.inputs.operand, kept)
         scaled = tables.is_fused(func) and tables.is_scaled(func, args, kwargs)
         value = self._like_written(func, *reads) if scaled else None
+        if counted is not args:  # it may reach before the operand's first element, where its content ends
+            value = self.inputs.run(variant.target, args, kept)
         node = self.builder.emit(variant.target, *reads, value=value)
         news = [*self._new_values(func, variant, node, len(written), scaled)]
         on_clones = isinstance(variant.target, Functionalized)
