@@ -6,6 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wholestep as ws
 from wholestep import comm
+from wholestep.errors import UnsupportedError
 from wholestep.testing import run_ranks
 
 
@@ -172,3 +173,52 @@ def views():
 
 def test_collectives_in_place_on_parts_of_tensors():
     assert run_ranks(views, 2, "shm") == [[], []]
+
+
+def by_python():
+    """What ranks say to each other by Python code: what a whole graph answers, and what steps give by default."""
+    rank = comm.get_rank()
+
+    def gathers(x):
+        found = [None, None]
+        comm.all_gather_object(found, rank + 1)
+        return x * sum(found)
+
+    def broadcasts(x):
+        found = [rank + 5]
+        comm.broadcast_object_list(found, 0)
+        return x * found[0]
+
+    def scatters(x):
+        found = [None]
+        comm.scatter_object_list(found, [3, 4] if rank == 0 else None, 0)
+        return x * found[0]
+
+    def sends(x):
+        found = [7]
+        comm.send_object_list(found, 1) if rank == 0 else comm.recv_object_list(found, 0)
+        comm.monitored_barrier()
+        return x * found[0]
+
+    def splits(x):
+        comm.all_reduce(y := x * 1, group=comm.new_group([0, 1]))
+        return y
+
+    said, right = [], True
+    for step in (gathers, broadcasts, scatters, sends, splits):
+        try:
+            ws.compile(step, fullgraph=True)(torch.ones(3))
+        except UnsupportedError as error:
+            said.append(str(error))
+        compiled = ws.compile(step)
+        right &= all(torch.equal(compiled(x), step(x)) for x in (torch.ones(3), torch.full((3,), 2.0), torch.ones(3)))
+    return said, right
+
+
+def test_what_reaches_other_ranks_by_python_is_refused_by_name_or_run_again():
+    names = "all_gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "new_group"
+    for rank, (said, right) in enumerate(run_ranks(by_python, 2, "shm")):
+        assert right and len(said) == len(names)
+        for text, name in zip(said, names, strict=True):
+            expected = "recv_object_list" if rank and name.startswith("send") else name
+            assert f"comm.{expected} reaches other ranks" in text and "test_traced_calls.py:" in text

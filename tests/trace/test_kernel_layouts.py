@@ -293,7 +293,7 @@ OUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", OUTS)
 @pytest.mark.parametrize("offset", [0, 3, None])
 def test_strided_copies_into_views(name: str, offset: int | None) -> None:
-    """Their offset counts from the beginning of memory, also before their operand's first element, and what they copy is
+    """Their offset counts from the beginning of memory, also before their operand, and what they copy is
     computed before it is written."""
     def step(x: Tensor) -> list[Tensor]:
         y = x * 2

@@ -10,6 +10,7 @@ import torch
 from wholestep.comm.api import checks, collectives, p2p
 from wholestep.comm.api.groups import get_group
 from wholestep.comm.api.issue import Group, group_root
+from wholestep.comm.api.tracing import not_recorded
 from wholestep.comm.api.uneven_gather import all_gather_rows
 
 
@@ -28,6 +29,7 @@ def _broadcast_sizes(parts: list[torch.Tensor], count: int, root: int, group: Gr
     return [int(size) for size in sizes]
 
 
+@not_recorded
 def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
     """Every rank's object into ``object_list``, by rank."""
     pg = get_group(group)
@@ -37,6 +39,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     object_list[:] = [_unpack(data) for data in all_gather_rows(_pack(obj), group)]
 
 
+@not_recorded
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -57,6 +60,7 @@ def gather_object(
         object_gather_list[:] = found
 
 
+@not_recorded
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -81,6 +85,7 @@ def broadcast_object_list(
         object_list[:] = found
 
 
+@not_recorded
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
@@ -107,6 +112,7 @@ def scatter_object_list(
     scatter_object_output_list[0] = _unpack(out[: sizes[pg.rank()]])
 
 
+@not_recorded
 def send_object_list(
     object_list: list[Any], dst: int | None = None, group: Group = None, group_dst: int | None = None
 ) -> None:
@@ -116,6 +122,7 @@ def send_object_list(
     p2p.send(data, dst, group, 0, group_dst)
 
 
+@not_recorded
 def recv_object_list(
     object_list: list[Any], src: int | None = None, group: Group = None, group_src: int | None = None
 ) -> int:

@@ -15,6 +15,7 @@ from wholestep.comm.api.collective_table import RECV, SEND, Collective
 from wholestep.comm.api.groups import get_global_rank, get_group
 from wholestep.comm.api.issue import Group, group_root, issue
 from wholestep.comm.api.plan_cache import with_plan_cache
+from wholestep.comm.api.tracing import not_recorded
 from wholestep.comm.work import Work
 from wholestep.errors import DistError, DistTimeoutError
 
@@ -113,6 +114,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     return [work for work in works if work is not None]
 
 
+@not_recorded
 def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
     """A barrier that names, on rank 0, the ranks that did not come.
 

@@ -12,6 +12,7 @@ from urllib.parse import urlparse
 
 from wholestep.comm.api.backends_registry import BackendConfig, create_group, is_shm_available
 from wholestep.comm.api.groups import DEFAULT_GROUP, NonMember, get_group, is_initialized, world
+from wholestep.comm.api.tracing import not_recorded
 from wholestep.comm.engines import c10d
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from wholestep.comm.stores.store import FileStore, HashStore, PrefixStore, Store
@@ -139,6 +140,7 @@ def init_process_group(
     known.add(DEFAULT_GROUP, group, list(range(size)))
 
 
+@not_recorded
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: timedelta | None = None,

@@ -7,20 +7,44 @@ become ``all_reduce_`` and ``wait_``, which the recorder makes pure as it does a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.work import Work
+from wholestep.errors import UnsupportedError
 from wholestep.torch_compat import FakeTensor, dispatch_modes_active
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
 def is_traced(tensor: torch.Tensor | None) -> bool:
     """True when a call on this tensor, or on none, is to be recorded, not run."""
     return dispatch_modes_active() or isinstance(tensor, FakeTensor)
+
+
+def not_recorded(fn: Fn) -> Fn:
+    """Decorates what reaches other ranks by Python code and not by operators, so that no program can have it.
+
+    Raises:
+        UnsupportedError: inside of a captured step.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if dispatch_modes_active() and isinstance(torch.empty(0), FakeTensor):
+            raise UnsupportedError(
+                f"comm.{fn.__name__} reaches other ranks by Python code, which a replay would not run again",
+                remedy="call it before or after the step, send tensors inside of it, or compile without fullgraph=True "
+                "and without a plan, so that the step's Python runs at each call",
+            )
+        return fn(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class TracedWork(Work):
