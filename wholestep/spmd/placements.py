@@ -9,13 +9,14 @@ the last ranks hold less, or nothing. Piece r begins at ``r * ceil(length / rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from wholestep.comm.ops.rows import piece
 from wholestep.errors import PlanError
 from wholestep.spmd.mesh import AxisGroup
+from wholestep.tensor_parts import Part, Span
 
 Op = Literal["sum", "avg", "product", "max", "min"]
 
@@ -83,10 +84,15 @@ def local_shape(shape: Sequence[int], placements: Sequence[Placement], groups: S
         shape: of the whole tensor.
         placements, groups: one for each axis of the mesh.
     """
-    sizes = list(shape)
+    return cut(shape, [normal(placement, shape) for placement in placements], groups).size
+
+
+def cut(shape: Sequence[int], placements: Iterable[Placement], groups: Iterable[AxisGroup]) -> Part:
+    """What one rank holds of a tensor, axes that split one dimension doing so one after the other."""
+    spans: list[Span] = [(0, size) for size in shape]
     for placement, group in zip(placements, groups, strict=True):
-        placement = normal(placement, shape)
         if isinstance(placement, Shard):
-            start, stop = piece(sizes[placement.dim], group.size, group.rank)
-            sizes[placement.dim] = stop - start
-    return tuple(sizes)
+            first, last = spans[placement.dim]
+            start, stop = piece(last - first, group.size, group.rank)
+            spans[placement.dim] = first + start, first + stop
+    return Part.of(shape, spans)

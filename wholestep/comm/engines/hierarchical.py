@@ -62,17 +62,6 @@ class HierarchicalGroup(ProcessGroup):
         self.timeout, self.topology = timeout, topology
         self._queue, self._hosts = WorkQueue(), HostGroups(self, store, topology)
         self._inside = self._hosts.inside
-        self._steps = {
-            "all_reduce": self._all_reduce,
-            "reduce": self._reduce,
-            "reduce_scatter": self._reduce_scatter,
-            "broadcast": self._broadcast,
-            "all_gather": self._all_gather,
-            "gather": self._gather,
-            "scatter": self._scatter,
-            "all_to_all": self._all_to_all,
-            "barrier": self._barrier,
-        }
         self.name_parts("", range(self._size))
 
     def name_parts(self, name: str, labels: Sequence[int]) -> None:
@@ -92,7 +81,7 @@ class HierarchicalGroup(ProcessGroup):
         words, plain = description(self.sequence, op, part_of(op, outs, ins), opts), Options(timeout=opts.timeout)
 
         def steps() -> None:
-            self._hosts.run(words, lambda: self._steps[op](outs, ins, opts, plain))
+            self._hosts.run(words, lambda: getattr(self, f"_{op}")(outs, ins, opts, plain))
 
         return self._queue.start(f"{self!r}: {words}", steps, outs, opts.async_op)
 

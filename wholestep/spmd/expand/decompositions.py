@@ -1,4 +1,4 @@
-"""A call in terms of others, by torch's own decomposition of its operator: the calls are expanded in its place."""
+"""Decompositions: a call in terms of others, torch's own or a rule's, which are expanded in its place."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ def can_decompose(call: Call) -> bool:
     return tensors and all(value.numel() for value in call.on_smallest.values)
 
 
-def decomposition(call: Call, record: NodeInfo) -> Decomposition:
-    """The calls that torch makes of one; where ranks hold unequal parts, with their counterparts on other ranks.
+def decomposition(call: Call, record: NodeInfo, function: Callable[..., Any] | None = None) -> Decomposition:
+    """The calls that one comes down to; where ranks hold unequal parts, with their counterparts on other ranks.
 
     Args:
         record: for the calls, but for their values.
+        function: see `Decomposed`.
     """
     graph, record = fx.Graph(), replace(record, value=None, ends=None)
     operands = [set_info(graph.placeholder(f"x{i}"), NodeInfo(v)) for i, v in enumerate(call.values)]
     args, kwargs = exchanged(call.args, call.kwargs, operands, lambda number: number)
     node = set_info(graph.call_function(call.target, args, kwargs), replace(record, value=call.result))
     inliner = Inliner(lazy_graph_module(torch.nn.Module(), graph), node, record)
-    results = list(fake_tensors(run_on_fakes(node, _function(call), inliner)))
+    results = list(fake_tensors(run_on_fakes(node, function or _torchs(call), inliner)))
     found = Decomposition(operands, [], [inliner.nodes[id(result)] for result in results])
     for one in reversed(graph.nodes):
         if one.op == "call_function" and one is not node:
@@ -57,13 +58,13 @@ def decomposition(call: Call, record: NodeInfo) -> Decomposition:
             else:
                 graph.erase_node(one)
     if call.ends is not None:
-        both = [decomposition(end, record) for end in call.ends]
+        both = [decomposition(end, record, function) for end in call.ends]
         for mine, *ends in zip(*([*one.operands, *one.calls] for one in (found, *both)), strict=True):
             set_info(mine, replace(info(mine), ends=tuple(ends)))
     return found
 
 
-def _function(call: Call) -> Callable[..., Any]:
+def _torchs(call: Call) -> Callable[..., Any]:
     if not isinstance(call.target, Functionalized):
         return decomposition_of(call.target)
     # batch norm, the one such operator with a rule: with running statistics, or without

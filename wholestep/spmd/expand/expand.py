@@ -24,7 +24,7 @@ from wholestep.spmd.expand.local_calls import Writer
 from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.sharding_constraint import in_memory, moved, sharding_constraint
 from wholestep.spmd.expand.slice_propagation import is_cheap, is_factory, slice_strategy
-from wholestep.spmd.expand.strategy import Build, Strategy, decomposed
+from wholestep.spmd.expand.strategy import Build, Decomposed, Strategy
 from wholestep.spmd.expand.uneven_shards import on_largest
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal
@@ -58,9 +58,9 @@ def expand(
 def built(build: Build, call: Call, strategy: Strategy, local: Sequence[fx.Node]) -> Sequence[fx.Node]:
     """The local results of a strategy that makes other calls than the same one."""
     assert strategy.emit is not None
-    if strategy.emit is not decomposed:
+    if not isinstance(strategy.emit, Decomposed):
         return strategy.emit(build, call, local)
-    inner, found = _Expansion(build.graph, build.group), decomposition(call, build.record)
+    inner, found = _Expansion(build.graph, build.group), decomposition(call, build.record, strategy.emit.function)
     for operand, placement, node in zip(found.operands, strategy.ins, local, strict=True):
         inner.keep(operand, node, [placement])
     for one in found.calls:

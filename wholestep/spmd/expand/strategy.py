@@ -50,10 +50,6 @@ class Build:
         args, kwargs = with_arguments(call.target, args, kwargs, **changed)
         return self.call(call.target, *args, **kwargs)
 
-    def number(self, value: Any) -> Any:
-        """A number among the call's arguments, as this rank's graph has it."""
-        return self.number_of(value) if isinstance(value, fx.Node) else value
-
     def call(self, target: Any, *args: Any, **keywords: Any) -> fx.Node:
         """A call on nodes of this rank's graph."""
         like = self.record
@@ -64,17 +60,6 @@ class Build:
         """The reduction of a value over the ranks."""
         started = self.call(collectives.all_reduce.default, node, op, self.group.name)
         return self.call(collectives.wait.default, started)
-
-    def all_gather(self, node: fx.Node) -> fx.Node:
-        """The values of all ranks, one after the other along dimension 0."""
-        started = self.call(collectives.all_gather.default, node, self.group.name)
-        return self.call(collectives.wait.default, started)
-
-    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """A value in a dtype."""
-        if info(node).value.dtype == dtype:
-            return node
-        return self.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
 
     def shard(self, node: fx.Node, dim: int) -> fx.Node:
         """This rank's shard of a whole value."""
@@ -90,13 +75,26 @@ class Build:
         picked = self.graph.call_function(GETITEM, (node, index))
         return set_info(picked, replace(self.record, value=info(node).value[index], ends=None))
 
+    def picks(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors of a call's results."""
+        return [self.pick(node, i) for i, one in enumerate(info(node).value) if isinstance(one, torch.Tensor)]
+
 
 Emit = Callable[[Build, Call, Sequence[fx.Node]], Sequence[fx.Node]]
 
 
-def decomposed(build: Build, call: Call, ins: Sequence[fx.Node]) -> Sequence[fx.Node]:
-    """As a strategy's `emit`: the calls by which torch decomposes this one, each expanded by rules of its own."""
-    raise AssertionError(f"{call.target} is decomposed where it is expanded")
+@dataclass(frozen=True)
+class Decomposed:
+    """As a strategy's `emit`: the call comes down to others, each of which is expanded by rules of its own.
+
+    Attributes:
+        function: gives what the call gives, of the same arguments; None for torch's decomposition of the operator.
+    """
+
+    function: Callable[..., Any] | None = None
+
+    def __call__(self, build: Build, call: Call, ins: Sequence[fx.Node]) -> Sequence[fx.Node]:
+        raise AssertionError(f"{call.target} is decomposed where it is expanded")
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,6 @@ class Runs:
         """Number of the backward pass that a node belongs to, None when it belongs to none."""
         return self._runs.get(node)
 
-    def add(self, node: fx.Node, run: int) -> None:
-        """A new node belongs to a backward pass."""
-        self._runs[node] = run
-
     def inside(self, node: fx.Node, reader: fx.Node) -> bool:
         """True when the backward that made a gradient reads it."""
         mine, other = self.of(node), self.of(reader)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from wholestep.comm.ops.rows import piece
 from wholestep.errors import PlanError
 from wholestep.ir import Input, Pass
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
-from wholestep.spmd.placements import Placement, Replicate, Shard, normal
+from wholestep.spmd.placements import Placement, Replicate, Shard, cut, normal
 from wholestep.spmd.plans.patterns import argument_path, check_patterns, matches
-from wholestep.tensor_parts import Part, Span
+from wholestep.tensor_parts import Part
 
 _GRAD = re.compile(r"(?P<owner>.+)\.grad")
 _STATE = re.compile(r".+?\.state\[(?P<owner>.*)\]\[[^\[\]]*\]")
@@ -153,14 +152,3 @@ class GlobalView:
             if isinstance(placement, Shard):
                 shape[placement.dim] *= group.size
         return None if shape == list(mine.shape) else cut(shape, placements, self.groups)
-
-
-def cut(shape: Sequence[int], placements: Iterable[Placement], groups: Iterable[AxisGroup]) -> Part:
-    """What one rank holds of a tensor, axes that split one dimension doing so one after the other."""
-    spans: list[Span] = [(0, size) for size in shape]
-    for placement, group in zip(placements, groups, strict=True):
-        if isinstance(placement, Shard):
-            first, last = spans[placement.dim]
-            start, stop = piece(last - first, group.size, group.rank)
-            spans[placement.dim] = first + start, first + stop
-    return Part.of(shape, spans)

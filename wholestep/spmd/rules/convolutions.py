@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
 from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, linear, linear_strategies
 from wholestep.spmd.placements import Partial, Shard
-from wholestep.spmd.rules.norm_layers import chosen, present
+from wholestep.spmd.rules.norm_layers import present
 
 
 def _sides(call: Call) -> tuple[Shard, Shard, int]:
@@ -62,8 +61,7 @@ def _backward_of_some(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[
     sizes = None if call.argument("bias_sizes") is None else [info(ins[0]).value.shape[1]]
     some = groups if groups == 1 else groups // call.group.size
     made = build.same(call, ins, bias_sizes=sizes, groups=some)
-    return chosen(call, *[build.pick(made, i) if isinstance(value, torch.Tensor) else None
-                          for i, value in enumerate(info(made).value)])  # fmt: skip
+    return build.picks(made)
 
 
 def planes(count: int) -> Rule:

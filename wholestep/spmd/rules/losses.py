@@ -10,12 +10,12 @@ from torch import fx
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.strategy import (
     Build,
+    Decomposed,
     Dims,
     Names,
     Rule,
     Strategy,
     alphabet,
-    decomposed,
     linear,
     trailing,
 )
@@ -116,14 +116,14 @@ def _elementwise(call: Call) -> Iterator[Strategy]:
         yield from Dims(ins, [letters]).strategies(call)
         return
     added: dict[str, Op] = dict.fromkeys(letters, "sum")
-    yield from Dims(ins, [[]], added, emit=decomposed if reduction == MEAN else None).strategies(call)
+    yield from Dims(ins, [[]], added, emit=Decomposed() if reduction == MEAN else None).strategies(call)
 
 
 def _elementwise_backward(call: Call) -> Iterator[Strategy]:
     shape = _whole_shape(call, "self", "target")
     letters: Names = alphabet(len(shape))
     ins = [trailing(value, list(letters), shape) for value in call.values]
-    emit = decomposed if call.argument("reduction") == MEAN else None
+    emit = Decomposed() if call.argument("reduction") == MEAN else None
     yield from Dims(ins, [letters], emit=emit).strategies(call)
 
 

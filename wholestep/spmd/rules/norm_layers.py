@@ -10,7 +10,7 @@ from torch import fx
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
 from wholestep.spmd.expand.decompositions import can_decompose
-from wholestep.spmd.expand.strategy import Build, Rule, Strategy, decomposed, linear
+from wholestep.spmd.expand.strategy import Build, Decomposed, Rule, Strategy, linear
 from wholestep.spmd.placements import Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -19,11 +19,6 @@ aten = torch.ops.aten
 def present(call: Call, *placements: Placement) -> tuple[Placement, ...]:
     """Placements of those gradients that are asked for."""
     return tuple(p for p, value in zip(placements, call.result, strict=True) if isinstance(value, torch.Tensor))
-
-
-def chosen(call: Call, *nodes: fx.Node | None) -> list[fx.Node]:
-    """Those gradients that are asked for."""
-    return [n for n, value in zip(nodes, call.result, strict=True) if isinstance(value, torch.Tensor) and n is not None]
 
 
 # Over the last dimensions: layer norm, root mean square norm --------------------------------------------------------
@@ -41,7 +36,7 @@ def _over_last(call: Call) -> Iterator[Strategy]:
     if count == 3 and can_decompose(call):
         for dim in range(len(call.argument("normalized_shape"))):
             ins = call.placed(input=Shard(lead + dim), weight=Shard(dim), bias=Shard(dim))
-            yield Strategy(ins, (Shard(lead + dim), R, R), decomposed)
+            yield Strategy(ins, (Shard(lead + dim), R, R), Decomposed())
 
 
 def _over_last_backward(call: Call) -> Iterator[Strategy]:
@@ -53,7 +48,7 @@ def _over_last_backward(call: Call) -> Iterator[Strategy]:
         for dim in range(len(call.argument("normalized_shape"))):
             here, there = Shard(lead + dim), Shard(dim)
             ins = call.placed(grad_out=here, input=here, weight=there, bias=there)
-            yield Strategy(ins, present(call, here, there, there), decomposed)
+            yield Strategy(ins, present(call, here, there, there), Decomposed())
 
 
 # Over groups of channels -------------------------------------------------------------------------------------------
@@ -80,7 +75,7 @@ def _with_local_sizes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[
     channels = int(call.argument("C"))
     groups = int(call.argument("group")) * here.shape[1] // channels
     made = build.same(call, ins, N=here.shape[0], C=here.shape[1], group=groups)
-    return [build.pick(made, i) for i, value in enumerate(info(made).value) if isinstance(value, torch.Tensor)]
+    return build.picks(made)
 
 
 # Over all but the channels ------------------------------------------------------------------------------------------
@@ -95,7 +90,7 @@ def _batch_norm(call: Call) -> Iterator[Strategy]:
     trains = bool(call.argument("training"))
     for dim in (dim for dim in range(len(whole)) if dim != 1):
         if can_decompose(call) if trains else holds_on_all(call, whole[dim]):
-            emit = decomposed if trains else None
+            emit = Decomposed() if trains else None
             yield Strategy(call.placed(input=Shard(dim)), (Shard(dim), *[R] * (outs - 1)), emit)
 
 
@@ -111,7 +106,7 @@ def _batch_norm_backward(call: Call) -> Iterator[Strategy]:
             affine: Placement = R if trains else Partial()
             outs = present(call, Shard(dim), affine, affine)
             ins = call.placed(grad_out=Shard(dim), input=Shard(dim))
-            yield Strategy(ins, outs, decomposed if trains else None)
+            yield Strategy(ins, outs, Decomposed() if trains else None)
 
 
 def _has(call: Call, name: str) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
 from wholestep.spmd.expand.decompositions import can_decompose
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, decomposed, linear
+from wholestep.spmd.expand.strategy import Decomposed, Dims, Names, Rule, Strategy, alphabet, linear
 from wholestep.spmd.placements import Op, Shard
 
 aten = torch.ops.aten
@@ -49,17 +52,13 @@ def _mean(call: Call) -> Iterator[Strategy]:
     """A mean over split dimensions is the sum of what each rank's elements add to it."""
     letters, result, gone = names_of(call)
     yield from Dims([letters], [result]).strategies(call)
-    yield from Dims([letters], [result], dict.fromkeys(gone, "sum"), emit=_part_of_mean).strategies(call)
+    by_sum = Decomposed(partial(_by_sum, call))
+    yield from Dims([letters], [result], dict.fromkeys(gone, "sum"), emit=by_sum).strategies(call)
 
 
-def _part_of_mean(build: Build, call: Call, ins: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
-    gone = reduced_dims(call)
-    count = 1
-    for dim in gone:
-        count *= call.values[0].shape[dim]
-    total = build.call(aten.sum.dim_IntList, ins[0], gone, bool(call.argument("keepdim", False)),
-                       dtype=call.results[0].dtype)  # fmt: skip
-    return [build.call(aten.div.Scalar, total, count)]
+def _by_sum(call: Call, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    dims, keep = reduced_dims(call), bool(call.argument("keepdim", False))
+    return x.sum(dims, keep, dtype=call.results[0].dtype) / math.prod(x.shape[dim] for dim in dims)
 
 
 def _masked_sum(call: Call) -> Iterator[Strategy]:
@@ -75,7 +74,7 @@ def _any_or_all(call: Call) -> Iterator[Strategy]:
     letters, result, gone = names_of(call)
     yield from Dims([letters], [result]).strategies(call)
     for letter in gone if can_decompose(call) else ():
-        yield Strategy((Shard(letters.index(letter)),), (R,), decomposed)
+        yield Strategy((Shard(letters.index(letter)),), (R,), Decomposed())
 
 
 RULES: dict[str, Rule] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.decompositions import can_decompose
-from wholestep.spmd.expand.strategy import Dims, Rule, Strategy, beside, decomposed, linear
+from wholestep.spmd.expand.strategy import Decomposed, Dims, Rule, Strategy, beside, linear
 from wholestep.spmd.placements import Shard
 from wholestep.spmd.rules.reductions import names_of
 
@@ -18,14 +18,14 @@ def _along(call: Call) -> Iterator[Strategy]:
     dim = int(call.argument("dim")) % call.values[0].dim()
     yield from beside(call, dim)
     if can_decompose(call):
-        yield Strategy((Shard(dim),) * len(call.values), (Shard(dim),), decomposed)
+        yield Strategy((Shard(dim),) * len(call.values), (Shard(dim),), Decomposed())
 
 
 def _logsumexp(call: Call) -> Iterator[Strategy]:
     letters, result, gone = names_of(call)
     yield from Dims([letters], [result]).strategies(call)
     for letter in gone if can_decompose(call) else ():
-        yield Strategy((Shard(letters.index(letter)),), (R,), decomposed)
+        yield Strategy((Shard(letters.index(letter)),), (R,), Decomposed())
 
 
 RULES: dict[str, Rule] = {
