@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint lie, and how another takes its place at once.
+"""The directory of a checkpoint: its layout, and how a new checkpoint replaces it atomically.
 
 A checkpoint is a directory with an ``index.json`` and one directory of shards, ``shards-7``, that it names. A new one
 is written beside it, as ``.shards-8``; when all is on the disk that is renamed, and then the index replaced: this one

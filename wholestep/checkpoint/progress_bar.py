@@ -1,4 +1,4 @@
-"""A bar for what takes long."""
+"""The progress bar of saving and loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model and an optimizer hold, under names that know nothing of wrappers."""
+"""The state of a model and an optimizer by parameter names without wrappers' prefixes (DDP, FSDP, torch.compile)."""
 
 from __future__ import annotations
 

@@ -214,6 +214,24 @@ def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
     return _checked(method)
 
 
+def _coalesced(name: str, row: Collective) -> Callable[..., TorchWork]:
+    """The group's method that runs the public collective of a row on each output and its input."""
+    collective = getattr(collectives, row.name)
+
+    def method(self: Any, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
+        if len(outputs) != len(inputs):
+            raise ValueError(f"ProcessGroupShm: {len(outputs)} outputs were given for {len(inputs)} inputs")
+        call = {"group": self._group, "async_op": True} | ({"op": _reduction(opts)} if row.reduces else {})
+        works = [collective(out, one, **call) for out, one in zip(outputs, inputs, strict=True)]
+        result = list(outputs)
+        if row.out_kind is ArgumentKind.ROWS:
+            result = [list(parts) for parts in zip(*map(self._by_rank, outputs), strict=True)]
+        return self._work(All(works, list(outputs)), result, opts)
+
+    method.__name__ = name
+    return _checked(method)
+
+
 @skipped_by_dynamo
 class ShmProcessGroup(_TorchGroup):
     """A group over shared memory in torch's clothes.
@@ -324,25 +342,8 @@ class ShmProcessGroup(_TorchGroup):
         """What came from each rank, as Gloo's futures have it."""
         return list(output.tensor_split(self.size())) if output.dim() else [output]
 
-    def _each(self, start: Callable[..., Any], outputs: Any, inputs: Any, **rest: Any) -> Work:
-        if len(outputs) != len(inputs):
-            raise ValueError(f"ProcessGroupShm: {len(outputs)} outputs were given for {len(inputs)} inputs")
-        pairs = zip(outputs, inputs, strict=True)
-        return All([start(out, one, group=self._group, async_op=True, **rest) for out, one in pairs], list(outputs))
-
-    @_checked
-    def allgather_into_tensor_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> TorchWork:
-        result = [list(parts) for parts in zip(*map(self._by_rank, outputs), strict=True)]
-        return self._work(self._each(collectives.all_gather_into_tensor, outputs, inputs), result, opts)
-
-    @_checked
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
-    ) -> TorchWork:
-        work = self._each(collectives.reduce_scatter_tensor, outputs, inputs, op=_reduction(opts))
-        return self._work(work, list(outputs), opts)
+    allgather_into_tensor_coalesced = _coalesced("allgather_into_tensor_coalesced", table.ALL_GATHER_INTO_TENSOR)
+    reduce_scatter_tensor_coalesced = _coalesced("reduce_scatter_tensor_coalesced", table.REDUCE_SCATTER_TENSOR)
 
     @_checked
     def alltoall_base(

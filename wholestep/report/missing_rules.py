@@ -1,4 +1,4 @@
-"""Operators that no sharding rule knows: they run whole on every rank."""
+"""Operators without a sharding rule: they run replicated on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole state of an optimizer or a model of which each rank keeps parts."""
+"""`full_state_dict`: gathers the sharded state of an optimizer or a model."""
 
 from __future__ import annotations
 

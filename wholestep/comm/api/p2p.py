@@ -1,4 +1,4 @@
-"""Messages from one rank to another, and what is made of them."""
+"""Point-to-point communication: `send`, `recv`, their asynchronous forms and `monitored_barrier`."""
 
 from __future__ import annotations
 

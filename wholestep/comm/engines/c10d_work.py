@@ -1,4 +1,4 @@
-"""Works of the engines of torch.distributed as ours."""
+"""Adapts `torch.distributed.Work` to `wholestep.comm.Work`."""
 
 from __future__ import annotations
 

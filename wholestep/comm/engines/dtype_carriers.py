@@ -1,4 +1,4 @@
-"""Dtypes that the engines of torch.distributed do not know, carried by those that they do."""
+"""Reinterprets dtypes that the engines of torch.distributed do not support as ones that they do."""
 
 from __future__ import annotations
 

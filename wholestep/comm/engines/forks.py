@@ -1,4 +1,4 @@
-"""What a forked process has of its parent's groups: groups that refuse.
+"""Process groups after `fork`: in the child, each call raises.
 
 The memory, the sockets and the locks of a group are its ranks' alone: a child that used them would publish rounds in
 its parent's name. Stores see to themselves.

@@ -1,4 +1,4 @@
-"""Messages that tell their length first, for engines that end the process which gets more than it expects (Gloo)."""
+"""Length-prefixed messages, for engines that abort the process on a size mismatch (Gloo)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers that native/shm.h has for operations, reductions, dtypes and outcomes."""
+"""The codes of native/shm.h for operations, reductions, dtypes and outcomes."""
 
 from __future__ import annotations
 

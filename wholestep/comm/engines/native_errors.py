@@ -1,4 +1,4 @@
-"""How the compiled engine's failures read: what happened, to whom, and where each rank stands."""
+"""Error messages of the compiled engine: what failed, on which rank, and the last collective of each."""
 
 from __future__ import annotations
 

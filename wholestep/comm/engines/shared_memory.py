@@ -1,4 +1,4 @@
-"""The group that the name ``shm`` stands for: shared memory on one host, and on several what is made of it."""
+"""The backend ``shm``: shared memory on one host, the hierarchical group on several."""
 
 from __future__ import annotations
 

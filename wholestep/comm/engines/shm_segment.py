@@ -1,4 +1,4 @@
-"""How the ranks of one host come to share a group's memory: rank 0 makes it and shows it to the others."""
+"""Sets up a group's shared-memory segment: rank 0 creates it, the other ranks of the host map it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of a collective, in bytes that ranks show each other where the engine compares nothing itself."""
+"""Collective signatures as bytes, which ranks compare where the engine does not."""
 
 from __future__ import annotations
 

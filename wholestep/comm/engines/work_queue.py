@@ -1,4 +1,4 @@
-"""A queue of collectives that consist of several steps: in a thread of its own when they are asynchronous."""
+"""A work queue for collectives of several steps, run by a thread of its own when they are asynchronous."""
 
 from __future__ import annotations
 

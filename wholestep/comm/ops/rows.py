@@ -1,4 +1,4 @@
-"""Which rows of a tensor are whose, when the ranks of a group share them out."""
+"""How the rows of a tensor are chunked over the ranks of a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other over a store, before they have a group."""
+"""Barriers over a store, for ranks that have no process group yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store of torch as one of ours."""
+"""Adapts `torch.distributed.Store` to `wholestep.comm.Store`."""
 
 from __future__ import annotations
 

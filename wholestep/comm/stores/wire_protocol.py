@@ -1,4 +1,4 @@
-"""What a `TCPStore` and its server say to each other.
+"""The wire protocol between a `TCPStore` and its server.
 
 A client begins with `HELLO`; all that follows are frames. A frame is its length (4 bytes, little endian), then
 fields, each with its length (4 bytes). A request's fields are the command, the key, the values; an answer's are

@@ -1,1 +1,1 @@
-"""Which calls run together and in which order: elementwise chains, blocks of rows, many small tensors at once."""
+"""Which calls run together and in which order: elementwise chains, tiles, blocks of rows."""

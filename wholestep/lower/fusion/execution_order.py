@@ -1,4 +1,4 @@
-"""The order of execution: which nodes run one by one, tile by tile, or many at once.
+"""The order of execution: which calls run one by one, and which together as a chain or tile by tile.
 
 Two groupings change the order of elementwise nodes, never their bits:
 

@@ -1,4 +1,4 @@
-"""From one placement to another along one axis: which collective that takes, what it costs, and the calls that do it.
+"""Redistribution along one axis: the collective for each pair of placements, its cost, and the calls that do it.
 
 `RULES` is the table. Along an axis of n ranks, for a tensor of B bytes, a rank sends
 
@@ -18,47 +18,36 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.comm.ops.rows import piece, piece_size
+from wholestep.comm.ops.rows import piece_size
 from wholestep.ir import info, is_dense
-from wholestep.spmd.expand.graph_edits import call
-from wholestep.spmd.mesh import AxisGroup
+from wholestep.spmd.expand.strategy import Build
 from wholestep.spmd.placements import Opaque, Partial, Placement, Replicate, Shard
 
 aten = torch.ops.aten
-collectives = torch.ops.wholestep
 
 
-@dataclass(frozen=True)
-class Change:
+@dataclass(kw_only=True)
+class Change(Build):
     """A change of placement along one axis, at the insertion point of a graph.
 
     Attributes:
         shape: what the ranks of the axis hold together.
-        record: of the nodes that are added: ``phase``, and what else `NodeInfo` takes.
         names: of what is sent, for the record of the collective.
         unequal: whether ranks hold, here or along other axes, pieces of several sizes. No rank then leaves out a call
             that another one makes: passes that move collectives shall find the same graph on every rank.
     """
 
-    graph: fx.Graph
     shape: tuple[int, ...]
-    group: AxisGroup
-    record: dict[str, Any]
     unequal: bool
     names: tuple[str, ...] = ()
 
-    def call(self, target: Any, *args: Any) -> fx.Node:
-        return call(self.graph, target, *args, **self.record)
-
-    def collective(self, name: str, *args: Any) -> fx.Node:
-        """A collective over the axis, waited for at once."""
-        target = getattr(collectives, name).default
-        started = call(self.graph, target, *args, self.group.name, placement=self.names or None, **self.record)
-        return self.call(collectives.wait.default, started)
+    def send(self, name: str, *args: Any) -> fx.Node:
+        """A collective with the names of what is sent."""
+        return self.collective(name, *args, names=self.names)
 
     def mine(self, dim: int) -> tuple[int, int]:
         """This rank's piece."""
-        return piece(self.shape[dim], self.group.size, self.group.rank)
+        return self.piece(self.shape[dim])
 
     def step(self, dim: int) -> int:
         return piece_size(self.shape[dim], self.group.size)
@@ -84,8 +73,7 @@ class Change:
         """The elements in the order in which they are read."""
         if not self.unequal and info(node).value.is_contiguous():
             return node
-        layout = {"memory_format": torch.contiguous_format}
-        return call(self.graph, aten.clone.default, node, keywords=layout, **self.record)
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
 
 Emit = Callable[[Change, fx.Node, Any, Any], fx.Node]
@@ -118,7 +106,7 @@ def _slice(change: Change, node: fx.Node, src: Replicate, dst: Shard) -> fx.Node
 def _all_gather(change: Change, node: fx.Node, src: Shard, dst: Replicate) -> fx.Node:
     dim, (start, stop) = src.dim, change.mine(src.dim)
     padded = change.pad(node, dim, 0, change.step(dim) - (stop - start))
-    rows = change.collective("all_gather", change.dense(change.swap(padded, dim)))
+    rows = change.send("all_gather", change.dense(change.swap(padded, dim)))
     return change.dense(change.swap(change.slice(rows, 0, 0, change.shape[dim]), dim))
 
 
@@ -141,14 +129,14 @@ def _all_reduce(change: Change, node: fx.Node, src: Partial, dst: Replicate) -> 
     as_is = change.unequal or info(node).value.is_contiguous() or not is_dense(size, stride)
     if not as_is:
         node = change.call(aten.as_strided.default, node, [math.prod(size)], [1])
-    done = change.collective("all_reduce", *_operation(change, node, src.op))
+    done = change.send("all_reduce", *_operation(change, node, src.op))
     return done if as_is else change.call(aten.as_strided.default, done, size, stride)
 
 
 def _reduce_scatter(change: Change, node: fx.Node, src: Partial, dst: Shard) -> fx.Node:
     dim, (start, stop) = dst.dim, change.mine(dst.dim)
     padded = change.pad(node, dim, 0, change.step(dim) * change.group.size - change.shape[dim])
-    rows = change.collective("reduce_scatter", *_operation(change, change.dense(change.swap(padded, dim)), src.op))
+    rows = change.send("reduce_scatter", *_operation(change, change.dense(change.swap(padded, dim)), src.op))
     return change.dense(change.swap(change.slice(rows, 0, 0, stop - start), dim))
 
 
@@ -162,7 +150,7 @@ def _all_to_all(change: Change, node: fx.Node, src: Shard, dst: Shard) -> fx.Nod
     dims = len(change.shape)
     others = [dim for dim in range(dims) if dim != new]
     rows = change.dense(change.call(aten.permute.default, node, [new, *others]))
-    sent = change.collective("all_to_all", rows, [], [])
+    sent = change.send("all_to_all", rows, [], [])
     sizes = list(info(sent).value.shape)
     blocks = change.call(aten.view.default, sent, [ranks, change.step(new), *sizes[1:]])  # from rank, new, others
     place = others.index(old)

@@ -1,4 +1,4 @@
-"""One call of a step, as sharding rules see it."""
+"""The view of an operator call that sharding rules take: its arguments and fake values on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way of running a call moves the fewest bytes, given where its operands are.
+"""Chooses the strategy of each call that communicates the fewest bytes, given the placements of its operands.
 
 Greedy, call by call. Two things keep it from short sight: nothing that every rank holds whole is split unless another
 operand is split alike or the gradient's own value was (so that plans alone begin a split), and addends among the

@@ -1,4 +1,4 @@
-"""What a call gives on its operands' fake values. Remembered, for the layers of a model make the same calls again.
+"""Fake evaluation of calls, memoised: the layers of a model make the same calls again.
 
 A value says shape, strides, dtype and device; nodes of equal ones may share the object.
 """

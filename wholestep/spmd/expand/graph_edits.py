@@ -1,4 +1,4 @@
-"""What passes of this room do to a graph: add calls with their records, and lead readers to another value."""
+"""Graph edits: adds calls with their records, and reroutes the users of a value to another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From some placements to others: the changes along single axes that this takes, their calls and their cost."""
+"""Redistribution on a mesh: the changes along single axes that it takes, their calls and their cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.ir import Phase
+from wholestep.ir import NodeInfo, Phase
 from wholestep.spmd.expand.axis_redistribute import Change, rule_of
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate, Shard, is_unequal, local_shape, normal
@@ -62,7 +62,7 @@ def redistribute(
         others: list[Placement] = [Replicate() if i == axis else p for i, p in enumerate(now)]
         whole, group = local_shape(shape, others, groups), groups[axis]
         unequal = group.uneven or is_unequal(old, whole, group) or is_unequal(new, whole, group)
-        change = Change(graph, whole, group, {"phase": phase, **record}, unequal, names)
+        change = Change(graph, NodeInfo(None, phase, **record), group, shape=whole, unequal=unequal, names=names)
         node = rule_of(old, new).emit(change, node, old, new)
         now[axis] = new
     return node

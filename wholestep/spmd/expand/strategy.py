@@ -1,4 +1,4 @@
-"""What a sharding rule says: the ways in which one call can run on parts of its operands, along one mesh axis.
+"""Sharding strategies: the ways in which one call can run on shards of its operands, along one mesh axis.
 
 A rule takes a `Call`, with its values as one device has them, and gives strategies: placements of the operands, and the
 placements of the results that the same call on the local operands then gives. That everything can be replicated goes
@@ -42,7 +42,7 @@ class Build:
     graph: fx.Graph
     record: NodeInfo
     group: AxisGroup
-    number_of: Callable[[fx.Node], fx.Node]
+    number_of: Callable[[fx.Node], fx.Node] = lambda number: number
 
     def same(self, call: Call, ins: Sequence[fx.Node], /, **changed: Any) -> fx.Node:
         """The call itself on local operands, some arguments exchanged by name."""
@@ -56,10 +56,15 @@ class Build:
         return add_call(self.graph, target, *args, phase=like.phase, keywords=keywords, seq=like.seq, where=like.where,
                         module=like.module)  # fmt: skip
 
+    def collective(self, name: str, *args: Any, names: tuple[str, ...] = ()) -> fx.Node:
+        """A collective over the axis, waited for at once; ``names`` of what is sent are for its record."""
+        started = self.call(getattr(collectives, name).default, *args, self.group.name)
+        set_info(started, replace(info(started), placement=names or None))
+        return self.call(collectives.wait.default, started)
+
     def all_reduce(self, node: fx.Node, op: Op = "sum") -> fx.Node:
         """The reduction of a value over the ranks."""
-        started = self.call(collectives.all_reduce.default, node, op, self.group.name)
-        return self.call(collectives.wait.default, started)
+        return self.collective("all_reduce", node, op)
 
     def shard(self, node: fx.Node, dim: int) -> fx.Node:
         """This rank's shard of a whole value."""

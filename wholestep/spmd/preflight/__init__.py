@@ -1,1 +1,1 @@
-"""One start for all ranks: plans are put to work, and what ranks are about to run is compared."""
+"""Preflight: plans are executed once all ranks have agreed on what they are about to run."""

@@ -41,35 +41,11 @@ def _classes(call: Call) -> Shard:
 
 def _nll(call: Call) -> Iterator[Strategy]:
     reduction = call.argument("reduction")
-    loss: Placement = Partial()
+    weight: Placement = Partial() if reduction == SUM else R
     for x, target in _samples(call):
-        outs = (target if reduction == NONE else loss, Partial() if reduction == SUM else R)
-        yield Strategy(call.placed(self=x, target=target), outs, _nll_of_samples)
-    ins = call.placed(self=_classes(call), weight=Shard(0))
-    yield Strategy(ins, (loss, Partial() if reduction == SUM else R), _nll_of_classes)
-
-
-def _nll_of_samples(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    return _over_weight(build, call, build.same(call, ins, **_summed(call)))
-
-
-def _nll_of_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    return _over_weight(build, call, build.same(call, ins, **_own_classes(build, call, ins), **_summed(call)))
-
-
-def _summed(call: Call) -> dict[str, int]:
-    return {"reduction": SUM} if call.argument("reduction") == MEAN else {}
-
-
-def _over_weight(build: Build, call: Call, made: fx.Node) -> list[fx.Node]:
-    """The total weight counts the samples of all ranks that are not ignored."""
-    loss, weight = build.pick(made, 0), build.pick(made, 1)
-    if call.argument("reduction") == NONE:
-        weight = build.call(aten.new_zeros.default, weight, [])
-    if call.argument("reduction") == MEAN:
-        weight = build.all_reduce(weight)
-        loss = build.call(aten.div.Tensor, loss, weight)
-    return [loss, weight]
+        loss = target if reduction == NONE else Partial()
+        yield Strategy(call.placed(self=x, target=target), (loss, weight), Decomposed())
+    yield Strategy(call.placed(self=_classes(call), weight=Shard(0)), (Partial(), weight), Decomposed())
 
 
 def _own_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> dict[str, object]:

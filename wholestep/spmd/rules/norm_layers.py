@@ -1,4 +1,4 @@
-"""Layers that bring values to mean 0 and variance 1, and their gradients, over split dimensions too."""
+"""Normalisation layers and their gradients, over sharded dimensions too."""
 
 from __future__ import annotations
 

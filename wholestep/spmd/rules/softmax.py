@@ -1,4 +1,4 @@
-"""Softmax and its kin: along one dimension, where that is split by decomposition."""
+"""Softmax, log-softmax and logsumexp: along a sharded dimension by decomposition."""
 
 from __future__ import annotations
 

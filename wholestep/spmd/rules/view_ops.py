@@ -1,4 +1,4 @@
-"""Other ways to see the same elements. Sizes among the arguments become this rank's where they are emitted."""
+"""Views. Sizes among their arguments become this rank's where they are emitted."""
 
 from __future__ import annotations
 
