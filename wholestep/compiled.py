@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -22,7 +21,7 @@ from wholestep.co_run import CoRun, is_deferring
 from wholestep.errors import CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain, explain_segments
-from wholestep.runtime import Entry, Program, give_back
+from wholestep.runtime import Entries, Entry, Program, give_back
 from wholestep.step_log import Logged, collecting
 from wholestep.torch_compat import jit_traces, needs_memory, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
@@ -31,11 +30,6 @@ from wholestep.trace.record.provenance import line_of
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
 MAX_ENTRIES = 32
-# Of programs for many sizes: how many stay, and how many of them with their memory.
-MAX_SIZES, AT_HAND = 64, 8
-# At which of its calls a new size gets a program, beyond the second size: while there is room, and when there is none.
-# Before, it runs in eager: sizes that never come again cost no half a second for a program that serves one call.
-COMES_AGAIN, OFTEN = 2, 16
 
 
 @skipped_by_dynamo
@@ -93,11 +87,9 @@ class Compiled:
     def reset(self) -> None:
         """Forgets all captures, and which modules are replaced."""
         self._overrides = Overrides(self._module_override)
-        self._entries: list[Entry] = []
+        self._entries = Entries()
         templates = self._dynamic is not False and self._executor.plain
         self._known = pipeline.Known(templates=Templates(pipeline.capture, bool(self._dynamic)) if templates else None)
-        self._sized = False  # whether entries differ in the shapes of their arguments
-        self._waiting: Counter[Any] = Counter()  # how often shapes came that have no program
         self.eager_calls = 0
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
@@ -135,12 +127,13 @@ class Compiled:
     def _serve(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None, run: Callable[..., Any]
     ) -> Any:
-        failure = GuardFailure("")
-        wanted = shapes((args, kwargs)) if self._sized else None
-        if self._sized and self._co_run is None and self._may_wait(wanted):
+        failure, wanted = GuardFailure(""), None
+        if self._entries.sized:
+            wanted = shapes((args, kwargs))
+        if wanted is not None and self._replaceable and self._entries.is_new(wanted):
             self.eager_calls += 1
             return collecting(self._fn)(*args, **kwargs)
-        for entry in self._candidates(wanted):
+        for entry in self._entries.candidates(wanted):
             outcome = run(entry, args, kwargs, ready)
             if type(outcome) is not GuardFailure:
                 if entry is not self._entries[0]:
@@ -205,41 +198,18 @@ class Compiled:
             self._known.initial.drop()
             self._known.initial = None
 
-    def _may_wait(self, wanted: Any) -> bool:
-        """Whether a call runs in eager, since its shapes may never come again."""
+    @property
+    def _replaceable(self) -> bool:
+        """Whether eager gives the same as a program, and the user has asked for no program of a kind."""
         options = self._options
-        if not self._may_break or options.passes or options.backend not in pipeline.EXACT:
-            return False
-        if any(entry.shapes == wanted for entry in self._entries):
-            return False
-        self._waiting[wanted] += 1
-        enough = COMES_AGAIN if len(self._entries) < MAX_SIZES else OFTEN
-        if self._waiting[wanted] >= enough:
-            del self._waiting[wanted]
-            return False
-        if len(self._waiting) > 16 * MAX_SIZES:
-            self._waiting.clear()
-        return True
-
-    def _candidates(self, wanted: Any) -> list[Entry]:
-        """The entries that may serve a call: with one for each size, those of its sizes, else one for its reason."""
-        if not self._sized:
-            return list(self._entries)
-        return [e for e in self._entries if e.shapes == wanted] or self._entries[:1]
+        exact = self._may_break and not options.passes and options.backend in pipeline.EXACT
+        return exact and self._co_run is None
 
     def _prefer(self, entry: Entry) -> None:
-        """Puts an entry first; with one for each size, those not used lately give back their memory."""
-        if entry in self._entries:
-            self._entries.remove(entry)
-        self._entries.insert(0, entry)
-        if self._known.templates is not None and self._known.templates.known:
-            serving = [e.program for e in self._entries[:AT_HAND]]
-            for unused in self._entries[AT_HAND:]:
-                if unused.program not in serving:
-                    unused.program.release_memory()
-            for gone in self._entries[MAX_SIZES:]:
-                self._entries.remove(gone)
-                self._known.programs = {k: p for k, p in self._known.programs.items() if p is not gone.program}
+        """Puts an entry first; programs of those that go are known no more."""
+        templates = self._known.templates
+        for gone in self._entries.prefer(entry, templates is not None and bool(templates.known)):
+            self._known.programs = {k: p for k, p in self._known.programs.items() if p is not gone.program}
 
     def _run(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None
@@ -289,7 +259,6 @@ class Compiled:
         if self._entries and reason:
             self.recompiles.append(reason)
         self._prefer(entry)
-        self._sized = any(other.shapes != entry.shapes for other in self._entries)
         return entry
 
     @contextmanager

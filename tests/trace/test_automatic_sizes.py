@@ -15,6 +15,7 @@ from examples.gpt import GPT, GPTConfig
 from wholestep.autograd import aot_function
 from wholestep.errors import CaptureError
 from wholestep.ir import StepGraph
+from wholestep.runtime.entries import MAX_SIZES
 from wholestep.testing import CompileCounter
 
 F = nn.functional
@@ -264,7 +265,7 @@ def test_ever_new_sizes_leave_a_bounded_number_of_programs() -> None:
     compiled = ws.compile(lambda x: x * 2, fullgraph=True)
     for size in range(2, 80):
         assert torch.equal(compiled(x := torch.randn(size)), x * 2)
-    assert compiled.captures == ws.compiled.MAX_SIZES and len(compiled.recompiles) == 1
+    assert compiled.captures == MAX_SIZES and len(compiled.recompiles) == 1
 
 
 def test_ever_new_sizes_that_cannot_be_symbols_are_refused() -> None:
@@ -350,8 +351,8 @@ def test_what_a_step_logs_is_logged_in_eager_too() -> None:
 
 
 def test_a_program_for_a_size_that_comes_often_takes_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.compiled.MAX_SIZES", 3)
-    monkeypatch.setattr("wholestep.compiled.OFTEN", 4)
+    monkeypatch.setattr("wholestep.runtime.entries.MAX_SIZES", 3)
+    monkeypatch.setattr("wholestep.runtime.entries.OFTEN", 4)
     compiled = ws.compile(lambda x: x.cos())
     for size in (2, 3, 4, 4, *[5] * 6, 4):
         assert torch.equal(compiled(x := torch.randn(size)), x.cos())

@@ -15,6 +15,7 @@ from examples.gpt import GPT, GPTConfig
 from wholestep.autograd import aot_function, min_cut_partition
 from wholestep.errors import CaptureError
 from wholestep.pipeline import capture
+from wholestep.runtime.entries import MAX_SIZES
 from wholestep.trace.numbers.dynamic_shapes import Templates
 
 F = nn.functional
@@ -264,7 +265,7 @@ def test_many_sizes_leave_a_bounded_number_of_programs() -> None:
     compiled = ws.compile(lambda x: x * 2, dynamic=True, fullgraph=True)
     for size in range(2, 80):
         compiled(torch.ones(size))
-    assert compiled.captures == ws.compiled.MAX_SIZES == len(compiled._known.programs) and compiled.recompiles == []
+    assert compiled.captures == MAX_SIZES == len(compiled._known.programs) and compiled.recompiles == []
 
 
 def test_a_mesh_is_refused() -> None:

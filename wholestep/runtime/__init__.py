@@ -9,6 +9,7 @@ May import: aot_autograd, capture, ir, lower, packed_graph, tensor_parts, torch_
 from wholestep.runtime.backward_programs import Backward
 from wholestep.runtime.compiled_module import compiled_module
 from wholestep.runtime.donated_inputs import DonatedInputs, donated_inputs
+from wholestep.runtime.entries import Entries
 from wholestep.runtime.entry import Entry
 from wholestep.runtime.program import Program, saved_places
 from wholestep.runtime.trim_memory import give_back
@@ -16,6 +17,7 @@ from wholestep.runtime.trim_memory import give_back
 __all__ = [
     "Backward",
     "DonatedInputs",
+    "Entries",
     "Entry",
     "Program",
     "compiled_module",

@@ -1,0 +1,64 @@
+"""The programs of one step: which may serve a call, which sizes get one, and how many stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from wholestep.runtime.entry import Entry
+
+# Of programs for many sizes: how many stay, and how many of them with their memory.
+MAX_SIZES, AT_HAND = 64, 8
+# At which of its calls a new size gets a program, beyond the second size: while there is room, and when there is none.
+# Before, it runs in eager: sizes that never come again cost no half a second for a program that serves one call.
+COMES_AGAIN, OFTEN = 2, 16
+
+
+class Entries(list[Entry]):
+    """Entries, the latest used first.
+
+    Attributes:
+        sized: whether they differ in the shapes of their arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sized = False
+        self._came: Counter[Any] = Counter()  # how often shapes came that have no entry
+
+    def candidates(self, wanted: Any) -> list[Entry]:
+        """Those that may serve a call: with one for each size, those of its shapes, else one for its reason."""
+        return [e for e in self if e.shapes == wanted] or self[:1] if self.sized else list(self)
+
+    def is_new(self, wanted: Any) -> bool:
+        """Whether shapes have come too seldom to get a program; counts them."""
+        if any(entry.shapes == wanted for entry in self):
+            return False
+        self._came[wanted] += 1
+        if self._came[wanted] < (COMES_AGAIN if len(self) < MAX_SIZES else OFTEN):
+            if len(self._came) > 16 * MAX_SIZES:
+                self._came.clear()
+            return True
+        del self._came[wanted]
+        return False
+
+    def prefer(self, entry: Entry, many: bool) -> list[Entry]:
+        """Puts an entry first; gives those that go.
+
+        Args:
+            many: whether there may be one for each size: those not used lately then give back their memory, or go.
+        """
+        if entry in self:
+            self.remove(entry)
+        else:
+            self.sized = any(other.shapes != entry.shapes for other in self)
+        self.insert(0, entry)
+        if not many:
+            return []
+        serving = [e.program for e in self[:AT_HAND]]
+        for unused in self[AT_HAND:]:
+            if unused.program not in serving:
+                unused.program.release_memory()
+        gone = self[MAX_SIZES:]
+        del self[MAX_SIZES:]
+        return gone
