@@ -16,7 +16,7 @@ from wholestep.autograd import aot_function
 from wholestep.errors import CaptureError
 from wholestep.ir import StepGraph
 from wholestep.runtime.entries import MAX_SIZES
-from wholestep.testing import CompileCounter
+from wholestep.testing import CompileCounter, run_ranks
 
 F = nn.functional
 Batch = tuple[Tensor, Tensor]
@@ -357,3 +357,31 @@ def test_a_program_for_a_size_that_comes_often_takes_the_place_of_another(monkey
     for size in (2, 3, 4, 4, *[5] * 6, 4):
         assert torch.equal(compiled(x := torch.randn(size)), x.cos())
     assert compiled.captures == 3 and compiled.eager_calls == 1 + 3
+
+
+def on_two_ranks() -> tuple[list[str], int, bool]:
+    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    other = copy.deepcopy(model)
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compiled, right = ws.compile(step, mesh=mesh, plan=ws.DataParallel("dp")), True
+    for size in (4, 6, 8, 6):
+        torch.manual_seed(size)  # the same rows on each rank, so that the mean of gradients is one rank's
+        x = torch.randn(size, 8)
+        right &= torch.equal(compiled(model, x), step(other, x))
+        right &= torch.allclose(model.weight.grad, other.weight.grad)  # type: ignore[arg-type]
+        model.zero_grad()
+        other.zero_grad()
+    return compiled.recompiles, compiled.eager_calls, right
+
+
+def test_under_a_plan_each_set_of_shapes_is_a_capture() -> None:
+    for recompiles, eager_calls, right in run_ranks(on_two_ranks, 2, "shm"):
+        assert right and eager_calls == 0
+        assert [reason.partition(":")[0] for reason in recompiles] == ["L['x'] shape"] * 2
