@@ -27,6 +27,11 @@ def is_traced(tensor: torch.Tensor | None) -> bool:
     return dispatch_modes_active() or isinstance(tensor, FakeTensor)
 
 
+def is_captured() -> bool:
+    """True where a program is made of what is called, false also where a mode has operators run, sooner or later."""
+    return dispatch_modes_active() and isinstance(torch.empty(0), FakeTensor)
+
+
 def not_recorded(fn: Fn) -> Fn:
     """Decorates what reaches other ranks by Python code and not by operators, so that no program can have it.
 
@@ -36,7 +41,7 @@ def not_recorded(fn: Fn) -> Fn:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if dispatch_modes_active() and isinstance(torch.empty(0), FakeTensor):
+        if is_captured():
             raise UnsupportedError(
                 f"comm.{fn.__name__} reaches other ranks by Python code, which a replay would not run again",
                 remedy="call it before or after the step, send tensors inside of it, or compile without fullgraph=True "
