@@ -79,14 +79,19 @@ def test_a_module_of_a_library_is_refused_by_the_line_of_the_call() -> None:
     assert caught.value.where.startswith(f"{__file__}:")
 
 
-def test_cond_takes_the_branch_of_the_call() -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, (x,))  # type: ignore[no-any-return]
+@pytest.mark.parametrize("by_name", [True, False])
+def test_cond_takes_the_branch_of_the_call_and_what_eager_takes(by_name: bool) -> None:
+    def step(x: torch.Tensor, *more: Any) -> torch.Tensor:
+        cond = control_cond if by_name else torch.cond
+        return cond(x.sum() > 0, lambda a, *b: a * 2, lambda a, *b: a * 3, (x, *more))  # type: ignore[no-any-return]
 
     compiled = ws.compile(step, fullgraph=True)
     for value in (1.0, -1.0, 2.0):
         x = torch.full((2,), value)
         assert torch.equal(compiled(x), x * (2 if value > 0 else 3))
+    for run in (step, ws.compile(step)):
+        with pytest.raises(RuntimeError, match="only consists of tensor leaves"):
+            run(x, 3)
 
 
 class Scaled(dict[str, Any]):
@@ -229,7 +234,7 @@ def test_what_is_compiled_is_the_users_also_as_a_method(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_operators_on_functions_are_refused_or_served_and_run_afterwards_as_before(fullgraph: bool) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
-        return control_cond(x.sum() > 0, torch.sin, torch.cos, [x]) * 2  # type: ignore[no-any-return]
+        return control_map(lambda row: row.sin(), x) * 2  # type: ignore[no-any-return]
 
     x = torch.ones(3)
     compiled = ws.compile(step, fullgraph=fullgraph)

@@ -143,7 +143,10 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
     return (true_fn if pred else false_fn)(*operands)
 
 
-def _compiled_operator(*args: Any, **kwargs: Any) -> Any:
+def _compiled_operator(operator: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
+    """An operator on functions, whose arguments torch has checked: only `cond` is followed."""
+    if len(args) == 4 and callable(args[1]) and callable(args[2]):
+        return _cond(*args)
     remedy = "write it as a Python loop or branch, or with torch.where"
     raise UnsupportedError("the step calls a higher-order operator, which tracing cannot follow", user_line(), remedy)
 
@@ -222,7 +225,6 @@ def patched_python(
         *types_asked.patches(recorder.inputs.world.reachable.asking.values(), recorder.builder.sizes is not None),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
-        (torch, "cond", _cond),
         *(_refused(torch.nested, name, NO_NESTED, tracing) for name in NESTED),
         _refused(torch, "save", "save outside of the step", tracing),
         _refused(torch.optim.LBFGS, "step", LBFGS_REMEDY, tracing),
@@ -238,8 +240,8 @@ def patched_python(
         # fake tensors report each of eager's own errors as their own
         (logging.getLogger(FakeTensor.__module__), "handle", lambda record: None),
     ]
-    if hasattr(*COMPILED_OPERATORS):
-        replacements.append((*COMPILED_OPERATORS, _compiled_operator))
+    known = hasattr(*COMPILED_OPERATORS)
+    replacements.append((*COMPILED_OPERATORS, _compiled_operator) if known else (torch, "cond", _cond))
     if not reentrant:
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
     with patched(replacements, recorder.builder.provenance.thread.is_here), handled(_inside):
