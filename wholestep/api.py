@@ -58,8 +58,8 @@ def compile(  # noqa: A001 - the ecosystem's name
             of 0 and 1 are apart.
         fullgraph: True to refuse, with line and remedy, a step that cannot be captured whole: one that reads values of
             tensors, prints them or decides on them. By default the Python of such a step runs at each call, while its
-            operators are deferred until a value is read and run as compiled segments; ``breaks`` says why. A step that
-            is slower so than in eager runs in eager. Steps with a mesh or ``module_override`` are refused as ever.
+            operators are deferred until a value is read and run as compiled segments; ``breaks`` says why. Without a
+            plan, a step that is slower so than in eager runs in eager. ``module_override`` refuses such steps as well.
 
     Returns:
         A `Compiled`, or a decorator when ``fn`` is None. For a module, a module that shares its parameters, buffers,

@@ -18,7 +18,7 @@ from torch import fx
 from wholestep import pipeline
 from wholestep.capture import ExternalEffects, Guard, GuardFailure, Snapshot, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
-from wholestep.errors import CaptureError, LazyError, WholestepError
+from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import Entries, Entry, Program, give_back
@@ -127,6 +127,8 @@ class Compiled:
     def _serve(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None, run: Callable[..., Any]
     ) -> Any:
+        if self._co_run is not None and not self._executor.plain:  # on all ranks
+            return self._co_run(*args, **kwargs)
         failure, wanted = GuardFailure(""), None
         if self._entries.sized:
             wanted = shapes((args, kwargs))
@@ -134,7 +136,10 @@ class Compiled:
             self.eager_calls += 1
             return collecting(self._fn)(*args, **kwargs)
         for entry in self._entries.candidates(wanted):
-            outcome = run(entry, args, kwargs, ready)
+            try:
+                outcome = run(entry, args, kwargs, ready)
+            except BreakError as error:  # another rank cannot replay this call
+                return self._break(error, args, kwargs)
             if type(outcome) is not GuardFailure:
                 if entry is not self._entries[0]:
                     self._prefer(entry)
@@ -150,7 +155,7 @@ class Compiled:
                 raise
             return self._fn(*args, **kwargs)
         except Exception as error:
-            if not self._may_break or self._is_passes_own(error):
+            if not self._may_break or self._is_passes_own(error) or not self._executor.announce_break(error):
                 raise
             return self._break(error, args, kwargs)
         return self._first(entry, args, kwargs, ready, run)
@@ -170,7 +175,7 @@ class Compiled:
     @property
     def _may_break(self) -> bool:
         """Whether the step's Python may run at each call."""
-        return not self._options.fullgraph and self._executor.plain and not self._module_override
+        return not self._options.fullgraph and not self._module_override
 
     def _is_passes_own(self, error: Exception) -> bool:
         """Whether passes or a backend of the user's own have failed, which running the step otherwise would hide."""
@@ -179,7 +184,7 @@ class Compiled:
 
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""
-        co_run = CoRun(collecting(self._fn), self._options)
+        co_run = CoRun(self._fn, collecting(self._fn), self._options)
         if any(map(needs_memory, (error, error.__cause__))):
             co_run.eager = "C++ reads memory of tensors in it past the dispatcher"
         reason = str(error)

@@ -4,6 +4,7 @@ WholestepError
 ├── CaptureError (also RuntimeError)      the step cannot be captured
 │   ├── DataDependentError                Python needs a value that only exists when the step runs
 │   ├── UnsupportedError                  an operator, object or optimizer that tracing cannot follow
+│   ├── BreakError                        another rank cannot replay the step
 │   ├── LazyError                         a parameter has no shape before its module's first call
 │   └── LeakError                         a traced tensor was stored where replaying cannot put it
 ├── GraphError (also AssertionError)      a graph breaks an invariant of its stage: our mistake
@@ -64,6 +65,10 @@ class DataDependentError(CaptureError):
 
 class UnsupportedError(CaptureError):
     """Tracing met an operator, an object or an optimizer that it cannot follow."""
+
+
+class BreakError(CaptureError):
+    """Another rank cannot replay the step: its Python runs at each call, on all ranks."""
 
 
 class LazyError(CaptureError):

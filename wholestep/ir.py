@@ -61,11 +61,16 @@ class Input:
     """One placeholder: where its value comes from and what it is for.
 
     Of kind "batch" are tensors in the arguments that no module, optimizer or object of the user's own keeps.
+
+    Attributes:
+        placements: of a value that goes from one graph of a step to the next, along the axes of the mesh that are still
+            to come; of an output, along those that were; None for what plans place.
     """
 
     name: str
     source: str
     kind: InputKind
+    placements: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,9 @@ class Signature:
             memory is free after their last use.
         saved: how many of the last outputs are held until a backward: their memory is not reused by the next call.
         uneven: whether dimensions were cut into pieces of several sizes, which differ from rank to rank.
+        of_part: whether it is of a part of a step, which need not hold all that plans name. In the local view,
+            gradients that only later parts read stay as they are.
+        unreduced: the parameters of these.
         same_order: whether a plan made it, so that all ranks issue their collectives, of all groups, in one order.
     """
 
@@ -114,6 +122,8 @@ class Signature:
     donated: frozenset[int] = frozenset()
     saved: int = 0
     uneven: bool = False
+    of_part: bool = False
+    unreduced: tuple[str, ...] = ()
     same_order: bool = False
 
 

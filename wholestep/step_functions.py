@@ -26,7 +26,7 @@ def graph_break() -> None:
     """Ends a program here: the step's Python runs at each call, and what came before has run when this returns.
 
     Raises:
-        UnsupportedError: the step is compiled with ``fullgraph=True``, or with a plan.
+        UnsupportedError: the step is compiled with ``fullgraph=True``.
     """
     _refuse("ws.graph_break()")
     with outside_of_programs():
@@ -40,7 +40,7 @@ def disable(fn: F) -> F:
         fn: also as a decorator, ``@ws.disable``.
 
     Raises:
-        UnsupportedError: when it is called in a step that is compiled with ``fullgraph=True``, or with a plan.
+        UnsupportedError: when it is called in a step that is compiled with ``fullgraph=True``.
     """
 
     @functools.wraps(fn)
@@ -54,5 +54,5 @@ def disable(fn: F) -> F:
 
 def _refuse(what: str) -> None:
     if is_tracing():
-        remedy = "call it outside of the step; without a plan and fullgraph=True, the step's Python runs at each call"
+        remedy = "call it outside of the step; without fullgraph=True, the step's Python runs at each call"
         raise UnsupportedError(f"the step calls {what}", remedy=remedy)

@@ -488,7 +488,7 @@ STEPS = [
 
 
 def co_run(step):
-    return CoRun(step, Options(PlanExecutor(None, None)))
+    return CoRun(step, step, Options(PlanExecutor(None, None)))
 
 
 def played(served, optimizer="AdamW", calls=6):

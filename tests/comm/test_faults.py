@@ -266,7 +266,7 @@ def compiled_step(plan):
     table, layer = torch.nn.Embedding(16, 8), torch.nn.Linear(8, 4)
     opt = torch.optim.SGD([*table.parameters(), *layer.parameters()], lr=0.1)
     mesh = ws.init_device_mesh("cpu", (comm.get_world_size(),), mesh_dim_names=("dp",))
-    step = ws.compile(look_up_and_learn, mesh=mesh, plan=getattr(ws, plan)("dp"))
+    step = ws.compile(look_up_and_learn, mesh=mesh, plan=getattr(ws, plan)("dp"), fullgraph=True)
     return lambda x, y: step(table, layer, opt, x, y)
 
 

@@ -57,7 +57,7 @@ def sharded_program() -> list[str]:
     def step(x: torch.Tensor) -> None:
         model(x).square().mean().backward()
 
-    compiled = ws.compile(step, mesh=mesh, plan=ws.FullyShard("dp", gather="always"))
+    compiled = ws.compile(step, mesh=mesh, plan=ws.FullyShard("dp", gather="always"), fullgraph=True)
     compiled(torch.randn(2048, 256))
     return compiled.code.splitlines()  # type: ignore[no-any-return]
 

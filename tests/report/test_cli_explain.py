@@ -24,7 +24,7 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.
 opt = torch.optim.AdamW(model.parameters())
 plan = [ws.TensorParallel("tp", {"0": "column", "2": "row"}), ws.DataParallel("dp")]
 
-@ws.compile(mesh=axes, plan=plan)
+@ws.compile(mesh=axes, plan=plan, fullgraph=True)
 def train_step(model, opt, x):
     loss = model(x).square().mean()
     loss.backward()

@@ -58,7 +58,9 @@ def test_every_collective_has_a_cost():
 
 def test_data_parallel_sends_each_gradient_as_all_reduces_do(world):
     mesh, model = world(8), net()
-    step = ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp", first_bucket_bytes=9000, bucket_bytes=9000))
+    step = ws.compile(
+        train_step, mesh=mesh, plan=ws.DataParallel("dp", first_bucket_bytes=9000, bucket_bytes=9000), fullgraph=True
+    )
     found = step.explain(model, adamw(model), torch.randn(16, 32))
     assert found.bytes_sent == 2 * 7 / 8 * nbytes(model.parameters()) + nbytes(model.buffers())
     assert [s.tensors for s in found.collectives if s.kind == "broadcast"] == [len(list(model.buffers()))]
@@ -73,8 +75,12 @@ def test_memory_by_class(world):
     mesh, model = world(4), net()
     opt, x = adamw(model), torch.randn(16, 32)
     parameters, buffers = nbytes(model.parameters()), nbytes(model.buffers())
-    whole = ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp")).explain(model, opt, x).memory
-    parts = ws.compile(train_step, mesh=mesh, plan=ws.ShardedOptimizer("dp", min_bytes=1)).explain(model, opt, x).memory
+    whole = ws.compile(train_step, mesh=mesh, plan=ws.DataParallel("dp"), fullgraph=True).explain(model, opt, x).memory
+    parts = (
+        ws.compile(train_step, mesh=mesh, plan=ws.ShardedOptimizer("dp", min_bytes=1), fullgraph=True)
+        .explain(model, opt, x)
+        .memory
+    )
     for found, kept in ((whole, 1), (parts, 4)):  # a gradient that is reduce-scattered is free then
         held = found.by_class
         assert (held["parameters"], held["buffers"], held["batch"]) == (parameters, buffers, nbytes([x]))
@@ -118,7 +124,9 @@ def explained_and_run() -> tuple[list[str], list[str], str, bool]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-1, 1, generator=generator)
-    step = ws.compile(train_step, mesh=mesh, plan=[ws.DataParallel("dp"), ws.ShardedOptimizer("zero", min_bytes=1)])
+    step = ws.compile(
+        train_step, mesh=mesh, plan=[ws.DataParallel("dp"), ws.ShardedOptimizer("zero", min_bytes=1)], fullgraph=True
+    )
     opt, x = adamw(model), torch.ones(4, 8)
     before = copy.deepcopy(model.state_dict())
     said, same = "", True
@@ -169,7 +177,7 @@ def test_fake_models_in_a_world_of_256(world):
     with FakeTensorMode():
         model = net(4096)
         opt, x = adamw(model), torch.randn(8, 4096)
-    step = ws.compile(train_step, mesh=mesh, plan=[ws.DataParallel("dp"), ws.ShardedOptimizer("zero")])
+    step = ws.compile(train_step, mesh=mesh, plan=[ws.DataParallel("dp"), ws.ShardedOptimizer("zero")], fullgraph=True)
     found = step.explain(model, opt, x)
     parameters = nbytes(model.parameters())
     large = nbytes(p for p in model.parameters() if p.dim() == 2)
@@ -200,7 +208,7 @@ def test_fake_tensors_that_cannot_be_looked_at():
 
 def test_parameters_are_gathered_for_those_who_read_them(world):
     mesh, model = world(4), net()
-    step = ws.compile(train_step, mesh=mesh, plan=ws.FullyShard("dp", min_bytes=1))
+    step = ws.compile(train_step, mesh=mesh, plan=ws.FullyShard("dp", min_bytes=1), fullgraph=True)
     found = step.explain(model, adamw(model), torch.randn(4, 32))
     gathers = {one.module for one in found.collectives if one.kind == "all_gather" and one.phase == "forward"}
     assert gathers and gathers <= {"model.0", "model.1", "model.3"}, "one gather may be for several"
@@ -219,7 +227,7 @@ def test_operators_without_a_rule_are_named(world):
     def step(x):
         return torch.ops.wholestep_report.twice(x.exp()).sum()
 
-    found = ws.compile(step, mesh=mesh, plan=Cut("dp", how=by_rules)).explain(x)
+    found = ws.compile(step, mesh=mesh, plan=Cut("dp", how=by_rules), fullgraph=True).explain(x)
     (one,) = found.missing_rules
     assert (one.operator, one.count, one.nbytes) == ("wholestep_report.twice", 1, 4 * 8 * 6 * 4)
     assert "wholestep_report.twice" in str(found) and one.where.startswith(__file__)

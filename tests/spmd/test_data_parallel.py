@@ -97,7 +97,7 @@ def test_one_rank_is_one_process(alone):
     models[1].load_state_dict(models[0].state_dict())
     opts = [programs.sgd(model) for model in models]
     mesh = ws.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    step = ws.compile(programs.plain, mesh=mesh, plan=ws.DataParallel("dp"))
+    step = ws.compile(programs.plain, mesh=mesh, plan=ws.DataParallel("dp"), fullgraph=True)
     for _ in range(2):
         batch = programs.rows()
         assert torch.equal(step(models[0], opts[0], *batch), programs.plain(models[1], opts[1], *batch))
@@ -118,7 +118,7 @@ def test_mesh_and_plan_go_together(arguments, words, alone):
     with pytest.raises(PlanError, match=words):
         ws.compile(programs.plain, **arguments | ({"mesh": mesh} if "mesh" in arguments else {}))
     with pytest.raises(TypeError, match="ws.DataParallel is required"):
-        ws.compile(programs.plain, mesh=mesh, plan="dp")
+        ws.compile(programs.plain, mesh=mesh, plan="dp", fullgraph=True)
 
 
 @pytest.mark.parametrize("settings", [{"reduce": "max"}, {"bucket_bytes": 0}])

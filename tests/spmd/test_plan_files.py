@@ -99,7 +99,7 @@ def steps(plan: object, mine: object) -> tuple[list[float], Tensor, torch.Size]:
     model = Net().double()
     opt = torch.optim.Adam(model.parameters(), lr=0.1)
     mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)) if plan else None
-    step = ws.compile(train, mesh=mesh, plan=plan) if plan else train
+    step = ws.compile(train, mesh=mesh, plan=plan, fullgraph=True) if plan else train
     losses = [step(model, opt, mine(batch) if plan else batch).item() for batch in batches_of_doubles()]
     return losses, ws.full_state_dict(model)["table"] if plan else model.table, model.table.shape
 
@@ -148,7 +148,11 @@ def mesh():
 
 def explained(mesh, plan):
     model = Net()
-    return ws.compile(train, mesh=mesh, plan=plan), (model, torch.optim.SGD(model.parameters(), lr=0.1), batches()[0])
+    return ws.compile(train, mesh=mesh, plan=plan, fullgraph=True), (
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        batches()[0],
+    )
 
 
 @pytest.mark.parametrize("plan, words", [

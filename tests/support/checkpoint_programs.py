@@ -44,7 +44,7 @@ def step_of(plan: str) -> Any:
         "sharded": lambda: ws.ShardedOptimizer("dp", min_bytes=1),
         "fully": lambda: ws.FullyShard("dp", min_bytes=1),
     }
-    return ws.compile(train_step, mesh=mesh, plan=kinds[plan]())
+    return ws.compile(train_step, mesh=mesh, plan=kinds[plan](), fullgraph=True)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -33,7 +33,10 @@ def setup(step: Callable[..., Any] = plain, **settings: Any) -> SimpleNamespace:
     model = MLP().double()
     opt = adamw(model)
     return SimpleNamespace(
-        model=model, opt=opt, step=ws.compile(step, mesh=mesh(), plan=Cut(**settings)), batch=lambda: rows(g)
+        model=model,
+        opt=opt,
+        step=ws.compile(step, mesh=mesh(), plan=Cut(**settings), fullgraph=True),
+        batch=lambda: rows(g),
     )
 
 
@@ -93,7 +96,7 @@ def other_models() -> dict[str, str]:
         "shape": lambda: nn.Sequential(nn.Linear(6, 4 + comm.get_rank()), nn.ReLU()),
     }.items():
         model = make()
-        step = ws.compile(lambda m, x: m(x).sum(), mesh=mesh(), plan=Cut())
+        step = ws.compile(lambda m, x: m(x).sum(), mesh=mesh(), plan=Cut(), fullgraph=True)
         found[name] = error(lambda model=model, step=step: step(model, torch.ones(2, 6)))
     return found
 
@@ -109,9 +112,9 @@ def other_plans() -> dict[str, str]:
         opt.step()
 
     plans = ws.FullyShard("dp") if first else ws.DataParallel("dp")
-    step = ws.compile(lambda m, x: m(x).sum(), mesh=mesh(), plan=plans)
+    step = ws.compile(lambda m, x: m(x).sum(), mesh=mesh(), plan=plans, fullgraph=True)
     found = {"plan": error(lambda: step(model, x))}
-    trained = ws.compile(train, mesh=mesh(), plan=ws.FullyShard("dp"))
+    trained = ws.compile(train, mesh=mesh(), plan=ws.FullyShard("dp"), fullgraph=True)
     found["optimizer"] = error(lambda: trained(model, adam, x))
     ranks = [0, 1] if first else [1, 0]
     found["mesh"] = error(lambda: ws.DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)))
@@ -127,15 +130,15 @@ def randomness() -> bool:
     torch.manual_seed(100)
     expected = [model.logits(torch.cat([x, x])).sum() for _ in range(3)]
     torch.manual_seed(100 + comm.get_rank())
-    step = ws.compile(lambda m, x: m.logits(x).sum(), mesh=mesh(), plan=Cut())
+    step = ws.compile(lambda m, x: m.logits(x).sum(), mesh=mesh(), plan=Cut(), fullgraph=True)
     return all(close(step(model, x), one) for one in expected)
 
 
 def other_randomness() -> dict[str, str]:
     """Rank 1 alone draws a number between two steps: seen before the third, and when it captures anew."""
     model, found = MLP(dropout=0.5).double(), {}
-    step = ws.compile(lambda m, x: m.logits(x).sum(), mesh=mesh(), plan=Cut())
-    still = ws.compile(lambda m, x: m.fc1(x).sum(), mesh=mesh(), plan=Cut())
+    step = ws.compile(lambda m, x: m.logits(x).sum(), mesh=mesh(), plan=Cut(), fullgraph=True)
+    still = ws.compile(lambda m, x: m.fc1(x).sum(), mesh=mesh(), plan=Cut(), fullgraph=True)
     x = torch.ones(6, 6, dtype=torch.float64)
     found["good"] = error(lambda: [step(model, x) for _ in range(2)])
     torch.rand(comm.get_rank())
@@ -157,12 +160,12 @@ def other_values() -> dict[str, str]:
     found = {}
     for name, plan in {"rows": Cut(), "whole": Cut(batch=Replicate())}.items():
         model, x = MLP().double(), torch.ones(6, 6, dtype=torch.float64) + comm.get_rank()
-        step = ws.compile(train, mesh=mesh(), plan=plan)
+        step = ws.compile(train, mesh=mesh(), plan=plan, fullgraph=True)
         found[name] = error(lambda step=step, model=model, x=x: step(model, x, 1.0))
-    step = ws.compile(train, mesh=mesh(), plan=Cut())
+    step = ws.compile(train, mesh=mesh(), plan=Cut(), fullgraph=True)
     rank = comm.get_rank()
     found["numbers"] = error(lambda: [step(model, x, scale) for scale in (1.0, 2.0)])
-    found["number"] = error(lambda: ws.compile(train, mesh=mesh(), plan=Cut())(model, x, 1.0 + rank))
+    found["number"] = error(lambda: ws.compile(train, mesh=mesh(), plan=Cut(), fullgraph=True)(model, x, 1.0 + rank))
     return found
 
 
@@ -214,7 +217,7 @@ def layouts() -> dict[str, Any]:
                 p.grad = None
         return loss.detach()
 
-    step = ws.compile(train, mesh=mesh(), plan=Cut())
+    step = ws.compile(train, mesh=mesh(), plan=Cut(), fullgraph=True)
     found: dict[str, Any] = {"wrong": []}
     for number in range(3):
         x = images.clone().to(memory_format=torch.channels_last).requires_grad_()
@@ -223,10 +226,10 @@ def layouts() -> dict[str, Any]:
         if not close(step(model, {"images": part}, 0.5), expected) or not close(part.grad, mine(x.grad)):
             found["wrong"].append(number)
     found["model"] = close(ws.full_state_dict(model), whole.state_dict())
-    logits = ws.compile(lambda m, x: m.eval()(x), mesh=mesh(), plan=Cut())
+    logits = ws.compile(lambda m, x: m.eval()(x), mesh=mesh(), plan=Cut(), fullgraph=True)
     found["another step"] = close(logits(model, mine(images)), whole.eval()(images))
     found["no plan"] = error(lambda: ws.compile(lambda m, x: m(x), fullgraph=True)(model, images))
-    columns = ws.compile(train, mesh=mesh(), plan=Cut(dim=1))
+    columns = ws.compile(train, mesh=mesh(), plan=Cut(dim=1), fullgraph=True)
     found["another plan"] = error(lambda: columns(model, {"images": images}, 1.0))
     found["parts"] = sum(part_of(p) is not None for p in model.parameters())
     return found
@@ -247,7 +250,7 @@ def nested() -> bool:
     whole = MLP().double()
     model = copy.deepcopy(whole)
     opts = adamw(whole), adamw(model)
-    step = ws.compile(plain, mesh=grid, plan=[Cut("a"), Cut("b")])
+    step = ws.compile(plain, mesh=grid, plan=[Cut("a"), Cut("b")], fullgraph=True)
     good = True
     for _ in range(3):
         batch = rows(g)

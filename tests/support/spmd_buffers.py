@@ -109,7 +109,7 @@ def run(step: Callable[..., Any], plan: Any = None, **ddp: Any) -> tuple[list[di
     if kept:
         torch.manual_seed(comm.get_rank())
         model.scale.uniform_()  # each rank's own from the start
-    ours = step if plan is None else ws.compile(step, mesh=mesh(), plan=plan)
+    ours = step if plan is None else ws.compile(step, mesh=mesh(), plan=plan, fullgraph=True)
     given = DistributedDataParallel(model, **ddp) if plan is None else model
     torch.manual_seed(5 + comm.get_rank())
     found: list[dict[str, Any]] = []
@@ -143,5 +143,7 @@ def everything(file: str) -> dict[str, Any]:
         torch.manual_seed(0)
         model = Statistics()
         opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        explained = ws.compile(plain, mesh=mesh(), plan=PLANS["DataParallel"]).explain(model, opt, torch.randn(6, 3))
+        explained = ws.compile(plain, mesh=mesh(), plan=PLANS["DataParallel"], fullgraph=True).explain(
+            model, opt, torch.randn(6, 3)
+        )
         return found | {"explain": str(explained)}

@@ -44,7 +44,7 @@ def setup(kind: Callable[..., Any] = adamw, plan: Any = PLAN, step: Any = train)
     model.mood = "good"
     opt = kind(model)
     torch.manual_seed(1 + comm.get_rank())
-    return model, opt, ws.compile(step, mesh=mesh(), plan=plan)
+    return model, opt, ws.compile(step, mesh=mesh(), plan=plan, fullgraph=True)
 
 
 def stopped(call: Callable[[], Any]) -> str:
@@ -81,7 +81,7 @@ def wrong_call() -> list[str]:
 def another_step() -> list[str]:
     """Rank 1 has a batch less and goes on with something else, while rank 0 still trains."""
     model, opt, step = setup()
-    other = ws.compile(lambda m, o, x: train(m, o, x), mesh=mesh(), plan=PLAN)
+    other = ws.compile(lambda m, o, x: train(m, o, x), mesh=mesh(), plan=PLAN, fullgraph=True)
     x = torch.randn(2, 3)
     said = [error(lambda: step(model, opt, x)), error(lambda: other(model, opt, x))]
     said.append(error(lambda: (other if comm.get_rank() else step)(model, opt, x)))
@@ -91,7 +91,7 @@ def another_step() -> list[str]:
 def alone() -> list[Any]:
     """Ranks evaluate as often as they like without collectives, and capture for sizes of their own."""
     model, opt, step = setup()
-    looked = ws.compile(evaluate, mesh=mesh(), plan=PLAN)
+    looked = ws.compile(evaluate, mesh=mesh(), plan=PLAN, fullgraph=True)
     said = []
     for number in range(4):
         rows = 2 + comm.get_rank() * (number == 2)
@@ -111,7 +111,7 @@ def in_the_kernel() -> str:
     torch.manual_seed(0)
     table = nn.Embedding(4, 2)
     opt = torch.optim.SGD(table.parameters(), lr=0.1)
-    step = ws.compile(look_up, mesh=mesh(), plan=PLAN)
+    step = ws.compile(look_up, mesh=mesh(), plan=PLAN, fullgraph=True)
     step(table, opt, torch.tensor([0, 1]))
     return error(lambda: step(table, opt, torch.tensor([0, 9 * comm.get_rank()])))
 

@@ -132,7 +132,7 @@ def together(cell: Cell, mesh: ws.DeviceMesh) -> float:
     sizes = {plan.axis: mesh.get_group(plan.axis).size() for plan in plans}
     sums = [plan.axis for plan in plans if is_local(plan) and plan.reduce == "sum"]
     share = 1 / math.prod(sizes[axis] for axis in sums)
-    compiled = ws.compile(step, mesh=mesh, plan=plans)
+    compiled = ws.compile(step, mesh=mesh, plan=plans, fullgraph=True)
 
     def local(batch: Batch) -> Batch:
         for plan in plans:

@@ -47,7 +47,7 @@ def against_one_device(name: str, mixture: str, steps: int = 4) -> list[tuple[fl
         p.data = torch.randn(p.shape, generator=g, dtype=p.dtype) * 0.3
     model = copy.deepcopy(reference)
     one, many = case.optimizer(reference), case.optimizer(model)
-    step = ws.compile(case.step, mesh=mesh, plan=plans)
+    step = ws.compile(case.step, mesh=mesh, plan=plans, fullgraph=True)
     place, pieces = 0, 1
     for axis in over:
         place, pieces = place * axes[axis] + mesh.get_local_rank(axis), pieces * axes[axis]

@@ -164,7 +164,7 @@ def snapshots(name: str, how: str, steps: int, plan: Any = None) -> list[dict[st
     if how == "ddp":
         model, step = DistributedDataParallel(model), case.step
     else:
-        step = ws.compile(case.step, mesh=mesh(), plan=plan or ws.DataParallel("dp"))
+        step = ws.compile(case.step, mesh=mesh(), plan=plan or ws.DataParallel("dp"), fullgraph=True)
     torch.manual_seed(1 + comm.get_rank())
     found: list[dict[str, Any]] = []
     for _ in range(steps):
@@ -201,7 +201,7 @@ def _gradients_are_sums(keep: bool) -> bool:
     torch.manual_seed(0)
     model = nn.Linear(10, 10)
     stock = DistributedDataParallel(copy.deepcopy(model))
-    step = ws.compile(gradients_only, mesh=mesh(), plan=plan)
+    step = ws.compile(gradients_only, mesh=mesh(), plan=plan, fullgraph=True)
     torch.manual_seed(comm.get_rank())
     good = True
     for _ in range(3):
@@ -227,7 +227,7 @@ def _updates_by_sums(make: Callable[..., torch.optim.Optimizer]) -> bool:
         opt.step()
         opt.zero_grad()
 
-    step = ws.compile(train, mesh=mesh(), plan=ws.DataParallel("dp", reduce="sum"))
+    step = ws.compile(train, mesh=mesh(), plan=ws.DataParallel("dp", reduce="sum"), fullgraph=True)
     torch.manual_seed(comm.get_rank())
     for _ in range(3):
         x = torch.randn(2, 10)
@@ -281,7 +281,7 @@ def reduced_after_each_backward(plan: Any, between: str, kept: bool) -> bool:
             comm.all_reduce(p.grad)
             p.grad += 0 if old is None else old
 
-    step = ws.compile(train, mesh=mesh(), plan=plan)
+    step = ws.compile(train, mesh=mesh(), plan=plan, fullgraph=True)
     opts, good = (sgd(model), sgd(other)), True
     torch.manual_seed(comm.get_rank())
     for _ in range(3):
@@ -369,7 +369,7 @@ def _whole_gan() -> bool:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(i, 5), nn.Tanh(), nn.Linear(5, o)) for i, o in ((3, 4), (4, 1))]
     others = copy.deepcopy(models)
-    step = ws.compile(gan, mesh=mesh(), plan=ws.DataParallel("dp"))
+    step = ws.compile(gan, mesh=mesh(), plan=ws.DataParallel("dp"), fullgraph=True)
     opts = [[sgd(m) for m in pair] for pair in (models, others)]
     for _ in range(3):
         noise, real = torch.randn(4, 3), torch.randn(4, 4)
@@ -382,7 +382,7 @@ def _whole_joined(**settings: int) -> bool:
     torch.manual_seed(0)
     model = Joined()
     other = copy.deepcopy(model)
-    step = ws.compile(joined, mesh=mesh(), plan=ws.DataParallel("dp", **settings))
+    step = ws.compile(joined, mesh=mesh(), plan=ws.DataParallel("dp", **settings), fullgraph=True)
     opts = sgd(model), sgd(other)
     for _ in range(3):
         x = torch.randn(4, 6)
@@ -396,7 +396,7 @@ def uneven_batches() -> tuple[list[Tensor], int]:
     torch.manual_seed(comm.get_rank())
     model = MLP()
     opt = sgd(model)
-    step = ws.compile(plain, mesh=mesh(), plan=ws.DataParallel("dp"))
+    step = ws.compile(plain, mesh=mesh(), plan=ws.DataParallel("dp"), fullgraph=True)
     for number in range(5):
         rows = 3 if number == 3 and comm.get_rank() == 1 else 6
         step(model, opt, torch.randn(rows, 6), torch.randint(4, (rows,)))
@@ -406,7 +406,11 @@ def uneven_batches() -> tuple[list[Tensor], int]:
 def other_model_on_rank_one() -> str:
     torch.manual_seed(0)
     model = nn.Linear(4, 3, bias=comm.get_rank() == 0)
-    return _error(lambda: ws.compile(gradients_only, mesh=mesh(), plan=ws.DataParallel("dp"))(model, torch.ones(2, 4)))
+    return _error(
+        lambda: ws.compile(gradients_only, mesh=mesh(), plan=ws.DataParallel("dp"), fullgraph=True)(
+            model, torch.ones(2, 4)
+        )
+    )
 
 
 def one_rank_cannot_capture() -> str:
@@ -420,7 +424,7 @@ def one_rank_cannot_capture() -> str:
         loss.backward()
 
     try:
-        ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"))(model, torch.ones(2, 4))
+        ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"), fullgraph=True)(model, torch.ones(2, 4))
     except ws.errors.WholestepError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -464,7 +468,7 @@ def refusals() -> dict[str, str]:
         "sparse": _error(lambda: ws.compile(sparse, **plan)(table, torch.tensor([1, 2]))),
         "by_grad": _error(lambda: ws.compile(by_grad, **plan)(layer, x)),
         "in_hook": _error(lambda: ws.compile(in_hook, **plan)(hooked, opt, x)),
-        "axis": _error(lambda: ws.compile(gradients_only, mesh=mesh(), plan=ws.DataParallel("tp"))),
+        "axis": _error(lambda: ws.compile(gradients_only, mesh=mesh(), plan=ws.DataParallel("tp"), fullgraph=True)),
         "shape": _error(lambda: ws.init_device_mesh("cpu", (3,))),
     }
 
@@ -480,7 +484,7 @@ def on_two_axes() -> tuple[list[int], list[int], bool]:
     torch.manual_seed(comm.get_rank())
     model = MLP()
     plan = [ws.DataParallel("outer"), ws.DataParallel("inner")]
-    step = ws.compile(gradients_only_of_loss, mesh=grid, plan=plan)
+    step = ws.compile(gradients_only_of_loss, mesh=grid, plan=plan, fullgraph=True)
     torch.manual_seed(0)
     x, y = torch.randn(8, 6), torch.randint(4, (8,))
     step(model, *_halves(x, y))

@@ -78,7 +78,7 @@ class Counted(ws.Override):
 
 def compiled(step: Callable[..., Any], **settings: Any) -> Any:
     mesh = ws.init_device_mesh("cpu", (comm.get_world_size(),), mesh_dim_names=("dp",))
-    return ws.compile(step, mesh=mesh, plan=ws.DataParallel("dp", reduce="sum"), **settings)
+    return ws.compile(step, mesh=mesh, plan=ws.DataParallel("dp", reduce="sum"), **settings, fullgraph=True)
 
 
 def train_step(model, opt, *inputs):

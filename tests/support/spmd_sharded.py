@@ -75,7 +75,7 @@ def both_ways(make: Callable[[], nn.Module], optimizer: Callable, step: Callable
         torch.manual_seed(comm.get_rank())
         model = make()
         opt = optimizer(model)
-        found.append(run(model, opt, ws.compile(step, mesh=mesh(), plan=plan), batch))
+        found.append(run(model, opt, ws.compile(step, mesh=mesh(), plan=plan, fullgraph=True), batch))
         counts.append(parts(opt))
     assert counts[0] == 0
     return unlike(*found, same), counts[1]
@@ -109,7 +109,7 @@ def resumed() -> dict[str, Any]:
         opts.append(torch.optim.AdamW(models[-1].parameters(), lr=0.1))
         opts[-1].load_state_dict(copy.deepcopy(opts[0].state_dict()))
     reference = [plain(models[0], opts[0], x, y) for _ in range(3)]
-    step = ws.compile(plain, mesh=mesh(), plan=SHARDED)
+    step = ws.compile(plain, mesh=mesh(), plan=SHARDED, fullgraph=True)
     found: dict[str, Any] = {"eager first": []}
     for number in range(3):
         found["eager first"].append(torch.allclose(step(models[1], opts[1], x, y), reference[number]))
@@ -130,7 +130,7 @@ def resumed() -> dict[str, Any]:
         found[name].append(parts(opts[which]) == found["parts"])
     found["to eager"] = [torch.allclose(plain(models[4], opts[4], x, y), r) for r in reference[1:]]
     try:
-        ws.compile(plain, mesh=mesh(), plan=ws.DataParallel("dp"))(models[1], opts[1], x, y)
+        ws.compile(plain, mesh=mesh(), plan=ws.DataParallel("dp"), fullgraph=True)(models[1], opts[1], x, y)
     except PlanError as error:
         found["other plan"] = str(error)
     before = copy.deepcopy([*models[1].parameters()])

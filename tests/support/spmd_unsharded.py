@@ -163,7 +163,7 @@ def against_one_device(case: Case, seed: int, steps: int = 5) -> dict[str, Any]:
     if comm.get_rank():  # rank 0's are taken
         for p in model.parameters():
             p.data += 1
-    step = ws.compile(case.step, mesh=mesh(), plan=case.plan)
+    step = ws.compile(case.step, mesh=mesh(), plan=case.plan, fullgraph=True)
     wrong: list[str] = []
     for number in range(steps):
         batch = case.batch(g)

@@ -136,7 +136,7 @@ def averages() -> dict[str, bool]:
             kept = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average is averaged else None
             kept = kept or copy.deepcopy(model)
             opt = torch.optim.AdamW(model.parameters(), lr=0.1)
-            run = ws.compile(step, mesh=mesh(), plan=plan)
+            run = ws.compile(step, mesh=mesh(), plan=plan, fullgraph=True)
             torch.manual_seed(5 + comm.get_rank())
             for _ in range(3):
                 norms = run(kept, model, opt, torch.randn(2, 8))
@@ -149,11 +149,11 @@ def refused() -> dict[str, str]:
     found = {}
     for plan in (ws.DataParallel("dp"), ws.ShardedOptimizer("dp"), ws.FullyShard("dp", min_bytes=1)):
         name = type(plan).__name__
-        model = ws.compile(net(), mesh=mesh(), plan=plan)
+        model = ws.compile(net(), mesh=mesh(), plan=plan, fullgraph=True)
         found[f"{name}, backward"] = error(lambda model=model: model(torch.randn(2, 8)).sum().backward())
         table = nn.Embedding(10, 4, sparse=True)
         opt = torch.optim.SparseAdam(table.parameters())
-        step = ws.compile(train, mesh=mesh(), plan=plan)
+        step = ws.compile(train, mesh=mesh(), plan=plan, fullgraph=True)
         found[f"{name}, sparse"] = error(lambda step=step, table=table, opt=opt: step(table, opt, torch.tensor([1, 2])))
     return found
 

@@ -155,7 +155,9 @@ def under(plan: Any) -> list[Tensor]:
         opt.step()
         return loss.detach()
 
-    compiled = ws.compile(step, mesh=ws.init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), plan=plan)
+    compiled = ws.compile(
+        step, mesh=ws.init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), plan=plan, fullgraph=True
+    )
     return [compiled(torch.ones(2, 4)) for _ in range(2)]
 
 

@@ -19,7 +19,7 @@ from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapsho
 from wholestep.capture.sources import Call
 from wholestep.capture.substitutes.optimizer_state import InitialState
 from wholestep.capture.substitutes.unbacked import materialize_fakes
-from wholestep.capture.substitutes.unsharded_views import PartsOf
+from wholestep.capture.substitutes.unsharded_views import PartsOf, UnshardedViews
 
 __all__ = [
     "Binder",
@@ -30,6 +30,7 @@ __all__ = [
     "GuardFailure",
     "InitialState",
     "PartsOf",
+    "UnshardedViews",
     "Snapshot",
     "TensorInput",
     "compare",

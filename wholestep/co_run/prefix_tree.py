@@ -9,7 +9,8 @@ import torch
 
 from wholestep.fake_layouts import tensors_of
 from wholestep.functional import written_arguments
-from wholestep.torch_compat import OpOverload, default_device, kernel_settings, storage_id
+from wholestep.ir import NodeInfo
+from wholestep.torch_compat import FakeTensor, OpOverload, default_device, kernel_settings, storage_id
 
 storage_of = torch.Tensor.untyped_storage  # the method itself: the queue patches it
 
@@ -51,6 +52,7 @@ class Node:
         programs: slots whose memory is alive -> what serves a flush here.
         seen: such slots, with the numbers of the first flush here.
         refused: those for which there is no program.
+        note: with plans, the record of the call: phase, line, module.
     """
 
     results: Results = None
@@ -58,6 +60,7 @@ class Node:
     programs: dict[tuple[int, ...], Any] = field(default_factory=dict)
     seen: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
     refused: set[tuple[int, ...]] = field(default_factory=set)
+    note: NodeInfo | None = None
 
 
 class Signatures:
@@ -91,6 +94,11 @@ class Signatures:
             self.count = 0
         node = before.next[key] = Node(results)
         return node
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a tensor is of which memory: two are equal when they are the same elements, laid out alike."""
+    return storage_id(storage_of(tensor)), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
 
 
 class Unknown(Exception):  # noqa: N818 - a signal, not an error
@@ -129,7 +137,7 @@ def _layout(value: Any, memories: set[int]) -> Results:
         return None
     if isinstance(value, (list, tuple)):
         return tuple([_layout(item, memories) for item in value])
-    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
+    if type(value) not in (torch.Tensor, FakeTensor) or value.layout is not torch.strided or value.is_nested:
         raise Unknown
     if value.storage_offset():
         raise Unknown

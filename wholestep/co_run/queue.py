@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholestep.co_run.extensions import ExtensionWatch
 from wholestep.co_run.operators import Facts, Kind, facts_of
-from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, storage_of
+from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, place_of, storage_of
+from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
+from wholestep.errors import PlanError
 from wholestep.fake_layouts import tensors_of
 from wholestep.torch_compat import (
     UnwrappedDispatchMode,
@@ -23,6 +26,8 @@ from wholestep.torch_compat import (
     storage_id,
     storage_uses,
 )
+from wholestep.trace.record.graph_builder import leaves, map_leaves
+from wholestep.trace.record.provenance import user_line
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _STRIDED, _NONE = torch.strided, dict[str, Any]()
@@ -30,6 +35,13 @@ AT_ONCE, VIEW = Kind.AT_ONCE, Kind.VIEW
 
 # (node, slots that are alive, segment, tensors, numbers)
 Run = Callable[[Node, Segment, list[torch.Tensor], list[float]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Stands for a tensor, by its place, in the call that made a view."""
+
+    place: Any
 
 
 class _Opaque(Exception):  # noqa: N818 - a signal, not an error
@@ -47,14 +59,17 @@ class Queue(UnwrappedDispatchMode):
     Args:
         signatures: what was recorded in earlier calls of the step.
         run: runs what was deferred.
+        ranks: those of a step with plans, which run each segment together, as a program.
 
     Attributes:
         known: whether no call was recorded so far.
         watch: sees calls of C extensions.
     """
 
-    def __init__(self, signatures: Signatures, run: Run) -> None:
+    def __init__(self, signatures: Signatures, run: Run, ranks: Ranks | None = None) -> None:
         super().__init__()
+        self._ranks, self._held = ranks, ranks.held if ranks is not None else {}
+        self._views: dict[int, dict[Any, Any]] = {}  # storage -> place of a view -> the call that made it first
         self._signatures, self._run, self._running, self.known = signatures, run, False, True
         self._paused, self.watch = False, ExtensionWatch(self.flush)
         self._begin()
@@ -77,6 +92,8 @@ class Queue(UnwrappedDispatchMode):
         self._pending: set[int] = set()  # these, and those that deferred calls write
         self._numbers: list[float] = []
         self._calls: list[RecordedCall] = []
+        self._path: list[Node] = []  # of these
+        self._marked: dict[int, list[Any]] = {}  # place of a mark in the calls -> its tensors'
 
     supports_higher_order_operators = True  # which run at once, as all that they call
 
@@ -98,11 +115,13 @@ class Queue(UnwrappedDispatchMode):
             return func(*args, **kwargs)
         if args and not facts.random and self._is_small(args):
             return func(*args, **kwargs)
-        if self._node is None:
-            self._node = self._signatures.root()
+        self._node = self._begin_segment()
         self._any_float = facts.any_float
         before = len(self._numbers), len(self._tensors)
         try:
+            if self._held:
+                self._record_views(tensors_of((args, kwargs)))
+                before = len(self._numbers), len(self._tensors)
             parts = tuple([self._part(a) for a in args])
             named = tuple([(name, self._part(value)) for name, value in kwargs.items()]) if kwargs else ()
             new = ()
@@ -111,7 +130,9 @@ class Queue(UnwrappedDispatchMode):
                 self._new.clear()
             key = facts, parts, named, new
             node = self._node.next.get(key, _MISSING)
-        except (_Opaque, TypeError, RuntimeError):  # or an argument that does not hash, or nested, without sizes
+            if node is _MISSING and self._ranks is not None:
+                node = self._add(key, self._described(self._ranks, facts, args, kwargs))
+        except (_Opaque, Unknown, TypeError, RuntimeError):  # or an argument does not hash, or is nested, without sizes
             node = None
         if node is None or node is _MISSING:
             self._numbers[before[0] :], self._tensors[before[1] :], self._externals[before[1] :] = [], [], []
@@ -122,6 +143,8 @@ class Queue(UnwrappedDispatchMode):
         if facts.kind is VIEW:
             found = func(*args, **kwargs)
             results = self._register(found)
+            if self._ranks is not None:
+                self._remember_view(facts, args, kwargs, found)
         else:
             found, results = self._answer(facts, args, kwargs, node.results)
             for position in facts.written:
@@ -129,7 +152,91 @@ class Queue(UnwrappedDispatchMode):
                 for tensor in (written,) if isinstance(written, torch.Tensor) else written or ():
                     self._pending.add(storage_id(storage_of(tensor)))
         self._calls.append((func, parts, named, results))
+        self._path.append(node)
         return found
+
+    def _described(self, ranks: Ranks, facts: Facts, args: Any, kwargs: Any) -> Any:
+        self._running = True  # what a fake tensor is asked for flushes nothing
+        try:
+            return ranks.described(facts, args, kwargs)
+        finally:
+            self._running = False
+
+    def _add(self, key: Any, results: Any) -> Node:
+        """A new node, which is deferred as one that is known."""
+        assert self._node is not None and self._ranks is not None
+        self.known = False
+        node = self._signatures.add(self._node, key, results)
+        node.note = self._ranks.note()
+        return node
+
+    def _append(self, function: Any, facts: Any, parts: Any, named: Any, results: Any) -> None:
+        """Records a call that Python does not make here."""
+        key = facts, parts, named, tuple(self._new)
+        self._new.clear()
+        assert self._node is not None
+        self._node = self._node.next.get(key) or self._add(key, None)
+        self._calls.append((function, parts, named, results))
+        self._path.append(self._node)
+
+    def _begin_segment(self) -> Node:
+        if self._node is None:
+            self._node = self._signatures.root()
+            if self._ranks is not None:
+                self._ranks.begin_segment()
+        return self._node
+
+    def mark(self, function: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+        """Records a call of a function that takes note of tensors when the segment is captured."""
+        self._begin_segment()
+        try:
+            self._record_views(tensors)
+            parts = tuple([self._slot(tensor) for tensor in tensors])
+        except _Opaque:
+            raise PlanError(
+                "a gradient is complex or of a subclass, which plans do not reduce where a step's Python runs\n"
+                f"  at: {user_line()}\n  to do: compute what leads to it in real numbers and plain tensors"
+            ) from None
+        self._marked[len(self._calls)] = [place_of(tensor) for tensor in tensors]
+        self._append(function, function, parts, (), None)
+
+    # -- views of what this rank holds a part of -----------------------------------------------------------
+
+    def _remember_view(self, facts: Facts, args: Any, kwargs: Any, found: Any) -> None:
+        call = facts, *[map_leaves(_placed, tree) for tree in (args, kwargs, found)]
+        operands = [place_of(tensor) for tensor in tensors_of((args, kwargs))]
+        for place in map(place_of, tensors_of(found)):
+            if place not in operands:
+                self._views.setdefault(place[0], {}).setdefault(place, call)
+
+    def _record_views(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Records anew how views were made of memory of which programs take a part."""
+        for tensor in tensors:
+            if tensor.layout is _STRIDED and storage_id(storage_of(tensor)) in self._held:
+                self._record_view(place_of(tensor))
+
+    def _record_view(self, place: Any) -> None:
+        held = self._held.get(place[0])
+        if held is None or place in self._slots or place == place_of(held.tensor):
+            if held is not None and place not in self._slots:
+                self._slot(held.tensor)
+            return
+        if place not in self._views.get(place[0], ()):
+            raise _Opaque
+        facts, args, kwargs, found = self._views[place[0]][place]
+        for leaf in leaves((args, kwargs)):
+            if type(leaf) is At:
+                self._record_view(leaf.place)
+        parts = tuple([self._part(a) for a in args])
+        named = tuple([(name, self._part(value)) for name, value in kwargs.items()])
+        results = map_leaves(self._register_at, found)
+        self._append(facts.op, facts, parts, named, results)
+
+    def _register_at(self, at: Any) -> Any:
+        index = self._count
+        self._count += 1
+        self._slots[at.place] = slot(index)
+        return index
 
     def _is_small(self, args: tuple[Any, ...]) -> bool:
         """Whether the operands are single numbers on the host that nothing deferred touches: an optimizer's counts."""
@@ -140,6 +247,7 @@ class Queue(UnwrappedDispatchMode):
             return False
         return all(
             not t.dim() and t.device.type == "cpu" and storage_id(storage_of(t)) not in self._storages
+            and storage_id(storage_of(t)) not in self._held
             for t in tensors_of(args)
         )
 
@@ -159,6 +267,8 @@ class Queue(UnwrappedDispatchMode):
             return tuple([self._part(item) for item in value])
         if kind is torch.Size:
             return tuple(value)
+        if kind is At:
+            return self._slots[value.place]
         if kind is complex:
             raise _Opaque  # which is equal to a float
         return value
@@ -173,6 +283,8 @@ class Queue(UnwrappedDispatchMode):
             return found
         if storage in self._own or dtype.is_complex or not storage:
             raise _Opaque  # such as a view of memory to be written that no recorded call made
+        if self._ranks is not None:
+            self._ranks.meet(tensor, place)
         found = self._slots[place] = slot(self._count)
         self._new.append((found, place[1:], tensor.device, self._storages.get(storage)))
         self._storages.setdefault(storage, self._count)
@@ -207,6 +319,7 @@ class Queue(UnwrappedDispatchMode):
             self._storages[identity] = index
             self._made.append((index, storage, results))
             self._own.add(identity)
+            self._views.pop(identity, None)  # of memory that is gone
             self._pending.add(identity)
             return tensor, index
         if kind is Given:
@@ -253,6 +366,8 @@ class Queue(UnwrappedDispatchMode):
         self.watch.begin()  # what is read may decide
         if not facts.only_reads or self._undeferred or self._touches(args):
             self.flush()
+        if self._ranks is not None:
+            self._ranks.read(tensors_of((args, kwargs)), writes=bool(facts.written))
         if not facts.differentiated_inside:
             return facts.op(*args, **kwargs)
         with dispatching():
@@ -275,6 +390,18 @@ class Queue(UnwrappedDispatchMode):
             self._begin()
             self.watch.begin()
 
+    def read(self, values: Any) -> None:
+        """Flushes; of tensors among the values, the memory is all there then."""
+        self.flush()
+        if self._ranks is not None and not self._running:
+            self._ranks.read(tensors_of(values), writes=True)
+
+    def end(self) -> None:
+        """Flushes; no call of the step follows."""
+        self.flush()
+        if self._ranks is not None:
+            self._ranks.end()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Flushes, and runs what comes at once."""
@@ -292,7 +419,8 @@ class Queue(UnwrappedDispatchMode):
             self._forget()
             return
         alive = [(index, storage, layout) for index, storage, layout in made if storage_uses(storage) > 1]
-        segment = Segment(calls, self._externals, [index for index, *_ in alive])
+        notes = [node.note for node in self._path if node.note is not None]
+        segment = Segment(calls, self._externals, [index for index, *_ in alive], notes, self._marked)
         tensors, numbers = self._tensors, self._numbers
         self._forget()
         self._running = True
@@ -305,6 +433,11 @@ class Queue(UnwrappedDispatchMode):
                 self._run(node, segment, tensors, numbers)
             finally:
                 self._running = False
+                self._views = {storage: views for storage, views in self._views.items() if storage in self._held}
+
+
+def _placed(value: Any) -> Any:
+    return At(place_of(value)) if isinstance(value, torch.Tensor) else value
 
 
 _MISSING: Any = object()

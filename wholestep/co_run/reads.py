@@ -42,13 +42,13 @@ GIVEN = (
 INDEXING = ((torch.Tensor, "__getitem__"), (torch.Tensor, "__setitem__"))
 
 
-def flushing(flush: Callable[[], None]) -> list[Replacement]:
-    """Replacements for all of these, and for what sets how kernels compute, that call ``flush()`` first."""
+def flushing(read: Callable[[Any], None]) -> list[Replacement]:
+    """Replacements for all of these, and for what sets how kernels compute, that call ``read(arguments)`` first."""
     owners = [(torch.Tensor, name) for name in TENSOR] + [(torch.Generator, name) for name in GENERATOR]
     always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS, *setters()])
     anything = (*COMPILED_OPERATORS, lambda args: True)
     asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING), anything]
-    return [(owner, name, _after(flush, owner, name, reads)) for owner, name, reads in [*always, *asked]
+    return [(owner, name, _after(read, owner, name, reads)) for owner, name, reads in [*always, *asked]
             if hasattr(owner, name)]  # fmt: skip
 
 
@@ -63,12 +63,12 @@ def _has_sequence(args: Sequence[Any]) -> bool:
     return any(type(a) in (list, tuple) and _has_tensor(a) for a in nested)
 
 
-def _after(flush: Callable[[], None], owner: Any, name: str, reads: Callable[[Any], bool] | None) -> Any:
+def _after(read: Callable[[Any], None], owner: Any, name: str, reads: Callable[[Any], bool] | None) -> Any:
     found = original(owner, name)
     if not callable(found):  # a property, of Python or of C
 
         def get(self: Any) -> Any:
-            flush()
+            read(self)
             return found.__get__(self)
 
         return property(get)
@@ -78,9 +78,9 @@ def _after(flush: Callable[[], None], owner: Any, name: str, reads: Callable[[An
     @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
         if reads is None:
-            flush()
+            read((args, kwargs))
         elif reads([*args[own:], *kwargs.values()]):
-            flush()
+            read((args, kwargs))
             with dispatch_modes_off():  # under a mode, C++ takes lists of tensors for other lists
                 return found(*args, **kwargs)
         return found(*args, **kwargs)

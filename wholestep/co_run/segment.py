@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from wholestep.ir import NodeInfo
 
 
 class Slot:
@@ -76,22 +78,31 @@ class Segment:
         calls: in order.
         externals: slots of tensors that were there before.
         alive: slots of results whose memory somebody still holds.
+        notes: with plans, the record of each call.
+        marked: places of the tensors that a mark takes, by its own in the calls.
     """
 
     calls: list[RecordedCall]
     externals: list[int]
     alive: list[int]
+    notes: Sequence[NodeInfo]
+    marked: Mapping[int, Sequence[Any]]
 
-    def run(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+    def run(
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[float], begin: Callable[[int], None] | None = None
+    ) -> None:
         """Runs the calls in order.
 
         Args:
             tensors: the externals, then the tensors that take the values of what is alive.
             numbers: the floats among the arguments, in order.
+            begin: called with the place of each call before it runs.
         """
         values: dict[int, Any] = dict(zip(self.externals, tensors, strict=False))
         given = iter(numbers)
-        for (func, args, kwargs, results), unread in zip(self.calls, self._unread(), strict=True):
+        for place, ((func, args, kwargs, results), unread) in enumerate(zip(self.calls, self._unread(), strict=True)):
+            if begin is not None:
+                begin(place)
             arguments = [_filled(part, values, given) for part in args]
             keywords = {name: _filled(part, values, given) for name, part in kwargs}
             _keep(results, func(*arguments, **keywords), values)

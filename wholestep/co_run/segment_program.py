@@ -21,7 +21,7 @@ Bind = Callable[[Sequence[torch.Tensor], Sequence[float]], Any]
 
 def run_segment(tensors: list[torch.Tensor], numbers: list[float]) -> None:
     """The step that is captured."""
-    _running.segment.run(tensors, numbers)
+    _running.segment.run(tensors, numbers, _running.call)
 
 
 class SegmentSnapshot(Snapshot):
@@ -34,41 +34,68 @@ def _take(fn: Any, args: Any, kwargs: Any, names: Any = frozenset(), varying: fr
     return SegmentSnapshot(Call(fn, args, kwargs), varying=varying)
 
 
-class SegmentProgram:
-    """A segment's program.
+class CapturedSegment:
+    """A segment's graph.
+
+    Args:
+        varying: indices of the numbers that are inputs, as the floats that operators write are.
+        replay: hears of the capture and of each call, see `pipeline.capture`.
 
     Attributes:
-        constants: index of a number -> the value that the program was made for.
+        traced: the graph, and what it was traced with.
+        binds: for each input, what gives it.
+        indices: for each input, that of the tensor, or of the number as ``~index``.
+        constants: index of a number -> the value that the program is for.
     """
 
     def __init__(
-        self, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float], options: Options,
-        varying: frozenset[int] = frozenset(),
+        self, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float], varying: frozenset[int],
+        replay: Any = None,
     ) -> None:  # fmt: skip
         self.varying = varying
         args = [t.detach() for t in tensors], list(numbers)
         paths = frozenset(f"args[1][{index}]" for index in varying)
-        _running.segment = segment
+        _running.segment, _running.call = segment, replay and replay.call
         try:
-            _, traced = capture(run_segment, args, {}, paths, False, False, _take)
+            _, traced = capture(run_segment, args, {}, paths, False, False, _take, sync=replay)
         finally:
-            del _running.segment
+            del _running.segment, _running.call
         if traced.predicates or traced.storage_sizes:
             raise CaptureError("the segment decides on a number", remedy="")
+        self.traced = traced
         by_id = {id(tensor): index for index, tensor in enumerate(args[0])}
-        self._binds = [_bind(item, by_id) for item in traced.inputs[: traced.n_inputs]]
-        read = {i.source.key for i in traced.inputs if isinstance(i.value, float)}
+        inputs = traced.inputs[: traced.n_inputs]
+        self.binds = [_bind(item, by_id) for item in inputs]
+        self.indices = [_index(item, by_id) for item in inputs]
+        read = {~index for index in self.indices if index < 0}
         self.constants = {index: n for index, n in enumerate(numbers) if index not in read}
-        step = of_one_rank(traced, options, ())
-        self.run = lowered(step, options.backend)
 
     def serves(self, numbers: Sequence[float]) -> bool:
         """Whether it was made for these numbers."""
         return all(same(numbers[index], value) for index, value in self.constants.items())
 
+
+class SegmentProgram(CapturedSegment):
+    """A segment's program."""
+
+    def __init__(
+        self, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float], varying: frozenset[int],
+        options: Options,
+    ) -> None:  # fmt: skip
+        super().__init__(segment, tensors, numbers, varying)
+        step = of_one_rank(self.traced, options, ())
+        del self.traced
+        self.run = lowered(step, options.backend)
+
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs it: writes what the segment writes, and the destinations."""
-        self.run(*[bind(tensors, numbers) for bind in self._binds])
+        self.run(*[bind(tensors, numbers) for bind in self.binds])
+
+
+def _index(item: Any, by_id: dict[int, int]) -> int:
+    if isinstance(item.value, float):
+        return ~item.source.key  # type: ignore[no-any-return]
+    return by_id[id(item.members[0] if item.members else item.value)]
 
 
 def _bind(item: Any, by_id: dict[int, int]) -> Bind:
@@ -78,5 +105,5 @@ def _bind(item: Any, by_id: dict[int, int]) -> Bind:
     if item.members:
         member = by_id[id(item.members[0])]
         return lambda tensors, numbers: flat_memory(tensors[member])
-    index = by_id[id(item.value)]
+    index = _index(item, by_id)
     return lambda tensors, numbers: tensors[index]

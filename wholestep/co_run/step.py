@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from wholestep.co_run.prefix_tree import Node, Signatures
 from wholestep.co_run.queue import Queue
+from wholestep.co_run.rank_program import RankProgram
+from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.reads import flushing
 from wholestep.co_run.segment import Segment, same
 from wholestep.co_run.segment_program import SegmentProgram
-from wholestep.errors import UnsupportedError
-from wholestep.patches import patched
+from wholestep.errors import CaptureError, DistError, PlanError, UnsupportedError
+from wholestep.patches import Replacement, patched
 from wholestep.pipeline import Options
 from wholestep.torch_compat import below_autograd, makes_subclass
 from wholestep.trace.record.provenance import user_line
@@ -43,6 +45,10 @@ def outside_of_programs() -> AbstractContextManager[None]:
 class CoRun:
     """Runs a step.
 
+    Args:
+        fn: the step.
+        run: runs it.
+
     Attributes:
         refused: why segments run operator by operator, one reason each.
         segments: the segments that were compiled: the number of operators, bytes of results that outlive them, and the
@@ -50,8 +56,9 @@ class CoRun:
         eager: why the step runs as it is; empty where its operators are deferred.
     """
 
-    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
-        self._fn, self._options = fn, options
+    def __init__(self, fn: Callable[..., Any], run: Callable[..., Any], options: Options) -> None:
+        self._fn, self._options = run, options
+        self._ranks = None if options.executor.plain else Ranks(fn, options)
         self._signatures = Signatures()
         self.refused: list[str] = []
         self.segments: list[tuple[int, int, str]] = []
@@ -63,14 +70,14 @@ class CoRun:
         if self.eager:
             return self._fn(*args, **kwargs)
         deferred, plain = self._times[False], self._times[True]
-        if len(deferred) >= TIMED and len(plain) < TIMED:
+        if self._ranks is None and len(deferred) >= TIMED and len(plain) < TIMED:
             begin = time.perf_counter()
             result = self._fn(*args, **kwargs)
             plain.append(time.perf_counter() - begin)
             if len(plain) == TIMED and min(plain) < min(deferred):
                 self.eager = "that was faster than deferring its operators"
             return result
-        queue = Queue(self._signatures, self._serve)
+        queue = Queue(self._signatures, self._serve, self._ranks)
         programs, begin = len(self.segments), time.perf_counter()
         try:
             return self._deferred(queue, args, kwargs)
@@ -87,30 +94,70 @@ class CoRun:
                 deferred.append(time.perf_counter() - begin)
 
     def _deferred(self, queue: Queue, args: Any, kwargs: Any) -> Any:
-        thread = threading.get_ident()
+        thread, ranks = threading.get_ident(), self._ranks
         _active.queue = queue
+        begun: AbstractContextManager[list[Replacement]] = nullcontext([])
+        if ranks is not None:
+            begun = ranks.call(args, kwargs, queue)
         try:
-            with patched(flushing(queue.flush), lambda: threading.get_ident() == thread):
+            with (
+                begun as replaced,
+                patched([*flushing(queue.read), *replaced], lambda: threading.get_ident() == thread),
+            ):
                 try:
                     with queue:
                         queue.watch.begin()
-                        return self._fn(*args, **kwargs)
+                        result = self._fn(*args, **kwargs)
+                except BaseException:
+                    with suppress(*() if ranks is None else (PlanError, DistError)):  # another rank's says less
+                        queue.flush()
+                    raise
+                else:
+                    queue.end()
+                    return result
                 finally:
-                    queue.flush()
                     queue.watch.end()
         finally:
             _active.queue = None
-            if queue.watch.found:
+            if queue.watch.found and ranks is None:
                 self.eager = f"it calls {queue.watch.found[0]} of a C extension, which may read memory of tensors"
 
     def _serve(self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]) -> None:
         """Runs a segment: by a program, or one operator after the other."""
+        if self._ranks is not None:
+            return self._serve_on_ranks(self._ranks, node, segment, tensors, numbers)
         program = self._program(node, segment, tensors, numbers)
         if program is None:
             with below_autograd():  # which counted the writes when they were deferred
                 segment.run(tensors, numbers)
         else:
             program(tensors, numbers)
+
+    def _serve_on_ranks(
+        self, ranks: Ranks, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]
+    ) -> None:
+        """Runs a segment by a program of all ranks, which is compiled where there is none."""
+        key = tuple(segment.alive)
+        program: RankProgram | None = node.programs.get(key)
+        varying = frozenset[int]()
+        if program is not None and not program.serves(numbers):
+            varying = program.varying | {i for i, n in program.constants.items() if not same(numbers[i], n)}
+            program = None
+        ranks.begin(program)
+        if program is None:
+            if len(self.segments) >= MAX_PROGRAMS:
+                raise CaptureError(
+                    f"the step's segments needed {MAX_PROGRAMS} programs; operators differ from call to call again",
+                    user_line(),
+                    "keep the number of branches and sizes small, or compile a smaller part of the step",
+                )
+            program = node.programs[key] = ranks.compile(segment, tensors, numbers, varying)
+            self._count(segment, tensors)
+        ranks.run(program, tensors, numbers)
+
+    def _count(self, segment: Segment, tensors: Sequence[torch.Tensor]) -> None:
+        kept = sum(t.nbytes for t in tensors[len(segment.externals) :])
+        self.segments.append((len(segment.calls), kept, user_line()))
 
     def _program(
         self, node: Node, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float]
@@ -131,12 +178,11 @@ class CoRun:
         if key in node.refused or len(self.segments) >= MAX_PROGRAMS:
             return None
         try:
-            program = SegmentProgram(segment, tensors, numbers, self._options, varying)
+            program = SegmentProgram(segment, tensors, numbers, varying, self._options)
         except Exception as error:  # nothing has run yet: a segment that cannot be compiled runs as it is
             self.refused.append(f"{type(error).__name__}: {error}")
             node.refused.add(key)
             return None
         node.programs[key] = program
-        kept = sum(t.nbytes for t in tensors[len(segment.externals) :])
-        self.segments.append((len(segment.calls), kept, user_line()))
+        self._count(segment, tensors)
         return program

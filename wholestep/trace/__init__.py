@@ -6,7 +6,7 @@ version-counter increments.
 May import: capture, errors, fake_layouts, functional, ir, patches, torch_compat.
 """
 
-from wholestep.trace.patches.python_patches import gradient_memory
+from wholestep.trace.patches.python_patches import gradient_memory, note_gradient
 from wholestep.trace.record.inputs import ReshapedInput
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.record.trace_step import trace_step
@@ -19,5 +19,6 @@ __all__ = [
     "SharedMemory",
     "Traced",
     "gradient_memory",
+    "note_gradient",
     "trace_step",
 ]

@@ -24,13 +24,14 @@ class UnshardedViews:
 
     Attributes:
         parts: id of a tensor -> what it holds.
+        exchanged: the tensors that have their whole shapes now, with their own data.
     """
 
     def __init__(self, tensors: Iterable[TensorInput], parts: PartsOf | None) -> None:
         known = list(tensors)
         meant = parts(known) if parts is not None else [None] * len(known)
         self.parts: dict[int, Part] = {}
-        self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
         for found, part in zip(known, meant, strict=True):
             mark = part_of(found.tensor) or part
             if mark is not None:
@@ -49,13 +50,13 @@ class UnshardedViews:
                     remedy="make batches outside of torch.inference_mode()",
                 )
             mine = tensor.detach()
-            self._data.append((tensor, mine))
+            self.exchanged.append((tensor, mine))
             give_data(tensor, _untouched(tensor, part))
 
     def back(self) -> None:
         """Gives the tensors their own data back."""
-        while self._data:
-            give_data(*self._data.pop())
+        while self.exchanged:
+            give_data(*self.exchanged.pop())
 
 
 def _untouched(tensor: torch.Tensor, part: Part) -> torch.Tensor:

@@ -44,8 +44,7 @@ def not_recorded(fn: Fn) -> Fn:
         if is_captured():
             raise UnsupportedError(
                 f"comm.{fn.__name__} reaches other ranks by Python code, which a replay would not run again",
-                remedy="call it before or after the step, send tensors inside of it, or compile without fullgraph=True "
-                "and without a plan, so that the step's Python runs at each call",
+                remedy="call it before or after the step, send tensors inside of it, or compile without fullgraph=True",
             )
         return fn(*args, **kwargs)
 

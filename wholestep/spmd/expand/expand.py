@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece
-from wholestep.ir import GETITEM, Gradient, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
+from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.choose_strategy import Choices, ShardedValue, replicated
 from wholestep.spmd.expand.decompositions import decomposition
@@ -247,7 +247,7 @@ class _StepExpansion(_Expansion):
         self, step: StepGraph, group: AxisGroup, placements: StatePlacements, pending: float, local: bool
     ) -> None:
         super().__init__(fx.Graph(), group, pending, local)
-        self.step, self.placements = step, placements
+        self.step, self.placements, self.left = step, placements, dict(step.signature.state_outputs)
         inputs = list(zip(step.placeholders, (item.source for item in step.signature.inputs), strict=True))
         self.updated = {step.outputs[index]: inputs[into] for index, into in step.signature.mutations.items()}
 
@@ -264,7 +264,8 @@ class _StepExpansion(_Expansion):
         self.graph.output(tuple(self._outputs()))
         gm = lazy_graph_module(self.step.gm, self.graph)
         uneven = old.uneven or self._is_uneven()
-        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()), uneven=uneven)
+        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()), uneven=uneven,
+                            inputs=[_for_next_axis(item) for item in old.inputs], state_outputs=self.left)  # fmt: skip
         return dead_code(StepGraph(gm, signature, "expand"))
 
     # Inputs and outputs
@@ -284,9 +285,18 @@ class _StepExpansion(_Expansion):
                 yield sharded
                 continue
             wanted = self.placements.outputs.get(index, R)
+            if wanted is None:
+                wanted = self._as_it_is(sharded)
+                item = self.left[index]
+                self.left[index] = replace(item, placements=(*(item.placements or ()), wanted))
             record = replace(info(_unconstrained(value)), phase="optimizer")  # a constraint's own
             local = self.at(sharded, wanted, record)
             yield kept(local, record, wanted, self.group) if index in self.step.signature.state_outputs else local
+
+    def _as_it_is(self, sharded: ShardedValue) -> Placement:
+        """The placement in which a value can be left; whole on every rank where that is none."""
+        shape, split = sharded.value.shape, [one for one in sharded.versions if isinstance(one, Shard)]
+        return next((one for one in split if not is_unequal(one, shape, self.group)), R)
 
     def _gradients(self) -> Iterator[Gradient]:
         """The gradients of the step, where they are when it ends, for plans along other axes."""
@@ -315,6 +325,10 @@ class _StepExpansion(_Expansion):
         leaves = [leaf for tree in self.sharded.values() for leaf in _leaves(tree) if isinstance(leaf, ShardedValue)]
         split = [(sharded.value, placement) for sharded in leaves for placement in sharded.versions]
         return any(is_unequal(placement, value.shape, self.group) for value, placement in split)
+
+
+def _for_next_axis(item: Input) -> Input:
+    return item if item.placements is None else replace(item, placements=item.placements[1:])
 
 
 def _unconstrained(node: fx.Node) -> fx.Node:

@@ -7,7 +7,8 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -33,13 +34,14 @@ class BufferBroadcast:
     def __init__(self, groups: Sequence[comm.ProcessGroup]) -> None:
         self._groups = groups
         self._quiet: set[int] = set()  # ids of modules whose first forward of a step does not broadcast
+        self._due: dict[int, bool] = {}
+        self._graded: set[int] = set()
 
     def begin(self, recorder: Recorder) -> None:
         """A trace begins."""
         self._recorder = recorder
-        self._due: dict[int, bool] = {}
-        self._graded: set[int] = set()
-        recorder.builder.provenance.outermost = self._forward
+        self._due, self._graded = {}, set()
+        recorder.builder.provenance.outermost = self.forward
 
     def again(self) -> bool:
         """Whether the trace that has ended is to be made once more."""
@@ -47,7 +49,8 @@ class BufferBroadcast:
         changed, self._quiet = quiet != self._quiet, quiet
         return changed
 
-    def _forward(self, module: nn.Module, begins: bool) -> None:
+    def forward(self, module: nn.Module, begins: bool) -> None:
+        """A forward inside of no other begins or ends."""
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:  # DDP does not take such a module
             return
@@ -74,3 +77,27 @@ class BufferBroadcast:
                     comm.broadcast(buffer.detach(), group=group, group_src=0)
         with no_modes():
             set_versions(tuple(buffers), versions)
+
+
+class EagerBufferBroadcast(BufferBroadcast):
+    """Broadcasts buffers where the step's Python runs at each call.
+
+    Args:
+        accumulates: whether some of a module's parameters have gradients that nobody but a backward has read.
+        at_once: inside of it, nothing is deferred.
+    """
+
+    def __init__(
+        self, groups: Sequence[comm.ProcessGroup], accumulates: Callable[[Sequence[nn.Parameter]], bool],
+        at_once: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        super().__init__(groups)
+        self._accumulating, self._at_once = accumulates, at_once
+
+    def _accumulates(self, parameters: Sequence[nn.Parameter]) -> bool:
+        return self._accumulating(parameters)
+
+    def _broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
+        if buffers:
+            with self._at_once():
+                super()._broadcast(buffers)

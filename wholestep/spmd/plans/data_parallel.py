@@ -110,6 +110,8 @@ class _Reductions:
         sharded = {s: info(p).value.shape for s, p in found.items() if s in by_rows or updates.of_states(s, p)}
         for node, gradients in pending.items():
             self._reduce(node, gradients, to[node])
+        last = {gradient.parameter: gradient for gradient in self.gradients}
+        self.step.signature.unreduced = tuple(p for p, gradient in last.items() if gradient not in late)
         self.step.signature.gradients = late
         _check_updates(self.step)
         return sharded
@@ -140,12 +142,14 @@ class _Reductions:
         by_node: dict[fx.Node, list[Gradient]] = {}
         for gradient in self.gradients:
             by_node.setdefault(self.nodes[gradient.after], []).append(gradient)
+        in_whole_step = not self.step.signature.of_part
         return {node: gradients for node, gradients in by_node.items()
-                if self._is_read_outside(node) or self._is_result(node)}  # fmt: skip
+                if self._is_read_outside(node) or (in_whole_step and self._is_result(node))}  # fmt: skip
 
     def _is_read_outside(self, node: fx.Node) -> bool:
         adds = {self.runs.of(self.nodes[g.after]) for g in self.gradients if g.before == node.name} - {None}
-        return any(not self.runs.inside(node, r) and self.runs.of(r) not in adds for r in readers(node))
+        others = [r for r in readers(node) if r.op != "output" or not self.step.signature.of_part]
+        return any(not self.runs.inside(node, r) and self.runs.of(r) not in adds for r in others)
 
     def _is_result(self, node: fx.Node) -> bool:
         """A gradient that was made from nothing, hoisted, is left to the user in the input's own memory."""
@@ -208,11 +212,16 @@ def refuse_sparse(step: StepGraph, plans: str) -> StepGraph:
     for gradient in step.signature.gradients:
         node = nodes.get(gradient.after)
         if node is not None and info(node).value.layout != torch.strided:
-            raise PlanError(
-                f"{plans}: the gradient of {gradient.parameter} is sparse\n  at: {info(node).where}\n"
-                "  to do: make it dense, by nn.Embedding(…, sparse=False)"
-            )
+            raise sparse_gradient(plans, gradient.parameter, info(node).where)
     return step
+
+
+def sparse_gradient(plans: str, parameter: str, where: str) -> PlanError:
+    """The error that says so."""
+    return PlanError(
+        f"{plans}: the gradient of {parameter} is sparse\n  at: {where}\n"
+        "  to do: make it dense, by nn.Embedding(…, sparse=False)"
+    )
 
 
 def _check_memory(memory: torch.Tensor, gradients: Sequence[Gradient]) -> None:

@@ -89,7 +89,8 @@ def fully_shard(step: StepGraph, *, group: AxisGroup, plan: FullyShard) -> StepG
     Raises:
         PlanError: a pattern of the plan matches nothing.
     """
-    check_patterns("FullyShard", plan.patterns, parameter_paths(step))
+    if not step.signature.of_part:
+        check_patterns("FullyShard", plan.patterns, parameter_paths(step))
     if group.size == 1:
         return step
     placements = state_placements(step, plan.placement_of)

@@ -22,11 +22,12 @@ class StatePlacements:
 
     Attributes:
         inputs: of each input of the step.
-        outputs: of those outputs that stay: new contents of inputs, gradients and states that the step makes.
+        outputs: of those outputs that stay: new contents of inputs, gradients and states that the step makes; None
+            for values that the next graph of the step takes as they are.
     """
 
     inputs: Sequence[Placement]
-    outputs: Mapping[int, Placement]
+    outputs: Mapping[int, Placement | None]
 
 
 def state_placements(step: StepGraph, placement_of: PlacementOf) -> StatePlacements:
@@ -41,6 +42,8 @@ def state_placements(step: StepGraph, placement_of: PlacementOf) -> StatePlaceme
                 value = value.new_empty(part.shape)
         return normal(placement_of(item, value), value.shape, item.source)
 
-    inputs = [ask(item, node) for item, node in zip(step.signature.inputs, step.placeholders, strict=True)]
-    kept = {index: ask(item, step.outputs[index]) for index, item in step.signature.state_outputs.items()}
+    pairs = zip(step.signature.inputs, step.placeholders, strict=True)
+    inputs = [ask(i, node) if i.placements is None else i.placements[0] for i, node in pairs]
+    kept = {index: ask(item, step.outputs[index]) if item.placements is None else None
+            for index, item in step.signature.state_outputs.items()}  # fmt: skip
     return StatePlacements(inputs, kept | {index: inputs[into] for index, into in step.signature.mutations.items()})

@@ -104,9 +104,8 @@ def tensor_parallel(step: StepGraph, *, group: AxisGroup, plan: TensorParallel) 
     Raises:
         PlanError: a pattern of the plan matches nothing.
     """
-    paths, modules = tensor_paths(step), {info(node).module for node in step.graph.nodes if node.op == "call_function"}
-    check_patterns("TensorParallel", list(plan.roles), [*paths, *(path.rpartition(".")[0] for path in paths)])
-    check_patterns("TensorParallel, results", list(plan.results), sorted(modules - {""}), "module of the step")
+    if not step.signature.of_part:
+        _check_patterns(step, plan)
     if group.size == 1:
         return step
     placements = state_placements(step, plan.placement_of)
@@ -114,6 +113,12 @@ def tensor_parallel(step: StepGraph, *, group: AxisGroup, plan: TensorParallel) 
     step = constrain_results(step, plan.results)
     step = constrain_results(step, plan.sequences, min_dims=3)  # batch, sequence, features
     return expand(constrain_gradients(step, placements=placements.inputs), group=group, placements=placements)
+
+
+def _check_patterns(step: StepGraph, plan: TensorParallel) -> None:
+    paths, modules = tensor_paths(step), {info(node).module for node in step.graph.nodes if node.op == "call_function"}
+    check_patterns("TensorParallel", list(plan.roles), [*paths, *(path.rpartition(".")[0] for path in paths)])
+    check_patterns("TensorParallel, results", list(plan.results), sorted(modules - {""}), "module of the step")
 
 
 def _roles(role: Role | Sequence[Role] | Placement) -> Sequence[str]:

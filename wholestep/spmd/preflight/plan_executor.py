@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,20 +12,22 @@ import torch
 
 from wholestep import comm
 from wholestep.capture import InitialState, TensorInput
-from wholestep.errors import PlanError
+from wholestep.errors import BreakError, CaptureError, PlanError
 from wholestep.ir import Input, Pass, StepGraph
 from wholestep.spmd.expand.uneven_shards import in_lockstep
 from wholestep.spmd.mesh import DeviceMesh
 from wholestep.spmd.placements import Replicate
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
-from wholestep.spmd.plans.data_parallel import refuse_sparse
+from wholestep.spmd.plans.data_parallel import refuse_sparse, sparse_gradient
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView
-from wholestep.spmd.preflight.contract import SHARED_KINDS, Contract, contract_of, is_setting, values_of
+from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, contract_of, is_setting, values_of
 from wholestep.spmd.preflight.preflight_check import PreflightCheck
 from wholestep.spmd.schedule.coalesce import coalesce
 from wholestep.spmd.schedule.overlap import start_early, wait_late
 from wholestep.tensor_parts import Part, mark_part, narrow_to
 from wholestep.torch_compat import FakeTensor
+
+BREAKS = "the step cannot be replayed"
 
 
 class Plan(Protocol):
@@ -97,8 +100,16 @@ class PlanExecutor:
     def passes_of(self, step: StepGraph) -> list[Pass]:
         """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
         if self._preflight.groups:
-            refuse_sparse(step, ", ".join(type(one).__name__ for one in self._plans))
+            refuse_sparse(step, self._names)
         return in_lockstep(step, *self._passes)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(type(one).__name__ for one in self._plans)
+
+    def sparse_gradient(self, parameter: str, where: str) -> PlanError:
+        """The error of a gradient that no plan can reduce."""
+        return sparse_gradient(self._names, parameter, where)
 
     @property
     def plain(self) -> bool:
@@ -119,12 +130,35 @@ class PlanExecutor:
         return of
 
     @property
+    def groups(self) -> list[comm.ProcessGroup]:
+        """The ranks that a step is spread over, along each axis of several."""
+        return self._preflight.groups
+
+    @property
     def buffer_broadcast(self) -> BufferBroadcast | None:
         """For one capture: what broadcasts buffers along the axes of the local view; None where nothing is to."""
+        return BufferBroadcast(self.broadcasting) if self.broadcasting else None
+
+    def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Reduces gradients of each rank's own, in place, along the axes of the local view.
+
+        Raises:
+            PlanError: on every rank, when they do not all come here with gradients of the same shapes.
+        """
+        sizes = [list(gradient.shape) for gradient in gradients]
+        self.check_call(Contract((Call("", f"gradients of shapes {sizes} that are to be reduced", ""),)))
+        for plan, gradient in itertools.product(self._plans, gradients):
+            if self._mesh is not None and not isinstance(plan, GlobalPlan):
+                group = self._mesh.get_group(plan.axis)
+                op = comm.premul_sum(1 / group.size()) if plan.reduce == "mean" else comm.ReduceOp.SUM
+                comm.all_reduce(gradient, op, group)
+
+    @property
+    def broadcasting(self) -> list[comm.ProcessGroup]:
+        """The ranks to which buffers are broadcast, along the axes of the local view."""
         groups = [self._mesh.get_group(one.axis) for one in self._plans
                   if self._mesh and getattr(one, "broadcast_buffers", False)]  # fmt: skip
-        groups = [group for group in groups if group.size() > 1]
-        return BufferBroadcast(groups) if groups else None
+        return [group for group in groups if group.size() > 1]
 
     @property
     def axes(self) -> dict[str, str]:
@@ -176,6 +210,8 @@ class PlanExecutor:
         new = self._unsynchronized(inputs, tensors, parts)
         if contract in self._agreed and not self.view and not new:
             self.check_call(contract)
+            return contract
+        if contract.is_local and self._agreed and not self.view and not new:  # nothing that others have a part in
             return contract
         self.announce_capture(compare=True)
         shared = self._agreed and contract.random  # one state of the random generator since the first meeting
@@ -255,6 +291,27 @@ class PlanExecutor:
         if self.is_distributed and not self._preflight.announced and (compare or self.view or not self._agreed):
             self._preflight.agree(None)
 
+    def announce_break(self, error: Exception) -> bool:
+        """This rank cannot capture the step: its Python runs at each call, on all ranks.
+
+        Returns:
+            False where other ranks do not come along: the error is the step's own, and only some have it.
+        """
+        if not self.is_distributed:
+            return True
+        self.announce_capture(compare=any(not contract.is_local for contract in self._agreed))
+        if not self._preflight.must_compare:
+            return True
+        if isinstance(error, CaptureError):
+            self._preflight.compare(Contract(()), f"{BREAKS} on rank {comm.get_rank()}: {error}")
+            return True
+        self._preflight.compare(Contract(()), self._could_not_capture(error))
+        return self._preflight.all_failed
+
+    def _could_not_capture(self, error: BaseException) -> str:
+        what = f"rank {comm.get_rank()} could not capture the step: {type(error).__name__}: {error}"
+        return f"{what}\n  in: call {self._preflight.call} of {self._preflight.step}"
+
     def shard_inputs(
         self, placements: Sequence[Any], inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
     ) -> ShardedInputs:
@@ -304,8 +361,7 @@ class PlanExecutor:
         with suppress(comm.DistError):  # another rank has gone: this one's own error says more
             self.announce_capture(compare=any(not contract.is_local for contract in self._agreed))
             if preflight.must_compare:
-                what = f"rank {comm.get_rank()} could not capture the step: {type(error).__name__}: {error}"
-                preflight.compare(Contract(()), f"{what}\n  in: call {preflight.call} of {preflight.step}")
+                preflight.compare(Contract(()), self._could_not_capture(error))
 
     def _same_values(
         self, inputs: Sequence[Input], values: Sequence[Any], words: Sequence[str]
@@ -326,6 +382,8 @@ class PlanExecutor:
 
     def _compare(self, contract: Contract, along: Mapping[str, Sequence[str]] | None = None) -> None:
         trouble = self._preflight.compare(contract, along=along)
+        if trouble.startswith(BREAKS):
+            raise BreakError(trouble)
         if trouble:
             raise PlanError(trouble)
 

@@ -65,9 +65,10 @@ class PreflightCheck:
         announced: whether they have for the call that is under way.
         must_compare: whether other ranks may be waiting for this one to `compare`.
         all_compared: whether all of them said more words when they compared last.
+        all_failed: whether all of them knew something to be wrong then.
     """
 
-    all_compared = False
+    all_compared = all_failed = False
     step, call, announced, must_compare = "the step", 0, False, False
 
     def __init__(self, groups: Sequence[comm.ProcessGroup], axes: Mapping[str, str], in_global_view: bool) -> None:
@@ -88,6 +89,7 @@ class PreflightCheck:
             comm.all_gather_object(everybody, (words, (along or {}).get(name), trouble, self.call), group)
             said, more, troubles, calls = zip(*everybody, strict=True)
             self.call = max(calls)  # one that is behind has heard so now
+            self.all_failed = all(troubles)
             trouble = next((text for text in troubles if text), "") or _difference(said)
             self.all_compared = None not in more
             trouble = trouble or (_difference(more) if self.all_compared else "")

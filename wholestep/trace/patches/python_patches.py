@@ -57,17 +57,29 @@ def _recorded_backward(
             new = gradient_memory(recorder, parameter.grad)
             if new is None or new is old or id(parameter) not in recorder.inputs.by_id:
                 continue
-            if old is None and gradient_memory(recorder, grad) is not None:  # a gradient from outside, new to the trace
-                old = recorder.inputs.ref(grad).storage.first  # type: ignore[arg-type]
             changed.append(parameter)
-            source = str(recorder.inputs.of(parameter).source)
-            ref = recorder.inputs.ref(parameter.grad)  # type: ignore[arg-type]
-            here = ref.geometry
-            place = tuple(here.shape), tuple(here.stride), here.offset - ref.whole.geometry.offset
-            recorder.builder.gradients.append(Gradient(source, old and old.name, new.name, place))
+            note_gradient(recorder, str(recorder.inputs.of(parameter).source), grad, old, parameter.grad)
         gradients.accumulated(changed)
 
     return backward
+
+
+def note_gradient(
+    recorder: Recorder, source: str, before: torch.Tensor | None, memory: Any, grad: torch.Tensor | None
+) -> None:
+    """Notes the gradient that a backward has left.
+
+    Args:
+        source: the parameter's.
+        before: the gradient that was there, and ``memory`` the node that gave its memory then.
+    """
+    new = gradient_memory(recorder, grad)
+    if memory is None and gradient_memory(recorder, before) is not None:  # a gradient from outside, new to the trace
+        memory = recorder.inputs.ref(before).storage.first  # type: ignore[arg-type]
+    if new is not None:
+        ref = recorder.inputs.ref(grad)  # type: ignore[arg-type]
+        place = tuple(ref.geometry.shape), tuple(ref.geometry.stride), ref.geometry.offset - ref.whole.geometry.offset
+        recorder.builder.gradients.append(Gradient(source, memory and memory.name, new.name, place))
 
 
 def gradient_memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:

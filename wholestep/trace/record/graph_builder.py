@@ -6,6 +6,7 @@ import keyword
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,10 @@ class GraphBuilder:
         inputs: one for each placeholder.
         gradients: which gradients each backward of the step left, for data parallelism.
         watch: weak references to what must not outlive the trace.
+        replayed: where calls are made that were recorded before, the record of the one under way.
     """
+
+    replayed: NodeInfo | None = None
 
     def __init__(self, provenance: Provenance, sizes: Sizes | None = None) -> None:
         self.provenance, self.sizes = provenance, sizes
@@ -83,6 +87,8 @@ class GraphBuilder:
         return seq
 
     def _record(self, value: Any) -> NodeInfo:
+        if self.replayed is not None:
+            return replace(self.replayed, value=value)
         place = self.provenance
         seq = place.seq()
         if seq is None:

@@ -82,7 +82,7 @@ class Provenance:
         self.names = names
         self.modules: list[str] = []
         self.outermost: Callable[[nn.Module, bool], None] | None = None  # told of forwards inside of no other
-        self.optimizers = 0
+        self.optimizers = self.updates = 0  # optimizers that step now, and steps so far
         self.module_of_seq: dict[int, str] = {}
         self.thread = Thread()
 
@@ -123,6 +123,7 @@ class Provenance:
         def count(by: int) -> Callable[..., None]:
             def hook(*_: Any) -> None:
                 self.optimizers += by * self.thread.is_here()
+                self.updates += self.thread.is_here()
 
             return hook
 

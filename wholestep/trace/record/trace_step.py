@@ -80,7 +80,7 @@ def _recorded(
     differentiate: Differentiate | None,
     reentrant: bool,
 ) -> Traced:
-    parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter" and f.tensor.requires_grad]
+    parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter"]  # some may come to require grad
     gradients = ReplacedGradients(parameters)
     before = world.versions()
     torch.clear_autocast_cache()

@@ -1,0 +1,58 @@
+"""Steps whose Python runs at each call, under plans and on several ranks."""
+
+import re
+
+import pytest
+import torch
+
+import tests.support.co_run_ranks as programs
+import wholestep as ws
+from wholestep import comm
+from wholestep.errors import CaptureError
+from wholestep.testing import run_ranks
+
+
+@pytest.mark.parametrize("plan", programs.PLANS)
+def test_steps_that_read_are_as_in_one_process(plan):
+    for each in run_ranks(programs.steps_as_in_one_process, 2, args=(plan,), timeout=400):
+        assert each == dict.fromkeys(programs.STEPS[plan], ("", True))
+
+
+def test_steps_that_read_are_ddps_bit_for_bit(tmp_path):
+    for each in run_ranks(programs.as_stock_ddp, 2, "gloo", (str(tmp_path / "store"),)):
+        assert each == {"logging_step": True, "accumulating_step": True}
+
+
+def test_what_one_rank_cannot_replay_runs_on_all():
+    one, two = run_ranks(programs.breaks_on_one_rank, 2)
+    assert (one[0], two[0]) == ("a step\n" * 3, "")
+    assert one[1] == two[1] and len(one[1]) == 3
+    assert "on rank 0" in two[2] and re.search(r"co_run_ranks\.py:\d+", two[2])
+    assert torch.equal(one[3], two[3])
+
+
+def test_ranks_that_decide_otherwise_are_named_on_all():
+    one, two = run_ranks(programs.decides_otherwise, 2)
+    assert one == two
+    assert "rank 0" in one and "rank 1" in one and "to do:" in one
+
+
+def test_inside_of_a_step_all_is_whole_and_parts_remain_after_it():
+    for seen, *shapes in run_ranks(programs.stays_in_parts, 2):
+        assert seen[::2] == [([4, 8], [6, 8], (4, 6))] * 2
+        assert seen[1] == seen[3] == 4 * 8 * 6
+        assert shapes == [[4, 6], [3, 8], [3, 8], [3, 8]]
+
+
+def test_breaks_by_name():
+    one, two = run_ranks(programs.breaks_by_name, 2)
+    assert one == two and len(one) == 2 and one[0] == pytest.approx(one[1], abs=1e-5)
+
+
+def test_whole_graphs_are_asked_for_by_name():
+    mesh = ws.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    compiled = ws.compile(programs.logging_step, mesh=mesh, plan=ws.DataParallel("dp"), fullgraph=True)
+    model = programs.Net()
+    with pytest.raises(CaptureError, match="co_run_ranks"):
+        compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 6), [])
+    comm.destroy_process_group()

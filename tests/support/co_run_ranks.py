@@ -1,0 +1,229 @@
+"""Steps whose Python runs at each call, under plans: as one process runs them."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from contextlib import nullcontext, redirect_stdout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import wholestep as ws
+from tests.co_run import test_more_steps, test_steps
+from wholestep import comm
+from wholestep.errors import PlanError
+
+PLANS = {
+    "data parallel": ws.DataParallel("dp"),
+    "sharded optimizer": ws.ShardedOptimizer("dp", min_bytes=1),
+    "fully shard": ws.FullyShard("dp", min_bytes=1, batch=ws.Replicate()),
+    "gathered": ws.FullyShard("dp", min_bytes=1, batch=ws.Replicate(), gather="always"),
+    "tensor parallel": ws.TensorParallel("dp", {"*first": "column", "*second": "row"}, batch=ws.Replicate()),
+}
+LOCAL = ("data parallel", "sharded optimizer")
+STEPS = {
+    "data parallel": ("prints", "grad_scaler", "layer_drop", "threads"),
+    "sharded optimizer": ("skips_when_not_finite", "keeps_tensors", "gradient_penalty"),
+    "fully shard": ("prints", "skips_when_not_finite", "masked", "early_exit"),
+    "gathered": ("grad_scaler", "saves_when_best"),
+    "tensor parallel": ("prints", "early_exit", "threads"),
+}
+
+
+def mesh() -> ws.DeviceMesh:
+    return ws.init_device_mesh("cpu", (comm.get_world_size(),), mesh_dim_names=("dp",))
+
+
+class Holder(nn.Module):
+    """Gives `full_state_dict` tensors of any kind."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def played(served: Any, calls: int = 4) -> tuple[Any, ...]:
+    """Everything observable of some calls, whole."""
+    run, results, out = test_steps.Run(), [], io.StringIO()
+    with redirect_stdout(out):
+        for call in range(calls):
+            run.call = call
+            results.append(served(run, run.batches[call]))
+    grads = {f"g{i}": p.grad for i, p in enumerate(run.model.parameters()) if p.grad is not None}
+    state = [ws.full_state_dict(one) for one in (run.model, run.opt, Holder(grads))]
+    return [*state, run.log, results, run.kept], out.getvalue(), [torch.get_rng_state(), random.random()]
+
+
+def difference(a: Any, b: Any, tolerance: float) -> str:
+    """Where two nested results differ; nothing where they do not."""
+    if isinstance(a, torch.Tensor):
+        same = a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
+        return "" if same else f": {a} and {b}"
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            return f": {a.keys()} and {b.keys()}"
+        found = [(key, difference(a[key], b[key], tolerance)) for key in a]
+    elif isinstance(a, (list, tuple)):
+        found = [(i, difference(x, y, tolerance)) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        close = isinstance(a, float) and (abs(a - b) <= tolerance or (a != a and b != b))
+        return "" if close or a == b else f": {a} and {b}"
+    return next((f".{key}{text}" for key, text in found if text), "")
+
+
+def steps_as_in_one_process(plan: str) -> dict[str, tuple[str, bool]]:
+    """For each step: what differs from eager, and whether its Python runs at each call."""
+    torch.set_default_dtype(torch.float32 if plan in LOCAL else torch.float64)
+    steps = {step.__name__: step for step in (*test_steps.STEPS, *test_more_steps.STEPS)}
+    found = {}
+    for name in STEPS[plan]:
+        compiled = ws.compile(steps[name], mesh=mesh(), plan=PLANS[plan])
+        one, other = played(steps[name]), played(compiled)
+        found[name] = difference(one, other, 0 if plan in LOCAL else 1e-9), bool(compiled.breaks)
+    return found
+
+
+class Net(nn.Module):
+    """With buffers that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def logging_step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, log: list[float]) -> torch.Tensor:
+    loss = model(x).square().mean()
+    if not math.isfinite(loss.item()):
+        raise FloatingPointError
+    loss.backward()
+    log.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def accumulating_step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, log: list[float]) -> torch.Tensor:
+    for place, half in enumerate(x.chunk(2)):
+        with model.no_sync() if not place and isinstance(model, DistributedDataParallel) else nullcontext():
+            loss = model(half).square().mean() / 2
+            log.append(loss.item())
+            assert log[-1] > 0
+            loss.backward()
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    return loss.detach()
+
+
+def as_stock_ddp(store: str) -> dict[str, bool]:
+    """Whether parameters, buffers and results are DDP's, bit for bit, each rank having its own batch."""
+    rank, size = comm.get_rank(), comm.get_world_size()
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    found = {}
+    for step in (logging_step, accumulating_step):
+        results = []
+        for compiled in (False, True):
+            torch.manual_seed(rank)  # others at the start, too: rank 0's count
+            model: Any = Net()
+            step_of: Any = step
+            if compiled:
+                step_of = ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"))
+            else:
+                model = DistributedDataParallel(model)
+            opt, log = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+            torch.manual_seed(10 + rank)
+            given = [step_of(model, opt, torch.randn(6, 6), log) for _ in range(4)]
+            inner = model if compiled else model.module
+            results.append([*given, *inner.state_dict().values(), *map(torch.tensor, log)])
+        found[step.__name__] = all(map(torch.equal, *results)) and bool(step_of.breaks)
+    dist.destroy_process_group()
+    return found
+
+
+def breaks_on_one_rank() -> list[Any]:
+    """What only one rank cannot replay has the Python of all run."""
+    log: list[float] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        if comm.get_rank() == 0 and len(log) >= 0:
+            print("a step")
+        log.append(loss.item())
+        return loss.detach()
+
+    model = nn.Linear(4, 4)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"))
+    out = io.StringIO()
+    with redirect_stdout(out):
+        for _ in range(3):
+            compiled(torch.ones(2, 4))
+    return [out.getvalue(), log, compiled.breaks[0], model.weight.detach()]
+
+
+def decides_otherwise() -> str:
+    """Ranks that go different ways are told so."""
+    model = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor) -> None:
+        loss = model(x).square().mean()
+        if loss.item() > 1.0:
+            loss.backward()
+
+    x = torch.ones(2, 4) * (100 if comm.get_rank() else 1e-3)
+    compiled = ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"))
+    try:
+        compiled(x)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def stays_in_parts() -> list[Any]:
+    """Shapes of what a rank holds after a call in which all is whole, and what a read in it gives."""
+    torch.manual_seed(0)
+    model, seen = nn.Linear(8, 6), []
+    opt = torch.optim.AdamW(model.parameters())
+
+    def step(x: torch.Tensor) -> Any:
+        opt.zero_grad()
+        hidden = model(x)
+        seen.append((list(x.shape), list(model.weight.shape), hidden.detach().numpy().shape))
+        hidden.sum().backward()
+        seen.append(round(float(model.weight.grad.numpy().sum()), 4))
+        opt.step()
+        return hidden.detach()
+
+    compiled = ws.compile(step, mesh=mesh(), plan=ws.FullyShard("dp", min_bytes=1))
+    for _ in range(2):
+        result = compiled(torch.ones(2, 8))
+    state = opt.state[model.weight]["exp_avg"]
+    return [seen, *(list(t.shape) for t in (result, model.weight, model.weight.grad, state))]
+
+
+def breaks_by_name() -> list[Any]:
+    """`ws.graph_break`, `ws.disable` and `ws.log` under a plan."""
+    model, found = nn.Linear(4, 1), []
+    note = ws.disable(lambda loss: found.append(loss.item()))
+
+    def step(x: torch.Tensor) -> None:
+        loss = model(x).mean()
+        ws.graph_break()
+        note(loss)
+        loss.backward()
+        ws.log(lambda loss: found.append(round(float(loss), 6)), loss=loss.detach())
+
+    compiled = ws.compile(step, mesh=mesh(), plan=ws.FullyShard("dp", min_bytes=1))
+    compiled(torch.ones(2, 4))
+    return found

@@ -1,0 +1,207 @@
+"""The program of one rank for a segment: expanded by the plans, agreed on by all ranks, run on what this rank has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from wholestep.capture import InitialState
+from wholestep.co_run.prefix_tree import place_of
+from wholestep.co_run.segment import Segment
+from wholestep.co_run.segment_program import CapturedSegment
+from wholestep.co_run.shards import Shards
+from wholestep.ir import Input, InputKind, StepGraph, dead_code
+from wholestep.pipeline import Options, lowered, of_one_rank
+from wholestep.runtime import Program
+from wholestep.tensor_parts import Part
+from wholestep.trace import Recorder, gradient_memory, note_gradient
+
+_replaying = threading.local()
+
+# What ranks must have alike, of which rank 0's is given to all.
+_LASTING = ("parameter", "buffer", "state")
+
+
+class Named(NamedTuple):
+    """A tensor that the step can see: what it is for, and where it is found."""
+
+    kind: InputKind
+    source: str
+    tensor: torch.Tensor
+
+
+# By the place of the tensor.
+Names = Mapping[Any, Named]
+
+
+@dataclass(frozen=True)
+class BackwardBegins:
+    """Called in a segment with the gradients that there are before a backward."""
+
+    def __call__(self, *grads: torch.Tensor) -> None:
+        _replaying.record.begin_backward(grads)
+
+
+@dataclass(frozen=True)
+class BackwardEnds:
+    """Called in a segment with parameters, each followed by the gradient that a backward has left it.
+
+    Attributes:
+        before: for each of them, which of the gradients before was its own.
+    """
+
+    before: tuple[int | None, ...]
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        _replaying.record.end_backward(self.before, tensors[1::2])
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """Called in a segment, at its beginning, with gradients that earlier ones have left each rank's own."""
+
+    def __call__(self, *grads: torch.Tensor) -> None:
+        _replaying.record.begin_segment(grads)
+
+
+class Replay:
+    """Gives the calls of a segment, while it is captured, the records that they had in the step."""
+
+    def __init__(self, segment: Segment, names: Names) -> None:
+        self._segment, self._names, self._place = segment, names, 0
+        self._backwards: list[list[tuple[torch.Tensor, Any]]] = []
+
+    def begin(self, recorder: Recorder) -> None:
+        """The capture begins."""
+        self._recorder, _replaying.record = recorder, self
+
+    def again(self) -> bool:
+        """Whether it is to be done once more."""
+        return False
+
+    def call(self, place: int) -> None:
+        """One of the calls begins."""
+        self._recorder.builder.replayed, self._place = self._segment.notes[place], place
+
+    def begin_segment(self, grads: Sequence[torch.Tensor]) -> None:
+        """See `Unreduced`."""
+        for place, grad in zip(self._segment.marked[self._place][::2], grads[1::2], strict=True):
+            if _is_parameter(self._names.get(place)):
+                self._recorder.inputs.ref(grad)
+                note_gradient(self._recorder, self._names[place].source, None, None, grad)
+
+    def begin_backward(self, grads: Sequence[torch.Tensor]) -> None:
+        """See `BackwardBegins`."""
+        self._backwards.append([(grad, gradient_memory(self._recorder, grad)) for grad in grads])
+
+    def end_backward(self, before: Sequence[int | None], grads: Sequence[torch.Tensor]) -> None:
+        """See `BackwardEnds`."""
+        there = self._backwards.pop() if self._backwards else []  # none where it began in an earlier segment
+        for index, place, grad in zip(before, self._segment.marked[self._place][::2], grads, strict=True):
+            if _is_parameter(self._names.get(place)):
+                old, memory = there[index] if index is not None and there else (None, None)
+                note_gradient(self._recorder, self._names[place].source, old, memory, grad)
+
+
+def _write_results_directly(step: StepGraph, destinations: Collection[Any]) -> None:
+    """The new content of a destination is a result, not a copy of it, which would be somebody who reads it."""
+    (output,) = (node for node in step.graph.nodes if node.op == "output")
+    for node in step.outputs:
+        if node.target is torch.ops.aten.copy.default and node.all_input_nodes[0].name in destinations:
+            output.replace_input_with(node, node.all_input_nodes[-1])
+    dead_code(step)
+
+
+def _is_parameter(named: Named | None) -> bool:
+    return named is not None and named.kind == "parameter"
+
+
+class RankProgram(CapturedSegment):
+    """A segment's program on one rank.
+
+    Attributes:
+        contract: what the ranks have agreed on.
+        unreduced: of the leaves that its marks name, in order, those whose gradients it leaves each rank's own.
+    """
+
+    def __init__(
+        self, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float], varying: frozenset[int],
+        options: Options, names: Names, shards: Shards,
+    ) -> None:  # fmt: skip
+        places = [place_of(tensor) for tensor in tensors]
+        super().__init__(segment, tensors, numbers, varying, Replay(segment, names))
+        self._shards, self._executor = shards, options.executor
+        step = self.traced.step
+        inputs = [self._input(item.name, index, places, names) for item, index in
+                  zip(step.signature.inputs, self.indices, strict=False)]  # fmt: skip
+        step.signature.inputs = inputs
+        first, spread = len(segment.externals), options.executor.view is not None
+        pairs = zip(step.placeholders, self.indices, strict=False)
+        _write_results_directly(step, {node.name for node, index in pairs if index >= first})
+        written = {self.indices[into]: out for out, into in step.signature.mutations.items()}
+        self._results = [(index, written[index]) for index in range(first, len(tensors))] if spread else []
+        for index, out in self._results:
+            kind, source, _ = names.get(places[index], Named("tensor", "", tensors[index]))
+            del step.signature.mutations[out]
+            carried = () if kind not in ("grad", "state") else None
+            step.signature.state_outputs[out] = Input("", source, kind, carried)
+        step.signature.of_part = True
+        program = of_one_rank(self.traced, options, ())
+        self.run = lowered(program, options.backend)
+        self._placements = [program.signature.state_outputs[out].placements for _, out in self._results]
+        leaves = dict.fromkeys(
+            place for at, places in segment.marked.items() if segment.calls[at][0] != BackwardBegins()
+            for place in places[::2]
+        )  # fmt: skip
+        unreduced = program.signature.unreduced
+        self.unreduced = [i for i, p in enumerate(leaves) if p in names and names[p].source in unreduced]
+        self.program = Program(program, self.run, self.traced.fingerprint)
+        self._agree(inputs, [tensors[i] if i >= 0 else numbers[~i] for i in self.indices], places, names)
+
+    def _input(self, name: str, index: int, places: Sequence[Any], names: Names) -> Input:
+        if index < 0:
+            return Input(name, f"number {~index}", "number")
+        held = self._shards.held.get(places[index][0])
+        named = names.get(places[index])
+        if named is not None and (held is None or held.placements is None):
+            return Input(name, named.source, named.kind)
+        return Input(name, f"value {index} of the step", "tensor", held.placements if held is not None else None)
+
+    def _agree(self, inputs: Sequence[Input], values: Sequence[Any], places: Sequence[Any], names: Names) -> None:
+        lasting = [(Input("", n.source, n.kind), n.tensor) for n in names.values() if n.kind in _LASTING]
+        pairs: list[tuple[Input, Any]] = sorted(lasting, key=lambda pair: pair[0].source)  # whatever the segment reads
+        for item, index, value in zip(inputs, self.indices, values, strict=True):
+            named = names.get(places[index]) if index >= 0 else None
+            if item.kind not in _LASTING:
+                pairs.append((item, value if named is None else named.tensor))
+        parts = {id(t): held.part for _, t in pairs if isinstance(t, torch.Tensor) and (held := self._shards.of(t))}
+        both = [item for item, _ in pairs], [tensor for _, tensor in pairs]
+        unpack = self.program.packed.unpack
+        self.contract = self._executor.start(self.traced.step, unpack, *both, parts, NothingMade())
+
+    def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+        """Runs it: what it writes and leaves is there afterwards, or this rank's part of it."""
+        values: list[Any] = []
+        for bind, index, part in zip(self.binds, self.indices, self.program.placements, strict=True):
+            value = bind(tensors, numbers)
+            if index >= 0 and self._shards.concerns(value, part):
+                value = self._shards.local(value, part if isinstance(part, Part) else None)
+            values.append(value)
+        outputs = self.run(*values)
+        for (index, out), placements in zip(self._results, self._placements, strict=True):
+            part = self.program.kept[out]
+            if isinstance(part, Part):
+                self._shards.add(tensors[index], outputs[out], part, placements)
+            else:
+                tensors[index].copy_(outputs[out])
+
+
+class NothingMade(InitialState):
+    """No optimizer's state was made for a capture."""
+
+    def __init__(self) -> None:
+        self._made, self._filled = [], True

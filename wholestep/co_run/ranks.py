@@ -1,0 +1,237 @@
+"""The ranks of a step with plans: its segments become programs of one rank, which all ranks run together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from wholestep.capture import Call, InitialState, Snapshot
+from wholestep.co_run.operators import Facts, Kind
+from wholestep.co_run.prefix_tree import Results, Unknown, described, place_of, storage_of
+from wholestep.co_run.rank_program import BackwardBegins, BackwardEnds, Named, RankProgram, Unreduced
+from wholestep.co_run.segment import Segment
+from wholestep.co_run.shards import Shards
+from wholestep.errors import DistError, PlanError
+from wholestep.fake_layouts import strict_fake_mode
+from wholestep.ir import NodeInfo
+from wholestep.patches import Replacement
+from wholestep.pipeline import Options
+from wholestep.spmd import EagerBufferBroadcast
+from wholestep.torch_compat import below_autograd, empty_fake, no_modes, storage_id
+from wholestep.trace.record.graph_builder import map_leaves
+from wholestep.trace.record.provenance import Provenance, user_line
+
+
+class Recording(Protocol):
+    """The queue: what it offers to the ranks."""
+
+    def mark(self, function: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+        """Records a call of a function that takes note of tensors when the segment is captured."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Flushes, and runs what comes at once."""
+
+
+class Ranks:
+    """Runs the segments of a step's calls.
+
+    Attributes:
+        held: storage -> what this rank has of it, instead of all of it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
+        self._fn, self._options, self._name = fn, options, getattr(fn, "__qualname__", type(fn).__name__)
+        self._executor = options.executor
+        self._shards = Shards(options.executor.groups)
+        self.held = self._shards.held
+        self._initial: InitialState | None = None
+        self._first = True
+        self._buffers = EagerBufferBroadcast(self._executor.broadcasting, self._accumulates, self._paused)
+
+    @contextmanager
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], queue: Recording) -> Iterator[list[Replacement]]:
+        """One call of the step, in which tensors of which this rank has a part are whole.
+
+        Gives replacements for functions of torch's that are to hold inside of it.
+        """
+        self._queue = queue
+        self._graded: dict[int, torch.Tensor] = {}  # leaves of which the segment has noted gradients, by their ids
+        self._since: dict[int, int] = {}  # how many updates there were before
+        self._unreduced: dict[int, torch.Tensor] = {}  # those whose gradients are each rank's own between segments
+        self._call = Call(self._fn, args, kwargs)
+        self._met: dict[Any, torch.Tensor] = {}
+        self._leaves: dict[int, torch.Tensor] = {}
+        world = Snapshot(self._call)
+        if self._first:
+            self._initial = InitialState(world)
+            self._initial.fill()
+            world = Snapshot(self._call) if self._initial else world
+        self._provenance = Provenance(world.module_names())
+        if self._executor.broadcasting:
+            self._provenance.outermost = self._buffers.forward
+        self._shards.put(world, self._executor.parts)
+        complete = False
+        try:
+            with self._provenance.following():
+                yield [(torch.autograd, "backward", self._backward())]
+            self._first, complete = False, True
+            if self._initial is not None:
+                self._initial.drop(kept={id(tensor) for tensor in self._met.values()})
+                self._initial.keep()
+        except Exception as error:
+            complete = self._all_raise(error)
+            raise
+        finally:
+            self._shards.take_back(self._call, complete)
+            if self._initial is not None:
+                self._initial.drop()
+            self._initial = None
+            del self._call, self._met, self._leaves, self._queue
+
+    # what the queue asks -------------------------------------------------------------------------------------
+
+    def meet(self, tensor: torch.Tensor, place: Any) -> None:
+        """A segment reads a tensor that was there before it."""
+        self._met[place] = tensor
+        if tensor.requires_grad and tensor.is_leaf:
+            self._leaves[id(tensor)] = tensor
+
+    def note(self) -> NodeInfo:
+        """The record of the call that Python makes now."""
+        where = self._provenance
+        return NodeInfo(None, where.phase(), where.seq(), user_line(), where.module())
+
+    def described(self, facts: Facts, args: Any, kwargs: Any) -> Results:
+        """What a call gives, by fake tensors: the operands may not be there, or not whole."""
+        if facts.kind is Kind.VIEW:
+            return None
+        mode = strict_fake_mode()
+        fakes: dict[Any, Any] = {}
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            place = place_of(leaf)
+            if place not in fakes:
+                fakes[place] = empty_fake(mode, leaf)
+            return fakes[place]
+
+        with no_modes():
+            args, kwargs = map_leaves(fake, args), map_leaves(fake, kwargs)
+            sizes = [tensor.size() for tensor in fakes.values()]
+            with mode, torch.no_grad(), below_autograd():
+                found = facts.op(*args, **kwargs)
+            if sizes != [tensor.size() for tensor in fakes.values()]:
+                raise Unknown
+            return described(facts.op, args, kwargs, found)
+
+    def read(self, tensors: Iterable[torch.Tensor], writes: bool) -> None:
+        """Fills tensors whose memory is read now; where it is written, what is there then counts."""
+        if not self.held and not self._unreduced:
+            return
+        strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
+        keys = dict.fromkeys(storage_id(storage_of(tensor)) for tensor in strided)
+        grads = [leaf.grad for leaf in self._unreduced.values() if leaf.grad is not None]
+        if any(storage_id(storage_of(grad)) in keys for grad in grads):
+            self._reduce(f"which reads gradients at {user_line()}")
+        with no_modes():
+            for key in keys:
+                self._shards.fill(key, writes)
+
+    def begin_segment(self) -> None:
+        """Before a segment's first call."""
+        left = [(leaf, leaf.grad) for leaf in self._unreduced.values() if leaf.grad is not None]
+        if left:
+            self._graded |= self._unreduced
+            self._queue.mark(Unreduced(), [tensor for pair in left for tensor in pair])
+
+    def end(self) -> None:
+        """The step has returned: what gradients are each rank's own are reduced."""
+        if self._executor.groups:
+            self._reduce("at its end")
+
+    def _all_raise(self, error: Exception) -> bool:
+        """Whether all ranks end the call with an error, so that they can put things in order together."""
+        if isinstance(error, DistError):
+            return False
+        try:
+            self._reduce(f"which raises {type(error).__name__}")
+        except (PlanError, DistError):
+            return False
+        return True
+
+    def _reduce(self, where: str) -> None:
+        """Reduces the gradients that are each rank's own, of which no program knows a reader."""
+        grads = [leaf.grad.detach() for leaf in self._unreduced.values() if leaf.grad is not None]
+        self._unreduced.clear()
+        self._executor.enter_call(f"{self._name}, {where}")
+        with no_modes():
+            self._executor.reduce(grads)
+
+    def _accumulates(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        updates, new = self._provenance.updates, self._graded | self._unreduced
+        return any(p.grad is not None and id(p) in new and self._since.get(id(p)) == updates for p in parameters)
+
+    def _paused(self) -> AbstractContextManager[None]:
+        return self._queue.paused()
+
+    def _backward(self) -> Callable[..., None]:
+        """`torch.autograd.backward`, which says which gradients it leaves."""
+        run, mark = torch.autograd.backward, self._queue.mark
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            old = {key: (leaf.grad, leaf.grad._version) for key, leaf in self._leaves.items() if leaf.grad is not None}
+            mark(BackwardBegins(), [grad for grad, _ in old.values()])
+            run(*args, **kwargs)
+            there = {key: index for index, key in enumerate(old)}
+            new = {key: (leaf, leaf.grad) for key, leaf in self._leaves.items() if leaf.grad is not None}
+            for key, (grad, version) in old.items():
+                if key in new and new[key][1] is grad and grad._version == version:
+                    del new[key]
+            for leaf, grad in new.values():
+                if grad.layout is not torch.strided:
+                    raise self._executor.sparse_gradient(self._source(leaf), user_line())
+            self._graded |= {key: leaf for key, (leaf, _) in new.items()}
+            self._since |= dict.fromkeys(new, self._provenance.updates)
+            mark(BackwardEnds(tuple(map(there.get, new))), [tensor for pair in new.values() for tensor in pair])
+
+        return backward
+
+    def _source(self, tensor: torch.Tensor) -> str:
+        found = Snapshot(self._call).find(tensor)
+        return f"a tensor of shape {list(tensor.shape)}" if found is None else str(found.source)
+
+    # programs -------------------------------------------------------------------------------------------------
+
+    def compile(
+        self, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float], varying: frozenset[int]
+    ) -> RankProgram:
+        """The program of a segment, on which the ranks have agreed."""
+        world = Snapshot(self._call)
+        for tensor in self._met.values():
+            world.find(tensor)  # also in attributes that only libraries read
+        found = world.tensors.values()
+        names = {place_of(f.tensor): Named(f.kind, str(f.source), f.tensor) for f in found
+                 if f.tensor.layout is torch.strided}  # fmt: skip
+        return RankProgram(segment, tensors, numbers, varying, self._options, names, self._shards)
+
+    def begin(self, program: RankProgram | None) -> None:
+        """Before a segment's program: all ranks are to run it; None: it has to be compiled, which they agree on."""
+        self._executor.enter_call(f"{self._name}, in the segment that ends at {user_line()}")
+        if program is not None:
+            self._executor.check_call(program.contract)
+
+    def run(self, program: RankProgram, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+        """Runs a segment's program; when it fails, the other ranks hear of it."""
+        try:
+            program(tensors, numbers)
+        except BaseException as error:
+            self._executor.abort_group(error)
+            raise
+        self._shards.forget_dead()
+        noted = [*self._graded.items()]
+        self._unreduced = {noted[place][0]: noted[place][1] for place in program.unreduced}
+        self._graded.clear()

@@ -1,0 +1,175 @@
+"""What one rank has of tensors that the step's Python sees whole, while its operators are deferred."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholestep import comm
+from wholestep.capture import Call, PartsOf, Snapshot, UnshardedViews
+from wholestep.co_run.prefix_tree import place_of, storage_of
+from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to
+from wholestep.torch_compat import storage_id, storage_uses
+
+# Owners of a held storage that are none of the step's: the tensor of the record, and the object that asks.
+_OWN_USES = 2
+
+
+@dataclass
+class Held:
+    """What stands for one memory between programs.
+
+    Attributes:
+        tensor: all of it, as Python sees it; nobody has written it.
+        local: what this rank has.
+        part: which part of the whole that is.
+        placements: along the axes of the mesh, of what a program has left; None for what was there before the step.
+    """
+
+    tensor: torch.Tensor
+    local: torch.Tensor
+    part: Part
+    placements: tuple[Any, ...] | None = None
+
+
+class Shards:
+    """The parts, of one step.
+
+    Attributes:
+        held: by storage.
+        groups: of ranks, along the axes of the mesh.
+    """
+
+    def __init__(self, groups: Sequence[comm.ProcessGroup]) -> None:
+        self.held: dict[int, Held] = {}
+        self._groups = groups
+
+    def put(self, world: Snapshot, parts_of: PartsOf | None) -> None:
+        """A call begins: what this rank has parts of gets whole shapes."""
+        self._views = UnshardedViews(world.tensors.values(), parts_of)
+        self._views.put()
+        for tensor, mine in self._views.exchanged:
+            self.add(tensor, mine, self._views.parts[id(tensor)])
+
+    def add(
+        self, tensor: torch.Tensor, local: torch.Tensor, part: Part, placements: tuple[Any, ...] | None = None
+    ) -> None:
+        """A program has left a part, or begins with one."""
+        memory = storage_of(tensor)
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # whose writes count for nobody's backward
+        alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.held[storage_id(memory)] = Held(alias, local, part, placements)
+
+    def local(self, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+        """What a program takes of a tensor.
+
+        Args:
+            part: that it is made for; None: all of it.
+        """
+        key = storage_id(storage_of(tensor))
+        held = self.held.get(key)
+        if held is not None and held.part != part:
+            self.fill(key, writes=True)
+            held = None
+        if held is None and part is not None:
+            local = tensor.detach()[part.slices].clone(memory_format=torch.contiguous_format)
+            self.add(tensor, local, part)
+            return local
+        return tensor if held is None else held.local
+
+    def concerns(self, tensor: torch.Tensor, part: Any) -> bool:
+        """Whether a program that takes a part, or has none, takes something else than the tensor."""
+        return isinstance(part, Part) or self.of(tensor) is not None
+
+    def fill(self, key: int, writes: bool) -> None:
+        """Gathers all of a memory from the ranks, if it is not there; a collective.
+
+        Args:
+            writes: whether what is there counts from now on.
+        """
+        held = self.held.get(key)
+        if held is None:
+            return
+        local, part = held.local, held.part
+        for group in reversed(self._groups):
+            local, part = _gathered(local, part, group)
+        held.tensor.copy_(local)
+        if writes:
+            del self.held[key]
+
+    def forget_dead(self) -> None:
+        """Lets go of what nobody sees any more."""
+        for key, held in list(self.held.items()):
+            if storage_uses(storage_of(held.tensor)) <= _OWN_USES:
+                del self.held[key]
+
+    def take_back(self, call: Call, complete: bool) -> None:
+        """The call has ended: what a plan keeps in parts is a part again, and the rest is whole.
+
+        Args:
+            complete: False after an error, when other ranks may not meet this one.
+        """
+        lasting = [(tensor, self._views.parts[id(tensor)]) for tensor, _ in self._views.exchanged]
+        mine = {id(tensor): held for tensor, part in lasting if (held := self.of(tensor)) and held.part == part}
+        for tensor, part in lasting if complete else ():
+            if id(tensor) not in mine:  # as an operator has left it, which ran on all of it
+                self.local(tensor, part)
+        for tensor, before in self._views.exchanged:
+            held = self.of(tensor)
+            give_data(tensor, before if held is None else held.local)
+        known = {id(tensor) for tensor, _ in lasting}
+        self.forget_dead()
+        if self.held and complete:
+            for tensor, part in lasting:
+                if tensor.is_leaf and tensor.grad is not None and id(tensor.grad) not in known:
+                    self._keep(tensor.grad, part)
+                    known.add(id(tensor.grad))
+            for found in Snapshot(call).tensors.values():
+                held = self.of(found.tensor)
+                if found.kind in ("parameter", "buffer", "grad", "state") and held and id(found.tensor) not in known:
+                    self._keep(found.tensor, held.part)
+            self.forget_dead()
+            for key in list(self.held):
+                self.fill(key, writes=True)
+        self.held.clear()
+        del self._views
+
+    def _keep(self, tensor: torch.Tensor, part: Part) -> None:
+        """Makes a tensor that the step has left the part that this rank keeps."""
+        held = self.of(tensor)
+        if held is not None and held.part == part and place_of(held.tensor) == place_of(tensor):
+            give_data(tensor, held.local)
+            mark_part(tensor, part)
+            return
+        self.fill(storage_id(storage_of(tensor)), writes=True)
+        if tensor.shape == part.shape:
+            narrow_to(tensor, part)
+
+    def of(self, tensor: torch.Tensor) -> Held | None:
+        """What this rank has of a tensor's memory, instead of all of it."""
+        return self.held.get(storage_id(storage_of(tensor))) if tensor.layout is torch.strided else None
+
+
+def _gathered(local: torch.Tensor, part: Part, group: comm.ProcessGroup) -> tuple[torch.Tensor, Part]:
+    """What the ranks of a group hold together of a whole tensor, each having one block of it."""
+    parts: list[Any] = [None] * group.size()
+    comm.all_gather_object(parts, part, group)
+    if all(other == part for other in parts):
+        return local, part
+    widest = max(other.numel for other in parts)
+    mine = local.new_zeros(widest)
+    mine[: local.numel()] = local.detach().flatten()
+    rows = local.new_empty(len(parts), widest)
+    comm.all_gather_into_tensor(rows, mine, group)
+    dims = zip(*(other.spans for other in parts), strict=True)
+    spans = [(min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims]
+    together = Part.of(part.shape, spans)
+    whole = local.new_empty(together.size)
+    for row, other in zip(rows, parts, strict=True):
+        inside = other.inside(together)
+        assert inside is not None
+        whole[inside.slices] = row[: other.numel].view(other.size)
+    return whole, together
