@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import operator
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -249,25 +249,19 @@ class FileStore(Store):
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _catch_up(self) -> None:
-        """Replays what others have written since."""
+        """Replays what others have written since, a change a line."""
         news = os.pread(self._fd, os.fstat(self._fd).st_size - self._offset, self._offset)
-        at = 0 if self._offset else len(HEAD)
-        if not self._offset and not HEAD.startswith(news[:at]):
+        head = b"" if self._offset else HEAD
+        if not head.startswith(news[: len(head)]):
             raise ValueError(f"FileStore: {self.path} is not a store, and stays as it is: name a new file")
-        if len(news) < at:
-            return
-        while at + 8 <= len(news):
-            key_length, value_length = struct.unpack_from("<Ii", news, at)
-            end = at + 8 + key_length + max(value_length, 0)
-            if end > len(news):  # its writer was killed: cut off, as if it had not begun
-                break
-            key = news[at + 8 : at + 8 + key_length].decode()
-            if value_length < 0:
+        whole = news[: news.rfind(b"\n") + 1]  # what is left had a writer that was killed: cut off by the next one
+        for line in whole.removeprefix(head).splitlines():
+            key, value = json.loads(line)
+            if value is None:
                 self._table.data.pop(key, None)
             else:
-                self._table.data[key] = news[at + 8 + key_length : end]
-            at = end
-        self._offset += at
+                self._table.data[key] = value.encode("latin1")
+        self._offset += len(whole)
 
     def _apply(self, command: str, key: str, *values: bytes) -> bytes:
         return self._locked(lambda: self._change(command, key, *values))
@@ -277,8 +271,7 @@ class FileStore(Store):
         found: bytes = getattr(self._table, command)(key, *values)
         after = self._table.data.get(key)
         if after != before:
-            name = key.encode()
-            record = struct.pack("<Ii", len(name), -1 if after is None else len(after)) + name + (after or b"")
+            record = json.dumps([key, None if after is None else after.decode("latin1")]).encode() + b"\n"
             self._write(record if self._offset else HEAD + record)
         return found
 

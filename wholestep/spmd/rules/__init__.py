@@ -35,25 +35,11 @@ from wholestep.spmd.rules import (
 from wholestep.spmd.rules.foreach import is_on_lists
 from wholestep.torch_compat import OpOverload
 
-TABLE: dict[str, Rule] = {
-    **contractions.RULES,
-    **reductions.RULES,
-    **vector_norms.RULES,
-    **mean_variance.RULES,
-    **softmax.RULES,
-    **dimwise.RULES,
-    **norm_layers.RULES,
-    **convolutions.RULES,
-    **attention.RULES,
-    **losses.RULES,
-    **indexing.RULES,
-    **view_ops.RULES,
-    **slicing.RULES,
-    **pointwise.RULES,
-    **random_ops.RULES,
-    **recurrent.RULES,
-    **mesh_collectives.RULES,
-}
+_FILES = (
+    contractions, reductions, vector_norms, mean_variance, softmax, dimwise, norm_layers, convolutions, attention,
+    losses, indexing, view_ops, slicing, pointwise, random_ops, recurrent, mesh_collectives,
+)  # fmt: skip
+TABLE: dict[str, Rule] = {name: rule for file in _FILES for name, rule in file.RULES.items()}
 
 
 # Operators that run whole on purpose, and why.
