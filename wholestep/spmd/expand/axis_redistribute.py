@@ -167,12 +167,12 @@ _NEUTRAL: dict[str, float | None] = {"sum": 0, "product": 1, "avg": None, "max":
 
 
 def _as_part(change: Change, node: fx.Node, src: Replicate, dst: Partial) -> fx.Node:
+    """By the same calls on every rank: another axis's rules decide by them."""
     neutral = _NEUTRAL[dst.op]
     if neutral is None:
         return node
-    if change.group.rank == 0:  # what stands right before its readers stands alike on all ranks
-        return change.call(aten.clone.default, node)
-    return change.call(aten.full_like.default, node, neutral)
+    others = change.call(aten.new_full.default, node, [], change.group.rank != 0, dtype=torch.bool)
+    return change.call(aten.masked_fill.Scalar, node, others, neutral)
 
 
 def _embed(change: Change, node: fx.Node, src: Shard, dst: Partial) -> fx.Node:
