@@ -27,7 +27,7 @@ from wholestep.capture import (
     snapshot,
 )
 from wholestep.errors import LeakError
-from wholestep.ir import Pass, StepGraph, check, info
+from wholestep.ir import Input, Pass, StepGraph, check, info
 from wholestep.lower import Backend, lower
 from wholestep.override import Override
 from wholestep.passes import transformed
@@ -140,7 +140,9 @@ def build(
         written = [traced.inputs[i].source for i in signature.mutations.values()]
         mutated = [source for source in written if source is not None]
         refuse_shared_parts(world, mutated)
-        terms = executor.start(traced.step, program.packed.unpack, inputs, values, parts, initial)
+        unused = world.trained_besides({item.source for item in inputs})  # rank 0's all the same
+        spread = [*inputs, *(Input("", f.source.text, f.kind) for f in unused)], [*values, *(f.tensor for f in unused)]
+        terms = executor.start(traced.step, program.packed.unpack, *spread, parts, initial)
         cut = executor.shard_inputs(program.placements, inputs, values, parts)
         initial.fill()
         if not cut.moved:

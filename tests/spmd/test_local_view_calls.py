@@ -58,7 +58,7 @@ def test_all_ranks_begin_with_the_weights_and_the_optimizer_state_of_the_first(p
 
 def test_what_an_optimizer_trains_is_a_parameter_of_whatever_class(both):
     one, two = (rank["bare tensors"] for rank in both)
-    assert one == two and all([1.0, 1.0] not in (scale, shift) for scale, _, shift in one)
+    assert one == two and all([1.0, 1.0] not in (scale, shift) for scale, _, shift, _ in one)
 
 
 @pytest.mark.parametrize("view", ["local settings", "global settings"])

@@ -156,8 +156,8 @@ def bare_tensors(plan: Any) -> list[list[float]]:
     """Weights that are plain tensors, trained beside a module's: one met in the optimizer alone."""
     start = 1.0 + comm.get_rank()
     scale, held = torch.full((2,), start, requires_grad=True), {"shift": torch.full((2,), start, requires_grad=True)}
-    model = nn.Linear(2, 2)
-    opt = torch.optim.SGD([*model.parameters(), scale, held["shift"]], lr=0.1)
+    model, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+    opt = torch.optim.SGD([*model.parameters(), scale, held["shift"], *unused.parameters()], lr=0.1)
 
     def step(x):
         (model(x) * scale + opt.param_groups[0]["params"][3]).square().mean().backward()
@@ -167,7 +167,7 @@ def bare_tensors(plan: Any) -> list[list[float]]:
     compiled = ws.compile(step, mesh=mesh(), plan=plan)
     for _ in range(2):
         compiled(torch.ones(4, 2) * start)
-    return [scale.tolist(), model.weight.tolist(), held["shift"].tolist()]
+    return [scale.tolist(), model.weight.tolist(), held["shift"].tolist(), unused.weight.tolist()]
 
 
 def settings(plan: Any) -> dict[str, str]:

@@ -220,6 +220,7 @@ def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sourc
     found.owners.add(source.path)
     for index, group in enumerate(optimizer.param_groups):
         where = sources.Item(sources.Item(sources.Vars(source), "param_groups"), index)
+        found.trained |= set(map(id, group["params"]))
         for met in [found.tensors[id(p)] for p in group["params"] if id(p) in found.tensors]:  # plain tensors, too
             found.tensors[id(met.tensor)] = replace(met, kind="parameter")
         numbers: list[tuple[str, int | None, float]] = []

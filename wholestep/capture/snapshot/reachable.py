@@ -110,6 +110,7 @@ class Reachable:
         used_globals: globals met: id of the module's table, name.
         asking: by their ids, globals of functions that ask for types.
         hidden: attributes that no code named so far.
+        trained: ids of the tensors that optimizers train.
         counting: ids of the dicts whose ``"step"`` is another number at each call.
         waiting: what is walked when all else is: classes, then optimizers and schedulers.
     """
@@ -132,6 +133,7 @@ class Reachable:
         self.names_read = NamesRead(names)
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Container, Any, Source]] = []
+        self.trained: set[int] = set()
         self.counting: set[int] = set()
         self.kept: list[Any] = []  # ids stay valid while this lives
         self.queued: list[tuple[Any, Source]] = []

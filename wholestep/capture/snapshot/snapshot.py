@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -152,6 +152,11 @@ class Snapshot:
         users = Counter(memory(f.tensor) for f in self.tensors.values())
         free = [f for f in self.tensors.values() if _is_bare(f.tensor) and users[memory(f.tensor)] == 1]
         return [f for f in free if f.kind in ("tensor", "batch") and self._is_argument(f.source)]
+
+    def trained_besides(self, sources: Container[str]) -> list[TensorInput]:
+        """What optimizers train that is not at one of these sources."""
+        trained = [found for key, found in self.tensors.items() if key in self.reachable.trained]
+        return [found for found in trained if found.source.text not in sources]
 
     def _is_argument(self, source: Source) -> bool:
         """Whether a source is an argument, or inside of one that is no module or optimizer."""
