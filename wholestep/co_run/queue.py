@@ -143,7 +143,7 @@ class Queue(UnwrappedDispatchMode):
         if facts.kind is VIEW:
             found = func(*args, **kwargs)
             results = self._register(found)
-            if self._ranks is not None:
+            if self._ranks is not None and not self._ranks.keeps_whole:
                 self._remember_view(facts, args, kwargs, found)
         else:
             found, results = self._answer(facts, args, kwargs, node.results)

@@ -40,13 +40,14 @@ class Ranks:
 
     Attributes:
         held: storage -> what this rank has of it, instead of all of it.
+        keeps_whole: whether there is never any such.
     """
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self._fn, self._options, self._name = fn, options, getattr(fn, "__qualname__", type(fn).__name__)
         self._executor = options.executor
         self._shards = Shards(options.executor.groups)
-        self.held = self._shards.held
+        self.held, self.keeps_whole = self._shards.held, options.executor.keeps_whole
         self._initial: InitialState | None = None
         self._first = True
         self._buffers = EagerBufferBroadcast(self._executor.broadcasting, self._accumulates, self._paused)
@@ -64,15 +65,18 @@ class Ranks:
         self._call = Call(self._fn, args, kwargs)
         self._met: dict[Any, torch.Tensor] = {}
         self._leaves: dict[int, torch.Tensor] = {}
-        world = Snapshot(self._call)
         if self._first:
-            self._initial = InitialState(world)
+            self._initial = InitialState(Snapshot(self._call))
             self._initial.fill()
-            world = Snapshot(self._call) if self._initial else world
-        self._provenance = Provenance(world.module_names())
+        if self._first or not self.keeps_whole:  # else no tensor is to be found that is a part
+            world = Snapshot(self._call)
+            self._modules = world.module_names()
+            self._shards.put(world.tensors.values(), self._executor.parts)
+        else:
+            self._shards.put((), None)
+        self._provenance = Provenance(self._modules)
         if self._executor.broadcasting:
             self._provenance.outermost = self._buffers.forward
-        self._shards.put(world, self._executor.parts)
         complete = False
         try:
             with self._provenance.following():

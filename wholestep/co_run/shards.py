@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholestep import comm
-from wholestep.capture import Call, PartsOf, Snapshot, UnshardedViews
+from wholestep.capture import Call, PartsOf, Snapshot, TensorInput, UnshardedViews
 from wholestep.co_run.prefix_tree import place_of, storage_of
 from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to
 from wholestep.torch_compat import storage_id, storage_uses
@@ -47,9 +47,9 @@ class Shards:
         self.held: dict[int, Held] = {}
         self._groups = groups
 
-    def put(self, world: Snapshot, parts_of: PartsOf | None) -> None:
+    def put(self, tensors: Iterable[TensorInput], parts_of: PartsOf | None) -> None:
         """A call begins: what this rank has parts of gets whole shapes."""
-        self._views = UnshardedViews(world.tensors.values(), parts_of)
+        self._views = UnshardedViews(tensors, parts_of)
         self._views.put()
         for tensor, mine in self._views.exchanged:
             self.add(tensor, mine, self._views.parts[id(tensor)])
@@ -123,14 +123,15 @@ class Shards:
         known = {id(tensor) for tensor, _ in lasting}
         self.forget_dead()
         if self.held and complete:
-            for tensor, part in lasting:
-                if tensor.is_leaf and tensor.grad is not None and id(tensor.grad) not in known:
-                    self._keep(tensor.grad, part)
-                    known.add(id(tensor.grad))
             for found in Snapshot(call).tensors.values():
                 held = self.of(found.tensor)
-                if found.kind in ("parameter", "buffer", "grad", "state") and held and id(found.tensor) not in known:
+                if found.kind in ("parameter", "buffer", "state") and held and id(found.tensor) not in known:
                     self._keep(found.tensor, held.part)
+                    lasting.append((found.tensor, held.part))
+        for tensor, part in lasting if complete else ():
+            if tensor.is_leaf and tensor.grad is not None and id(tensor.grad) not in known:
+                self._keep(tensor.grad, part)
+        if complete:
             self.forget_dead()
             for key in list(self.held):
                 self.fill(key, writes=True)

@@ -20,6 +20,7 @@ from wholestep.spmd.placements import Replicate
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.data_parallel import refuse_sparse, sparse_gradient
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView
+from wholestep.spmd.plans.plan import DataParallel
 from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, contract_of, is_setting, values_of
 from wholestep.spmd.preflight.preflight_check import PreflightCheck
 from wholestep.spmd.schedule.coalesce import coalesce
@@ -110,6 +111,11 @@ class PlanExecutor:
     def sparse_gradient(self, parameter: str, where: str) -> PlanError:
         """The error of a gradient that no plan can reduce."""
         return sparse_gradient(self._names, parameter, where)
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether the plans leave every tensor whole on each rank."""
+        return all(type(one) is DataParallel for one in self._plans)
 
     @property
     def plain(self) -> bool:
