@@ -44,6 +44,11 @@ def test_inside_of_a_step_all_is_whole_and_parts_remain_after_it():
         assert shapes == [[4, 6], [3, 8], [3, 8], [3, 8]]
 
 
+def test_plans_along_two_axes():
+    for each in run_ranks(programs.on_two_axes, 4, timeout=300):
+        assert len(each) == 8 and max(each.values()) < 1e-12, each
+
+
 def test_breaks_by_name():
     one, two = run_ranks(programs.breaks_by_name, 2)
     assert one == two and len(one) == 2 and one[0] == pytest.approx(one[1], abs=1e-5)

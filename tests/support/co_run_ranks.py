@@ -212,6 +212,54 @@ def stays_in_parts() -> list[Any]:
     return [seen, *(list(t.shape) for t in (result, model.weight, model.weight.grad, state))]
 
 
+def on_two_axes() -> dict[str, float]:
+    """The largest difference of parameters and gradients from one process, for plans along two axes."""
+    grid = ws.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    parallel = ws.TensorParallel("b", {"0": "column", "2": "row"}, batch=ws.Replicate())
+    found = {}
+    for name, plan in {
+        "data, data": [ws.DataParallel("a"), ws.DataParallel("b")],
+        "data, fully": [ws.DataParallel("a"), ws.FullyShard("b", min_bytes=1)],
+        "sharded, tensor": [ws.ShardedOptimizer("a", min_bytes=1), parallel],
+        "fully, tensor": [ws.FullyShard("a", min_bytes=1), parallel],
+    }.items():
+        for step in (halves, leaves_gradients):
+            models = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                models.append(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double())
+            opts = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+            compiled = ws.compile(step, mesh=grid, plan=plan)
+            for _ in range(3):
+                x = torch.randn(8, 6, dtype=torch.float64)
+                first, second = divmod(comm.get_rank(), 2)
+                mine = x.chunk(2)[first] if "tensor" in name else x.chunk(4)[2 * first + second]
+                step(models[0], opts[0], x)
+                compiled(models[1], opts[1], mine)
+            grads = Holder({f"g{i}": p.grad for i, p in enumerate(models[1].parameters()) if p.grad is not None})
+            whole = [*ws.full_state_dict(models[1]).values(), *ws.full_state_dict(grads).values()]
+            plain = [*models[0].state_dict().values(), *(p.grad for p in models[0].parameters() if p.grad is not None)]
+            worst = max(float((a - b).abs().max()) for a, b in zip(plain, whole, strict=True))
+            found[f"{name}: {step.__name__}"] = worst if compiled.breaks else math.inf
+    return found
+
+
+def halves(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    opt.zero_grad()
+    for half in x.chunk(2):
+        loss = model(half).square().mean() / 2
+        assert loss.item() > 0
+        loss.backward()
+    if math.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()):
+        opt.step()
+
+
+def leaves_gradients(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    loss = model(x).square().mean()
+    assert loss.item() > 0
+    loss.backward()
+
+
 def breaks_by_name() -> list[Any]:
     """`ws.graph_break`, `ws.disable` and `ws.log` under a plan."""
     model, found = nn.Linear(4, 1), []

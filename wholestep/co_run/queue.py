@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholestep.co_run.extensions import ExtensionWatch
 from wholestep.co_run.operators import Facts, Kind, facts_of
+from wholestep.co_run.part_views import At, PartViews
 from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, place_of, storage_of
 from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
@@ -35,13 +35,6 @@ AT_ONCE, VIEW = Kind.AT_ONCE, Kind.VIEW
 
 # (node, slots that are alive, segment, tensors, numbers)
 Run = Callable[[Node, Segment, list[torch.Tensor], list[float]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class At:
-    """Stands for a tensor, by its place, in the call that made a view."""
-
-    place: Any
 
 
 class _Opaque(Exception):  # noqa: N818 - a signal, not an error
@@ -69,7 +62,7 @@ class Queue(UnwrappedDispatchMode):
     def __init__(self, signatures: Signatures, run: Run, ranks: Ranks | None = None) -> None:
         super().__init__()
         self._ranks, self._held = ranks, ranks.held if ranks is not None else {}
-        self._views: dict[int, dict[Any, Any]] = {}  # storage -> place of a view -> the call that made it first
+        self._views = PartViews()
         self._signatures, self._run, self._running, self.known = signatures, run, False, True
         self._paused, self.watch = False, ExtensionWatch(self.flush)
         self._begin()
@@ -144,7 +137,7 @@ class Queue(UnwrappedDispatchMode):
             found = func(*args, **kwargs)
             results = self._register(found)
             if self._ranks is not None and not self._ranks.keeps_whole:
-                self._remember_view(facts, args, kwargs, found)
+                self._views.remember(facts, args, kwargs, found)
         else:
             found, results = self._answer(facts, args, kwargs, node.results)
             for position in facts.written:
@@ -202,18 +195,12 @@ class Queue(UnwrappedDispatchMode):
 
     # -- views of what this rank holds a part of -----------------------------------------------------------
 
-    def _remember_view(self, facts: Facts, args: Any, kwargs: Any, found: Any) -> None:
-        call = facts, *[map_leaves(_placed, tree) for tree in (args, kwargs, found)]
-        operands = [place_of(tensor) for tensor in tensors_of((args, kwargs))]
-        for place in map(place_of, tensors_of(found)):
-            if place not in operands:
-                self._views.setdefault(place[0], {}).setdefault(place, call)
-
     def _record_views(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records anew how views were made of memory of which programs take a part."""
         for tensor in tensors:
-            if tensor.layout is _STRIDED and storage_id(storage_of(tensor)) in self._held:
-                self._record_view(place_of(tensor))
+            held = self._held.get(storage_id(storage_of(tensor))) if tensor.layout is _STRIDED else None
+            if held is not None and (place := place_of(tensor)) != place_of(held.tensor):
+                self._record_view(place)
 
     def _record_view(self, place: Any) -> None:
         held = self._held.get(place[0])
@@ -221,9 +208,10 @@ class Queue(UnwrappedDispatchMode):
             if held is not None and place not in self._slots:
                 self._slot(held.tensor)
             return
-        if place not in self._views.get(place[0], ()):
+        call = self._views.call_of(place)
+        if call is None:
             raise _Opaque
-        facts, args, kwargs, found = self._views[place[0]][place]
+        facts, args, kwargs, found = call
         for leaf in leaves((args, kwargs)):
             if type(leaf) is At:
                 self._record_view(leaf.place)
@@ -319,7 +307,7 @@ class Queue(UnwrappedDispatchMode):
             self._storages[identity] = index
             self._made.append((index, storage, results))
             self._own.add(identity)
-            self._views.pop(identity, None)  # of memory that is gone
+            self._views.forget(identity)
             self._pending.add(identity)
             return tensor, index
         if kind is Given:
@@ -433,11 +421,7 @@ class Queue(UnwrappedDispatchMode):
                 self._run(node, segment, tensors, numbers)
             finally:
                 self._running = False
-                self._views = {storage: views for storage, views in self._views.items() if storage in self._held}
-
-
-def _placed(value: Any) -> Any:
-    return At(place_of(value)) if isinstance(value, torch.Tensor) else value
+                self._views.keep(self._held)
 
 
 _MISSING: Any = object()

@@ -177,7 +177,8 @@ class RankProgram(CapturedSegment):
         for item, index, value in zip(inputs, self.indices, values, strict=True):
             named = names.get(places[index]) if index >= 0 else None
             if item.kind not in _LASTING:
-                pairs.append((item, value if named is None else named.tensor))
+                value = value if named is None else named.tensor
+                pairs.append((item, self._shards.own(value) if isinstance(value, torch.Tensor) else value))
         parts = {id(t): held.part for _, t in pairs if isinstance(t, torch.Tensor) and (held := self._shards.of(t))}
         both = [item for item, _ in pairs], [tensor for _, tensor in pairs]
         unpack = self.program.packed.unpack

@@ -169,7 +169,7 @@ class Ranks:
 
     def _reduce(self, where: str) -> None:
         """Reduces the gradients that are each rank's own, of which no program knows a reader."""
-        grads = [leaf.grad.detach() for leaf in self._unreduced.values() if leaf.grad is not None]
+        grads = [self._shards.own(leaf.grad.detach()) for leaf in self._unreduced.values() if leaf.grad is not None]
         self._unreduced.clear()
         self._executor.enter_call(f"{self._name}, {where}")
         with no_modes():

@@ -149,6 +149,11 @@ class Shards:
         if tensor.shape == part.shape:
             narrow_to(tensor, part)
 
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank has of a tensor's memory: all of it, or its part."""
+        held = self.of(tensor)
+        return tensor if held is None else held.local
+
     def of(self, tensor: torch.Tensor) -> Held | None:
         """What this rank has of a tensor's memory, instead of all of it."""
         return self.held.get(storage_id(storage_of(tensor))) if tensor.layout is torch.strided else None

@@ -112,7 +112,8 @@ class _Reductions:
             self._reduce(node, gradients, to[node])
         last = {gradient.parameter: gradient for gradient in self.gradients}
         self.step.signature.unreduced = tuple(p for p, gradient in last.items() if gradient not in late)
-        self.step.signature.gradients = late
+        if not self.step.signature.of_part:  # whose plans along other axes leave the same gradients
+            self.step.signature.gradients = late
         _check_updates(self.step)
         return sharded
 
