@@ -488,6 +488,13 @@ def is_inside(mode: TorchDispatchMode) -> bool:
     return count_dispatch_modes() > 0 and any(active is mode for active in _get_current_dispatch_mode_stack())
 
 
+def is_deferring() -> bool:
+    """True inside of a mode that has operators run later, with real tensors."""
+    return count_dispatch_modes() > 0 and any(
+        isinstance(active, UnwrappedDispatchMode) for active in _get_current_dispatch_mode_stack()
+    )
+
+
 # --- autograd --------------------------------------------------------------------------------------------
 
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled

@@ -68,6 +68,7 @@ from wholestep.torch_compat import (
     has_foreach_support,
     has_native_kernel,
     is_batched,
+    is_deferring,
     is_inside,
     is_one_of_several,
     is_one_operator,
@@ -568,7 +569,10 @@ def test_dispatch_modes_are_seen_on_their_own_thread():
         thread.join()
     assert found == [False] and not dispatch_modes_active()
     with FakeTensorMode():
-        assert dispatch_modes_active()
+        assert dispatch_modes_active() and not is_deferring()
+    with UnwrappedDispatchMode():
+        assert is_deferring()
+    assert not is_deferring()
 
 
 def test_the_engine_describes_a_backward_instead_of_running_it():

@@ -15,10 +15,10 @@ from wholestep.comm.api.collective_table import RECV, SEND, Collective
 from wholestep.comm.api.groups import get_global_rank, get_group
 from wholestep.comm.api.issue import Group, group_root, issue
 from wholestep.comm.api.plan_cache import with_plan_cache
-from wholestep.comm.api.tracing import is_captured, not_recorded
+from wholestep.comm.api.tracing import not_recorded
 from wholestep.comm.work import Work
 from wholestep.errors import DistError, DistTimeoutError
-from wholestep.torch_compat import dispatch_modes_active, no_modes
+from wholestep.torch_compat import is_deferring, no_modes
 
 _MONITOR_TAG = 1 << 30
 
@@ -44,7 +44,7 @@ def irecv(
         ValueError: the rank is this one, or not in the group.
     """
     _check("source", RECV, group, (src, group_src), tag)
-    if src is None and group_src is None and dispatch_modes_active() and not is_captured():
+    if src is None and group_src is None and is_deferring():
         tensor.data_ptr()  # runs what is deferred: who has sent is known when it has come
         with no_modes():
             return issue(RECV, tensor, tensor, group, True, tag=tag)
