@@ -149,7 +149,7 @@ class Ranks:
         """Before a segment's first call."""
         left = [(leaf, leaf.grad) for leaf in self._unreduced.values() if leaf.grad is not None]
         if left:
-            self._graded |= self._unreduced
+            self._graded |= {id(leaf): leaf for leaf, _ in left}
             self._queue.mark(Unreduced(), [tensor for pair in left for tensor in pair])
 
     def end(self) -> None:
