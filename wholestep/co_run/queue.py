@@ -404,6 +404,8 @@ class Queue(UnwrappedDispatchMode):
         """Runs what was deferred, and writes what is alive."""
         calls, made, node = self._calls, self._made, self._node
         if node is None or not self._pending:
+            if self._marked and self._ranks is not None:
+                self._ranks.dropped()
             self._forget()
             return
         alive = [(index, storage, layout) for index, storage, layout in made if storage_uses(storage) > 1]

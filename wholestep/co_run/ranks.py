@@ -152,6 +152,15 @@ class Ranks:
             self._graded |= {id(leaf): leaf for leaf, _ in left}
             self._queue.mark(Unreduced(), [tensor for pair in left for tensor in pair])
 
+    def dropped(self) -> None:
+        """A segment ends that has marks, but nothing to run: what it noted stays each rank's own."""
+        new = {key: leaf for key, leaf in self._graded.items() if key not in self._unreduced}
+        self._graded.clear()
+        if new:
+            world = Snapshot(self._call)
+            found = ((key, leaf, world.find(leaf)) for key, leaf in new.items())
+            self._unreduced |= {key: leaf for key, leaf, one in found if one is not None and one.kind == "parameter"}
+
     def end(self) -> None:
         """The step has returned: what gradients are each rank's own are reduced."""
         if self._executor.groups:
