@@ -11,6 +11,7 @@ import torch
 from wholestep import comm
 from wholestep.capture import Call, PartsOf, Snapshot, TensorInput, UnshardedViews
 from wholestep.co_run.prefix_tree import place_of, storage_of
+from wholestep.spmd import gather_parts
 from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to
 from wholestep.torch_compat import storage_id, storage_uses
 
@@ -163,19 +164,4 @@ def _gathered(local: torch.Tensor, part: Part, group: comm.ProcessGroup) -> tupl
     """What the ranks of a group hold together of a whole tensor, each having one block of it."""
     parts: list[Any] = [None] * group.size()
     comm.all_gather_object(parts, part, group)
-    if all(other == part for other in parts):
-        return local, part
-    widest = max(other.numel for other in parts)
-    mine = local.new_zeros(widest)
-    mine[: local.numel()] = local.detach().flatten()
-    rows = local.new_empty(len(parts), widest)
-    comm.all_gather_into_tensor(rows, mine, group)
-    dims = zip(*(other.spans for other in parts), strict=True)
-    spans = [(min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims]
-    together = Part.of(part.shape, spans)
-    whole = local.new_empty(together.size)
-    for row, other in zip(rows, parts, strict=True):
-        inside = other.inside(together)
-        assert inside is not None
-        whole[inside.slices] = row[: other.numel].view(other.size)
-    return whole, together
+    return (local, part) if all(other == part for other in parts) else gather_parts(local, parts, group)

@@ -8,7 +8,7 @@ May import: capture, comm, errors, functional, inline, ir, tensor_parts, torch_c
 from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.redistribute import bytes_sent, redistribute
 from wholestep.spmd.expand.strategy import Build, Dims, Strategy
-from wholestep.spmd.full_state import full_state_dict
+from wholestep.spmd.full_state import full_state_dict, gather_parts
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast, EagerBufferBroadcast
@@ -42,6 +42,7 @@ __all__ = [
     "GlobalView",
     "bytes_sent",
     "full_state_dict",
+    "gather_parts",
     "init_device_mesh",
     "load_plan",
     "redistribute",

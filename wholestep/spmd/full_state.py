@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,12 +69,28 @@ def _whole(name: str, tensor: torch.Tensor, parts: list[Part], group: comm.Proce
             f"full_state_dict: the ranks of the group hold {there} of the {needed} elements of {name}\n"
             "  to do: give it the group of all ranks that share the tensor out among them (default: all ranks)"
         )
+    return gather_parts(tensor, parts, group)[0]
+
+
+def gather_parts(
+    local: torch.Tensor, parts: Sequence[Part], group: comm.ProcessGroup | None
+) -> tuple[torch.Tensor, Part]:
+    """What the ranks of a group hold together of a tensor, and which block of it that is; a collective.
+
+    Args:
+        parts: what each rank of the group holds of it, blocks that leave no gap.
+    """
     widest = max(part.numel for part in parts)
-    mine = tensor.new_zeros(widest)
-    mine[: tensor.numel()] = tensor.detach().flatten()
-    rows = tensor.new_empty(len(parts), widest)
+    mine = local.new_zeros(widest)
+    mine[: local.numel()] = local.detach().flatten()
+    rows = local.new_empty(len(parts), widest)
     comm.all_gather_into_tensor(rows, mine, group)
-    whole = torch.empty(parts[0].shape, dtype=tensor.dtype, device=tensor.device)
+    dims = zip(*(part.spans for part in parts), strict=True)
+    spans = [(min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims]
+    together = Part.of(parts[0].shape, spans)
+    found = local.new_empty(together.size)
     for row, part in zip(rows, parts, strict=True):
-        whole[part.slices] = row[: part.numel].view(part.size)
-    return whole
+        inside = part.inside(together)
+        assert inside is not None
+        found[inside.slices] = row[: part.numel].view(part.size)
+    return found, together
