@@ -74,6 +74,10 @@ class CapturedSegment:
         """Whether it was made for these numbers."""
         return all(same(numbers[index], value) for index, value in self.constants.items())
 
+    def varying_with(self, numbers: Sequence[float]) -> frozenset[int]:
+        """Indices of the numbers that are inputs of a program for these, too."""
+        return self.varying | {i for i, value in self.constants.items() if not same(numbers[i], value)}
+
 
 class SegmentProgram(CapturedSegment):
     """A segment's program."""

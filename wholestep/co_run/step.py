@@ -141,7 +141,7 @@ class CoRun:
         program: RankProgram | None = node.programs.get(key)
         varying = frozenset[int]()
         if program is not None and not program.serves(numbers):
-            varying = program.varying | {i for i, n in program.constants.items() if not same(numbers[i], n)}
+            varying = program.varying_with(numbers)
             program = None
         ranks.begin(program)
         if program is None:
@@ -168,7 +168,7 @@ class CoRun:
         if found is not None:
             if found.serves(numbers):
                 return found
-            varying = found.varying | {i for i, n in found.constants.items() if not same(numbers[i], n)}
+            varying = found.varying_with(numbers)
         elif key not in node.seen:  # compiled when it comes again, when it is known which numbers are others each time
             node.seen[key] = list(numbers)
             return None
