@@ -399,6 +399,9 @@ CHECKPOINT_OPERATORS: list[type] = [
 # does not, and notes that it shall not later either.
 COMPILED_OPERATORS = importlib.import_module("torch._higher_order_ops.utils"), "_hop_compile_and_call"
 
+# Modules from which C++ asks for the repr of arguments that fit no overload.
+DESCRIBING_MODULES = (OpOverload.__module__, "torch._decomp.decompositions")
+
 
 def checkpoint_contexts(body: fx.GraphModule) -> dict[str, Any]:
     """What Dynamo keeps of a checkpoint's ``context_fn``, as an argument of `torch.utils.checkpoint.checkpoint`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from wholestep.torch_compat import (
     COLLECTIVE_NAMESPACES,
     COMPILED_OPERATORS,
     CUMPROD_BY_DATA,
+    DESCRIBING_MODULES,
     FOREACH_SUPPORT,
     GET_VERSION,
     HOOK_TABLES,
@@ -730,6 +732,23 @@ def test_dynamo_runs_higher_order_operators_where_we_know() -> None:
     with patched([(owner, name, lambda *args: "seen")], lambda: True):
         assert torch.cond(torch.tensor(True), lambda x: x, lambda x: -x, (torch.ones(2),)) == "seen"
     assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
+
+
+def test_cpp_describes_arguments_that_fit_no_overload_where_we_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def describe(tensor: torch.Tensor) -> str:
+        asked.append(sys._getframe(1).f_globals["__name__"])
+        return object.__repr__(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", describe)
+    with FakeTensorMode():
+        x, state = torch.ones(2, 3, 4), torch.ones(3)
+        with pytest.raises(TypeError, match="_select_batch_norm_backend"):  # by its rule, which takes no None
+            aten._batch_norm_with_update(x, None, None, state, state, 0.1, 1e-5)
+        with pytest.raises(RuntimeError, match="failed to match any schema"):
+            aten.geometric(x, state)
+    assert set(asked) == set(DESCRIBING_MODULES)
 
 
 def test_calls_are_dispatched_where_cpp_has_switched_that_off() -> None:

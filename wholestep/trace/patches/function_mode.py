@@ -24,10 +24,10 @@ from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.functional import Count
 from wholestep.patches import Replacement
 from wholestep.torch_compat import (
+    DESCRIBING_MODULES,
     GET_VERSION,
     PAD_PACKED,
     FakeTensor,
-    OpOverload,
     dispatching,
     fake_refusal,
     function_modes_off,
@@ -88,7 +88,7 @@ class TorchCalls(TorchFunctionMode):
         def method(holder: Any, *args: Any, **kwargs: Any) -> Any:
             if function_modes_off() or (of_tensor and not is_made(holder) and self.inputs.world.find(holder) is None):
                 return original(holder, *args, **kwargs)
-            if name == "__repr__" and sys._getframe(1).f_globals.get("__name__") in DESCRIBING:
+            if name == "__repr__" and sys._getframe(1).f_globals.get("__name__") in DESCRIBING_MODULES:
                 return object.__repr__(holder)
             try:
                 return self._escape(name, original, (holder, *args))
@@ -329,9 +329,6 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **{getattr(functional, name): TorchCalls._cross_entropy  # of which `as_eager_sums` speaks
        for name in ("cross_entropy", "linear_cross_entropy") if hasattr(functional, name)},
 }  # fmt: skip
-
-# Modules of torch's own from which C++ describes arguments that fit no overload of what it has.
-DESCRIBING = (OpOverload.__module__, "torch._decomp.decompositions")
 
 GUARD_DATA = ", or pass guard_data=True to ws.compile"
 
