@@ -50,6 +50,13 @@ def test_every_block_of_the_page_that_shows_the_whole_library_runs(capsys: pytes
     assert "all_of_wholestep.py" in printed and "axis tp, 8 ranks" in printed
 
 
+def test_the_step_that_reads_and_decides_under_a_plan_runs(capsys: pytest.CaptureFixture[str]):
+    (source,) = (block for block in blocks("docs/spmd.md") if "train_step.breaks" in block)
+    names = execute(source, "reads_and_decides.py")
+    assert len(names["log"]) == 3 and all(isinstance(loss, float) for loss in names["log"])
+    assert "reads_and_decides.py" in capsys.readouterr().out
+
+
 def before(script: str) -> str:
     """A script of docs/your-script.md without its new lines."""
     kept = [line for line in script.splitlines() if "# +" not in line]
@@ -115,3 +122,5 @@ def test_every_make_target_that_is_named_exists():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = {t for d in GUIDES for t in re.findall(r"\bmake ([a-z][\w-]*)", (ROOT / d).read_text(encoding="utf8"))}
     assert named and named <= targets
+    paths = re.findall(r"\b(?:docs|examples|tests)/[\w./]*", (ROOT / "Makefile").read_text())
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
