@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from examples.gpt import GPT, GPTConfig
+from tests.support.sized_models import convnet, gpt, mlp, own_loss, pictures, rows, same, tokens, train
 from wholestep.autograd import aot_function
 from wholestep.errors import CaptureError
 from wholestep.ir import StepGraph
@@ -20,19 +19,6 @@ from wholestep.testing import CompileCounter, run_ranks
 
 F = nn.functional
 Batch = tuple[Tensor, Tensor]
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 8))
-
-
-def convnet() -> nn.Module:
-    pooled = [nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.3)]
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), *pooled, nn.Linear(8, 8))
-
-
-def gpt() -> nn.Module:
-    return GPT(GPTConfig(layers=1, heads=2, width=16, context=32, dropout=0.1))
 
 
 class Cells(nn.Module):
@@ -60,18 +46,6 @@ class Recurrent(nn.Module):
         return self.out(self.lstm(x)[0][:, -1])
 
 
-def rows(batch: int, _: int) -> Batch:
-    return torch.randn(batch, 8), torch.randn(batch, 8)
-
-
-def pictures(batch: int, _: int) -> Batch:
-    return torch.randn(batch, 3, 8, 8), torch.randn(batch, 8)
-
-
-def tokens(batch: int, time: int) -> Batch:
-    return torch.randint(256, (batch, time)), torch.randint(256, (batch, time))
-
-
 def time_first(batch: int, time: int) -> Batch:
     return torch.randn(time, batch, 4), torch.randn(batch, 8)
 
@@ -82,31 +56,6 @@ def sequences(batch: int, time: int) -> Batch:
 
 def mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
-
-
-def own_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x, y)  # type: ignore[no-any-return]
-
-
-def train(model: nn.Module, batches: list[Batch], loss_of: Callable[..., Tensor], how: dict[str, Any] | None) -> Any:
-    """Trains, as eager does or compiled; gives the step, and what it has left."""
-    torch.manual_seed(0)
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def train_step(x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        return loss
-
-    step: Any = train_step if how is None else ws.compile(train_step, fullgraph=True, **how)
-    losses = [step(*batch).detach() for batch in batches]
-    return step, [*losses, *model.state_dict().values()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # name -> model, batch of given sizes, loss
@@ -215,23 +164,24 @@ def test_sizes_of_zero_and_one() -> None:
     assert len(compiled.recompiles) == 3  # none, one, and all others
 
 
+def accumulating(x: Tensor, y: Tensor, model: nn.Module, opt: Any, last: bool) -> Tensor:
+    loss = mse(model, x, y)
+    loss.backward()
+    if last:
+        opt.step()
+        opt.zero_grad()
+    return loss.detach()
+
+
 def test_gradients_that_accumulate_over_batches_of_many_sizes() -> None:
     def run(compiled: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = mlp()
         opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-        def step(x: Tensor, y: Tensor, last: bool) -> Tensor:
-            loss = mse(model, x, y)
-            loss.backward()
-            if last:
-                opt.step()
-                opt.zero_grad()
-            return loss.detach()
-
-        call = ws.compile(step, fullgraph=True) if compiled else step
+        call: Any = ws.compile(accumulating, fullgraph=True) if compiled else accumulating
         sizes = (4, 4, 3, 5, 6, 2, 4, 7, 3)
-        return [call(*rows(n, 0), i % 3 == 2) for i, n in enumerate(sizes)] + [*model.state_dict().values()]
+        return [call(*rows(n), model, opt, i % 3 == 2) for i, n in enumerate(sizes)] + [*model.state_dict().values()]
 
     assert same(run(False), run(True))
 
@@ -245,7 +195,7 @@ def test_a_module_trained_and_evaluated_at_other_sizes() -> None:
         for epoch in range(2):
             call.train()
             for n in (6, 6, 4):
-                x, y = pictures(n, 0)
+                x, y = pictures(n)
                 loss = F.mse_loss(call(x), y)
                 loss.backward()
                 opt.step()
@@ -253,7 +203,7 @@ def test_a_module_trained_and_evaluated_at_other_sizes() -> None:
                 found.append(loss.detach())
             call.eval()
             with torch.no_grad():
-                found += [call(pictures(n, 0)[0]) for n in (8, 5 + epoch)]
+                found += [call(pictures(n)[0]) for n in (8, 5 + epoch)]
         return call, [*found, *model.state_dict().values()]
 
     call, found = run(True)
@@ -289,15 +239,6 @@ def test_ahead_of_time_autograd() -> None:
     assert len(compiled.recompiles) == 1  # type: ignore[attr-defined]
 
 
-def accumulating(x: Tensor, y: Tensor, model: nn.Module, opt: Any, last: bool) -> Tensor:
-    loss = mse(model, x, y)
-    loss.backward()
-    if last:
-        opt.step()
-        opt.zero_grad()
-    return loss.detach()
-
-
 @pytest.mark.parametrize("make", [mlp, convnet])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_sizes_that_come_once_run_in_eager_and_get_a_program_when_they_come_again(make: Any, dynamic: Any) -> None:
@@ -309,13 +250,13 @@ def test_sizes_that_come_once_run_in_eager_and_get_a_program_when_they_come_agai
         model = make()
         opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
         step: Any = ws.compile(accumulating, dynamic=dynamic) if compiled else accumulating
-        losses = [step(*batch(n, 0), model, opt, i % 2 == 1) for i, n in enumerate(sizes)]
+        losses = [step(*batch(n), model, opt, i % 2 == 1) for i, n in enumerate(sizes)]
         return step, [*losses, *model.state_dict().values(), torch.randn(2)]
 
     step, found = run(True)
     assert same(run(False)[1], found)
     assert step.breaks == [] and step.eager_calls >= 5
-    assert f"in eager: {step.eager_calls} calls" in str(step.explain(*batch(8, 0), make(), None, False))
+    assert f"in eager: {step.eager_calls} calls" in str(step.explain(*batch(8), make(), None, False))
 
 
 def test_ever_new_sizes_cost_no_program_each() -> None:
