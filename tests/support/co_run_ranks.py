@@ -123,12 +123,37 @@ def accumulating_step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Ten
     return loss.detach()
 
 
+def forgetting_step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, log: list[float]) -> torch.Tensor:
+    """A gradient is gone before others, of which a segment knows that does not read them, are reduced."""
+    loss = model(x).square().mean()
+    loss.backward()
+    assert loss.item() > 0
+    next(model.parameters()).grad = None
+    log.append(x.square().mean().item())
+    assert log[-1] > 0
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def watching_step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, log: list[float]) -> torch.Tensor:
+    """A backward ends with a read, so that nothing is deferred when the step reads next."""
+    loss = model(x).square().mean()
+    hook = next(model.parameters()).register_hook(lambda grad: log.append(math.ceil(grad.sum())))
+    loss.backward()
+    hook.remove()
+    log.append(float(x.numpy().sum()))
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
 def as_stock_ddp(store: str) -> dict[str, bool]:
     """Whether parameters, buffers and results are DDP's, bit for bit, each rank having its own batch."""
     rank, size = comm.get_rank(), comm.get_world_size()
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     found = {}
-    for step in (logging_step, accumulating_step):
+    for step in (logging_step, accumulating_step, forgetting_step, watching_step):
         results = []
         for compiled in (False, True):
             torch.manual_seed(rank)  # others at the start, too: rank 0's count

@@ -150,6 +150,8 @@ class RankProgram(CapturedSegment):
             carried = () if kind not in ("grad", "state") else None
             step.signature.state_outputs[out] = Input("", source, kind, carried)
         step.signature.of_part = True
+        there, last = {node.name for node in step.graph.nodes}, {g.parameter: g.after for g in step.signature.gradients}
+        unread = {source for source, after in last.items() if after not in there} if options.executor.reduces else ()
         program = of_one_rank(self.traced, options, ())
         self.run = lowered(program, options.backend)
         self._placements = [program.signature.state_outputs[out].placements for _, out in self._results]
@@ -157,7 +159,7 @@ class RankProgram(CapturedSegment):
             place for at, places in segment.marked.items() if segment.calls[at][0] != BackwardBegins()
             for place in places[::2]
         )  # fmt: skip
-        unreduced = program.signature.unreduced
+        unreduced = {*program.signature.unreduced, *unread}
         self.unreduced = [i for i, p in enumerate(leaves) if p in names and names[p].source in unreduced]
         self.program = Program(program, self.run, self.traced.fingerprint)
         self._agree(inputs, [tensors[i] if i >= 0 else numbers[~i] for i in self.indices], places, names)

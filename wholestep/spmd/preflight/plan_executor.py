@@ -89,6 +89,7 @@ class PlanExecutor:
         for passes in self._passes:
             passes += [wait_late, start_early, coalesce] if self.view else []
         self._mesh, self._plans = mesh, plans
+        self._local_plans = [one for one in plans if not isinstance(one, GlobalPlan)]
         self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
         several = [group for group in dict.fromkeys(groups) if group.size() > 1]
         self._preflight = PreflightCheck(several, self._axes, self.view is not None)
@@ -145,6 +146,11 @@ class PlanExecutor:
         """For one capture: what broadcasts buffers along the axes of the local view; None where nothing is to."""
         return BufferBroadcast(self.broadcasting) if self.broadcasting else None
 
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are each rank's own before they are reduced: in the local view."""
+        return bool(self._local_plans)
+
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         """Reduces gradients of each rank's own, in place, along the axes of the local view.
 
@@ -153,8 +159,8 @@ class PlanExecutor:
         """
         sizes = [list(gradient.shape) for gradient in gradients]
         self.check_call(Contract((Call("", f"gradients of shapes {sizes} that are to be reduced", ""),)))
-        for plan, gradient in itertools.product(self._plans, gradients):
-            if self._mesh is not None and not isinstance(plan, GlobalPlan):
+        for plan, gradient in itertools.product(self._local_plans, gradients):
+            if self._mesh is not None:
                 group = self._mesh.get_group(plan.axis)
                 op = comm.premul_sum(1 / group.size()) if plan.reduce == "mean" else comm.ReduceOp.SUM
                 comm.all_reduce(gradient, op, group)
