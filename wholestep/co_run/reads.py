@@ -48,8 +48,23 @@ def flushing(read: Callable[[Any], None]) -> list[Replacement]:
     always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS, *setters()])
     anything = (*COMPILED_OPERATORS, lambda args: True)
     asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING), anything]
-    return [(owner, name, _after(read, owner, name, reads)) for owner, name, reads in [*always, *asked]
-            if hasattr(owner, name)]  # fmt: skip
+    found = [(owner, name, _after(read, owner, name, reads)) for owner, name, reads in [*always, *asked]
+             if hasattr(owner, name)]  # fmt: skip
+    return [*found, (torch.Tensor, "__new__", staticmethod(_new(read)))]
+
+
+def _new(read: Callable[[Any], None]) -> Callable[..., torch.Tensor]:
+    """Subclasses are made where no mode is: C++ makes them of a tensor that has no object of Python yet."""
+    make = original(torch.Tensor, "__new__")
+
+    def new(kind: type, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kind is torch.Tensor:
+            return make(kind, *args, **kwargs)
+        read((args, kwargs))
+        with dispatch_modes_off():
+            return make(kind, *args, **kwargs)
+
+    return new
 
 
 def _has_tensor(args: Sequence[Any]) -> bool:

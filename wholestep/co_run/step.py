@@ -17,10 +17,10 @@ from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.reads import flushing
 from wholestep.co_run.segment import Segment, same
 from wholestep.co_run.segment_program import SegmentProgram
-from wholestep.errors import CaptureError, DistError, PlanError, UnsupportedError
+from wholestep.errors import CaptureError, DistError, PlanError
 from wholestep.patches import Replacement, patched
 from wholestep.pipeline import Options
-from wholestep.torch_compat import below_autograd, makes_subclass
+from wholestep.torch_compat import below_autograd
 from wholestep.trace.record.provenance import user_line
 
 # Programs of one step; beyond, segments run operator by operator.
@@ -81,14 +81,6 @@ class CoRun:
         programs, begin = len(self.segments), time.perf_counter()
         try:
             return self._deferred(queue, args, kwargs)
-        except RuntimeError as error:
-            if not makes_subclass(error):
-                raise
-            self.eager = "it makes tensors of a subclass"
-            raise UnsupportedError(
-                f"tensors of a subclass cannot be made while operators are deferred: {error}",
-                remedy="make it with tensor.as_subclass(kind); later calls of the step run in eager",
-            ) from error
         finally:
             if len(deferred) < TIMED and queue.known and programs == len(self.segments):
                 deferred.append(time.perf_counter() - begin)
