@@ -243,6 +243,16 @@ def test_a_tensor_of_a_subclass_made_in_a_branch_of_its_own(make):
     assert not served.eager
 
 
+def test_torchscript_is_traced_as_in_eager():
+    def step(x):
+        return torch.jit.trace(torch.nn.Hardtanh(-2.0, 0.5), x)(x)
+
+    x = torch.linspace(-4, 4, 9)
+    assert torch.equal(ws.compile(step)(x), step(x))
+    with pytest.raises(CaptureError, match="make the TorchScript outside of the step"):
+        ws.compile(step, fullgraph=True)(x)
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_who_overrides_torch_functions_is_told_as_in_eager(fullgraph):
     overrides, x, marked = torch.overrides, torch.ones(3), torch.ones(3).as_subclass(Marked)

@@ -41,13 +41,16 @@ GIVEN = (
 # Methods that read the memory of tensors in lists in an index.
 INDEXING = ((torch.Tensor, "__getitem__"), (torch.Tensor, "__setitem__"))
 
+# Functions that call the step's code in ways of their own.
+WITHOUT_MODES = (COMPILED_OPERATORS, (torch.jit, "trace"), (torch.jit, "trace_module"))
+
 
 def flushing(read: Callable[[Any], None]) -> list[Replacement]:
     """Replacements for all of these, and for what sets how kernels compute, that call ``read(arguments)`` first."""
     owners = [(torch.Tensor, name) for name in TENSOR] + [(torch.Generator, name) for name in GENERATOR]
     always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS, *setters()])
-    anything = (*COMPILED_OPERATORS, lambda args: True)
-    asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING), anything]
+    anything = [(*one, lambda args: True) for one in WITHOUT_MODES]
+    asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING), *anything]
     found = [(owner, name, _after(read, owner, name, reads)) for owner, name, reads in [*always, *asked]
              if hasattr(owner, name)]  # fmt: skip
     return [*found, (torch.Tensor, "__new__", staticmethod(_new(read)))]

@@ -145,6 +145,7 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
     return [*functions, *((torch.SymInt, name, method(name)) for name in methods)]
 
 
+TRACING = ("trace", "trace_module")
 NESTED = [name for name in torch.nested.__all__ if name != "to_padded_tensor"]  # what makes nested tensors
 
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
@@ -240,6 +241,7 @@ def patched_python(
         *(_refused(torch.nested, name, NO_NESTED, tracing) for name in NESTED),
         _refused(torch, "save", "save outside of the step", tracing),
         _refused(torch.optim.LBFGS, "step", LBFGS_REMEDY, tracing),
+        *(_refused(torch.jit, name, "make the TorchScript outside of the step", tracing) for name in TRACING),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),
         (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
         (BatchNorm, "forward", reading(vars(BatchNorm)["forward"], float=_number_of)),
