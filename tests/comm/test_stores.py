@@ -86,6 +86,14 @@ def test_a_key_that_never_comes_times_out(store):
     assert store.get("after") == b"all is well"
 
 
+def test_time_outs_are_timedeltas(store):
+    with pytest.raises(TypeError, match="a time-out is a datetime.timedelta, found int 3"):
+        store.set_timeout(3)
+    with pytest.raises(TypeError, match="a time-out is a datetime.timedelta, found float"):
+        comm.ProcessGroup(0, 1).set_timeout(3.0)
+    store.set("after", "all is well")
+
+
 def test_a_key_that_comes_late_is_waited_for(store):
     store.set_timeout(timedelta(seconds=20))
     other = comm.TCPStore("localhost", store.port) if isinstance(store, comm.TCPStore) else store

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.work import All, Work
+from wholestep.comm.work import All, Work, checked_timeout
 from wholestep.errors import DistBackendError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -105,7 +105,7 @@ class ProcessGroup:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time-out of the collectives from here on."""
-        self.timeout = timeout
+        self.timeout = checked_timeout(timeout)
 
     def shutdown(self) -> None:
         """Frees what the group holds. Called once by `destroy_process_group`."""

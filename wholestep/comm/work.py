@@ -19,6 +19,15 @@ def seconds(timeout: timedelta | float | None) -> float | None:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
+def checked_timeout(timeout: timedelta) -> timedelta:
+    """Raises:
+    TypeError: a time-out is no timedelta, as torch's too must be, whose number could be of seconds or milliseconds.
+    """
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"a time-out is a datetime.timedelta, found {type(timeout).__name__} {timeout!r}")
+    return timeout
+
+
 def require_process(pid: int, what: str) -> None:
     """Raises:
     DistBackendError: this is a fork of the process of that number, and has none of the threads that would end it.

@@ -133,7 +133,8 @@ class ShmGroup(ProcessGroup):
         self._handle = attach(store, rank, size, timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout, self._seconds = timeout, timeout.total_seconds()
+        super().set_timeout(timeout)
+        self._seconds = timeout.total_seconds()
         native.forget_plans()  # which have it too
 
     @property

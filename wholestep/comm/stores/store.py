@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from wholestep.comm.work import seconds
+from wholestep.comm.work import checked_timeout, seconds
 from wholestep.errors import DistStoreError
 
 Value = str | bytes
@@ -96,14 +96,14 @@ class Store:
     """What every store offers. Subclasses implement `_apply` and `_get`."""
 
     def __init__(self, timeout: timedelta = DEFAULT_STORE_TIMEOUT) -> None:
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout)
 
     @property
     def timeout(self) -> timedelta:
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        self._timeout = checked_timeout(timeout)
 
     def _apply(self, command: str, key: str, *values: bytes) -> bytes:
         raise TypeError(f"{type(self).__name__} does not implement {command}")
