@@ -812,3 +812,22 @@ def test_an_input_that_is_made_to_require_grad_inside() -> None:
 def test_torchscript_traces_through_what_is_compiled() -> None:
     traced = torch.jit.trace(ws.compile(lambda x: x * 2), torch.ones(3))
     assert traced(torch.full((3,), 2.0)).tolist() == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("bias", [None, 0.5])
+def test_statistics_that_a_step_makes_are_saved_as_they_are_given(bias: float | None) -> None:
+    """The operator counts a write to them in a program, and none in eager."""
+
+    def normalized(x: Tensor) -> list[Tensor]:
+        mean, var, weight = torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)
+        shift = None if bias is None else torch.full((3,), bias)
+        result = torch.ops.aten._batch_norm_with_update(x, weight, shift, mean, var, 0.1, 1e-5)
+        return [*result[:3], mean, var]
+
+    found = []
+    for fn in (normalized, ws.compile(normalized, fullgraph=True)):
+        x = torch.arange(12.0).view(4, 3).sin().requires_grad_()
+        results = fn(x)
+        results[0].square().sum().backward()
+        found.append([*results, x.grad, *(torch.tensor(r._version) for r in results)])
+    assert all(map(torch.equal, *found))

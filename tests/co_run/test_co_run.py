@@ -230,7 +230,10 @@ def test_a_tensor_of_a_subclass_made_inside(make):
         assert type(found) is Marked and found.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("make", [Marked, lambda t: Marked([1.0, 2.0]), lambda t: Marked(2).fill_(3), lambda t: Marked()])
+MADE = [Marked, lambda t: Marked([1.0, 2.0]), lambda t: Marked(2).fill_(3), lambda t: Marked()]
+
+
+@pytest.mark.parametrize("make", MADE)
 def test_a_tensor_of_a_subclass_made_in_a_branch_of_its_own(make):
     def step(x, branch):
         y = x * 2 + 1

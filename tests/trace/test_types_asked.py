@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import wholestep as ws
-from wholestep.errors import DataDependentError
+from wholestep.errors import DataDependentError, UnsupportedError
 
 
 @functools.singledispatch
@@ -200,3 +200,19 @@ def test_classes_made_in_the_step_and_other_threads() -> None:
     result = ws.compile(step, fullgraph=True)(torch.ones(2))
     assert torch.equal(result, torch.full((2,), 6.0))
     assert "type" not in globals() and seen == [(True, True)]
+
+
+def test_a_class_pattern_of_type_itself() -> None:
+    """Under another name it is a class no longer, which `match` needs: eager's way where Python runs, else refused."""
+
+    def step(value: object, x: Tensor) -> Tensor:
+        match value:
+            case type():
+                return x * 2
+            case _:
+                return x * 3
+
+    for served in (int, 3):
+        assert torch.equal(ws.compile(step)(served, torch.ones(2)), step(served, torch.ones(2)))
+    with pytest.raises(UnsupportedError, match=r"isinstance\(value, type\)"):
+        ws.compile(step, fullgraph=True)(int, torch.ones(2))

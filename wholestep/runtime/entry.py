@@ -80,7 +80,7 @@ class Entry:
         if self.plan is not None:
             whole = [s for s in traced.aliases if s.geometry is None]
             versions = {("output", s.output): s.state.version for s in whole if s.state.version}
-            versions |= {("input", s.input): s.state.version for s in whole if s.input in hoisted}
+            self.hoisted = {s.input: s.state.version for s in whole if s.input in hoisted}
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
         self.graded = [(i, s.grad) for i, s in enumerate(traced.aliases) if s.state.retains or s.grad is not None]
         self.sources = [item.source for item in traced.inputs]
@@ -210,7 +210,7 @@ class Entry:
         if self.writes:
             self._count(values)
         saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
-        if self.shared_writes or self.saved_versions:
+        if self.shared_writes or self.saved_versions or self.hoisted:
             self._count_saved(plan, values, saved, versions)
         if self.copied:
             again = [where == "output" and i in self.copied for where, i in plan.backward.saved]
@@ -236,8 +236,9 @@ class Entry:
         return outputs, slots
 
     def _count_saved(self, plan: Plan, values: list[Any], saved: list[Any], versions: tuple[int, ...]) -> None:
-        """Counts writes to shared memory, and to what is saved, before it is saved."""
+        """Counts writes to shared memory, to the initial state and to what is saved, before it is saved."""
         set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
+        set_versions(tuple([values[i] for i in self.hoisted]), tuple(self.hoisted.values()))
         places = zip(saved, plan.backward.saved, strict=True)
         counted = [value for value, place in places if place in self.saved_versions]
         set_versions(tuple(counted), tuple(self.saved_versions.values()))

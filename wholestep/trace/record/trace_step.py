@@ -147,6 +147,9 @@ def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureErro
         name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0]
         what = f"the step calls the higher-order operator {name}, which tracing cannot follow"
         return UnsupportedError(what, line_of(error), "write it as a Python loop or branch, or with torch.where")
+    if isinstance(error, TypeError) and "match pattern must be a type" in str(error):
+        what = "the step has a class pattern of type itself, for which another function stands while it is traced"
+        return UnsupportedError(what, line_of(error), "write isinstance(value, type) in its place")
     if makes_subclass(error):
         return UnsupportedError(f"the step makes a tensor of a subclass: {error}", line_of(error), MAKES_SUBCLASS)
     if refusal is not None and not isinstance(error, CaptureError):  # which C code replaced by an error of its own
