@@ -46,9 +46,10 @@ def compile(  # noqa: A001 - the ecosystem's name
         gm_transformation: a function ``GraphModule -> GraphModule``, called once per program, last.
         module_override: instances of `Override`: other modules to trace in the place of some, and functions on the
             graph that the plans have made.
-        guard_data: what Python or a shape needs of the data (``if loss > 0``, ``x[mask]``, ``int(t)``) becomes a guard
-            instead of an error. Whatever it follows from is then computed once more before each call, and another
-            value means another capture.
+        guard_data: what Python or a shape needs of the data (``if loss > 0``, ``x[mask]``, ``int(t)``) becomes a part
+            of the program instead of an error: where it is another at a later call, the program ends there, and one
+            captured with that value serves the call. Without it, and without ``fullgraph=True``, this is so for what is
+            true or false alone. For one process.
         dynamic: whether sizes of tensors among the arguments are symbols, so that one capture serves many. None: those
             that differ at a later call are, from then on; where that cannot be, each is a capture. True: all are, from
             the first call on. False: none is. Each new size gets a program of its own, without the step's Python being

@@ -67,7 +67,7 @@ def aot_function(
         bw_compiler: the same for the backward graph; ``fw_compiler`` when None.
         partition_fn: decides which values the forward saves for the backward.
         decompositions: operator -> function in terms of other operators, applied to both.
-        guard_data: numbers and shapes that depend on data become guards, not errors; as for `wholestep.compile`.
+        guard_data: Python may decide on numbers and shapes that depend on data; as for `wholestep.compile`.
         dynamic: one capture for many sizes; as for `wholestep.compile`.
 
     Returns:

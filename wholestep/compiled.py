@@ -135,7 +135,10 @@ class Compiled:
         if wanted is not None and self._replaceable and self._entries.is_new(wanted):
             self.eager_calls += 1
             return collecting(self._fn)(*args, **kwargs)
+        self._entries.calls += 1
         for entry in self._entries.candidates(wanted):
+            if not entry.may_follow(failure.outcomes):
+                continue
             try:
                 outcome = run(entry, args, kwargs, ready)
             except BreakError as error:  # another rank cannot replay this call
@@ -144,7 +147,11 @@ class Compiled:
                 if entry is not self._entries[0]:
                     self._prefer(entry)
                 return outcome
-            failure = failure if failure.reason else outcome
+            failure = outcome if outcome.outcomes or not failure.reason else failure
+        if self._co_run is None and failure.outcomes and self._may_break and not self._entries.may_branch():
+            self._entries.forget_branches()
+            what = f"Python decides otherwise from call to call: {failure.reason}"
+            return self._break(CaptureError(what), args, kwargs)
         if self._co_run is not None:
             return self._co_run(*args, **kwargs)
         self._executor.announce_capture()
@@ -316,7 +323,7 @@ class Compiled:
     ) -> frozenset[str]:
         """The path, if the number there can be an input."""
         try:
-            pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.guard_data, take=self._taking())
+            pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.decisions, take=self._taking())
         except Exception:
             return frozenset()
         return frozenset([path])
@@ -326,7 +333,7 @@ class Compiled:
         given, executor = args, self._executor
         fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
         take = self._taking() if args is given else self._taking(Overrides(self._module_override))
-        how = self._varying, self._options.guard_data, executor.plain, take, executor.parts, executor.buffer_broadcast
+        how = self._varying, self._options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
         return pipeline.capture(fn, args, kwargs, *how)[1], args is given
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:

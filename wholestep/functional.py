@@ -192,6 +192,46 @@ class Waited(Wrapped):
         return wait_collective(out) if isinstance(out, torch.Tensor) else [wait_collective(one) for one in out]
 
 
+class Diverged(Exception):  # noqa: N818 - an answer, not an error
+    """A program meets another value than the one that Python went on with when the step was captured."""
+
+    def __init__(self, decided: Decided, found: Any) -> None:
+        super().__init__(f"{decided.text}: expected {decided.expected}, found {found} (decided at {decided.line})")
+        self.decided, self.found = decided, found
+
+
+class Decided:
+    """Python went on with a value, in a way that serves no other: `Diverged` where there is one. Effectful.
+
+    It is called with what holds the value, and with the inputs that the graph writes: it reads these, so that nothing
+    is written before. What reads the first operand besides runs after it.
+
+    Args:
+        expected: the value.
+        text, line: what was decided, in words, and the user's line.
+        read: gives the value from the first operand; None where that is the value.
+    """
+
+    __name__ = "decided"
+    __module__ = "wholestep.functional"
+
+    def __init__(self, expected: Any, text: str, line: str, read: Callable[[Any], Any] | None = None) -> None:
+        self.expected, self.text, self.line, self.read = expected, text, line, read
+
+    def __repr__(self) -> str:
+        return f"decided({self.expected!r})"
+
+    def __call__(self, operand: Any, *written: Any) -> None:
+        found = operand if self.read is None else self.read(operand)
+        if not same_value(found, self.expected):
+            raise Diverged(self, found)
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Equality, with each NaN like any other and the two zeros apart, as code that divides by them sees them."""
+    return type(found) is type(expected) and repr(found) == repr(expected)
+
+
 def get_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:
     """State of a CPU generator (None: the default one): uint8 [5056]. Effectful: stays among random operators."""
     return (generator or torch.default_generator).get_state()

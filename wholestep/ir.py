@@ -7,7 +7,7 @@ Inside the graph
 - a *get_attr* is a constant tensor that the step built from Python numbers;
 - a *call_function* is a pure ATen overload, a `wholestep::` operator, a `Functionalized` operator,
   `operator.getitem` for operators of several results, a Python function on host numbers
-  (`operator.mul`, `math.sqrt`, `max`) or `get_rng_state`, `set_rng_state`, `manual_seed`;
+  (`operator.mul`, `math.sqrt`, `max`), a `Decided` or `get_rng_state`, `set_rng_state`, `manual_seed`;
   an offset of `as_strided` and its kin counts from the operand's first element, not from the start of its memory;
 - the *output* is one flat tuple: results, new values of mutated inputs, tensors the step created.
 
@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphError
-from wholestep.functional import Functionalized, Waited, get_rng_state, manual_seed, set_rng_state
+from wholestep.functional import Decided, Functionalized, Waited, get_rng_state, manual_seed, set_rng_state
 from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -174,8 +174,8 @@ def set_info(node: fx.Node, record: NodeInfo) -> fx.Node:
 def is_effectful(node: fx.Node) -> bool:
     """True for nodes that must stay, in order, even when nothing reads them.
 
-    Those are random and RNG-state calls, collectives, which every rank must issue in one order, and checks, which give
-    no result but an error.
+    Those are random and RNG-state calls, collectives, which every rank must issue in one order, and checks and
+    decisions, which give no result but an error.
     """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
@@ -183,7 +183,7 @@ def is_effectful(node: fx.Node) -> bool:
     if isinstance(target, OpOverload):
         collective = target.namespace == "wholestep" and (not _is_wait(target) or _meets_others(node.args[0]))
         return collective or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
-    return isinstance(target, Waited) or target in (get_rng_state, set_rng_state, manual_seed)
+    return isinstance(target, (Waited, Decided)) or target in (get_rng_state, set_rng_state, manual_seed)
 
 
 def draws_nothing(node: fx.Node) -> bool:

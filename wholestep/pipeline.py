@@ -36,6 +36,7 @@ from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_pl
 from wholestep.spmd import BufferBroadcast, PlanExecutor
 from wholestep.step_log import collecting
 from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
+from wholestep.trace.numbers.decisions import Decisions
 from wholestep.trace.numbers.dynamic_shapes import Templates
 from wholestep.trace.numbers.symbolic_sizes import Sizes
 from wholestep.trace.outputs.leaks import empty_caches
@@ -63,7 +64,7 @@ class Options:
 
     Attributes:
         executor: mesh and plans, whose passes come first.
-        guard_data: numbers and shapes that depend on data become guards, not errors.
+        guard_data: Python may decide on any number and shape that depends on data.
         partitioning: how a joint graph of forward and backward becomes two programs.
         donates: the step's first argument is a list of tensors that a call donates: memory that nobody else holds is
             free as soon as the program has read it.
@@ -77,6 +78,15 @@ class Options:
     partitioning: Partitioning = Partitioning()
     donates: bool = False
     fullgraph: bool = True
+
+    @property
+    def decisions(self) -> Decisions:
+        """What the step's Python may decide on besides what is cheap to know before it."""
+        if not self.executor.plain or self.donates or self.backend == "inductor":  # another program may have to begin
+            return "none"
+        if self.guard_data:
+            return "all"
+        return "bools" if not self.fullgraph and self.backend in EXACT else "none"
 
 
 @dataclass
@@ -122,7 +132,7 @@ def build(
         initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
         if options.guard_data:  # by which decisions may be taken, after an update
             initial.fill()
-        how = options.guard_data, executor.plain, take, executor.parts, executor.buffer_broadcast
+        how = options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
         world, traced = capture_for(fn, args, kwargs, varying, *how)
         known.traced = True
         original, parts, signature = world.substitutes.original, world.substitutes.parts, traced.step.signature
@@ -249,7 +259,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     varying: frozenset[str] = frozenset(),
-    guard_data: bool = False,
+    decisions: Decisions = "none",
     differentiable: bool = True,
     take: TakeSnapshot = snapshot,
     parts: PartsOf | None = None,
@@ -259,7 +269,7 @@ def capture(
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
 
     Args:
-        guard_data: numbers and shapes that depend on data become guards, not errors.
+        decisions: what Python may decide on besides what is cheap to know before the step.
         differentiable: whether results that require grad shall be differentiable outside of the step.
         parts: in the global view, what tensors without a mark are of whole ones.
         sync: in the local view, what broadcasts buffers.
@@ -273,7 +283,7 @@ def capture(
             world.new_ids = new_ids
             if sizes is not None:
                 sizes.begin()
-            how = guard_data, backward, sizes, attempt.reentrant, sync.begin if sync else None
+            how = decisions, backward, sizes, attempt.reentrant, sync.begin if sync else None
             following = attempt
             try:
                 _tracing.active = True

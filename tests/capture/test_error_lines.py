@@ -45,7 +45,6 @@ def kept_generator(x: torch.Tensor) -> Iterator[Any]:
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], dict[str, Any], str]] = {
     "decision": (lambda x: x if (MODEL(x) * x.sum()).norm() > 0 else x * 2, {}, "guard_data=True"),
-    "decision on a draw": (random_decision, {"guard_data": True}, "torch.where"),
     "scaler": (scaler_step, {}, "fused=True"),
     "shape from data": (lambda x: MODEL(x).nonzero(), {}, "fixed shape"),
     "numpy's draw": (lambda x: x * numpy.random.rand(), {}, "draw with torch"),

@@ -14,21 +14,35 @@ MAX_SIZES, AT_HAND = 64, 8
 COMES_AGAIN, OFTEN = 2, 16
 
 
+# How many captures outcomes of decisions get at once, and at all, and after how many calls there is one more.
+BRANCHES, MOST_BRANCHES, CALLS_A_BRANCH = 3, 8, 32
+
+
 class Entries(list[Entry]):
     """Entries, the latest used first.
 
     Attributes:
         sized: whether they differ in the shapes of their arguments.
+        calls: how many there were.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sized = False
+        self.sized, self.calls = False, 0
         self._came: Counter[Any] = Counter()  # how often shapes came that have no entry
 
     def candidates(self, wanted: Any) -> list[Entry]:
         """Those that may serve a call: with one for each size, those of its shapes, else one for its reason."""
         return [e for e in self if e.shapes == wanted] or self[:1] if self.sized else list(self)
+
+    def may_branch(self) -> bool:
+        """Whether one more outcome of Python's decisions gets a program: where each call has others, none does."""
+        branches = sum(entry.early_exit is not None for entry in self)
+        return branches < min(BRANCHES + self.calls // CALLS_A_BRANCH, MOST_BRANCHES)
+
+    def forget_branches(self) -> None:
+        """Lets go of programs that may end at a decision."""
+        self[:] = [entry for entry in self if entry.early_exit is None]
 
     def is_new(self, wanted: Any) -> bool:
         """Whether shapes have come too seldom to get a program; counts them."""

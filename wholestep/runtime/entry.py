@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from wholestep.capture import Binder, Guard, GuardFailure
 from wholestep.capture.sources import Decision
 from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, plan_of
 from wholestep.runtime.donated_inputs import DonatedInputs
+from wholestep.runtime.early_exit import EarlyExit
 from wholestep.runtime.initial_state import StateInitializer
 from wholestep.runtime.output_aliases import as_inference, refuse, remade
 from wholestep.runtime.program import Program
@@ -41,8 +43,9 @@ class Entry:
         donated: DonatedInputs | None = None,
     ) -> None:  # fmt: skip
         self.shapes: Any = None  # of the arguments that it was made for, where it is one of many such
-        self.traced, self.binder, self.program, self.releases, self.terms = traced, binder, program, releases, terms
-        self.donated = donated
+        self.traced, self.binder, self.program, self.terms = traced, binder, program, terms
+        self.donated, self.early_exit = donated, EarlyExit.of(traced)
+        self.releases = releases and self.early_exit is None  # another program may have to begin where this one did
         derivative = traced.derivative
         self.count = traced.n_inputs
         initializer = StateInitializer(traced, program.placements)
@@ -89,9 +92,14 @@ class Entry:
             *(Guard(self.sources[i], "storage offset", before) for i, before in traced.offsets),
             *(Guard(self.sources[i], "bytes of memory", before) for i, before, _ in traced.storage_sizes),
             *(Guard(Decision(p.text), f"decided at {p.line}", p.expected) for p in traced.predicates),
+            *(self.early_exit.guards if self.early_exit is not None else ()),
         ]
         # the first call's tensors and the graph would else live as long as the program
         self.traced = replace(traced, step=None, inputs=[], hoisted=None)  # type: ignore[arg-type]
+
+    def may_follow(self, outcomes: tuple[str, ...]) -> bool:
+        """Whether the program may serve a call whose first decisions have these outcomes."""
+        return self.early_exit is None or self.early_exit.outcomes[: len(outcomes)] == outcomes
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
@@ -123,11 +131,14 @@ class Entry:
                 return GuardFailure(predicate.reason)
         if ready is not None:
             ready()
-        if self.plan is not None and torch.is_grad_enabled():  # the program and its node see to it themselves
-            result = self._run(values, args, kwargs)
-        else:
-            with torch.no_grad():
+        # with gradients on, the program and its node see to it themselves
+        with nullcontext() if self.plan is not None and torch.is_grad_enabled() else torch.no_grad():
+            if self.early_exit is None:
                 result = self._run(values, args, kwargs)
+            else:
+                result = self.early_exit.attempt(values, partial(self._run, values, args, kwargs))
+                if type(result) is GuardFailure:
+                    return result
         if self.traced.grad_mode is not None:
             torch.set_grad_enabled(self.traced.grad_mode)
         return result

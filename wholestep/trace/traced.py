@@ -46,7 +46,7 @@ class Traced:
         result: what the step returned, as capture describes it.
         effects: changes of Python objects, as capture describes them.
         new_values: where to find the new values that result and effects hold, in the order in which they count them.
-        predicates: decisions that Python took on host numbers, and with `guard_data` on data.
+        predicates: decisions of Python's that are known before the step.
         hoisted: the state that the step makes.
         versions: input index -> how many in-place writes eager execution counts.
         fingerprint: equal for programs that compute the same.

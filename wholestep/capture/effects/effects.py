@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wholestep.capture.effects.values import NOTHING, Existing, Made, New, Tree, Value, nested
+from wholestep.capture.effects.values import NOTHING, Const, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.sources import Globals, Source, Vars, base_of
 from wholestep.ir import InputKind
@@ -192,3 +192,13 @@ def state_outputs(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]
 
 
 _STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")
+
+
+def replaced_containers(effects: Sequence[Effect]) -> frozenset[tuple[str, Any]]:
+    """Path and key of the places where effects put a container that they make."""
+    places = []
+    for effect in effects:
+        if isinstance(effect, (SetAttr, SetItem)) and isinstance(effect.value, (Made, Tree)):
+            key = Const(effect.name) if isinstance(effect, SetAttr) else effect.key
+            places += [(effect.source.path, key.value)] if isinstance(key, Const) else []
+    return frozenset(places)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from wholestep.capture.effects.effects import Effect
+from wholestep.capture.effects.effects import Effect, replaced_containers
 from wholestep.capture.effects.replay_code import Replay
 from wholestep.capture.effects.values import NOTHING, Value
 from wholestep.capture.guards.fast_path import FastPath
@@ -61,7 +61,7 @@ class Binder:
             self._compile(snap)
 
     def _compile(self, snap: Snapshot) -> None:
-        path = FastPath(snap, self.inputs, self._mutated)
+        path = FastPath(snap, self.inputs, self._mutated, replaced_containers(self._outcome[0]))
         replay = Replay(*self._outcome, path)
         self._fast, self.code = path.function, path.writer.code
         self.apply, self.release = replay.function, replay.release

@@ -7,7 +7,7 @@ are (`persistent_objects.py`), or *per call*: another one, as a batch or a tuple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from wholestep.capture.guards.code_writer import CodeWriter
@@ -25,6 +25,9 @@ Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 class FastPath:
     """Builds the generated function for one snapshot.
 
+    Args:
+        replaced: where each call leaves a new container, as path and key.
+
     Attributes:
         writer: the code, and what it refers to.
         last: the tensors of persistent objects at the last call.
@@ -32,9 +35,11 @@ class FastPath:
         function: ``(args, kwargs) -> inputs``, or None when anything differs.
     """
 
-    def __init__(self, snap: Snapshot, inputs: Sequence[Source], mutated: frozenset[str]) -> None:
+    def __init__(
+        self, snap: Snapshot, inputs: Sequence[Source], mutated: frozenset[str], replaced: Set[tuple[str, Any]]
+    ) -> None:
         self.snap, self.writer = snap, CodeWriter(snap.reachable.state)
-        self._per_call = PerCallObjects(snap, self.writer)
+        self._per_call = PerCallObjects(snap, self.writer, replaced)
         self._persistent = PersistentObjects(snap, self.writer, self._per_call, inputs)
         self._persistent.gather()
         self._per_call.compare()

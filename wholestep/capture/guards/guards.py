@@ -79,10 +79,13 @@ class GuardFailure:
 
     Attributes:
         varying: paths of all plain numbers that are others now, when the first that failed is one of them.
+        outcomes: where all guards held, and the program met a value that Python had decided on otherwise: its decisions
+            up to there, as this call has them.
     """
 
     reason: str
     varying: frozenset[str] = field(default=frozenset(), compare=False)
+    outcomes: tuple[str, ...] = ()
 
 
 STATE_NAMES = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Set
 from types import FunctionType
 from typing import Any
 
@@ -36,7 +37,7 @@ class PerCallObjects:
         tensors: the variable of each tensor among them.
     """
 
-    def __init__(self, snap: Snapshot, writer: CodeWriter) -> None:
+    def __init__(self, snap: Snapshot, writer: CodeWriter, replaced: Set[tuple[str, Any]]) -> None:
         self._snap, self._writer = snap, writer
         self._roots = snap.reachable.roots[:-1]
         self._containers: dict[int, list[Container]] = {}
@@ -47,7 +48,11 @@ class PerCallObjects:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         for _, value in self._roots:
             self._mark(value)
+        places = {path for path, _ in replaced}
         for container in snap.containers:
+            for key, value in container.before.items() if container.source.path in places else ():
+                if isinstance(value, _CONTAINERS) and (container.source.path, key) in replaced:
+                    self._mark(value)
             if isinstance(container.owner, torch.optim.Optimizer) or container.kind not in _NAMED:
                 continue
             for key, value in container.before.items():

@@ -6,7 +6,7 @@ restoring it are the same few lines for a dictionary, a list, a closure cell or 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CellType
@@ -90,9 +90,12 @@ def _read_dict(container: dict[Any, Any]) -> Contents:
     return dict(sources.base_of(container).items(container))
 
 
+_SLOTS_IN_C = {defaultdict: "default_factory", deque: "maxlen"}
+
+
 def slot_names(kind: type) -> list[str]:
-    """All slots of a class and its bases, under the names by which they are reached."""
-    names: list[str] = []
+    """All slots of a class and its bases, under the names by which they are reached; those of C's own, too."""
+    names = [name for base, name in _SLOTS_IN_C.items() if issubclass(kind, base)]
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

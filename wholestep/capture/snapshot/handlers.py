@@ -14,7 +14,7 @@ import queue
 import threading
 import types
 import weakref
-from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -47,7 +47,7 @@ BOOKKEEPING = frozenset({
     "_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
     "_need_device_dtype_check_for_fused",
 })
-_BARE = frozenset({dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict})
+_BARE = frozenset({dict, list, tuple, set, frozenset, OrderedDict})
 
 Handler = Callable[[Reachable, Any, sources.Source], Any]
 
@@ -149,7 +149,7 @@ def _mapping(found: Reachable, value: dict[Any, Any], source: sources.Source) ->
         if type(key) not in EXACT_PLAIN:
             found.queue(key, sources.Member(source, index))
     found.add(value, source, kinds.MAPPING)
-    _plain_attributes(found, value, source)
+    _fields(found, value, source)
 
 
 def _attributes(*names: str) -> Handler:
@@ -165,7 +165,7 @@ def _sequence(kind: ContainerKind) -> Handler:
             found.lists.found[id(value)] = value, source
             return
         found.add(value, source, kind)
-        _plain_attributes(found, value, source)
+        _fields(found, value, source)
     return handle
 
 
@@ -182,10 +182,14 @@ def _object(found: Reachable, value: Any, source: sources.Source) -> None:
     kind = type(value)
     if not (issubclass(kind, DATA) or is_dataclass(kind)):
         found.owners.add(source.path)
-    _plain_attributes(found, value, source)
-    if kinds.slot_names(kind):
-        found.add(value, source, kinds.SLOTS)
+    _fields(found, value, source)
     _classes(found, value, source)
+
+
+def _fields(found: Reachable, value: Any, source: sources.Source) -> None:
+    _plain_attributes(found, value, source)
+    if type(value) not in _BARE and kinds.slot_names(type(value)):
+        found.add(value, source, kinds.SLOTS)
 
 
 def _classes(found: Reachable, value: Any, source: sources.Source) -> None:

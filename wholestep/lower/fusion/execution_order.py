@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from wholestep.functional import Decided
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import product_of
 from wholestep.lower.fusion.chains import chain_step
@@ -82,7 +83,7 @@ class _Grouping:
         elif tileable(node):
             key = ("tile", value.shape, value.dtype)
         else:
-            self.taint[node] = self._reached(node.all_input_nodes)
+            self.taint[node] = self._reached([*node.all_input_nodes, *_decided_before(node)])
             return
         mine = self._open(node, key)
         phase = info(node).phase
@@ -104,7 +105,8 @@ class _Grouping:
         self.keys.append(key)
         inside = [o for o in node.all_input_nodes if o in self.group_of]
         self.direct.append(sum(1 << g for g in {self.group_of[o] for o in inside}))
-        self.indirect.append(self._reached(o for o in node.all_input_nodes if o not in self.group_of))
+        outside = [o for o in node.all_input_nodes if o not in self.group_of]
+        self.indirect.append(self._reached([*outside, *_decided_before(node)]))
         self.group_of[node] = group
         self.taint[node] = 1 << group
         return group
@@ -170,12 +172,26 @@ class _Grouping:
         last_effect: int | None = None
         for node in self.nodes:
             mine = item_of[node]
-            before[mine] |= {item_of[o] for o in node.all_input_nodes if o in item_of} - {mine}
+            awaited = [*node.all_input_nodes, *_decided_before(node)]
+            before[mine] |= {item_of[o] for o in awaited if o in item_of} - {mine}
             if has_order(node):
                 if last_effect is not None:
                     before[mine].add(last_effect)
                 last_effect = mine
         return [items[i] for i in _topological(before, rank)]
+
+
+def _decided_before(node: fx.Node) -> list[fx.Node]:
+    """The decisions on what a call reads: beyond them that has the shape which was planned."""
+    if isinstance(node.target, Decided):
+        return []
+    return [user for operand in node.all_input_nodes for user in operand.users if _decides_on(user, operand)]
+
+
+def _decides_on(node: fx.Node, operand: fx.Node) -> bool:
+    if not isinstance(node.target, Decided) or operand.op != "call_function":
+        return False
+    return operand is node.args[0] or (isinstance(node.args[0], (list, tuple)) and operand in node.args[0])
 
 
 def has_order(node: fx.Node) -> bool:

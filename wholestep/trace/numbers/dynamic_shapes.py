@@ -17,6 +17,7 @@ import torch
 from wholestep.capture import Guard, Snapshot, compare, sharing
 from wholestep.errors import CaptureError, LazyError
 from wholestep.trace import Traced
+from wholestep.trace.numbers.decisions import Decisions
 from wholestep.trace.numbers.specialize import OtherLayouts, at_sizes
 from wholestep.trace.numbers.symbolic_sizes import Dims, Sizes
 
@@ -105,7 +106,7 @@ class Templates:
         self._fixed: Dims = frozenset()  # that cannot be symbols, or would serve one value alone
 
     def __call__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], guard_data: bool,
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], decisions: Decisions,
         differentiable: bool, look: Callable[..., Snapshot], *rest: Any,
     ) -> tuple[Snapshot, Traced]:  # fmt: skip
         reasons: list[str] = []
@@ -126,7 +127,9 @@ class Templates:
         attempts: list[Dims | None] = [None]
         if not self._all_sizes:
             attempts = self._attempts(world or look(fn, args, kwargs, varying=varying)) if self._shapes else []
-        how = fn, args, kwargs, varying, guard_data, differentiable, look, *rest
+        if attempts and decisions == "bools":  # a program for each size and outcome is more than co-run needs
+            decisions = "none"
+        how = fn, args, kwargs, varying, decisions, differentiable, look, *rest
         world, traced = self._anew(attempts, *how)
         self.captures += 1
         self._shapes |= {f.source.path: f.tensor.shape for f in world.sizable()}

@@ -1,9 +1,8 @@
 """Decisions that Python takes on host numbers: `if weight_decay != 0`, `if (mask == causal).all()`.
 
-Such a decision is part of the captured program. It is allowed when the number can be computed, cheaply, before
+Such a decision is part of the captured program. It becomes a guard where the number can be computed, cheaply, before
 the step runs: from numbers among the inputs, single-element CPU tensors, constants, and by comparisons and reductions
-of small tensors that the step is given. It becomes a guard. A decision on anything else is an error, unless the caller
-asked for such guards too (`guard_data`): then whatever it follows from is computed once more before each call.
+of small tensors that the step is given. `decisions.py` has those on anything else.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torch import fx
 from torch.amp import GradScaler
 
 from wholestep.errors import DataDependentError
+from wholestep.functional import same_value
 from wholestep.ir import ancestors, draws_nothing, fake_tensors, info, is_effectful
 from wholestep.torch_compat import OpOverload, lazy_graph_module, no_modes
 from wholestep.trace.numbers.symbolic_sizes import decided
@@ -27,9 +27,10 @@ from wholestep.trace.record.provenance import called_from
 
 aten = torch.ops.aten
 
+OTHERWISE = "compile without fullgraph=True, or with guard_data=True"
 REMEDY = (
-    "use torch.where, or take the decision outside of the step; one that a library takes is switched off in its "
-    "settings (layer drop: a rate of 0), or the parts beside it are compiled"
+    f"use torch.where, take the decision outside of the step, {OTHERWISE}; one that a library takes is switched off in "
+    "its settings (layer drop: a rate of 0), or the parts beside it are compiled"
 )
 
 MAX_NODES = 200
@@ -45,6 +46,7 @@ CHEAP = {
     aten.zeros.default, aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten._to_copy.default,
     aten.fill.Scalar, aten.scalar_tensor.default, aten._local_scalar_dense.default, aten.sort.default, operator.getitem,
 }  # fmt: skip
+
 
 # Where an offset stands that an operator counts from the start of the memory, and a graph from the operand's first
 # element.
@@ -71,23 +73,12 @@ class Predicate:
 
     def holds(self, values: Sequence[Any]) -> bool:
         with torch.no_grad():
-            return _same(self.module(*(values[i] for i in self.inputs)), self.expected)
+            return same_value(self.module(*(values[i] for i in self.inputs)), self.expected)
 
     @property
     def reason(self) -> str:
         found = not self.expected if isinstance(self.expected, bool) else "another"
         return f"{self.text}: expected {self.expected}, found {found} (decided at {self.line})"
-
-
-def _same(found: Any, expected: Any) -> bool:
-    """Equality, with each NaN like any other and the two zeros apart, as code that divides by them sees them."""
-    return type(found) is type(expected) and repr(found) == repr(expected)
-
-
-def geometry(result: Any) -> list[tuple[Any, ...]]:
-    """Size, strides, dtype and device of each tensor in an operator's result."""
-    found = [result] if isinstance(result, torch.Tensor) else result
-    return [((*tensor.shape,), tensor.stride(), tensor.dtype, tensor.device) for tensor in found]
 
 
 def decide(
@@ -96,23 +87,21 @@ def decide(
     constants: dict[str, torch.Tensor],
     is_data: Callable[[fx.Node], bool],
     line: str,
-    guard_data: bool = False,
     parts: Container[int] = (),
-) -> Predicate:
-    """Computes a decision now, from the real inputs, and makes it a guard.
+) -> Predicate | None:
+    """Computes a decision now, from the real inputs, and makes it a guard; None where that is not cheap.
 
     Args:
         node: gives the number, or the sizes, on which Python decides.
         is_data: tells placeholders of data from those of parameters, gradients and optimizer state.
-        guard_data: it may follow from any tensor, at any cost.
         parts: ids of the tensors of which each rank holds a part, so that none knows the whole.
 
     Raises:
-        DataDependentError: it cannot be computed cheaply from the inputs, or takes random numbers.
+        DataDependentError: it follows from tensors that this rank does not hold, or from a gradient to come.
     """
-    needed = ancestors([node], None if guard_data else MAX_NODES)
-    if not _can_be_known(needed, is_data, guard_data):
-        raise _unknown(line, guard_data or not may_be_guarded(node))
+    needed = ancestors([node], MAX_NODES)
+    if not _can_be_known(needed, is_data):
+        return None
     read = {item.node: index for index, item in enumerate(inputs) if item.node in needed}
     for index in read.values():
         if id(inputs[index].value) in parts:
@@ -129,26 +118,14 @@ def decide(
     for old in ordered:
         copies[old] = graph.node_copy(old, copies.__getitem__)
         copies[old].args = decided(copies[old].args)
-        if old.target in OFFSETS:
-            _count_from_first(graph, copies[old], OFFSETS[old.target])
         copies[old].meta.clear()  # records hold fake tensors, and are of no use here
     graph.output(copies[node])
     module = lazy_graph_module(constants, graph)
     positions = tuple(read[n] for n in ordered if n.op == "placeholder")
     with no_modes():
         expected = module(*(inputs[i].value for i in positions))
-    texts = {n: str(inputs[index].source) for n, index in read.items()}
-    for each in ordered:
-        texts.setdefault(each, _text(each, texts)[: MAX_TEXT + 1])
-    text = texts[node]
+    text = in_words(ordered, {n: str(inputs[index].source) for n, index in read.items()})[node]
     return Predicate(module, positions, expected, text if len(text) <= MAX_TEXT else f"{text[:157]}…", line)
-
-
-def _count_from_first(graph: fx.Graph, node: fx.Node, place: int) -> None:
-    with graph.inserting_before(node):
-        start = graph.call_function(torch.Tensor.storage_offset, (node.args[0],))
-        offset = graph.call_function(operator.add, (start, node.args[place]))
-    node.update_arg(place, offset)
 
 
 def follows_from_numbers(nodes: Iterable[fx.Node]) -> bool:
@@ -157,34 +134,20 @@ def follows_from_numbers(nodes: Iterable[fx.Node]) -> bool:
     return len(needed) <= MAX_NODES and _is_constant(needed)
 
 
-def _unknown(line: str, random: bool) -> DataDependentError:
-    what = "Python decides on a value that is only known when the step runs"
-    remedy = f"{REMEDY}, or pass guard_data=True to ws.compile"
-    if random:
-        what = "Python decides on a value that follows from random numbers, or from other ranks, of the step itself"
-        remedy = REMEDY
+def unknown(line: str) -> DataDependentError:
+    """The error of a decision on what is only known when the step runs."""
+    what, remedy = "Python decides on a value that is only known when the step runs", REMEDY
     if called_from(GradScaler.step, GradScaler.unscale_, GradScaler.update):
         what = "GradScaler decides whether to skip the optimizer's step, by gradients only known when the step runs"
-        remedy = "give the optimizer fused=True, which decides on the device, or pass guard_data=True to ws.compile"
+        remedy = "give the optimizer fused=True, which decides on the device, or compile without fullgraph=True"
     return DataDependentError(what, line, remedy)
 
 
-def _can_be_known(nodes: set[fx.Node], is_data: Callable[[fx.Node], bool], guard_data: bool) -> bool:
+def _can_be_known(nodes: set[fx.Node], is_data: Callable[[fx.Node], bool]) -> bool:
     """Whether the value that follows from the nodes may be computed before each call."""
-    if guard_data:
-        return _is_repeatable(nodes)
     if len(nodes) > MAX_NODES:
         return False
     return _is_constant(nodes) or (all(_is_known(n, is_data) for n in nodes) and _is_small(nodes, MAX_ELEMENTS))
-
-
-def may_be_guarded(node: fx.Node) -> bool:
-    """Whether ``guard_data=True`` helps: the value follows from no random number and no other rank."""
-    return _is_repeatable(ancestors([node]))
-
-
-def _is_repeatable(nodes: set[fx.Node]) -> bool:
-    return not any(n.op == "call_function" and _is_effectful(n) for n in nodes)
 
 
 def _is_effectful(node: fx.Node) -> bool:
@@ -207,7 +170,7 @@ def _is_known(node: fx.Node, is_data: Callable[[fx.Node], bool]) -> bool:
     if node.op == "placeholder":
         return is_data(node)
     if isinstance(node.target, OpOverload) and is_view(node.target):
-        return True
+        return node.target not in OFFSETS
     return node.target in CHEAP or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
@@ -221,11 +184,20 @@ COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "
 ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}
 
 
+def in_words(ordered: Sequence[fx.Node], texts: dict[fx.Node, str]) -> dict[fx.Node, str]:
+    """What nodes compute, in words, cut where they are long; ``texts`` has those of inputs, and is added to."""
+    for node in ordered:
+        texts.setdefault(node, _text(node, texts)[: MAX_TEXT + 1])
+    return texts
+
+
 def _text(node: fx.Node, texts: dict[fx.Node, str]) -> str:
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
-    args = [texts[a] if isinstance(a, fx.Node) else repr(a) for a in node.args]
+    args = [texts.get(a, "…") if isinstance(a, fx.Node) else repr(a) for a in node.args]
     if name in COMPARISONS and len(args) == 2:
         return f"{args[0]} {COMPARISONS[name]} {args[1]}"
     if name in ARITHMETIC and len(args) == 2:
         return f"({args[0]} {ARITHMETIC[name]} {args[1]})"
-    return f"{args[0]}.item()" if name == "_local_scalar_dense" else f"{name}({', '.join(args)})"
+    if name == "_local_scalar_dense":
+        return f"({args[0]}).item()" if " " in args[0] else f"{args[0]}.item()"
+    return f"{name}({', '.join(args)})"

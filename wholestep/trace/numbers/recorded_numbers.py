@@ -12,9 +12,11 @@ import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
+from wholestep.ir import info
 from wholestep.torch_compat import current_autograd_node, is_one_operator, no_modes, saved_numbers
+from wholestep.trace.numbers.decisions import Decisions, RealValues, geometry, refuse_repeated
 from wholestep.trace.numbers.host_numbers import HostNode, make_host
-from wholestep.trace.numbers.predicates import Predicate, decide, follows_from_numbers, may_be_guarded
+from wholestep.trace.numbers.predicates import OTHERWISE, Predicate, decide, follows_from_numbers, unknown
 from wholestep.trace.numbers.symbolic_sizes import is_size
 from wholestep.trace.record.graph_builder import leaves, map_leaves
 from wholestep.trace.record.inputs import Inputs
@@ -48,17 +50,20 @@ class RecordedNumbers:
     """The host numbers of one run (`host_numbers.py`).
 
     Attributes:
-        predicates: node that Python decided on -> the decision, a guard.
+        predicates: node that Python decided on -> the decision, where it is a guard.
+        decisions: what Python may decide on besides.
+        real: the values that decisions follow from.
         refusal: the first error of this run's, whether the step let it pass or not.
         tokens: float that stands for a host number where C++ wants a double -> the number, and the names of the
             operators' arguments that were given it.
         call: the outermost call of torch's Python API that runs now.
     """
 
-    def __init__(self, inputs: Inputs, guard_data: bool) -> None:
-        self.inputs, self.builder, self.guard_data = inputs, inputs.builder, guard_data
-        self.watch = self.builder.watch
+    def __init__(self, inputs: Inputs, decisions: Decisions) -> None:
+        self.inputs, self.builder, self.decisions = inputs, inputs.builder, decisions
+        self.watch, self.real = self.builder.watch, RealValues(inputs)
         self.predicates: dict[fx.Node, Predicate] = {}
+        self._decided: dict[fx.Node, Any] = {}
         self.refusal: CaptureError | None = None
         self._recorded: dict[tuple[Any, ...], fx.Node] = {}
         self.call: PythonCall | None = None
@@ -89,7 +94,7 @@ class RecordedNumbers:
         value = False if kind == torch.bool else 1.0 if kind.is_floating_point else 1  # until it is known
         node = self.builder.emit(aten._local_scalar_dense.default, (self.inputs.read(tensor),), value=value)
         from_python = self.call is not None and self.call.function is torch.Tensor.item
-        if kind == torch.bool or (self.guard_data and (kind.is_complex or not from_python)):
+        if kind == torch.bool or (self.decisions == "all" and (kind.is_complex or not from_python)):
             return self.decide(node, user_line())
         if kind.is_complex:
             raise DataDependentError("Python needs the value of a complex tensor", user_line())
@@ -107,21 +112,49 @@ class RecordedNumbers:
             return follows_from_numbers([self.inputs.read(tensor)])
 
     def decide(self, node: fx.Node, line: str, fixed: bool = False) -> Any:
-        """Python branches on a host number: its value now becomes a guard, if it is cheap to know.
+        """Python needs a value now, which serves all calls, or becomes a guard or a part of the program.
 
         Args:
             fixed: it is the same at each call.
         """
-        if node not in self.predicates:
+        if node not in self._decided:
             try:
-                self.predicates[node] = decide(
-                    node, self.inputs.items, self.builder.constants, self._is_data, line,
-                    self.guard_data or fixed, self.inputs.world.substitutes.parts,
-                )  # fmt: skip
+                self._decided[node] = self._value(node, line, fixed)
             except CaptureError as error:
                 self.refused(error)
                 raise
-        return self.predicates[node].expected
+        return self._decided[node]
+
+    def _value(self, node: fx.Node, line: str, fixed: bool) -> Any:
+        if fixed:
+            return self.real.of(node, line)
+        parts = self.inputs.world.substitutes.parts
+        guard = decide(node, self.inputs.items, self.builder.constants, self._is_data, line, parts)
+        if guard is not None:
+            self.predicates[node] = guard
+            return guard.expected
+        if not self.may_decide(isinstance(info(node).value, bool)):
+            raise unknown(line)
+        refuse_repeated(node.graph.nodes, line)
+        found = self.real.of(node, line)
+        if node.target is to_list:
+            self.real.expect(node.args[0], found, line, to_list)
+        else:
+            self.real.expect(node, found, line)
+        return found
+
+    def may_decide(self, truth: bool) -> bool:
+        """Whether the program may depend on a value that it computes: on a bool, or on another one."""
+        return self.decisions == "all" or (truth and self.decisions == "bools")
+
+    def shape(self, node: fx.Node, line: str) -> Any:
+        """The geometry of a call's result, as it is now."""
+        try:
+            refuse_repeated(node.graph.nodes, line)
+            return geometry(self.real.of(node, line))
+        except CaptureError as error:
+            self.refused(error)
+            raise
 
     def refused(self, error: CaptureError) -> CaptureError:
         """Remembers an error, which ends the capture even where the step catches it."""
@@ -136,18 +169,17 @@ class RecordedNumbers:
         """The value that a number has now, for what needs the number itself: a guard, or an error."""
         if not isinstance(number.fx_node, fx.Node):
             return number.hint
-        fixed = self.guard_data or number.known or follows_from_numbers([number.fx_node])
-        if fixed or number.is_int():  # of ints there are few: a program for each, where it is cheap to know
+        fixed = follows_from_numbers([number.fx_node])
+        if fixed or number.known or number.is_int() or self.decisions == "all":  # of ints there are few
             return self.decide(number.fx_node, user_line(), fixed)
-        remedy = "use it in arithmetic and as operators' arguments only, or return it from the step"
-        if may_be_guarded(number.fx_node):
-            remedy += "; or pass guard_data=True to ws.compile"
+        remedy = f"use it in arithmetic and as operators' arguments only, return it from the step, or {OTHERWISE}"
         what = f"Python needs a number that is only known when the step runs: {how}"
         raise self.refused(DataDependentError(what, user_line(), remedy))
 
     def forget(self) -> None:
         """Lets go of numbers, of which each holds this object."""
         self.tokens.clear()
+        self.real.forget()
 
     # -- C++ doubles ---------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from wholestep.torch_compat import (
 )
 from wholestep.trace.functionalize.storage_resize import OWNERS
 from wholestep.trace.numbers.host_numbers import HostNode, make_host, plain
+from wholestep.trace.numbers.predicates import OTHERWISE
 from wholestep.trace.numbers.recorded_numbers import PythonCall
 from wholestep.trace.numbers.symbolic_sizes import is_host, is_made
 from wholestep.trace.operators.data_dependent_formulas import as_eager_sums
@@ -104,13 +105,13 @@ class TorchCalls(TorchFunctionMode):
             return self._read(name, func, args)
 
     def _read(self, name: str, func: Any, args: Any) -> Any:
-        if name in READABLE and (self.numbers.guard_data or self.numbers.is_fixed(args[0])):
+        if name in READABLE and (self.numbers.may_decide(name == "__contains__") or self.numbers.is_fixed(args[0])):
             if name == "__contains__":
                 return self.call(func, args, {})
             if name == "tolist":
                 return self.numbers.as_list(args[0])
             return READABLE[name](self.call(torch.Tensor.item, args, {}))
-        remedy = {**ESCAPES, **MEMORY_READS}[name] + (GUARD_DATA if name in READABLE else "")
+        remedy = {**ESCAPES, **MEMORY_READS}[name] + (f", or {OTHERWISE}" if name in READABLE else "")
         owner = "Tensor" if isinstance(args[0], torch.Tensor) else type(args[0]).__name__
         what = "Cannot access data pointer" if "data_ptr" in name else "Python needs the value"
         raise DataDependentError(f"{what} of a tensor: {owner}.{name}", user_line(), remedy)
@@ -187,7 +188,7 @@ class TorchCalls(TorchFunctionMode):
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`one_hot` without the look at the classes that its kernel takes; `scatter` refuses those out of range."""
-        if isinstance(args[0], FakeTensor) or self.numbers.guard_data:
+        if isinstance(args[0], FakeTensor) or self.numbers.may_decide(False):
             return self.call(func, args, kwargs)
         return _one_hot(*args, **kwargs)
 
@@ -197,10 +198,10 @@ class TorchCalls(TorchFunctionMode):
         def number(key: Any, value: Any) -> Any:
             if key not in BY_VALUE[func] or not isinstance(value, torch.Tensor):
                 return value
-            if self.numbers.guard_data:
+            if self.numbers.may_decide(False):
                 return self.numbers.as_list(value)
             what = f"{func.__name__} reads the values of a tensor"
-            raise DataDependentError(what, user_line(), "give it a list of numbers, or compile with guard_data=True")
+            raise DataDependentError(what, user_line(), f"give it a list of numbers, or {OTHERWISE}")
 
         args, kwargs = [number(i, a) for i, a in enumerate(args)], {k: number(k, a) for k, a in kwargs.items()}
         if func not in CTC_LOSSES:
@@ -329,8 +330,6 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **{getattr(functional, name): TorchCalls._cross_entropy  # of which `as_eager_sums` speaks
        for name in ("cross_entropy", "linear_cross_entropy") if hasattr(functional, name)},
 }  # fmt: skip
-
-GUARD_DATA = ", or pass guard_data=True to ws.compile"
 
 # Tensor methods that give a value to Python, and what makes it of a number.
 READABLE: dict[str, Any] = {

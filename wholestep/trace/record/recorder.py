@@ -31,7 +31,8 @@ from wholestep.torch_compat import (
 from wholestep.trace.functionalize.mutations import Mutations
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.functionalize.view_operators import Views
-from wholestep.trace.numbers.predicates import follows_from_numbers, geometry, may_be_guarded
+from wholestep.trace.numbers.decisions import Decisions, geometry
+from wholestep.trace.numbers.predicates import OTHERWISE, follows_from_numbers
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
 from wholestep.trace.operators import tables, torch_collectives
@@ -52,7 +53,7 @@ class Recorder(TorchDispatchMode):
         world: the snapshot of what the step can see.
         provenance: follows modules and optimizers.
         shared: memories that several inputs share, of which one is written.
-        guard_data: numbers and shapes that depend on data become guards, not errors.
+        decisions: what Python may decide on besides what is cheap to know before the step.
         sizes: holds the symbols of tensors whose sizes are some.
 
     Attributes:
@@ -63,13 +64,13 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, world: Snapshot, provenance: Provenance, shared: frozenset[int] = frozenset(), guard_data: bool = False,
-        sizes: Sizes | None = None,
+        self, world: Snapshot, provenance: Provenance, shared: frozenset[int] = frozenset(),
+        decisions: Decisions = "none", sizes: Sizes | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.builder = GraphBuilder(provenance, sizes)
         self.inputs = Inputs(self.builder, world, shared)
-        self.numbers = RecordedNumbers(self.inputs, guard_data)
+        self.numbers = RecordedNumbers(self.inputs, decisions)
         self.storages = StorageSizes(self.inputs)
         self.views, self.mutations = Views(self.inputs, self.storages), Mutations(self.inputs)
         provenance.thread.mode = self
@@ -117,10 +118,11 @@ class Recorder(TorchDispatchMode):
                 if said is not None:
                     raise said from error
                 raise
-            guard_data = self.numbers.guard_data
-            if kind == "data" and not func._schema.is_mutable and (guard_data or self._is_fixed(func, args)):
-                return self._observed(func, args, kwargs)
-            raise _translated(func, error, kind, kind == "data" and not guard_data and self._helps(args)) from error
+            if kind == "data" and not func._schema.is_mutable:
+                truth, fixed = str(func._schema.returns[0].type) == "bool", self._is_fixed(func, args)
+                if fixed or self.numbers.may_decide(truth):
+                    return self._observed(func, args, kwargs, truth, fixed)
+            raise _translated(func, error, kind) from error
 
     def _values_alone(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a decomposition, without the vectors that eager computes for gradients alone.
@@ -184,29 +186,28 @@ class Recorder(TorchDispatchMode):
         reads = map_leaves(self.inputs.operand, args), map_leaves(self.inputs.operand, kwargs)
         return self._results(self.builder.emit(target, *reads, value=map_leaves(self.builder.detached, out)), out)
 
-    def _observed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observed(self, func: Any, args: Any, kwargs: Any, truth: bool, fixed: bool) -> Any:
         """An operator whose result's shape, or the bool it gives, depends on data: as it is on the real inputs."""
         reads = map_leaves(self.inputs.operand, args), map_leaves(self.inputs.operand, kwargs)
-        node = self.builder.emit(func, *reads, value=())
-        fixed = not self.numbers.guard_data
-        if str(func._schema.returns[0].type) == "bool":
+        node = self.builder.emit(func, *reads, value=False if truth else ())
+        if truth:
             return self.numbers.decide(node, user_line(), fixed)
-        shaped = self.builder.emit(geometry, (self._shaped_like(node),), value=())
-        found = self.numbers.decide(shaped, user_line(), fixed)
+        line = user_line()
+        found = self.numbers.shape(self._shaped_like(node) if fixed else node, line)
         with self.builder.fake_mode:
             fakes = [torch.empty_strided(*place, dtype=dtype, device=device) for *place, dtype, device in found]
         out = tuple(fakes) if len(func._schema.returns) > 1 else fakes[0]
         node.meta["info"].value = map_leaves(self.builder.detached, out)
-        return self._results(set_info(node, node.meta["info"]), out)
+        self._results(set_info(node, node.meta["info"]), out)
+        if not fixed:
+            results = [self.inputs.read(fake) for fake in fakes]
+            self.numbers.real.expect(results if len(fakes) > 1 else results[0], found, line, geometry)
+        return out
 
     def _is_fixed(self, func: Any, args: Any) -> bool:
         """Whether a result's shape depends on values that are the same at each call, as those of `torch.eye` are."""
         read = leaves(args[1:] if func in SHAPE_ALONE else args)
         return follows_from_numbers(self.inputs.read(t) for t in read if isinstance(t, torch.Tensor))
-
-    def _helps(self, args: Any) -> bool:
-        """Whether a result's shape could be known before the step, with `guard_data`."""
-        return all(may_be_guarded(self.inputs.read(t)) for t in leaves(args) if isinstance(t, torch.Tensor))
 
     def _shaped_like(self, node: fx.Node) -> fx.Node:
         """A call whose result has the shape of a node's, without operands of which only the shape counts."""
@@ -239,15 +240,14 @@ def _tried(wanted: int | None, leaf: Any) -> Any:
     return leaf if not is_host(leaf) else leaf.node.hint if wanted is None else wanted
 
 
-def _translated(func: Any, error: Exception, kind: str, guards_help: bool) -> CaptureError:
+def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
     if kind == "device":
         return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
     if kind == "data":
         return DataDependentError(
             f"the shape or value of the result of {func} depends on data",
             user_line(),
-            "use a form with a fixed shape, such as torch.where or a mask"
-            + (", or pass guard_data=True to ws.compile" if guards_help else ""),
+            f"use a form with a fixed shape, such as torch.where or a mask; or {OTHERWISE}",
         )
     if "nested" in str(func):
         return UnsupportedError(f"{func} makes or takes a nested tensor", user_line(), tables.NO_NESTED)

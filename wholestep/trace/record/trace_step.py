@@ -12,7 +12,9 @@ from wholestep.capture import Snapshot, new_values, outcome, state_outputs
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
 from wholestep.torch_compat import FakeTensor, makes_subclass, no_modes
+from wholestep.trace.numbers.decisions import Decisions
 from wholestep.trace.numbers.host_numbers import is_for_plain
+from wholestep.trace.numbers.predicates import OTHERWISE
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_made
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.hoisted_state import hoist
@@ -36,7 +38,7 @@ def trace_step(
     kwargs: dict[str, Any],
     world: Snapshot,
     shared: frozenset[int] = frozenset(),
-    guard_data: bool = False,
+    decisions: Decisions = "none",
     differentiate: Differentiate | None = None,
     sizes: Sizes | None = None,
     reentrant: bool = True,
@@ -48,7 +50,7 @@ def trace_step(
         fn: the step.
         world: capture's snapshot, taken just before; the caller restores it afterwards.
         shared: memories that an earlier attempt found to be shared.
-        guard_data: numbers and shapes that depend on data are read from the real inputs and become guards.
+        decisions: what Python may decide on besides what is cheap to know before the step.
         differentiate: traces the backward of what the step leaves behind.
         sizes: takes the sizes of tensors among the arguments as symbols.
         reentrant: False to run checkpoints with ``use_reentrant=True`` as those without: gradients are the same.
@@ -58,7 +60,7 @@ def trace_step(
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
     """
-    recorder = Recorder(world, Provenance(world.module_names()), shared, guard_data, sizes)
+    recorder = Recorder(world, Provenance(world.module_names()), shared, decisions, sizes)
     if sizes is not None:
         wanted = sizes.among(world.sizable())
         fakes = {id(found.tensor): recorder.inputs.with_symbolic_sizes(found) for found in wanted}
@@ -141,7 +143,7 @@ def _recorded(
 def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureError | None:
     """Why the step cannot be captured, where that made it fail; None where the error is its own."""
     if isinstance(error, TypeError) and is_for_plain(error) and refusal is None:
-        remedy = "give it float(…) or int(…) of the number, with guard_data=True if it comes from a tensor"
+        remedy = f"give it float(…) or int(…) of the number; if it comes from a tensor, {OTHERWISE}"
         return DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy)
     if isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error):
         name = str(error).partition("HigherOrderOperator ")[2].partition(" ")[0]

@@ -1,0 +1,124 @@
+"""Decisions on data: values that Python needs while a step is captured, and that are compared when its program runs.
+
+The graph so far is run on the real inputs. What is found becomes part of the program: a `Decided` call, as early as the
+value is known, ends the program where it is another. The call is then served by a program captured with that one
+(`runtime/entry.py`). The graph is pure, so that until its last decision a program leaves no trace but in generators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from wholestep.errors import DataDependentError
+from wholestep.functional import Decided, Functionalized, Wrapped
+from wholestep.ir import ancestors, draws_nothing, info, is_effectful, set_info
+from wholestep.patches import suspended
+from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
+from wholestep.trace.numbers.predicates import MAX_NODES, OFFSETS, in_words
+from wholestep.trace.numbers.symbolic_sizes import decided
+from wholestep.trace.record.inputs import Inputs
+
+# What a program may decide on: nothing, what is true or false, or any value and shape.
+Decisions = Literal["none", "bools", "all"]
+
+
+class RealValues:
+    """The values of a graph under construction on the real inputs."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.builder = inputs, inputs.builder
+        self._values: dict[fx.Node, Any] = {}
+        self._last: fx.Node | None = None
+        self._states: dict[torch.Generator, torch.Tensor] = {}  # where the draws so far have moved generators to
+
+    def of(self, node: fx.Node, line: str) -> Any:
+        """The value of a node, which runs what it follows from, and all draws so far in their order.
+
+        Raises:
+            DataDependentError: it follows from what is only known when the step runs.
+        """
+        nodes = node.graph.nodes
+        needed = ancestors([node], until=self._values.__contains__)
+        draws = [n for n in nodes if n.op == "call_function" and is_effectful(n) and not draws_nothing(n)]
+        needed |= ancestors(draws, until=self._values.__contains__) if needed & set(draws) else set()
+        real = {item.node: item.value for item in self.inputs.items}
+        with suspended(), no_modes(), below_autograd(), self._generators() if draws else nullcontext():
+            for each in nodes:
+                if each in needed and each not in self._values:
+                    self._values[each] = self._run(each, real, line)
+        return self._values[node]
+
+    def _run(self, node: fx.Node, real: dict[fx.Node, Any], line: str) -> Any:
+        if node.op == "get_attr":
+            return self.builder.constants[str(node.target)]
+        if node.op == "placeholder":
+            if node not in real or isinstance(real[node], FakeTensor):
+                raise DataDependentError("Python decides on a value that the step has not made yet", line)
+            return real[node]
+        assert callable(node.target)
+        args, kwargs = fx.map_arg((decided(node.args), dict(node.kwargs)), self._values.__getitem__)
+        place = OFFSETS.get(node.target)  # type: ignore[call-overload]
+        if place is not None and len(args) > place:
+            args = (*args[:place], args[0].storage_offset() + args[place], *args[place + 1 :])
+        return node.target(*args, **kwargs)
+
+    @contextmanager
+    def _generators(self) -> Iterator[None]:
+        """Inside, generators are where the draws so far have moved them to."""
+        given = [item.value for item in self.inputs.items if isinstance(item.value, torch.Generator)]
+        before = {generator: generator.get_state() for generator in (torch.default_generator, *given)}
+        for generator, state in self._states.items():
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._states = {generator: generator.get_state() for generator in before}
+            for generator, state in before.items():
+                generator.set_state(state)
+
+    def expect(self, operand: Any, found: Any, line: str, read: Any = None) -> None:
+        """Ends the program where an operand has another value than was found."""
+        nodes = operand if isinstance(operand, list) else [operand]
+        needed, order = ancestors(nodes, MAX_NODES), {n: i for i, n in enumerate(nodes[0].graph.nodes)}
+        texts = {item.node: str(item.source) for item in self.inputs.items if item.node in needed}
+        text = in_words(sorted(needed, key=order.__getitem__), texts)[nodes[0]]
+        text = text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}…"
+        latest = max([*nodes, *([self._last] if self._last else [])], key=order.__getitem__)
+        with nodes[0].graph.inserting_after(latest):
+            self._last = nodes[0].graph.call_function(Decided(found, text, line, read), (operand,))
+        set_info(self._last, replace(info(latest), value=None))
+
+    def forget(self) -> None:
+        """Lets go of all values."""
+        self._values.clear()
+
+
+def refuse_repeated(nodes: Any, line: str) -> None:
+    """Refuses a decision after what a program may not do twice: it may end there, and another one begin.
+
+    Raises:
+        DataDependentError: operators of the user's own, or messages to other ranks, come before it.
+    """
+    for node in nodes:
+        op = node.target.op if isinstance(node.target, (Functionalized, Wrapped)) else node.target
+        if isinstance(op, OpOverload) and op.namespace not in REPEATABLE:
+            what = f"Python decides on a value after {op}, which would run twice if it decided otherwise"
+            raise DataDependentError(what, line, "use torch.where, or take the decision before it")
+
+
+MAX_WORDS = 80  # characters of what was decided
+
+# Namespaces of operators that do nothing but compute.
+REPEATABLE = ("aten", "prims", "quantized", "torchvision")
+
+
+def geometry(result: Any) -> list[tuple[Any, ...]]:
+    """Size, strides, dtype and device of each tensor in an operator's result."""
+    found = [result] if isinstance(result, torch.Tensor) else result
+    return [((*tensor.shape,), tensor.stride(), tensor.dtype, tensor.device) for tensor in found]
