@@ -208,6 +208,7 @@ class Decided:
 
     Args:
         expected: the value.
+        index: how many were decided before it.
         text, line: what was decided, in words, and the user's line.
         read: gives the value from the first operand; None where that is the value.
     """
@@ -215,8 +216,10 @@ class Decided:
     __name__ = "decided"
     __module__ = "wholestep.functional"
 
-    def __init__(self, expected: Any, text: str, line: str, read: Callable[[Any], Any] | None = None) -> None:
-        self.expected, self.text, self.line, self.read = expected, text, line, read
+    def __init__(
+        self, expected: Any, index: int, text: str, line: str, read: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.expected, self.index, self.text, self.line, self.read = expected, index, text, line, read
 
     def __repr__(self) -> str:
         return f"decided({self.expected!r})"

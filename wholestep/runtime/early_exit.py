@@ -24,7 +24,7 @@ class EarlyExit:
 
     def __init__(self, traced: Traced, decided: Sequence[Decided]) -> None:
         self.guards = [Guard(Decision(d.text), f"decided at {d.line}", d.expected) for d in decided]
-        self._decided, self.outcomes = list(decided), tuple([repr(d.expected) for d in decided])
+        self.outcomes = tuple([repr(d.expected) for d in decided])
         calls = [n for n in traced.step.graph.nodes if n.op == "call_function" and is_effectful(n)]
         self._draws = any(not isinstance(n.target, Decided) and not draws_nothing(n) for n in calls)
         self._generators = [i for i, item in enumerate(traced.inputs) if isinstance(item.value, torch.Generator)]
@@ -44,5 +44,5 @@ class EarlyExit:
         except Diverged as decision:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
-            known = self.outcomes[: self._decided.index(decision.decided)]
+            known = self.outcomes[: decision.decided.index]
             return GuardFailure(str(decision), outcomes=(*known, repr(decision.found)))

@@ -34,7 +34,7 @@ class RealValues:
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.builder = inputs, inputs.builder
         self._values: dict[fx.Node, Any] = {}
-        self._last: fx.Node | None = None
+        self._decided: list[fx.Node] = []
         self._states: dict[torch.Generator, torch.Tensor] = {}  # where the draws so far have moved generators to
 
     def of(self, node: fx.Node, line: str) -> Any:
@@ -89,14 +89,16 @@ class RealValues:
         texts = {item.node: str(item.source) for item in self.inputs.items if item.node in needed}
         text = in_words(sorted(needed, key=order.__getitem__), texts)[nodes[0]]
         text = text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}…"
-        latest = max([*nodes, *([self._last] if self._last else [])], key=order.__getitem__)
+        latest = max([*nodes, *self._decided[-1:]], key=order.__getitem__)
+        target = Decided(found, len(self._decided), text, line, read)
         with nodes[0].graph.inserting_after(latest):
-            self._last = nodes[0].graph.call_function(Decided(found, text, line, read), (operand,))
-        set_info(self._last, replace(info(latest), value=None))
+            node = nodes[0].graph.call_function(target, (operand,))
+        self._decided.append(set_info(node, replace(info(latest), value=None)))
 
     def forget(self) -> None:
         """Lets go of all values."""
         self._values.clear()
+        self._decided.clear()
 
 
 def refuse_repeated(nodes: Any, line: str) -> None:
