@@ -52,11 +52,12 @@ def compile(  # noqa: A001 - the ecosystem's name
             true or false alone. For one process.
         dynamic: whether sizes of tensors among the arguments are symbols, so that one capture serves many. None: those
             that differ at a later call are, from then on; where that cannot be, each is a capture. True: all are, from
-            the first call on. False: none is. Each new size gets a program of its own, without the step's Python being
-            run again, at the second call that has it: the first one runs in eager (``eager_calls``), except with
-            ``fullgraph=True``, passes or a backend of your own. Sizes that Python or an operator decides on become
-            guards; those that cannot be symbols, or that only one value serves, are listed in ``specialized``. Sizes
-            of 0 and 1 are apart.
+            the first call on. False: none is. One program serves all sizes for which it is planned alike; where each
+            needs its own (modules inside of ordinary autograd, passes or a backend of your own), that is made, without
+            the step's Python being run again, at the second call that has the size: the first one runs in eager
+            (``eager_calls``), except with ``fullgraph=True``, passes or a backend. Sizes that Python or an operator
+            decides on become guards; those that cannot be symbols, or that only one value serves, are listed in
+            ``specialized``. Sizes of 0 and 1 are apart.
         fullgraph: True to refuse, with line and remedy, a step that cannot be captured whole: one that reads values of
             tensors, prints them or decides on them. By default the Python of such a step runs at each call, while its
             operators are deferred until a value is read and run as compiled segments; ``breaks`` says why. Without a

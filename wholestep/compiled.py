@@ -89,7 +89,9 @@ class Compiled:
         self._overrides = Overrides(self._module_override)
         self._entries = Entries()
         templates = self._dynamic is not False and self._executor.plain
-        self._known = pipeline.Known(templates=Templates(pipeline.capture, bool(self._dynamic)) if templates else None)
+        many = self._options.many_sizes and not self._module_override
+        how = pipeline.capture, bool(self._dynamic), many
+        self._known = pipeline.Known(templates=Templates(*how) if templates else None)
         self.eager_calls = 0
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
@@ -132,9 +134,6 @@ class Compiled:
         failure, wanted = GuardFailure(""), None
         if self._entries.sized:
             wanted = shapes((args, kwargs))
-        if wanted is not None and self._replaceable and self._entries.is_new(wanted):
-            self.eager_calls += 1
-            return collecting(self._fn)(*args, **kwargs)
         self._entries.calls += 1
         for entry in self._entries.candidates(wanted):
             if not entry.may_follow(failure.outcomes):
@@ -144,6 +143,8 @@ class Compiled:
             except BreakError as error:  # another rank cannot replay this call
                 return self._break(error, args, kwargs)
             if type(outcome) is not GuardFailure:
+                if wanted is not None:
+                    self._entries.note(entry, wanted)
                 if entry is not self._entries[0]:
                     self._prefer(entry)
                 return outcome
@@ -152,6 +153,9 @@ class Compiled:
             self._entries.forget_branches()
             what = f"Python decides otherwise from call to call: {failure.reason}"
             return self._break(CaptureError(what), args, kwargs)
+        if wanted is not None and not failure.outcomes and self._replaceable and self._entries.is_new(wanted):
+            self.eager_calls += 1
+            return collecting(self._fn)(*args, **kwargs)
         if self._co_run is not None:
             return self._co_run(*args, **kwargs)
         self._executor.announce_capture()
@@ -267,7 +271,7 @@ class Compiled:
         templates = self._known.templates
         if templates is not None:
             reason = "; ".join([reason if templates.reason is None else templates.reason, *templates.notes])
-            entry.shapes = shapes((args, kwargs))
+            entry.shapes = {shapes((args, kwargs))}
         if self._entries and reason:
             self.recompiles.append(reason)
         self._prefer(entry)

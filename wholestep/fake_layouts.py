@@ -30,6 +30,8 @@ Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | 
 LARGEST = 1 << 28  # bytes of the tensors that a kernel is tried on
 _MOST = 1 << 16  # signatures kept
 
+aten = torch.ops.aten
+
 _known: dict[Any, Layouts | None] = {}
 
 
@@ -76,24 +78,32 @@ def strict_fake_mode(env: ShapeEnvironment | None = None) -> FakeTensorMode:
 
 def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
     """The layouts of a call's results, given tensors like its operands; None where its kernel cannot be asked."""
-    if func.namespace != "aten" or func.is_view or (_UNASKED & {*func.tags} and func not in SIZED_BY_LISTS):
-        return None
-    if all(result.alias_info for result in func._schema.returns):  # it gives its arguments back
+    if not is_asked(func, args, kwargs):
         return None
     if torch.Tag.nondeterministic_seeded in func.tags:
-        if not _takes_generator(func) and any(t.numel() for t in tensors_of((args, kwargs))):
-            return None  # it would draw from the user's generator
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     try:
         key = (func, *_signature((args, kwargs)), kernel_settings())
         if key not in _known:
             if len(_known) >= _MOST:
                 _known.clear()
-            settled = _is_settled(func, [*tensors_of((args, kwargs))])
-            _known[key] = None if settled else _asked(func, args, kwargs)
+            _known[key] = _asked(func, args, kwargs)
         return _known[key]
     except (CannotTry, TypeError):  # TypeError: an argument without a hash
         return None
+
+
+def is_asked(func: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether a call's kernel says which layouts its results have, as torch's rule is not enough."""
+    if func.namespace != "aten" or func.is_view or (_UNASKED & {*func.tags} and func not in SIZED_BY_LISTS):
+        return False
+    if all(result.alias_info for result in func._schema.returns):  # it gives its arguments back
+        return False
+    operands = [*tensors_of((args, kwargs))]
+    if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
+        if any(tensor.numel() for tensor in operands):
+            return False  # it would draw from the user's generator
+    return not _is_settled(func, operands)
 
 
 def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
@@ -106,7 +116,17 @@ def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
 
 
 # Tagged as sized by data, as its form is that takes lengths in tensors; this one takes lists.
-SIZED_BY_LISTS = {torch.ops.aten._ctc_loss.default}
+SIZED_BY_LISTS = {aten._ctc_loss.default}
+
+# Their results are contiguous, whatever the factors are; to ask would cost as much as the step's own arithmetic.
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+# Their results are contiguous where the operands are.
+CONTIGUOUS = {
+    aten.embedding.default, aten.embedding_dense_backward.default, aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default, aten._softmax.default, aten._softmax_backward_data.default,
+    aten._log_softmax.default, aten._log_softmax_backward_data.default, aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default, aten.sum.dim_IntList, aten.mean.dim, aten.stack.default, aten.cat.default,
+}  # fmt: skip
 
 # Results of these depend on more than layouts.
 _UNASKED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -127,10 +147,12 @@ def _signature(tree: Any) -> Iterator[Any]:
 
 
 def _is_settled(func: OpOverload, operands: list[torch.Tensor]) -> bool:
-    """Whether torch's rule will do: elementwise operators keep contiguous what is. Also where a kernel must not be
-    asked: it would read a workspace of zeros.
+    """Whether torch's rule will do: many operators keep contiguous what is, and products of matrices are. Also where a
+    kernel must not be asked: it would read a workspace of zeros.
     """
-    row_by_row = torch.Tag.pointwise in func.tags and all(map(_is_contiguous, operands))
+    if func in PRODUCTS:
+        return len(operands) == 2 or _is_contiguous(operands[0])
+    row_by_row = (torch.Tag.pointwise in func.tags or func in CONTIGUOUS) and all(map(_is_contiguous, operands))
     return row_by_row or not operands or _is_opaque(operands)
 
 

@@ -11,7 +11,7 @@ Inside the graph
   an offset of `as_strided` and its kin counts from the operand's first element, not from the start of its memory;
 - the *output* is one flat tuple: results, new values of mutated inputs, tensors the step created.
 
-May import: errors, functional, torch_compat.
+May import: errors, functional, sizes, torch_compat.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import fx
 
 from wholestep.errors import GraphError
 from wholestep.functional import Decided, Functionalized, Waited, get_rng_state, manual_seed, set_rng_state
+from wholestep.sizes import SizeDecisions
 from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -112,6 +113,7 @@ class Signature:
             gradients that only later parts read stay as they are.
         unreduced: the parameters of these.
         same_order: whether a plan made it, so that all ranks issue their collectives, of all groups, in one order.
+        sizes: where numbers in the graph know what they are at other sizes, what was decided on them.
     """
 
     inputs: list[Input] = field(default_factory=list)
@@ -125,6 +127,7 @@ class Signature:
     of_part: bool = False
     unreduced: tuple[str, ...] = ()
     same_order: bool = False
+    sizes: SizeDecisions | None = None
 
 
 @dataclass

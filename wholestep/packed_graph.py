@@ -2,7 +2,7 @@
 
 Once it is lowered, a program needs its graph no more, and fx nodes with their fake tensors take some 6 KB a call.
 Tensors, operators and functions are kept by reference, all else is pickled.
-May import: fake_layouts, ir, torch_compat.
+May import: fake_layouts, ir, sizes, torch_compat.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import NodeInfo, StepGraph, set_info
+from wholestep.sizes import plain
 from wholestep.torch_compat import FakeTensor, FakeTensorMode, lazy_graph_module, no_modes
 
 # What is pickled; subclasses of these and all other types are kept by reference.
@@ -48,21 +49,28 @@ class Packed:
         self._text = zlib.compress(file.getvalue(), 1)
         self._unpacked: weakref.ref[fx.GraphModule] | None = None
 
-    def unpack(self) -> StepGraph:
-        """The graph again, the same object as long as somebody holds it."""
-        gm = self._unpacked() if self._unpacked is not None else None
+    def unpack(self, sized: bool = False) -> StepGraph:
+        """The graph again, the same object as long as somebody holds it.
+
+        Args:
+            sized: with numbers that know what they are at other sizes, where it had such, instead of plain ones.
+        """
+        gm = self._unpacked() if self._unpacked is not None and not sized else None
         if gm is None:
             with no_modes():
-                gm = lazy_graph_module(self._constants, self._graph())
-            self._unpacked = weakref.ref(gm)
+                gm = lazy_graph_module(self._constants, self._graph(sized))
+            self._unpacked = self._unpacked if sized else weakref.ref(gm)
         return StepGraph(gm, self.signature, self.stage)
 
-    def _graph(self) -> fx.Graph:
+    def _graph(self, sized: bool) -> fx.Graph:
         graph, nodes, mode = fx.Graph(), list[fx.Node](), strict_fake_mode()
         file = io.BytesIO(zlib.decompress(self._text))
         loader = _Loader(file, self._kept, nodes)
         while file.tell() < len(file.getbuffer()):
             op, name, target, args, kwargs, record, meta = loader.load()
+            if not sized and self.signature.sizes is not None:
+                args, kwargs = plain((args, kwargs))
+                record = record and (plain(record[0]), *record[1:])
             node = graph.create_node(op, target, args, kwargs, name)
             node.meta.update(meta)
             if record is not None:

@@ -88,6 +88,11 @@ class Options:
             return "all"
         return "bools" if not self.fullgraph and self.backend in EXACT else "none"
 
+    @property
+    def many_sizes(self) -> bool:
+        """Whether one program may serve many sizes: numbers in its graph know more than passes and backends ask for."""
+        return self.backend == "aten" and not self.passes and not self.donates and self.executor.plain
+
 
 @dataclass
 class Known:
@@ -145,6 +150,8 @@ def build(
             donated = donated_inputs(traced, len(args[0]), read_by(traced.effects, traced.result))
             signature.donated = donated.freed
         program = _program(traced, options, known, overrides)
+        if traced.many is not None:
+            traced.many = None if program.sizes.specialized else traced.many.planned(program.sizes)
         inputs = signature.inputs[: traced.n_inputs]
         values = [original(item.value) for item in traced.inputs[: len(inputs)]]
         written = [traced.inputs[i].source for i in signature.mutations.values()]
@@ -162,7 +169,8 @@ def build(
         world = take(fn, args, kwargs, names=world.names, varying=world.varying)
         world.replaced_gradients = unread
     bound = [item.source for item in traced.inputs if item.source is not None]
-    binder = Binder(world, bound, mutated, traced.effects, traced.result)
+    sizeless = traced.many.paths if traced.many is not None else frozenset[str]()
+    binder = Binder(world, bound, mutated, traced.effects, traced.result, sizeless)
     forget(traced.effects, traced.result)
     return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, donated=donated)
 

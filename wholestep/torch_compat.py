@@ -40,6 +40,7 @@ from torch.optim import _functional
 from torch.utils import _foreach_utils, _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._sympy.printers import PythonPrinter
 
 
 def below_autograd() -> AbstractContextManager[object]:
@@ -273,6 +274,17 @@ def size_symbol(env: ShapeEnvironment, name: str, value: int) -> tuple[Any, Any]
 def expression_of(number: Any) -> Any:
     """What a symbolic number is, in terms of symbols; anything else as it is."""
     return number.node._expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
+
+
+def simplified(number: Any) -> Any:
+    """The same, with sizes that must be equal as one symbol."""
+    return number.node.expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
+
+
+@cache
+def python_text(expression: Any) -> str:
+    """An expression, or condition, in Python, with its symbols' names as variables; `math` is among its globals."""
+    return str(PythonPrinter().doprint(expression))
 
 
 def evaluated(number: Any, values: Mapping[Any, int]) -> Any:

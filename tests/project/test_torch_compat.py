@@ -83,6 +83,7 @@ from wholestep.torch_compat import (
     needs_memory,
     no_modes,
     node_sequence_number,
+    python_text,
     refuse_addresses,
     saved_as_it_is,
     saved_numbers,
@@ -90,6 +91,7 @@ from wholestep.torch_compat import (
     set_grad_mode,
     set_versions,
     setting_functions,
+    simplified,
     size_symbol,
     skipped_by_dynamo,
     storage_id,
@@ -337,6 +339,8 @@ def test_sizes_become_symbols_and_numbers_again():
         y = x.view(-1)
     assert evaluated(y.shape[0], {rows: 3, columns: 5}) == 15 and evaluated(number > 4, {rows: 3}) is False
     assert expression_of(y.shape[0]) == rows * columns and expression_of(7) == 7
+    assert simplified(y.shape[0]) == rows * columns and simplified(7) == 7
+    assert eval(python_text(simplified(y.shape[0] // 2)), {str(rows): 6, str(columns): 5}) == 15
     assert evaluated(7, {}) == 7 and env.conditions() == [] and env.only(columns) is None
     assert other == 4 and number > 5
     assert [(evaluated(guard, {rows: 3, columns: 4}), line) for guard, line in env.conditions()] == [

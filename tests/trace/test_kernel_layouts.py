@@ -307,3 +307,55 @@ def test_strided_copies_into_views(name: str, offset: int | None) -> None:
     mine, theirs = x.clone(), x.clone()
     for found, expected in zip(ws.compile(step, fullgraph=True)(mine), step(theirs), strict=True):
         assert torch.equal(found, expected)
+
+
+def _laid_out(*shape: int) -> list[Tensor]:
+    """Tensors of a shape: contiguous, and with their dimensions in other orders in memory, with gaps, expanded."""
+    found = [torch.randn(shape[-1]).expand(shape)]
+    for order in itertools.permutations(range(len(shape))):
+        for gap in (0, 3):
+            sizes = [shape[d] for d in order]
+            tensor = torch.randn(*sizes[:-1], sizes[-1] + gap)[..., : sizes[-1]]
+            found.append(tensor.permute([order.index(d) for d in range(len(shape))]))
+    return found
+
+
+SHAPES = [(3, 4, 5), (1, 4, 5), (3, 1, 5), (3, 4, 1), (1, 1, 1), (64, 32, 16), (0, 3, 2), (2, 0, 3), (2, 3, 0)]
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), SHAPES)
+def test_products_are_contiguous_whatever_their_factors_are(rows: int, inner: int, columns: int) -> None:
+    aten, expected = torch.ops.aten, torch.empty(2, rows, columns).stride()
+    for x, y in itertools.product(_laid_out(rows, inner), _laid_out(inner, columns)):
+        assert aten.mm(x, y).stride() == expected[1:]
+        assert all(aten.addmm(s, x, y).stride() == expected[1:] for s in (torch.randn(rows, columns), torch.randn(1)))
+    for x, y in itertools.product(_laid_out(2, rows, inner), _laid_out(2, inner, columns)):
+        assert aten.bmm(x, y).stride() == expected
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 3, 1), (2, 3, 1, 1), (1, 1, 1, 1)])
+def test_operators_that_keep_contiguous_what_is(shape: tuple[int, ...]) -> None:
+    aten, x, rows = torch.ops.aten, torch.randn(shape), max(1, torch.tensor(shape[:-1]).prod().item())
+    norm = x, [shape[-1]], *map(torch.ones, (shape[-1:], shape[-1:]))
+    normed = aten.native_layer_norm(*norm, 1e-5)
+    flat, picks = torch.randn(int(rows), max(2, shape[-1])), torch.zeros(int(rows), dtype=torch.int64)
+    index, weight = torch.zeros(shape, dtype=torch.int64), torch.randn(4, 6)
+    loss = flat, picks, None, 1, -100
+    total = aten.nll_loss_forward(*loss)[1]
+    loss_backward = torch.ones(()), *loss, total
+    looked_up = aten.embedding(weight, index)
+    norm_backward = x, *norm[:2], *normed[1:], *norm[2:], [True] * 3
+    calls = [
+        (aten.embedding.default, (weight, index)), (aten.native_layer_norm.default, (*norm, 1e-5)),
+        (aten.embedding_dense_backward.default, (looked_up, index, 4, -1, False)),
+        (aten.native_layer_norm_backward.default, norm_backward),
+        (aten._softmax.default, (x, 0, False)), (aten._softmax_backward_data.default, (x, x, 0, x.dtype)),
+        (aten._log_softmax.default, (x, 1, False)), (aten._log_softmax_backward_data.default, (x, x, 1, x.dtype)),
+        (aten.nll_loss_forward.default, loss), (aten.nll_loss_backward.default, loss_backward),
+        (aten.sum.dim_IntList, (x, [1], False)), (aten.mean.dim, (x, [0], True)),
+        (aten.stack.default, ([x, x], 1)), (aten.cat.default, ([x, x], 1)),
+    ]  # fmt: skip
+    assert {op for op, _ in calls} == fake_layouts.CONTIGUOUS
+    for op, args in calls:
+        results = fake_layouts.tensors_of(op(*args))
+        assert all(one.stride() == torch.empty(one.shape).stride() for one in results), op

@@ -9,6 +9,8 @@ from wholestep.runtime.entry import Entry
 
 # Of programs for many sizes: how many stay, and how many of them with their memory.
 MAX_SIZES, AT_HAND = 64, 8
+# Programs up to which one is made as soon as a size comes that none serves, where there is one that serves many.
+AT_ONCE = 8
 # At which of its calls a new size gets a program, beyond the second size: while there is room, and when there is none.
 # Before, it runs in eager: sizes that never come again cost no half a second for a program that serves one call.
 COMES_AGAIN, OFTEN = 2, 16
@@ -32,8 +34,17 @@ class Entries(list[Entry]):
         self._came: Counter[Any] = Counter()  # how often shapes came that have no entry
 
     def candidates(self, wanted: Any) -> list[Entry]:
-        """Those that may serve a call: with one for each size, those of its shapes, else one for its reason."""
-        return [e for e in self if e.shapes == wanted] or self[:1] if self.sized else list(self)
+        """Those that may serve a call: those of its shapes, then those for many, else one for its reason."""
+        if not self.sized:
+            return list(self)
+        alike = [e for e in self if wanted in e.shapes]
+        return alike + [e for e in self if e.many is not None and wanted not in e.shapes] or self[:1]
+
+    def note(self, entry: Entry, wanted: Any) -> None:
+        """Notes that an entry has served arguments of some shapes."""
+        if len(entry.shapes) >= 16 * MAX_SIZES:
+            entry.shapes.clear()
+        entry.shapes.add(wanted)
 
     def may_branch(self) -> bool:
         """Whether one more outcome of Python's decisions gets a program: where each call has others, none does."""
@@ -45,8 +56,10 @@ class Entries(list[Entry]):
         self[:] = [entry for entry in self if entry.early_exit is None]
 
     def is_new(self, wanted: Any) -> bool:
-        """Whether shapes have come too seldom to get a program; counts them."""
-        if any(entry.shapes == wanted for entry in self):
+        """Whether shapes that no program serves have come too seldom to get one; counts them."""
+        if any(wanted in entry.shapes for entry in self):
+            return False
+        if len(self) < AT_ONCE and any(entry.many is not None for entry in self):
             return False
         self._came[wanted] += 1
         if self._came[wanted] < (COMES_AGAIN if len(self) < MAX_SIZES else OFTEN):

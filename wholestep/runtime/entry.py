@@ -42,7 +42,7 @@ class Entry:
         self, traced: Traced, binder: Binder, program: Program, releases: bool = False, terms: Any = None,
         donated: DonatedInputs | None = None,
     ) -> None:  # fmt: skip
-        self.shapes: Any = None  # of the arguments that it was made for, where it is one of many such
+        self.shapes: set[Any] = set()  # of arguments that it has served, where it is one of many for various ones
         self.traced, self.binder, self.program, self.terms = traced, binder, program, terms
         self.donated, self.early_exit = donated, EarlyExit.of(traced)
         self.releases = releases and self.early_exit is None  # another program may have to begin where this one did
@@ -87,8 +87,12 @@ class Entry:
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
         self.graded = [(i, s.grad) for i, s in enumerate(traced.aliases) if s.state.retains or s.grad is not None]
         self.sources = [item.source for item in traced.inputs]
+        self.many, self.aliases = traced.many, traced.aliases
+        places = {source.path: index for index, source in enumerate(self.sources) if source is not None}
+        self.sized = [places[path] for path in self.many.in_order] if self.many is not None else []
         self.guards = [
             *binder.guards,
+            *(Guard(Decision(text), why, True) for text, why in (self.many.conditions if self.many else ())),
             *(Guard(self.sources[i], "storage offset", before) for i, before in traced.offsets),
             *(Guard(self.sources[i], "bytes of memory", before) for i, before, _ in traced.storage_sizes),
             *(Guard(Decision(p.text), f"decided at {p.line}", p.expected) for p in traced.predicates),
@@ -114,6 +118,11 @@ class Entry:
             return values
         if self.begin is not None:
             self.begin(values)
+        if self.many is not None:
+            served = self.many.serve([values[i] for i in self.sized])
+            if isinstance(served, str):
+                return GuardFailure(served)
+            self.aliases = served
         for index, before in self.traced.offsets:
             offset = values[index].storage_offset()
             if offset != before:
@@ -171,7 +180,7 @@ class Entry:
         for order, fresh, counts in zip(self.order, self.fresh, self.slot_versions, strict=True):
             for index in order:
                 if index not in slots:
-                    slots[index] = remade(traced.aliases[index], outputs, values, slots, self.handle)
+                    slots[index] = remade(self.aliases[index], outputs, values, slots, self.handle)
             if fresh:
                 set_versions(tuple([slots[i] for i in fresh]), counts)
         for index in self.several:

@@ -24,6 +24,7 @@ class Program:
     Attributes:
         run: inputs -> outputs; then, with a backward, the values that only the forward has to save.
         packed: the graph, pickled.
+        sizes: what was decided on symbolic sizes, where it may serve many.
         placements, kept: of each input and of each output, as the graph's records have them.
     """
 
@@ -32,11 +33,12 @@ class Program:
     fingerprint: str
     backward: Backward | None = None
     packed: Packed = field(init=False)
+    sizes: Any = field(init=False)
     placements: list[Any] = field(init=False)
     kept: list[Any] = field(init=False)
 
     def __post_init__(self, graph: StepGraph) -> None:
-        self.packed = Packed(graph)
+        self.packed, self.sizes = Packed(graph), graph.signature.sizes
         self.placements = [info(node).placement for node in graph.placeholders]
         self.kept = [info(node).placement if isinstance(node, fx.Node) else None for node in graph.outputs]
         keep = getattr(self.run, "keep", None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wholestep.ir import StepGraph
+from wholestep.trace.numbers.many_sizes import ManySizes
 from wholestep.trace.numbers.predicates import Predicate
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.hoisted_state import HoistedState
@@ -59,6 +60,7 @@ class Traced:
         grad_mode: what the step leaves grad mode at, None when that is what it found.
         refused: (input, output, why) of each input whose new history cannot be differentiated.
         reshaped: (input, size, stride) of each input that the step makes a view of what it was.
+        many: the sizes that it serves, where one program may serve many.
     """
 
     step: StepGraph
@@ -78,6 +80,7 @@ class Traced:
     grad_mode: bool | None = None
     refused: list[tuple[int, int, str]] = field(default_factory=list)
     reshaped: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    many: ManySizes | None = None
 
     @property
     def n_inputs(self) -> int:

@@ -30,6 +30,7 @@ class Binder:
         inputs: the sources of the program's placeholders, in order; tensors and lifted numbers of the snapshot.
         mutated: the inputs that the program writes to.
         effects, result: what the step changes and returns.
+        sizeless: paths of tensors whose sizes and strides are no matter.
 
     Attributes:
         guards: what must hold, the nearest to the arguments first.
@@ -47,8 +48,10 @@ class Binder:
     """
 
     def __init__(self, snap: Snapshot, inputs: Sequence[Source], mutated: Sequence[Source] = (),
-                 effects: Sequence[Effect] = (), result: Value = NOTHING) -> None:
-        self._fn, self.inputs, self.guards = snap.call.fn, list(inputs), snap.guards()
+                 effects: Sequence[Effect] = (), result: Value = NOTHING,
+                 sizeless: frozenset[str] = frozenset()) -> None:
+        self._fn, self.inputs, self.guards = snap.call.fn, list(inputs), snap.guards(sizeless)
+        self._sizeless = sizeless
         self._names, self._varying, self._replace = snap.names, snap.varying, snap.replace
         self._mutated = frozenset(source.path for source in mutated)
         self._replaced_gradients = snap.replaced_gradients
@@ -61,7 +64,7 @@ class Binder:
             self._compile(snap)
 
     def _compile(self, snap: Snapshot) -> None:
-        path = FastPath(snap, self.inputs, self._mutated, replaced_containers(self._outcome[0]))
+        path = FastPath(snap, self.inputs, self._mutated, replaced_containers(self._outcome[0]), self._sizeless)
         replay = Replay(*self._outcome, path)
         self._fast, self.code = path.function, path.writer.code
         self.apply, self.release = replay.function, replay.release
@@ -77,7 +80,8 @@ class Binder:
 
     def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         later = snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)
-        failure = compare(self.guards, later.guards()) or self._lacks(later) or self._shares_otherwise(later)
+        failure = compare(self.guards, later.guards(self._sizeless))
+        failure = failure or self._lacks(later) or self._shares_otherwise(later)
         if failure is not None:
             return failure
         later.replaced_gradients = self._replaced_gradients

@@ -36,10 +36,11 @@ class FastPath:
     """
 
     def __init__(
-        self, snap: Snapshot, inputs: Sequence[Source], mutated: frozenset[str], replaced: Set[tuple[str, Any]]
-    ) -> None:
+        self, snap: Snapshot, inputs: Sequence[Source], mutated: frozenset[str], replaced: Set[tuple[str, Any]],
+        sizeless: frozenset[str],
+    ) -> None:  # fmt: skip
         self.snap, self.writer = snap, CodeWriter(snap.reachable.state)
-        self._per_call = PerCallObjects(snap, self.writer, replaced)
+        self._per_call = PerCallObjects(snap, self.writer, replaced, sizeless)
         self._persistent = PersistentObjects(snap, self.writer, self._per_call, inputs)
         self._persistent.gather()
         self._per_call.compare()

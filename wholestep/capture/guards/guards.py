@@ -43,6 +43,10 @@ class Guard:
         """What tells it from the others of a snapshot."""
         return self.source.path if self.source else "", self.kind
 
+    def without_sizes(self) -> Guard:
+        """That of a tensor whose sizes and strides are no matter."""
+        return Guard(self.source, self.kind, (*self.expected[:-2], None, None))
+
     @property
     def where(self) -> str:
         """The source in words."""
@@ -66,7 +70,8 @@ class Guard:
         if self.kind == "arguments":
             return _call(self.expected)
         if self.kind == "tensor":
-            return ", ".join(f"{name} {_show(value)}" for name, value in zip(META, self.expected, strict=True))
+            known = META[:-2] if self.expected[-2] is None else META  # of symbolic sizes
+            return ", ".join(f"{name} {_show(value)}" for name, value in zip(known, self.expected, strict=False))
         if not self.kind.startswith("structure") or isinstance(self.expected, Hooks):
             return _show(self.expected)
         kind, keys = self.expected

@@ -31,14 +31,19 @@ _CONTAINERS = (dict, list, tuple, deque)
 class PerCallObjects:
     """The objects of one snapshot that are others at each call, or may be.
 
+    Args:
+        sizeless: paths of tensors whose sizes and strides are no matter.
+
     Attributes:
         ids: theirs.
         tables: ids of their attribute tables.
         tensors: the variable of each tensor among them.
     """
 
-    def __init__(self, snap: Snapshot, writer: CodeWriter, replaced: Set[tuple[str, Any]]) -> None:
-        self._snap, self._writer = snap, writer
+    def __init__(
+        self, snap: Snapshot, writer: CodeWriter, replaced: Set[tuple[str, Any]], sizeless: frozenset[str]
+    ) -> None:
+        self._snap, self._writer, self._sizeless = snap, writer, sizeless
         self._roots = snap.reachable.roots[:-1]
         self._containers: dict[int, list[Container]] = {}
         for container in snap.containers:
@@ -196,12 +201,14 @@ class PerCallObjects:
             return
         name = write.variable(tensor, expression, "x")
         self.tensors.append((name, tensor))
-        write.require(f"type({name}) is {write.name(type(tensor))} and {name}.shape == {write.constant(tensor.shape)}"
-                      f" and {name}.dtype is {write.constant(tensor.dtype)}"
+        sized = self._snap.tensors[id(tensor)].source.path not in self._sizeless
+        write.require(f"type({name}) is {write.name(type(tensor))} and {name}.dtype is {write.constant(tensor.dtype)}"
                       f" and {name}.device == {write.constant(tensor.device)}"
                       f" and {name}.requires_grad is {tensor.requires_grad} and {name}.is_leaf is {tensor.is_leaf}"
                       f" and {name}.layout is {write.constant(tensor.layout)}")
-        if tensor.layout == torch.strided:
+        if sized:
+            write.require(f"{name}.shape == {write.constant(tensor.shape)}")
+        if sized and tensor.layout == torch.strided:
             write.require(f"{name}.stride() == {tensor.stride()}")
         if tensor.requires_grad:
             for key in ("grad", *HOOK_TABLES):

@@ -166,13 +166,19 @@ class Snapshot:
 
     # what must hold ------------------------------------------------------------------------------------
 
-    def guards(self) -> list[Guard]:
-        """What must hold in a later call: derived from the contents at the time of the snapshot."""
+    def guards(self, sizeless: Container[str] = ()) -> list[Guard]:
+        """What must hold in a later call: derived from the contents at the time of the snapshot.
+
+        Args:
+            sizeless: paths of tensors whose sizes and strides are no matter.
+        """
         if self._guards is None:
             replaced = self.replaced_gradients
             found = guarding.guards(self.reachable)
             self._guards = [g for g in found if not replaced or all(s.path not in replaced for s in lineage(g.source))]
-        return self._guards
+        if not sizeless:
+            return self._guards
+        return [g.without_sizes() if g.kind == "tensor" and g.key[0] in sizeless else g for g in self._guards]
 
     def replaces_gradient_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that the walk found is one of those."""

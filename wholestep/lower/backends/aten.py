@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from wholestep.torch_compat import below_autograd, set_grad_mode
 
 _pointer = torch.Tensor.data_ptr
 _NONE = torch.empty(0)
+# Sizes for which a program keeps its views of the arena; to make them anew takes some milliseconds.
+MOST_SIZES = 64
 
 
 def lower_aten(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Program:
@@ -65,9 +68,10 @@ def plan_of(step: StepGraph, held: frozenset[str] = frozenset()) -> Plan:
 class Program:
     """A lowered step: call it with the inputs in the signature's order.
 
+    Where numbers in the graph know what they are at other sizes, it serves all for which lowering decides as it did.
+
     Attributes:
         code: its Python source.
-        arena_bytes: bytes that its arenas hold between calls, all devices together.
         rebinds: how often memory was bound: 1 while parameters and state stay where they are.
     """
 
@@ -83,8 +87,8 @@ class Program:
         with torch.no_grad():
             plan = plan_of(step, self._held)
             self._source = source = emit.emit(plan)
-        self.code, self._sizes = source.text, plan.arena
-        self.arena_bytes = sum(plan.arena.values())
+        self.code = source.text + (f"\n{source.of_sizes}" if source.of_sizes else "")
+        self._sizes, self._growing = plan.arena, plan.growing
         self._loans: Loans = source.namespace.get("loans") or Loans()
         self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
         self._tensors: list[weakref.ref[Any]] = []
@@ -92,14 +96,27 @@ class Program:
         self._pointers: list[int] = []
         self._arena: dict[str, torch.Tensor] = {}
         self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
-        self._run: Callable[[Sequence[Any]], list[Any]] | None = None
+        self._unbind()
         filename = f"wholestep program {id(self)}"  # in brackets, it would have to be split into lines at once
+        below = "\n" * (source.text.count("\n") + 1)
         try:
-            self._compiled = compile(self.code, filename, "exec")
+            self._compiled = compile(source.text, filename, "exec")
+            self._compiled_of_sizes = compile(below + source.of_sizes, filename, "exec")
         except SyntaxError as error:
             raise LoweringError(f"the generated program does not compile: {error}") from error
         linecache.cache[filename] = (partial(str, self.code),)  # type: ignore[assignment]
         weakref.finalize(self, linecache.cache.pop, filename, None)
+
+    def _unbind(self) -> None:
+        """Lets go of all views of memory that lasts."""
+        self._runs: dict[tuple[int, ...], Callable[[Sequence[Any]], list[Any]]] = {}  # by sizes
+        self._bound: dict[str, Any] = {}  # globals of the program, where it is bound for more sizes
+        self._tensors = []
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes that its arenas hold between calls, all devices together."""
+        return sum(self._sizes.values())
 
     @property
     def held_bytes(self) -> int:
@@ -125,9 +142,10 @@ class Program:
                 if out := self._loans.out():
                     self._held |= frozenset(out)
                     self._make(self._unpack())
-                if self._run is None or not self._as_bound(inputs):
-                    self._rebind(inputs)
-                return self._run(inputs)  # type: ignore[misc]
+                sizes = self._signature.sizes.sizes(inputs) if self._signature.sizes else ()
+                if self._runs and not self._as_bound(inputs):
+                    self._unbind()
+                return (self._runs.get(sizes) or self._bind(inputs, sizes))(inputs)
         finally:
             if graded:
                 set_grad_mode(True)
@@ -135,7 +153,8 @@ class Program:
     def release_memory(self) -> None:
         """Gives back arena, scratch and memory kept for results; the next call takes them anew."""
         with self._lock:
-            self._run, self._scratch = None, {}
+            self._unbind()
+            self._scratch = {}
             self._arena = {device: memory for device, memory in self._arena.items() if device == SHARED}
             self._loans.forget()
             if "fresh" in self._source.namespace:
@@ -143,7 +162,7 @@ class Program:
 
     def keep(self, packed: Packed) -> None:
         """Takes its graph, pickled, in place of the graph itself."""
-        self._unpack = packed.unpack
+        self._unpack = partial(packed.unpack, sized=True)
 
     def _as_bound(self, inputs: Sequence[Any]) -> bool:
         if self._viewed is None:
@@ -151,7 +170,22 @@ class Program:
         lasting = self._viewed(inputs)[:-2]
         return [*map(id, lasting)] == self._ids and [*map(_pointer, lasting)] == self._pointers
 
-    def _rebind(self, inputs: Sequence[Any]) -> None:
+    def _bind(self, inputs: Sequence[Any], sizes: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
+        """The step at given sizes, with what lasts between its calls."""
+        if self._growing is not None and (grown := self._growing.grow(sizes)) is not None:
+            self._unbind()
+            self._sizes, self._arena = grown, {}
+        if not self._runs or (self._growing is not None and not self._bound):
+            self._rebind(inputs, sizes)
+        if self._signature.sizes is not None and sizes not in self._runs:
+            if len(self._runs) >= MOST_SIZES:
+                del self._runs[next(iter(self._runs))]
+            names = self._bound | dict(zip(self._signature.sizes.names, sizes, strict=True))
+            exec(self._compiled_of_sizes, names)
+            self._runs[sizes] = FunctionType(self._code, names)
+        return self._runs[sizes]
+
+    def _rebind(self, inputs: Sequence[Any], sizes: tuple[int, ...]) -> None:
         """Makes all views of lasting memory anew: at the first call and when a parameter has moved."""
         self.rebinds += 1
         for device, size in self._sizes.items():
@@ -166,14 +200,21 @@ class Program:
         self._tensors, self._ids = self._watched(lasting), [*map(id, lasting)]
         self._pointers = [*map(_pointer, lasting)]
         if _written_overlap(self._signature, inputs):
-            step = self._unpack()
-            self._run = lambda values: interpret(step, values)
+            step, planned = self._unpack(), self._signature.sizes
+            if planned is not None and sizes != tuple(planned.hints.values()):
+                raise LoweringError("an input that the step writes shares memory with another one, at other sizes")
+            self._runs[sizes] = lambda values: interpret(step, values)
         else:
             memory = {"inputs": inputs, "arena": self._arena, "scratch": self._scratch, "tile": tile}
+            memory["offsets"] = self._growing.offsets if self._growing else []
             names = self._source.namespace | memory
             exec(self._compiled, names)
             del names["inputs"]
-            self._run = names.pop("run")  # which refers to them, and they not to it: its memory is free at once
+            run = names.pop("run")  # which refers to them, and they not to it: their memory is free at once
+            if self._growing is None:
+                self._runs[sizes] = run
+            else:
+                self._bound, self._code = names, run.__code__
 
     def _watched(self, tensors: Sequence[Any]) -> list[weakref.ref[Any]]:
         """References that keep nothing alive: with one of the tensors go the views of its memory."""
@@ -182,7 +223,7 @@ class Program:
         def unbind(_: Any) -> None:
             bound = program()
             if bound is not None:
-                bound._run, bound._tensors = None, []
+                bound._unbind()
 
         return [weakref.ref(tensor, unbind) for tensor in tensors]
 

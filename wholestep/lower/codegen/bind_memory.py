@@ -78,12 +78,12 @@ class Recycler:
     def __call__(self, key: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on memory that it alone has; ``key`` tells a program's results apart."""
         kept = self._kept.setdefault(key, [])
-        found = None
+        found, needed = None, math.prod(shape) * dtype.itemsize
         for place in reversed(range(len(kept))):
             storage, address = kept[place]
             # one owner in C++, the Python object that is kept here; and of that: the list, this loop and the call
             if storage_uses(storage) == 1 and getrefcount(storage) <= 3:
-                if storage.data_ptr() == address and not storage.is_shared():
+                if storage.data_ptr() == address and storage.nbytes() == needed and not storage.is_shared():
                     if found is None:
                         found = storage
                     else:  # nobody held the last result: one block is enough

@@ -72,11 +72,12 @@ class CallWriter:
             self.made.add(name)
             slot = store.slot
             if store.kind == "arena" and slot is not None:
-                offset = slot.offset + self.reuse.offset.get(node, 0)
-                self.source.bind(name, f"at(arena['{slot.device}'], {offset}, {spec})")
+                place = self.source.place(slot, self.reuse.offset.get(node))
+                self.source.bind(name, f"at(arena['{slot.device}'], {place}, {spec})")
             elif store.kind == "lent" and slot is not None:
                 self.source.namespace.setdefault("loans", Loans())
-                self.source.bind(f"lend_{name}", f"loans.lend({node.name!r}, arena['cpu'], {slot.offset}, {spec})")
+                lent = f"loans.lend({node.name!r}, arena['cpu'], {self.source.place(slot)}, {spec})"
+                self.source.bind(f"lend_{name}", lent)
                 self.source.assign(name, f"lend_{name}()")
             elif store.kind == "fresh":
                 self.source.assign(name, self._new_memory(node, spec))

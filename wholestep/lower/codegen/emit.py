@@ -33,12 +33,14 @@ class Program:
 
     Attributes:
         text: Python source; see above.
+        of_sizes: that of what is made for each size.
         namespace: globals for it.
         viewed: indices of inputs whose memory is bound ahead.
         scratch: number of scratch buffers by dtype.
     """
 
     text: str
+    of_sizes: str
     namespace: dict[str, Any]
     viewed: list[int]
     scratch: dict[torch.dtype, int]
@@ -67,7 +69,8 @@ def emit(plan: Plan) -> Program:
     _write_results(calls)
     kernels, total = sum(how in KERNELS for how in plan.reuse.how.values()), sum(plan.arena.values())
     sizes = f"{kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})"
-    return Program(source.text(f"after {plan.step.stage}: {sizes}"), source.namespace, viewed, groups.scratch)
+    text = source.text(f"after {plan.step.stage}: {sizes}")
+    return Program(text, source.text_of_sizes(), source.namespace, viewed, groups.scratch)
 
 
 def _write_item(groups: GroupWriter, index: int, item: Item, nodes: list[fx.Node]) -> None:

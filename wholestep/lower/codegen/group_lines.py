@@ -96,7 +96,7 @@ class GroupWriter:
         value, slot, left = info(product).value, self.reuse.store[product].slot, self.source.name(product.args[0])  # type: ignore[arg-type]
         assert slot is not None
         name, shape = self.source.name(product), (rows_at_once(value), value.shape[1])
-        spec = f"{slot.offset}, {shape}, {(shape[1], 1)}, {value.dtype}"
+        spec = f"{self.source.place(slot)}, {shape}, {(shape[1], 1)}, {value.dtype}"
         piece = self.source.bind(f"{name}_rows", f"at(arena['{slot.device}'], {spec})")
         self.calls.made.add(name)
         lasts, parts = left in self.source.lasting, f"by_rows({left}, {piece})"

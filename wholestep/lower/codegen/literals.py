@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from wholestep.sizes import Size
+
 WIDTH = 90  # characters after which a list goes on in the next line
 INDENT = " " * 12
 LONGEST = 160
@@ -51,6 +53,8 @@ def literal(value: Any) -> str:
         return f"float('{value}')"
     if isinstance(value, complex):  # its own text loses the signs of zeros, and names that are not there
         return f"complex({literal(value.real)}, {literal(value.imag)})"
+    if isinstance(value, Size):
+        return repr(value) if repr(value).isidentifier() else f"({value!r})"
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
         return f"({value!r})"
     if isinstance(value, torch.device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,13 +19,16 @@ from wholestep.lower.codegen.bind_memory import at, cells, filled, pieces, tiles
 from wholestep.lower.codegen.literals import INDENT, LONGEST, commas, commented, keyword, literal, targets
 from wholestep.lower.fusion.blocked_matmuls import by_rows, parts
 from wholestep.lower.fusion.chains import chain
+from wholestep.lower.plan.arena import Slot
 from wholestep.lower.plan.memory_plan import Plan
 from wholestep.lower.plan.operator_facts import OFFSETS, aten, offset_of, reaches
 from wholestep.lower.plan.value_facts import variable
+from wholestep.sizes import Size, plain
 from wholestep.torch_compat import OpOverload, direct_call
 
 # Operators whose number may be given as a tensor of one element and their operand's dtype: same bits, 1.5 µs less.
 NUMBER_AS_TENSOR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_WORDS = re.compile(r"\w+")
 _HELPERS = {
     "direct": direct_call, "at": at, "filled": filled, "cells": cells, "tiles": tiles, "pieces": pieces,
     "chain": chain, "by_rows": by_rows, "parts": parts, "clone_as_it_lies": clone_as_it_lies,
@@ -37,6 +41,7 @@ class ProgramText:
     Attributes:
         namespace: globals of the program.
         lasting: variables that the binding makes.
+        sized: those among them that it makes for each size; and the symbols.
         assigned: variables that the step has assigned so far.
         in_tile: what a variable is called inside of the loop over tiles being written.
     """
@@ -50,6 +55,10 @@ class ProgramText:
         self.in_tile: dict[str, str] = {}
         self._step: list[str | list[str]] = []
         self._binding: list[str] = []
+        self._binding_of_sizes: list[str] = []
+        self._sizes = plan.step.signature.sizes
+        self.sized: set[str] = set(self._sizes.names if self._sizes else ())
+        self._places = {id(slot): index for index, slot in enumerate(plan.slots)}
         self._indent = ""
         self._lists: dict[str, str] = {}
         self._numbers: dict[Any, str] = {}
@@ -60,7 +69,10 @@ class ProgramText:
 
     def bind(self, name: str, text: str, comment: str = "") -> str:
         """A variable that lasts between calls."""
-        self._binding += commented(f"{name} = {text}", comment)
+        of_sizes = bool(self.sized) and not self.sized.isdisjoint(_WORDS.findall(text))
+        if of_sizes:
+            self.sized.add(name)
+        (self._binding_of_sizes if of_sizes else self._binding).extend(commented(f"{name} = {text}", comment))
         self.lasting.add(name)
         return name
 
@@ -109,6 +121,21 @@ class ProgramText:
             *made, *self._binding, "",
         ])  # fmt: skip
 
+    def text_of_sizes(self) -> str:
+        """What is made for each size, with the symbols among its globals; "" for a program of one size."""
+        if self._sizes is None:
+            return ""
+        inputs = self.plan.step.signature.inputs
+        symbols = [f"{s} is {inputs[i].source}.shape[{dim}]" for s, (i, dim) in self._sizes.places.items()]
+        head = f"# What lasts between calls of one size, where {', '.join(symbols)}."
+        return "\n".join([head, *self._binding_of_sizes, ""])
+
+    def place(self, slot: Slot, inside: int | None = None) -> str:
+        """Where a slot, or something inside of it, lies in the arena."""
+        if self._sizes is None:
+            return str(slot.offset + (inside or 0))
+        return f"offsets[{self._places[id(slot)]}]" + (f" + {inside}" if inside is not None else "")
+
     # Names and arguments
 
     def name(self, node: fx.Node) -> str:
@@ -152,9 +179,9 @@ class ProgramText:
         host = isinstance(arg, fx.Node)
         found = info(arg).value if isinstance(arg, fx.Node) else arg
         value, first = info(node).value, info(node.args[0]).value  # type: ignore[arg-type]
-        plain = isinstance(found, (int, float)) and not isinstance(found, bool)
+        plain_number = isinstance(found, (int, float)) and not isinstance(found, (bool, Size))
         suits = value.dtype in (torch.float32, torch.float64) and value.device.type == "cpu"
-        if not plain or not suits or first.dtype is not value.dtype:
+        if not plain_number or not suits or first.dtype is not value.dtype:
             return self.arg(arg)
         key = value.dtype, arg if host else repr(arg)  # 0.0 equals -0.0
         if key not in self._numbers:
@@ -188,8 +215,8 @@ class ProgramText:
         """
         if isinstance(op, OpOverload) and op.namespace == "aten":
             name = base_name(op)
-            args_, kwargs_ = fx.map_arg((node.args, node.kwargs), lambda n: info(n).value)
-            values, keywords = [*args_, *given], {**kwargs_, **named}
+            args_, kwargs_ = plain(fx.map_arg((node.args, node.kwargs), lambda n: info(n).value))
+            values, keywords = [*args_, *given], {**kwargs_, **plain(named)}
             entry, method = getattr(torch, name, None), getattr(torch.Tensor, name, None)
             if entry is not None and not name.endswith("_") and reaches(op, entry, name, values, keywords):
                 return f"torch.{name}({commas(args)})"

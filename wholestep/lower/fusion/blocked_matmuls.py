@@ -86,7 +86,7 @@ def _pays(node: fx.Node) -> bool:
 def _same_bits(node: fx.Node) -> bool:
     """Tries a product on random numbers: whole, and by rows."""
     like = [info(one).value for one in node.args]  # type: ignore[arg-type]
-    key = (*((tuple(v.shape), v.stride(), v.dtype) for v in like), torch.get_num_threads())
+    key = (*((*map(int, v.shape), *map(int, v.stride()), v.dtype) for v in like), torch.get_num_threads())
     if key not in _SAME_BITS:
         with no_modes():
             generator = torch.Generator().manual_seed(0)

@@ -29,6 +29,8 @@ def blocking_collectives(plan: Plan) -> set[fx.Node]:
     between start and wait: a rank that waited here might be waited for there.
     """
     calls = [node for item in plan.items for node in item.nodes]
+    if not any(is_collective(node.target) for node in calls):
+        return set()
     ordered = plan.step.signature.same_order and not any(_is_message(node) for node in calls)
     waits: dict[fx.Node, fx.Node] = {}
     for node in calls:

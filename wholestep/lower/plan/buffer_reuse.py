@@ -44,6 +44,7 @@ from wholestep.lower.plan.value_facts import (
     writer,
     written_arguments,
 )
+from wholestep.sizes import has_size
 from wholestep.torch_compat import OpOverload
 
 # CPU kernels that have read all of a row before they write it: their result may lie over the first operand.
@@ -335,7 +336,7 @@ class BufferReuse:
             return self._place_part(node, self.parts[node], how)
         escaping, item = node in self.live.escaping, self.live.item_of[node]
         tiled = self.live.items[item].by_pieces
-        lent = node in self.live.lendable and recyclable(value, LEND_FROM)
+        lent = node in self.live.lendable and not has_size(value) and recyclable(value, LEND_FROM)
         # the first operand of a copy need not exist any more
         into = tiled or node.target is aten.copy.default or (how == "out" and (lent or recyclable(value)))
         over = None

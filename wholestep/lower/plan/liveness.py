@@ -68,14 +68,16 @@ class Liveness:
         value = info(node).value
         if not isinstance(node.target, OpOverload) or is_effectful(node) or is_wait(node.target):
             return False
-        if not isinstance(value, torch.Tensor) or value.numel() * value.itemsize > CONSTANT_BYTES:
+        if not isinstance(value, torch.Tensor):
             return False
         name = base_name(node.target)
         if self.items[self.item_of[node]].kind != "single" or name.startswith(("empty", "new_empty")):
             return False
         if node.target in FILLS:
-            return not isinstance(fill_number(node), fx.Node)
-        return node.target is not aten.copy.default and all(operand in self.fixed for operand in node.all_input_nodes)
+            fixed = not isinstance(fill_number(node), fx.Node)
+        else:
+            fixed = node.target is not aten.copy.default and all(one in self.fixed for one in node.all_input_nodes)
+        return fixed and value.numel() * value.itemsize <= CONSTANT_BYTES
 
     def _add(self, node: fx.Node) -> None:
         value, base = info(node).value, base_of(node)

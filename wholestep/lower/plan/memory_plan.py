@@ -13,11 +13,12 @@ from wholestep.functional import base_name
 from wholestep.ir import StepGraph, info
 from wholestep.lower.fusion.blocked_matmuls import rows_at_once
 from wholestep.lower.fusion.execution_order import Item
-from wholestep.lower.plan.arena import SHARED, Slot, peak, place
+from wholestep.lower.plan.arena import SHARED, GrowingArena, Slot, peak, place
 from wholestep.lower.plan.buffer_reuse import BufferReuse, Store
 from wholestep.lower.plan.liveness import Liveness
 from wholestep.lower.plan.operator_facts import is_collective
 from wholestep.lower.plan.value_facts import origin_of
+from wholestep.sizes import plain
 
 _IN_PLACE = ("all_reduce",)
 _OUT_OF_PLACE = ("reduce_scatter", "all_gather")
@@ -33,6 +34,7 @@ class Plan:
         returned: for each output, ("input", i), ("value", node), ("clone", node) or ("literal", value).
         arena: bytes of the arena of each device.
         peak: the most bytes of arenas in use at once.
+        slots: of the arenas; growing: where they lie at other sizes.
     """
 
     step: StepGraph
@@ -43,6 +45,8 @@ class Plan:
     returned: list[tuple[str, Any]]
     arena: dict[str, int] = field(default_factory=dict)
     peak: int = 0
+    slots: list[Slot] = field(default_factory=list)
+    growing: GrowingArena | None = None
 
 
 def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozenset()) -> Plan:
@@ -64,8 +68,14 @@ def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozens
             if store.kind == "arena" and store.slot is not None:
                 store.slot.device = SHARED
     slots = [store.slot for store in reuse.stores if store.kind in ("arena", "lent", "rows") and store.slot is not None]
-    plan.arena = place(slots)
+    needed = [slot.nbytes for slot in slots]
+    for slot in slots:
+        slot.nbytes, slot.pieces = plain(slot.nbytes), plain(slot.pieces)
+    plan.slots, plan.arena = slots, place(slots)
     plan.peak = min(peak(slots)[0], sum(plan.arena.values()))
+    if (sizes := step.signature.sizes) is not None:
+        plan.growing = GrowingArena(slots, sizes.function(map(repr, needed)))
+        sizes.specialized |= any(is_collective(node.target) for node in live.nodes)  # of whose places others know
     return plan
 
 

@@ -54,7 +54,7 @@ class Template:
 
     def misfit(self, world: Snapshot) -> str | None:
         """Why the trace does not serve a call; None when it does."""
-        failure = compare(self.guards, _sizeless(world, self.paths))
+        failure = compare(self.guards, world.guards(self.paths))
         if failure is not None:
             return failure.reason
         missing = self.paths - _sizable(world).keys()
@@ -64,11 +64,11 @@ class Template:
             return "tensors that the step writes share memory with others than before"
         return self.sizes.misfit(_sizable(world))
 
-    def at(self, world: Snapshot) -> Traced:
-        """The trace at the sizes of a call that it serves."""
+    def at(self, world: Snapshot, many: bool) -> Traced:
+        """The trace at the sizes of a call that it serves; whether one program may be made of it for many sizes."""
         inputs: dict[str, Any] = {f.source.path: f.tensor for f in world.tensors.values()}
         inputs |= {n.source.path: n.value for n in world.numbers}
-        return at_sizes(self.traced, self.sizes, self.sizes.values(inputs), inputs)
+        return at_sizes(self.traced, self.sizes, self.sizes.values(inputs), inputs, many)
 
     def forget(self) -> None:
         """Lets go of the first call's tensors."""
@@ -85,6 +85,7 @@ class Templates:
     Args:
         capture: `pipeline.capture`.
         all_sizes: whether all sizes are symbols from the beginning, instead of those that have differed.
+        many: whether one program may be made for many sizes: each trace is to be that of one size otherwise.
 
     Attributes:
         known: captures with symbols.
@@ -94,8 +95,8 @@ class Templates:
         specialized: all notes: sizes that only one value serves, and captures that could not have symbols.
     """
 
-    def __init__(self, capture: Capture, all_sizes: bool = True) -> None:
-        self._capture, self._all_sizes = capture, all_sizes
+    def __init__(self, capture: Capture, all_sizes: bool = True, many: bool = False) -> None:
+        self._capture, self._all_sizes, self._many = capture, all_sizes, many
         self.known: list[Template] = []
         self.reason: str | None = ""
         self.notes: list[str] = []
@@ -116,7 +117,7 @@ class Templates:
             misfit = template.misfit(world) if template.varying == varying else "another number varies"
             if misfit is None:
                 try:
-                    found = template.at(world)
+                    found = template.at(world, self._many)
                 except OtherLayouts as error:
                     misfit = str(error)
                 else:
@@ -174,9 +175,9 @@ class Templates:
         sizes = Sizes(dims)
         world, traced = self._capture(fn, args, kwargs, varying, *rest, sizes=sizes)
         paths = frozenset(source.path for source, _, _ in sizes.layouts)
-        template = Template(traced, sizes, _sizeless(world, paths), world.names, varying, frozenset(), frozenset())
+        template = Template(traced, sizes, world.guards(paths), world.names, varying, frozenset(), frozenset())
         template.shares, template.grown = sharing(world, template.written), world.varying - varying
-        found = template.at(world)
+        found = template.at(world, self._many)
         for dim, note in sizes.specialized().items():
             self._fixed |= {dim}
             self.notes.append(note)
@@ -200,16 +201,6 @@ def _words(error: Exception) -> str:
 
 def _sizable(world: Snapshot) -> dict[str, torch.Tensor]:
     return {found.source.path: found.tensor for found in world.sizable()}
-
-
-def _sizeless(world: Snapshot, paths: frozenset[str]) -> list[Guard]:
-    """A snapshot's guards without sizes and strides of some tensors."""
-    return [
-        Guard(g.source, g.kind, (*g.expected[:-2], None, None))
-        if g.kind == "tensor" and g.source is not None and g.source.path in paths
-        else g
-        for g in world.guards()
-    ]
 
 
 def shapes(values: Any, depth: int = 6) -> Any:

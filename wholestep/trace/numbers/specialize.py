@@ -1,4 +1,7 @@
-"""From a trace with symbolic sizes to that of given sizes: every symbol becomes a number, nothing is run."""
+"""From a trace with symbolic sizes to that of given sizes: every symbol becomes a number, nothing is run.
+
+The numbers may know what they are at other sizes (`sizes.py`): the program made of the trace then serves these, too.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.fake_layouts import differ
+from wholestep.fake_layouts import differ, is_asked, tensors_of
 from wholestep.ir import StepGraph, check, copy_graph, info, set_info
-from wholestep.torch_compat import FakeTensorMode, empty_fake, evaluated, expression_of, lazy_graph_module
+from wholestep.sizes import SizeDecisions, has_size, plain, sized_fake
+from wholestep.torch_compat import FakeTensorMode, OpOverload, empty_fake, evaluated, expression_of, lazy_graph_module
 from wholestep.trace import Traced
+from wholestep.trace.numbers.many_sizes import ManySizes
 from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size
 from wholestep.trace.outputs.canonical import fingerprint
 from wholestep.trace.record.graph_builder import fake_value, map_leaves
@@ -22,11 +27,20 @@ aten = torch.ops.aten
 
 
 class AtSizes:
-    """One assignment of numbers to a trace's symbols."""
+    """One assignment of numbers to a trace's symbols.
 
-    def __init__(self, mode: FakeTensorMode, values: Mapping[Any, int]) -> None:
-        self.mode, self.values = mode, values
-        self._known: dict[Any, Any] = {}
+    Args:
+        decisions: what the numbers belong to that know what they are at other sizes.
+
+    Attributes:
+        asked: the calls of whose kernels the layouts of the results were asked, by what they are.
+        known: by expression, the numbers that were met.
+    """
+
+    def __init__(self, mode: FakeTensorMode, values: Mapping[Any, int], decisions: SizeDecisions | None = None) -> None:
+        self.mode, self.values, self.decisions = mode, values, decisions
+        self.asked: dict[str, tuple[Any, Any, Any, Any]] = {}
+        self.known: dict[Any, Any] = {}
 
     def number(self, leaf: Any) -> Any:
         """What a leaf of a call's arguments is at these sizes."""
@@ -34,9 +48,10 @@ class AtSizes:
         if not is_size(leaf):
             return leaf
         key = expression_of(leaf)
-        if key not in self._known:
-            self._known[key] = evaluated(leaf, self.values)
-        return self._known[key]
+        if key not in self.known:
+            found = evaluated(leaf, self.values)
+            self.known[key] = found if self.decisions is None else self.decisions.number(found, leaf)
+        return self.known[key]
 
     def numbers(self, tree: Any) -> Any:
         """The same for nested lists and tuples; sizes come as plain tuples."""
@@ -50,12 +65,18 @@ class AtSizes:
         place = tuple(leaf.shape), tuple(leaf.stride())
         if not any(map(is_size, (*place[0], *place[1]))):
             return leaf
-        fake: torch.Tensor = empty_fake(self.mode, leaf, self.numbers(place))
+        numbers = self.numbers(place)
+        fake = empty_fake(self.mode, leaf, plain(numbers))
+        if self.decisions is not None:
+            if leaf.is_conj() or leaf.is_neg():
+                self.decisions.specialized = True
+            else:
+                return sized_fake(self.mode, fake, numbers)
         if not leaf.is_conj() and not leaf.is_neg():
             return fake
         with self.mode, torch.no_grad():
-            fake = aten._conj.default(fake) if leaf.is_conj() else fake
-            return aten._neg_view.default(fake) if leaf.is_neg() else fake
+            view = aten._conj.default(fake) if leaf.is_conj() else fake
+            return aten._neg_view.default(view) if leaf.is_neg() else view
 
     def module(self, module: fx.GraphModule) -> fx.GraphModule:
         """A graph whose calls have these sizes."""
@@ -69,50 +90,79 @@ class AtSizes:
         return lazy_graph_module(module, graph)
 
     def _check(self, node: fx.Node) -> None:
-        args, kwargs = map_leaves(fake_value, node.args), map_leaves(fake_value, node.kwargs)
-        if node.op == "call_function" and differ(node.target, args, kwargs, info(node).value):
+        if not isinstance(node.target, OpOverload):
+            return
+        args, kwargs, value = map_leaves(fake_value, node.args), map_leaves(fake_value, node.kwargs), info(node).value
+        if differ(node.target, *plain((args, kwargs, value))):
             raise OtherLayouts(f"{node.target} gives another layout than for symbols ({info(node).where})")
+        call = node.target, args, kwargs, value
+        many = any(tensor.dim() > 1 for tensor in tensors_of(value)) and has_size(call)  # else there is one layout
+        if many and is_asked(node.target, args, kwargs):
+            self.asked[str((node.target, map_leaves(_words, [args, kwargs])))] = call
+
+
+def _words(leaf: Any) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return repr(leaf)
+    return f"{leaf.dtype} {leaf.device} {tuple(leaf.shape)} {leaf.stride()} {leaf.is_conj()} {leaf.is_neg()}"
 
 
 class OtherLayouts(Exception):  # noqa: N818 - an answer, not an error
     """At these sizes kernels give results of other layouts than the trace with symbols has."""
 
 
-def at_sizes(traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Mapping[str, Any]) -> Traced:
+def at_sizes(
+    traced: Traced, sizes: Sizes, values: Mapping[Any, int], inputs: Mapping[str, Any], many: bool = False
+) -> Traced:
     """The trace for sizes that meet its guards.
 
     Args:
         values: what each symbol is.
         inputs: by the path of their source, tensors and numbers of the call that it is made for.
+        many: whether one program may be made of it for many sizes.
 
     Raises:
         OtherLayouts: kernels give results of other layouts at these sizes.
     """
-    at = AtSizes(sizes.mode, values)
+    decisions = _decisions(traced, sizes, values) if many else None
+    at = AtSizes(sizes.mode, values, decisions)
     gm = at.module(traced.step.gm)
     old = traced.step.signature
     gradients = [replace(g, place=at.numbers(g.place)) for g in old.gradients]
-    step = check(StepGraph(gm, replace(old, gradients=gradients)), "trace")
+    step = check(StepGraph(gm, replace(old, gradients=gradients, sizes=decisions)), "trace")
     constants = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
     nodes = dict(zip(traced.step.graph.nodes, gm.graph.nodes, strict=True))
     items = {id(item): _at_call(item, nodes.get(item.node, item.node), inputs) for item in traced.inputs}
+    initial = AtSizes(sizes.mode, values)
     hoisted = replace(
         traced.hoisted,
-        module=at.module(traced.hoisted.module),
+        module=initial.module(traced.hoisted.module),
         inputs=[items[id(i)] for i in traced.hoisted.inputs],
         state=[items[id(i)] for i in traced.hoisted.state],
     )
+    aliases = [
+        replace(a, geometry=a.geometry and at.numbers(a.geometry), views=a.views and at.numbers(a.views))
+        for a in traced.aliases
+    ]
+    if decisions is not None and initial.known:  # what the step makes from nothing is made for these sizes alone
+        decisions.specialized = True
     return replace(
         traced,
         step=step,
         inputs=list(items.values()),
-        aliases=[
-            replace(a, geometry=a.geometry and at.numbers(a.geometry), views=a.views and at.numbers(a.views))
-            for a in traced.aliases
-        ],
+        aliases=aliases,
         hoisted=hoisted,
-        fingerprint=fingerprint(step, constants, traced.derivative),
+        fingerprint=fingerprint(step, constants, decisions.hints if decisions is not None else traced.derivative),
+        many=ManySizes(sizes, decisions, [*at.asked.values()], aliases, inputs) if decisions is not None else None,
     )
+
+
+def _decisions(traced: Traced, sizes: Sizes, values: Mapping[Any, int]) -> SizeDecisions | None:
+    """What is decided on sizes; None where they cannot be read from the program's inputs."""
+    places = {str(i.source): index for index, i in enumerate(traced.inputs[: traced.n_inputs]) if i.source is not None}
+    found = {s.symbol: (places[str(s.source)], s.dim) for s in sizes.symbols if str(s.source) in places}
+    known = traced.derivative is None and len(found) == len(sizes.symbols)
+    return SizeDecisions(values, found) if known else None
 
 
 def _at_call(item: TracedInput, node: fx.Node, inputs: Mapping[str, Any]) -> TracedInput:

@@ -7,14 +7,15 @@ as a guard. A trace holds for all sizes that meet its guards: `specialize.py` ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholestep.fake_layouts import strict_fake_mode
-from wholestep.torch_compat import FakeTensor, ShapeEnvironment, evaluated, size_symbol
+from wholestep.sizes import function_of
+from wholestep.torch_compat import FakeTensor, ShapeEnvironment, expression_of, size_symbol
 from wholestep.trace.record.provenance import user_line
 
 
@@ -96,6 +97,7 @@ class Sizes:
         self.mode = strict_fake_mode(self.env)
         self.symbols: list[Symbol] = []
         self.layouts: list[tuple[Any, list[Any], list[Any]]] = []
+        self._function: Callable[..., Any] | None = None
 
     def among(self, found: Iterable[Any]) -> list[Any]:
         """Those of some inputs that have symbols among their sizes."""
@@ -137,15 +139,23 @@ class Sizes:
                     wanted = size if type(size) is int else "2 or more"
                     return f"{source}.shape[{dim}]: expected {wanted}, found {now}"
         values = self.values(tensors)
-        for guard, line in self.env.conditions():
-            if not evaluated(guard, values):
+        conditions = self.env.conditions()
+        if self._function is None:
+            self._function = self._compiled([guard for guard, _ in conditions])
+        holds, expected_strides = self._function(*values.values())
+        for (guard, line), met in zip(conditions, holds, strict=True):
+            if not met:
                 return self._broken(guard, values, line)
-        for source, _, strides in self.layouts:
-            expected = [evaluated(s, values) for s in strides]
+        for (source, _, _), expected in zip(self.layouts, expected_strides, strict=True):
             found = tensors[source.path]
             if any(a != b for a, b, size in zip(expected, found.stride(), found.shape, strict=True)):
-                return f"{source} stride: expected {expected}, found {list(found.stride())}"
+                return f"{source} stride: expected {[*expected]}, found {list(found.stride())}"
         return None
+
+    def _compiled(self, conditions: list[Any]) -> Callable[..., Any]:
+        """Whether conditions hold, and the strides of the layouts, as a function of the symbols."""
+        strides = [[expression_of(stride) for stride in layout[2]] for layout in self.layouts]
+        return function_of([s.symbol for s in self.symbols], (conditions, strides))
 
     def _broken(self, guard: Any, values: Mapping[Any, int], line: str) -> str:
         at = f" (decided at {line})" if line else ""
