@@ -11,14 +11,3 @@ from wholestep.aot_autograd.compiled_backward import CompiledBackward, Served
 from wholestep.aot_autograd.joint import Joint, Partition, Partitioned
 from wholestep.aot_autograd.min_cut_partition import min_cut_partition
 from wholestep.aot_autograd.partition import default_partition, split
-
-__all__ = [
-    "CompiledBackward",
-    "Joint",
-    "Partition",
-    "Partitioned",
-    "Served",
-    "default_partition",
-    "min_cut_partition",
-    "split",
-]

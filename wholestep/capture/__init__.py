@@ -20,31 +20,3 @@ from wholestep.capture.sources import Call
 from wholestep.capture.substitutes.optimizer_state import InitialState
 from wholestep.capture.substitutes.unbacked import materialize_fakes
 from wholestep.capture.substitutes.unsharded_views import PartsOf, UnshardedViews
-
-__all__ = [
-    "Binder",
-    "Call",
-    "Effect",
-    "ExternalEffects",
-    "Guard",
-    "GuardFailure",
-    "InitialState",
-    "PartsOf",
-    "UnshardedViews",
-    "Snapshot",
-    "TensorInput",
-    "compare",
-    "forget",
-    "imports_apart",
-    "materialize_fakes",
-    "new_objects",
-    "new_values",
-    "no_collection",
-    "outcome",
-    "read_by",
-    "refuse_shared_parts",
-    "setters",
-    "sharing",
-    "snapshot",
-    "state_outputs",
-]

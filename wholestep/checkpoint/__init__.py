@@ -8,5 +8,3 @@ May import: comm, errors, tensor_parts.
 from wholestep.checkpoint.load import load
 from wholestep.checkpoint.read import optimizer_state_dict, state_dict
 from wholestep.checkpoint.save import save
-
-__all__ = ["load", "optimizer_state_dict", "save", "state_dict"]

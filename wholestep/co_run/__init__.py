@@ -9,5 +9,3 @@ torch_compat, trace.
 """
 
 from wholestep.co_run.step import CoRun, is_deferring, outside_of_programs
-
-__all__ = ["CoRun", "is_deferring", "outside_of_programs"]

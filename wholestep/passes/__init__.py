@@ -9,5 +9,3 @@ from wholestep.ir import Pass
 from wholestep.passes.common_subexpressions import same_values
 from wholestep.passes.fuse_optimizer import fuse_optimizer
 from wholestep.passes.gm_transformation import transformed
-
-__all__ = ["Pass", "fuse_optimizer", "same_values", "transformed"]

@@ -9,5 +9,3 @@ from wholestep.report.memory import Memory
 from wholestep.report.missing_rules import MissingRule
 from wholestep.report.stage_text import Stage, code
 from wholestep.report.traffic import Traffic
-
-__all__ = ["Explanation", "Memory", "MissingRule", "Stage", "Traffic", "code", "explain", "explain_segments"]

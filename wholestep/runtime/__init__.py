@@ -13,15 +13,3 @@ from wholestep.runtime.entries import Entries
 from wholestep.runtime.entry import Entry
 from wholestep.runtime.program import Program, saved_places
 from wholestep.runtime.trim_memory import give_back
-
-__all__ = [
-    "Backward",
-    "DonatedInputs",
-    "Entries",
-    "Entry",
-    "Program",
-    "compiled_module",
-    "donated_inputs",
-    "give_back",
-    "saved_places",
-]

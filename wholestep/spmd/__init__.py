@@ -19,33 +19,3 @@ from wholestep.spmd.plans.plan_file import load_plan, save_plan
 from wholestep.spmd.plans.tensor_parallel import TensorParallel
 from wholestep.spmd.preflight.plan_executor import Plan, PlanExecutor
 from wholestep.spmd.rules import register_sharding
-
-__all__ = [
-    "ParameterPlan",
-    "BufferBroadcast",
-    "Build",
-    "Call",
-    "DataParallel",
-    "DeviceMesh",
-    "Dims",
-    "EagerBufferBroadcast",
-    "FullyShard",
-    "GlobalPlan",
-    "PlanExecutor",
-    "Partial",
-    "Plan",
-    "Replicate",
-    "Strategy",
-    "Shard",
-    "ShardedOptimizer",
-    "TensorParallel",
-    "GlobalView",
-    "bytes_sent",
-    "full_state_dict",
-    "gather_parts",
-    "init_device_mesh",
-    "load_plan",
-    "redistribute",
-    "register_sharding",
-    "save_plan",
-]

@@ -11,14 +11,3 @@ from wholestep.trace.record.inputs import ReshapedInput
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.record.trace_step import trace_step
 from wholestep.trace.traced import ReentrantCheckpoint, SharedMemory, Traced
-
-__all__ = [
-    "Recorder",
-    "ReentrantCheckpoint",
-    "ReshapedInput",
-    "SharedMemory",
-    "Traced",
-    "gradient_memory",
-    "note_gradient",
-    "trace_step",
-]
