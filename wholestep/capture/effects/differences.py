@@ -72,7 +72,6 @@ class _Described:
         self.new: dict[int, New] = {}
         self.open: set[int] = set()
         self.new_ids: set[int] = set()
-        self.reduced = False  # whether objects may have been made since, by those described
         self.cells: list[tuple[Made, tuple[Any, ...], str]] = []  # closure cells, to be filled
         self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many new values, and the first of them
         self.longer: set[str] = set()  # lists that grew by what is the same in each call
@@ -139,8 +138,7 @@ class _Described:
             raise _leak(value, what, "return or store tensors, numbers, and containers and objects of them") from error
         if found is None:
             return Const(value)
-        self.reduced |= found.reduced
-        made = Made(kind, self.value(found.make, where), ())
+        made = Made(kind, found.make, ())
         self.made[id(value)] = value, made
         made.args = tuple(v if isinstance(v, Const) else self.value(v, where) for v in found.args)
         self.open.discard(id(value))  # from here on it may hold itself
@@ -155,8 +153,6 @@ class _Described:
         if self.snap.new_ids is None or not gc.is_tracked(value):
             return True
         self.new_ids = self.new_ids or self.snap.new_ids()
-        if self.reduced and id(value) not in self.new_ids:  # `__reduce_ex__` may have made it since
-            self.new_ids, self.reduced = self.snap.new_ids(), False
         return id(value) in self.new_ids
 
     def tree(self, kind: type, contents: Contents, where: str) -> Tree:

@@ -1,13 +1,12 @@
 """Recipes: how an object that a step made is made again, from a function, its arguments, contents and attributes.
 
 No method of a user's class runs: what is in an object is read and put back past them. What only C knows how to make
-(iterators, partials, arrays) is made as `copy.copy` would, by the object's own ``__reduce_ex__``.
+(iterators, partials, exceptions) has none: the Python of a step that leaves such runs at each call.
 """
 
 from __future__ import annotations
 
 import types
-import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 
 from wholestep.capture.effects.values import Const
 from wholestep.capture.snapshot import container_kinds as kinds
-from wholestep.capture.sources import base_of, contents, referent
+from wholestep.capture.sources import base_of, contents
 
 
 @dataclass
@@ -30,8 +29,6 @@ class Recipe:
         items: what a container holds.
         attributes: the attribute dictionary.
         fields: slots and other attributes.
-        state: what ``__setstate__`` is given.
-        reduced: the object's own ``__reduce_ex__`` says all this, for which it may have made other objects.
     """
 
     make: Callable[..., Any]
@@ -39,19 +36,17 @@ class Recipe:
     items: dict[Any, Any] | list[Any] | None = None
     attributes: dict[str, Any] | None = None
     fields: dict[str, Any] | None = None
-    state: Any = None
-    reduced: bool = False
 
     @property
     def parts(self) -> tuple[Any, ...]:
         """The rest of `fill`'s arguments, as far as there are any."""
-        parts = [self.items or None, self.attributes or None, self.fields or None, self.state]
+        parts = [self.items or None, self.attributes or None, self.fields or None]
         while parts and parts[-1] is None:
             parts.pop()
         return tuple(parts)
 
 
-def fill(made: Any, items: Any = None, attributes: Any = None, fields: Any = None, state: Any = None) -> None:
+def fill(made: Any, items: Any = None, attributes: Any = None, fields: Any = None) -> None:
     """Puts contents and attributes into an object, past methods of its own, which may do more than store."""
     base = base_of(made)
     if isinstance(items, dict):
@@ -63,8 +58,6 @@ def fill(made: Any, items: Any = None, attributes: Any = None, fields: Any = Non
         vars(made).update(attributes)
     for name, value in (fields or {}).items():
         object.__setattr__(made, name, value)
-    if state is not None:
-        made.__setstate__(state)
 
 
 _ADDING: dict[type, Callable[..., None]] = {list: list.extend, set: set.update, deque: deque.extend}
@@ -77,12 +70,10 @@ def recipe(value: Any) -> Recipe | None:
         TypeError: there is no way.
     """
     kind = type(value)
-    if isinstance(value, CONSTANT) or (isinstance(value, numpy.ndarray) and value.base is not None):
+    if _stays(value):
         return None
     make = next((make for base, make in RECIPES.items() if isinstance(value, base)), _plain)
     found = make(value)
-    if found is None:
-        return None
     if found.attributes is None:
         found.attributes = dict(getattr(value, "__dict__", None) or {})
     if kind.__flags__ & _HEAP and kinds.slot_names(kind):
@@ -90,28 +81,18 @@ def recipe(value: Any) -> Recipe | None:
     return found
 
 
+def _stays(value: Any) -> bool:
+    """Whether an object stays as it is: it is one of a kind, or leads to nothing that a step makes."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, (types.ModuleType, type, type(None)))
+    if isinstance(value, weakref.ref):
+        return not isinstance(value(), torch.Tensor)
+    return isinstance(value, CONSTANT) or (isinstance(value, numpy.ndarray) and value.base is not None)
+
+
 def _plain(value: Any) -> Recipe:
-    try:
-        object.__new__(type(value))
-    except TypeError:  # made by a function of C
-        return _reduced(value)
+    object.__new__(type(value))  # which refuses what a function of C makes
     return Recipe(object.__new__, (type(value),))
-
-
-def _reduced(value: Any) -> Recipe:
-    """As `copy.copy` makes it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools
-        reduced = value.__reduce_ex__(4)
-    if isinstance(reduced, str):
-        raise TypeError(f"cannot make another {type(value).__name__}")
-    make, args, state, items, pairs = (*reduced, *[None] * (5 - len(reduced)))[:5]
-    found = Recipe(make, args, list(items) if items else dict(pairs) if pairs else None, reduced=True)
-    if isinstance(state, dict) and not hasattr(value, "__setstate__"):
-        found.attributes = state
-    else:
-        found.state = state
-    return found
 
 
 def _dict(value: dict[Any, Any]) -> Recipe:
@@ -129,6 +110,13 @@ def _new_deque(kind: type, length: int | None) -> Any:
     return made
 
 
+def _function(value: types.FunctionType) -> Recipe:
+    names = ("__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__")
+    fields = {name: getattr(value, name) for name in names}
+    code = value.__code__, Const(value.__globals__), value.__name__, value.__defaults__, value.__closure__
+    return Recipe(types.FunctionType, code, fields={name: given for name, given in fields.items() if given})
+
+
 def _tuple(value: tuple[Any, ...]) -> Recipe:
     items = contents(value)
     # what operators with several results return, and sizes
@@ -137,48 +125,10 @@ def _tuple(value: tuple[Any, ...]) -> Recipe:
     return Recipe(tuple.__new__, (type(value), items))
 
 
-def _function(value: types.FunctionType) -> Recipe:
-    names = ("__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__")
-    fields = {name: getattr(value, name) for name in names}
-    code = value.__code__, Const(value.__globals__), value.__name__, value.__defaults__, value.__closure__
-    return Recipe(types.FunctionType, code, fields={name: given for name, given in fields.items() if given})
-
-
-def _builtin(value: Any) -> Recipe | None:
-    if isinstance(value.__self__, (types.ModuleType, type, type(None))):
-        return None
-    return Recipe(getattr, (value.__self__, value.__name__), attributes={})
-
-
-def _exception(value: BaseException) -> Recipe:
-    """An exception without its traceback, whose frames were of the capture."""
-    base = next(b for b in type(value).__mro__ if not b.__flags__ & _HEAP)
-    reduced = base.__reduce__(value)  # type: ignore[call-arg]
-    names = ("__cause__", "__context__", "__suppress_context__")
-    fields = {name: getattr(value, name) for name in names if getattr(value, name)}
-    return Recipe(_new_exception, (type(value), base, reduced[1]), fields=fields)
-
-
-def _new_exception(kind: Any, base: Any, args: tuple[Any, ...]) -> BaseException:
-    made: BaseException = base.__new__(kind, *args)
-    base.__init__(made, *args)
-    return made
-
-
-def _view(value: Any) -> Recipe:
-    mapping = referent(value.mapping)
-    way = next(name for name in ("keys", "values", "items") if isinstance(value, type(getattr({}, name)())))
-    return Recipe(getattr(base_of(mapping), way), (mapping,), attributes={})
-
-
-def _weak(value: Any) -> Recipe | None:
-    return Recipe(weakref.ref, (value(),), attributes={}) if isinstance(value(), torch.Tensor) else None
-
-
 _HEAP = 1 << 9  # of a type's flags: made by Python code
 # What stays as it is, although it could be made again.
 CONSTANT: tuple[type, ...] = (type, types.ModuleType, types.CodeType, torch.Generator)
-RECIPES: dict[Any, Callable[[Any], Recipe | None]] = {
+RECIPES: dict[Any, Callable[[Any], Recipe]] = {
     dict: _dict,
     list: lambda v: Recipe(list.__new__, (type(v),), contents(v)),
     tuple: _tuple,
@@ -188,10 +138,4 @@ RECIPES: dict[Any, Callable[[Any], Recipe | None]] = {
     types.FunctionType: _function,
     types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),
     types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),
-    types.BuiltinFunctionType: _builtin,
-    types.MethodWrapperType: _builtin,
-    types.MappingProxyType: lambda v: Recipe(types.MappingProxyType, (referent(v),), attributes={}),
-    (type({}.keys()), type({}.values()), type({}.items())): _view,
-    BaseException: _exception,
-    weakref.ref: _weak,
 }

@@ -122,7 +122,7 @@ class Replay:
         return f"{tree.kind.__name__}([{', '.join(items)}])"
 
     def _made(self, made: Made) -> str:
-        return f"{self._value(made.make)}({', '.join(map(self._value, made.args))})"
+        return f"{self._constant(made.make)}({', '.join(map(self._value, made.args))})"
 
     def _replace(self, source: Source) -> None:
         tensor = source.read(self.call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class Made:
     """
 
     kind: type
-    make: Value
+    make: Callable[..., Any]
     args: tuple[Value, ...]
     parts: tuple[Value, ...] = ()
 
@@ -90,7 +90,7 @@ def nested(values: Sequence[Value]) -> Iterator[Value]:
         if isinstance(value, Tree):
             todo += reversed((*value.keys, *value.values))
         elif isinstance(value, Made):
-            todo += reversed((value.make, *value.args, *value.parts))
+            todo += reversed((*value.args, *value.parts))
 
 
 def is_late(*values: Value) -> bool:
