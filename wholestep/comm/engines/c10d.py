@@ -21,11 +21,11 @@ from wholestep.comm.engines.c10d_work import EngineWork
 from wholestep.comm.engines.dtype_carriers import movable, reducible_as
 from wholestep.comm.engines.length_prefixed import LengthPrefixed
 from wholestep.comm.engines.reference_reduce import average
-from wholestep.comm.engines.signatures import in_bytes, require_equal
+from wholestep.comm.engines.signatures import in_bytes, in_words, require_equal
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.store import WRITES, Store
-from wholestep.comm.stores.store_barrier import barrier_keys, exchange, forget
+from wholestep.comm.stores.store_barrier import exchange, forget
 from wholestep.comm.stores.torch_store import TorchStore
 from wholestep.comm.work import Then, Work
 from wholestep.errors import DistBackendError, DistError, DistNetworkError, DistRankError
@@ -134,7 +134,7 @@ class C10dGroup(ProcessGroup):
             raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
         self._ours, self._store = store, _ForTorch(store)
         exchange(rank, store, "engine", size, timeout)  # the engine itself would not say who is missing
-        forget(store, "engine", size, barrier_keys("engine", size))
+        forget(store, "engine", size)
         address = store.local_address() if backend == "gloo" and INTERFACE_VARIABLE not in os.environ else ""
         try:
             # where the store was reached, the others are too: Gloo itself would ask for the host's name, which many a
@@ -212,7 +212,7 @@ class C10dGroup(ProcessGroup):
         shown = [torch.empty_like(mine) for _ in range(self._size)]
         made = self._options(options.AllgatherOptions, Options())
         self._call("comparison", "", shown, lambda: self._engine.allgather([shown], [mine], made)).wait()
-        require_equal(self, shown)
+        require_equal(self, list(map(in_words, shown)))
 
     def _options(self, kind: type, opts: Options) -> Any:
         made = kind()

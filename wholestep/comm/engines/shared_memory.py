@@ -10,7 +10,7 @@ from wholestep.comm.engines.shm import ShmGroup
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from wholestep.comm.shared_tensors import need_native
 from wholestep.comm.stores.store import Store
-from wholestep.comm.stores.store_barrier import barrier_keys, exchange, forget
+from wholestep.comm.stores.store_barrier import exchange, forget
 
 
 def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> ProcessGroup:
@@ -26,5 +26,5 @@ def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAU
         group: ProcessGroup = ShmGroup(store, rank, size, timeout)
     else:
         group = HierarchicalGroup(store, rank, topology, timeout)
-    forget(store, "hosts", size, barrier_keys("hosts", size))
+    forget(store, "hosts", size)
     return group

@@ -9,7 +9,7 @@ from wholestep.comm.diagnostics.debug_level import DebugLevel, get_debug_level
 from wholestep.comm.engines.hosts import host_identity
 from wholestep.comm.shared_tensors import native, no_room, unnamed_file
 from wholestep.comm.stores.store import Store
-from wholestep.comm.stores.store_barrier import barrier_keys, forget, give_up, leave_together, store_based_barrier
+from wholestep.comm.stores.store_barrier import forget, give_up, leave_together, store_based_barrier
 from wholestep.errors import DistBackendError, DistError
 
 
@@ -35,7 +35,7 @@ def attach(store: Store, rank: int, size: int, timeout: timedelta) -> int:
         if isinstance(failure, DistBackendError):
             leave_together(store, "shm", size)
         raise
-    forget(store, "shm", size, ["segment", *barrier_keys("shm", size)])
+    forget(store, "shm", size, "segment")
     native.ready(handle, get_debug_level() is DebugLevel.DETAIL)
     return handle
 

@@ -17,20 +17,21 @@ def in_bytes(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()[:_LENGTH].ljust(_LENGTH)), dtype=torch.uint8)
 
 
-def require_equal(group: ProcessGroup, shown: Sequence[torch.Tensor]) -> None:
-    """Compares what the ranks of a group showed.
+def in_words(shown: torch.Tensor) -> str:
+    """The description that a rank shows."""
+    return shown.numpy().tobytes().decode(errors="replace").strip()
+
+
+def require_equal(group: ProcessGroup, said: Sequence[str]) -> None:
+    """Compares what the ranks of a group are about to call.
 
     Raises:
-        DistMismatchError: a rank showed something else than this one.
+        DistMismatchError: a rank calls something else than this one.
     """
-    mine = shown[group.rank()]
-    for rank, theirs in enumerate(shown):
-        if not torch.equal(theirs, mine):
+    me = group.rank()
+    for rank, theirs in enumerate(said):
+        if theirs != said[me]:
             raise DistMismatchError(
-                f"group {group.group_name!r}: the ranks disagree: rank {group.labels[group.rank()]} calls "
-                f"{_in_words(mine)}; rank {group.labels[rank]} calls {_in_words(theirs)}"
+                f"group {group.group_name!r}: the ranks disagree: rank {group.labels[me]} calls {said[me]}; "
+                f"rank {group.labels[rank]} calls {theirs}"
             )
-
-
-def _in_words(shown: torch.Tensor) -> str:
-    return shown.numpy().tobytes().decode(errors="replace").strip()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.comm.engines.reference_reduce import naive_reduce
+from wholestep.comm.engines.signatures import require_equal
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.stores.store import Store
 from wholestep.comm.work import Finished, Work
@@ -47,12 +48,7 @@ class ExchangeGroup(ProcessGroup):
         self.sequence += 1
         words = description(self.sequence, op, part_of(op, outs, ins), opts)
         found = self._exchange(words, (words, [one.clone() for one in ins]), opts)
-        for rank, (theirs, _) in enumerate(found):
-            if theirs != words:
-                raise DistMismatchError(
-                    f"group {self.group_name!r}: the ranks disagree: rank {self._rank} calls {words}; "
-                    f"rank {rank} calls {theirs}"
-                )
+        require_equal(self, [theirs for theirs, _ in found])
         parts = _RESULTS[op]([given for _, given in found], self._rank, opts)
         for rank, (out, part) in enumerate(zip(outs, parts, strict=False)):
             if part.numel() != out.numel() or part.dtype != out.dtype:

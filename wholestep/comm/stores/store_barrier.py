@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Sequence
 from datetime import timedelta
 
 from wholestep import errors
@@ -21,10 +20,9 @@ def _key(name: str) -> str:
     return f"store_based_barrier_key:{name}"
 
 
-def barrier_keys(name: str, count: int) -> list[str]:
-    """The keys that `exchange` leaves in the store."""
-    key = _key(name)
-    return [key, f"{key}:last", *(f"{key}:{rank}" for rank in range(count))]
+def _shown(name: str, count: int) -> list[str]:
+    """The keys of what the ranks show, in rank order."""
+    return [f"{_key(name)}:{rank}" for rank in range(count)]
 
 
 def store_based_barrier(
@@ -59,7 +57,7 @@ def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta,
     try:
         outcome = store.wait_for(f"{key}:last", timeout)
     except DistStoreError as late:
-        missing = [other for other in range(count) if not store.check([f"{key}:{other}"])]
+        missing = [other for other, shown in enumerate(_shown(name, count)) if not store.check([shown])]
         why = (
             f"Timed out initializing process group in store based barrier on rank {rank}, for key: {key} "
             f"(world_size={count}, num_workers_joined={count - len(missing)}, timeout={timeout}): "
@@ -71,11 +69,11 @@ def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta,
     kind, _, why = outcome.decode().partition("\n")
     if kind == DistStoreError.__name__:
         with contextlib.suppress(errors.DistError):
-            came = sum(store.check([f"{key}:{other}"]) for other in range(count))
+            came = sum(store.check([shown]) for shown in _shown(name, count))
             leave_together(store, name, came)
     if kind != ALL_CAME:
         raise getattr(errors, kind)(f"rank {rank}: {why}")
-    return [one.decode().split("\n", 2)[2] for one in store.multi_get(barrier_keys(name, count)[2:])]
+    return [one.decode().split("\n", 2)[2] for one in store.multi_get(_shown(name, count))]
 
 
 def give_up(store: Store, name: str, why: errors.DistError) -> None:
@@ -91,8 +89,8 @@ def leave_together(store: Store, name: str, count: int) -> None:
         store.wait_for(f"{name} all left", LINGER)
 
 
-def forget(store: Store, name: str, count: int, keys: Sequence[str]) -> None:
-    """Deletes keys that nobody needs once ``count`` ranks have called this."""
+def forget(store: Store, name: str, count: int, *keys: str) -> None:
+    """Deletes what `exchange` has left, and other keys, which nobody needs once ``count`` ranks have called this."""
     if store.add(f"{name} done", 1) == count:
-        for key in (*keys, f"{name} done"):
+        for key in (_key(name), f"{_key(name)}:last", *_shown(name, count), *keys, f"{name} done"):
             store.delete_key(key)
