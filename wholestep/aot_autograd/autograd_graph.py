@@ -58,20 +58,13 @@ class Shape:
     def unpack_hook(self, hook: int, packed: int) -> torch.Tensor:
         return torch.empty(0)
 
-    def tensor_pre_hook(self, inputs: Sequence[Any], *_: int) -> list[Any]:
-        return list(inputs)
+    def tensor_pre_hook(self, tensors: Sequence[Any], *_: Any) -> list[Any]:
+        return list(tensors)
+
+    pre_hook = post_hook = post_acc_grad_hook = tensor_pre_hook
 
     def cpp_tensor_pre_hook(self, inputs: Sequence[Any], *_: int) -> list[Any]:
         self.outside += 1
-        return list(inputs)
-
-    def pre_hook(self, inputs: Sequence[Any], hook: int) -> list[Any]:
-        return list(inputs)
-
-    def post_hook(self, outputs: Sequence[Any], inputs: Sequence[Any], hook: int) -> list[Any]:
-        return list(outputs)
-
-    def post_acc_grad_hook(self, inputs: Sequence[Any], hook: int) -> list[Any]:
         return list(inputs)
 
     def call_copy_slices_prologue(self, *_: Any) -> list[torch.Tensor]:
@@ -80,17 +73,13 @@ class Shape:
     def call_copy_slices_epilogue(self, needs_grad: Sequence[bool], *_: Any) -> list[torch.Tensor]:
         return _dummies(needs_grad)
 
-    def set_node_origin(self, *_: Any) -> None:
-        """Names the node that the next calls are for."""
-
-    def log_compile_reasons(self, reasons: Any) -> None:
-        """Says why this structure is new."""
-
     def end_capture(self, outputs: Sequence[Any]) -> tuple[Callable[..., Any], Callable[[], Shape]]:
         return _hand_out, (lambda: self)
 
-    def close(self) -> None:
-        """Nothing is open."""
+    def close(self, *_: Any) -> None:
+        """Nothing is open, named or logged."""
+
+    set_node_origin = log_compile_reasons = close
 
 
 def _dummies(like: Sequence[Any]) -> list[torch.Tensor]:

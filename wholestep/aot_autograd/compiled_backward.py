@@ -62,10 +62,8 @@ class Captures:
 class SavedSnapshot(Snapshot):
     """A snapshot of a backward: tensors with a history are data here, and the engine unpacks some of them anew."""
 
-    differentiable = False
-
     def __init__(self, call: Call, varying: frozenset[str]) -> None:
-        super().__init__(call, varying=varying)
+        super().__init__(call, varying=varying, differentiable=False)
         tensors, *_ = call.args
         self.by_place = {_place(t): self.tensors[id(t)] for t in reversed(tensors)}
 

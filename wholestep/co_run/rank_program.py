@@ -184,7 +184,7 @@ class RankProgram(CapturedSegment):
         parts = {id(t): held.part for _, t in pairs if isinstance(t, torch.Tensor) and (held := self._shards.of(t))}
         both = [item for item, _ in pairs], [tensor for _, tensor in pairs]
         unpack = self.program.packed.unpack
-        self.contract = self._executor.start(self.traced.step, unpack, *both, parts, NothingMade())
+        self.contract = self._executor.start(self.traced.step, unpack, *both, parts, InitialState(None))
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs it: what it writes and leaves is there afterwards, or this rank's part of it."""
@@ -201,10 +201,3 @@ class RankProgram(CapturedSegment):
                 self._shards.add(tensors[index], outputs[out], part, placements)
             else:
                 tensors[index].copy_(outputs[out])
-
-
-class NothingMade(InitialState):
-    """No optimizer's state was made for a capture."""
-
-    def __init__(self) -> None:
-        self._made, self._filled = [], True

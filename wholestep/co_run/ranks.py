@@ -50,7 +50,8 @@ class Ranks:
         self.held, self.keeps_whole = self._shards.held, options.executor.keeps_whole
         self._initial: InitialState | None = None
         self._first = True
-        self._buffers = EagerBufferBroadcast(self._executor.broadcasting, self._accumulates, self._paused)
+        groups = self._executor.broadcasting
+        self._buffers = EagerBufferBroadcast(groups, self._accumulates, lambda: self._queue.paused())
 
     @contextmanager
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], queue: Recording) -> Iterator[list[Replacement]]:
@@ -187,9 +188,6 @@ class Ranks:
     def _accumulates(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         updates, new = self._provenance.updates, self._graded | self._unreduced
         return any(p.grad is not None and id(p) in new and self._since.get(id(p)) == updates for p in parameters)
-
-    def _paused(self) -> AbstractContextManager[None]:
-        return self._queue.paused()
 
     def _backward(self) -> Callable[..., None]:
         """`torch.autograd.backward`, which says which gradients it leaves."""

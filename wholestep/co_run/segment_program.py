@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from wholestep.capture import Call, Snapshot
+from wholestep.capture import snapshot
 from wholestep.co_run.segment import Segment, same
 from wholestep.errors import CaptureError
 from wholestep.pipeline import Options, capture, lowered, of_one_rank
@@ -24,14 +25,7 @@ def run_segment(tensors: list[torch.Tensor], numbers: list[float]) -> None:
     _running.segment.run(tensors, numbers, _running.call)
 
 
-class SegmentSnapshot(Snapshot):
-    """A snapshot of a segment: tensors with a history are data here."""
-
-    differentiable = False
-
-
-def _take(fn: Any, args: Any, kwargs: Any, names: Any = frozenset(), varying: frozenset[str] = frozenset()) -> Snapshot:
-    return SegmentSnapshot(Call(fn, args, kwargs), varying=varying)
+_take = partial(snapshot, differentiable=False)  # tensors with a history are data here
 
 
 class CapturedSegment:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.uneven_gather import all_gather_rows
 from wholestep.errors import PlanError
 from wholestep.tensor_parts import Part, part_of
 
@@ -80,11 +81,7 @@ def gather_parts(
     Args:
         parts: what each rank of the group holds of it, blocks that leave no gap.
     """
-    widest = max(part.numel for part in parts)
-    mine = local.new_zeros(widest)
-    mine[: local.numel()] = local.detach().flatten()
-    rows = local.new_empty(len(parts), widest)
-    comm.all_gather_into_tensor(rows, mine, group)
+    rows = all_gather_rows(local.detach().flatten(), group)
     dims = zip(*(part.spans for part in parts), strict=True)
     spans = [(min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in dims]
     together = Part.of(parts[0].shape, spans)
@@ -92,5 +89,5 @@ def gather_parts(
     for row, part in zip(rows, parts, strict=True):
         inside = part.inside(together)
         assert inside is not None
-        found[inside.slices] = row[: part.numel].view(part.size)
+        found[inside.slices] = row.view(part.size)
     return found, together

@@ -43,12 +43,12 @@ class Snapshot:
         new_ids: gives the ids of what was made since tracing began; None for all that the walk has not met.
     """
 
-    differentiable = True
     new_ids: Callable[[], set[int]] | None = None
 
-    def __init__(self, call: Call, names: frozenset[str] = frozenset(),
-                 varying: frozenset[str] = frozenset(), replace: Replace | None = None) -> None:
+    def __init__(self, call: Call, names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
+                 replace: Replace | None = None, differentiable: bool = True) -> None:
         self.call, self.names, self.varying, self.replace = call, names, varying, replace
+        self.differentiable = differentiable
         self.reachable = reachable(call, names, varying)
         self.containers, self.tensors = self.reachable.containers, self.reachable.tensors
         self.numbers = self.reachable.numbers
@@ -263,16 +263,17 @@ def no_collection() -> Iterator[None]:
 
 def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
              names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
-             replace: Replace | None = None) -> Snapshot:
+             replace: Replace | None = None, differentiable: bool = True) -> Snapshot:
     """Walks what a call of ``fn`` could see and records it.
 
     Args:
         names: attributes that count as named by the step's code, besides those that are.
         varying: paths of numbers that are inputs rather than guards.
         replace: gives the modules to trace in the place of others.
+        differentiable: see `Snapshot`.
 
     Raises:
         CaptureError: something is in reach that cannot be captured.
     """
     with no_collection():
-        return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names, varying, replace)
+        return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names, varying, replace, differentiable)

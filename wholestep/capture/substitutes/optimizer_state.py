@@ -97,13 +97,13 @@ class InitialState:
     """State that the optimizers in sight of a step lack, put there until `drop`.
 
     Args:
-        snap: where to look for optimizers; those that have no state at all are given theirs.
+        snap: where to look for optimizers; those that have no state at all are given theirs. None: nowhere.
     """
 
-    def __init__(self, snap: Snapshot) -> None:
+    def __init__(self, snap: Snapshot | None) -> None:
         self._made: list[_Made] = []
-        self._filled = False
-        if not _LOOKING.isdisjoint(snap.reachable.names_read.names):
+        self._filled = snap is None
+        if snap is None or not _LOOKING.isdisjoint(snap.reachable.names_read.names):
             return
         owners = {id(container.owner): container.owner for container in snap.containers}
         for owner in owners.values():
