@@ -19,7 +19,7 @@ from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import NodeInfo
 from wholestep.patches import Replacement
 from wholestep.pipeline import Options
-from wholestep.spmd import EagerBufferBroadcast
+from wholestep.spmd import BufferBroadcast
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, storage_id
 from wholestep.trace.record.graph_builder import map_leaves
 from wholestep.trace.record.provenance import Provenance, user_line
@@ -51,7 +51,7 @@ class Ranks:
         self._initial: InitialState | None = None
         self._first = True
         groups = self._executor.broadcasting
-        self._buffers = EagerBufferBroadcast(groups, self._accumulates, lambda: self._queue.paused())
+        self._buffers = BufferBroadcast(groups, self._accumulates, lambda: self._queue.paused())
 
     @contextmanager
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], queue: Recording) -> Iterator[list[Replacement]]:

@@ -11,7 +11,7 @@ from wholestep.spmd.expand.strategy import Build, Dims, Strategy
 from wholestep.spmd.full_state import full_state_dict, gather_parts
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
-from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast, EagerBufferBroadcast
+from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.fully_shard import FullyShard
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, ParameterPlan
 from wholestep.spmd.plans.plan import DataParallel, ShardedOptimizer

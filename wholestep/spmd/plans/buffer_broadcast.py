@@ -8,7 +8,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from wholestep.trace import Recorder, gradient_memory
 
 
 class BufferBroadcast:
-    """Broadcasts buffers while a step is traced.
+    """Broadcasts buffers while a step is traced, or where its Python runs at each call.
 
     DDP does so before each forward but those that come after one without gradients, or after one in `no_sync()`. Here
     that is one whose gradients the next backward adds to before anybody has read them. What the last forward of a step
@@ -29,10 +29,18 @@ class BufferBroadcast:
 
     Args:
         groups: the ranks, along one axis after the other.
+        accumulates: whether some of a module's parameters have gradients that nobody but a backward has read; as the
+            trace shows it, where it is not given.
+        at_once: inside of it, nothing is deferred.
     """
 
-    def __init__(self, groups: Sequence[comm.ProcessGroup]) -> None:
-        self._groups = groups
+    def __init__(
+        self, groups: Sequence[comm.ProcessGroup],
+        accumulates: Callable[[Sequence[nn.Parameter]], bool] | None = None,
+        at_once: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
+        self._groups, self._at_once = groups, at_once
+        self._accumulates = accumulates or self._accumulates_in_trace
         self._quiet: set[int] = set()  # ids of modules whose first forward of a step does not broadcast
         self._due: dict[int, bool] = {}
         self._graded: set[int] = set()
@@ -56,13 +64,15 @@ class BufferBroadcast:
             return
         if begins:
             if self._due.get(id(module), id(module) not in self._quiet) and not self._accumulates(parameters):
-                self._broadcast(list(module.buffers()))
+                buffers = list(module.buffers())
+                with self._at_once() if buffers else nullcontext():
+                    self._broadcast(buffers)
             return
         self._due[id(module)] = torch.is_grad_enabled()
         if torch.is_grad_enabled():
             self._graded.add(id(module))
 
-    def _accumulates(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def _accumulates_in_trace(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether a backward of this step has left gradients that only backwards have read."""
         left = {gradient.after for gradient in self._recorder.builder.gradients}
         with no_modes():
@@ -77,27 +87,3 @@ class BufferBroadcast:
                     comm.broadcast(buffer.detach(), group=group, group_src=0)
         with no_modes():
             set_versions(tuple(buffers), versions)
-
-
-class EagerBufferBroadcast(BufferBroadcast):
-    """Broadcasts buffers where the step's Python runs at each call.
-
-    Args:
-        accumulates: whether some of a module's parameters have gradients that nobody but a backward has read.
-        at_once: inside of it, nothing is deferred.
-    """
-
-    def __init__(
-        self, groups: Sequence[comm.ProcessGroup], accumulates: Callable[[Sequence[nn.Parameter]], bool],
-        at_once: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        super().__init__(groups)
-        self._accumulating, self._at_once = accumulates, at_once
-
-    def _accumulates(self, parameters: Sequence[nn.Parameter]) -> bool:
-        return self._accumulating(parameters)
-
-    def _broadcast(self, buffers: Sequence[torch.Tensor]) -> None:
-        if buffers:
-            with self._at_once():
-                super()._broadcast(buffers)
