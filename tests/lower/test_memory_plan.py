@@ -18,7 +18,7 @@ from tests.support.lower_programs import Builder, clone_inputs, program
 from wholestep import comm
 from wholestep.functional import Functionalized
 from wholestep.ir import GETITEM, info
-from wholestep.lower.backends.aten import lower_aten
+from wholestep.lower.backends.aten import OFTEN, lower_aten
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.plan.arena import ALIGN, SHARED, Slot, peak, place
 
@@ -208,6 +208,17 @@ def test_moved_parameters_bind_again() -> None:
         got, expected = fast(*ours), interpret(step, theirs)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert fast.rebinds == 3
+
+
+def test_memory_that_is_elsewhere_at_each_call_is_not_bound() -> None:
+    step, real = program("mlp")
+    fast, ours, theirs = lower_aten(step), clone_inputs(real), clone_inputs(real)
+    for _ in range(OFTEN + 6):
+        ours[:3] = [value.clone() if isinstance(value, torch.Tensor) else value for value in ours[:3]]
+        got, expected = fast(*ours), interpret(step, theirs)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if isinstance(a, torch.Tensor))
+    assert fast.rebinds == OFTEN + 1
 
 
 def test_inputs_that_share_memory_are_still_right() -> None:

@@ -10,6 +10,7 @@ import linecache
 import operator
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
@@ -31,6 +32,7 @@ from wholestep.passes.common_subexpressions import same_host_numbers
 from wholestep.torch_compat import below_autograd, set_grad_mode
 
 _pointer = torch.Tensor.data_ptr
+OFTEN = 4  # calls at which memory was elsewhere, after which it is no longer bound
 _NONE = torch.empty(0)
 # Sizes for which a program keeps its views of the arena; to make them anew takes some milliseconds.
 MOST_SIZES = 64
@@ -79,6 +81,7 @@ class Program:
         self._signature = step.signature
         self._unpack: Callable[[], StepGraph] = lambda: step
         self._held: frozenset[str] = frozenset()  # results whose memory somebody still holds when the next call comes
+        self._moves: Counter[int] = Counter()  # how often an input whose memory is bound was elsewhere
         self.rebinds = 0
         self._lock = threading.Lock()  # a backward may run in any thread, and there is one arena
         self._make(step)
@@ -86,7 +89,7 @@ class Program:
     def _make(self, step: StepGraph) -> None:
         with torch.no_grad():
             plan = plan_of(step, self._held)
-            self._source = source = emit.emit(plan)
+            self._source = source = emit.emit(plan, {i for i, times in self._moves.items() if times >= OFTEN})
         self.code = source.text + (f"\n{source.of_sizes}" if source.of_sizes else "")
         self._sizes, self._growing = plan.arena, plan.growing
         self._loans: Loans = source.namespace.get("loans") or Loans()
@@ -143,7 +146,8 @@ class Program:
                     self._held |= frozenset(out)
                     self._make(self._unpack())
                 sizes = self._signature.sizes.sizes(inputs) if self._signature.sizes else ()
-                if self._runs and not self._as_bound(inputs):
+                if not self._as_bound(inputs):
+                    self._let_pass(inputs)
                     self._unbind()
                 return (self._runs.get(sizes) or self._bind(inputs, sizes))(inputs)
         finally:
@@ -184,6 +188,14 @@ class Program:
             exec(self._compiled_of_sizes, names)
             self._runs[sizes] = FunctionType(self._code, names)
         return self._runs[sizes]
+
+    def _let_pass(self, inputs: Sequence[Any]) -> None:
+        """Writes the program anew where inputs are elsewhere at each call: these are given to it, not bound."""
+        bound = zip(self._source.viewed, self._ids, self._pointers, strict=False)
+        moved = [i for i, known, at in bound if id(inputs[i]) != known or _pointer(inputs[i]) != at]
+        self._moves.update(moved)
+        if any(self._moves[i] == OFTEN for i in moved):
+            self._make(self._unpack())
 
     def _rebind(self, inputs: Sequence[Any], sizes: tuple[int, ...]) -> None:
         """Makes all views of lasting memory anew: at the first call and when a parameter has moved."""

@@ -8,6 +8,7 @@ its globals, when memory is bound.
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,12 +47,16 @@ class Program:
     scratch: dict[torch.dtype, int]
 
 
-def emit(plan: Plan) -> Program:
-    """Writes the program of a plan."""
+def emit(plan: Plan, moving: Container[int] = ()) -> Program:
+    """Writes the program of a plan.
+
+    Args:
+        moving: indices of inputs that are elsewhere at each call.
+    """
     source = ProgramText(plan)
     calls = CallWriter(source)
     groups = GroupWriter(calls)
-    viewed = _write_inputs(source)
+    viewed = _write_inputs(source, moving)
     _write_constants(source)
     freed = _last_uses(source)
     _write_copies(source, -1)
@@ -82,12 +87,12 @@ def _write_item(groups: GroupWriter, index: int, item: Item, nodes: list[fx.Node
         groups.calls.write(nodes[0])
 
 
-def _write_inputs(source: ProgramText) -> list[int]:
+def _write_inputs(source: ProgramText, moving: Container[int]) -> list[int]:
     """Variables for the inputs; gives the indices of those whose memory lasts."""
     signature, viewed = source.plan.step.signature, []
     written = {*signature.mutations.values()}
     for index, (node, item) in enumerate(zip(source.plan.live.inputs, signature.inputs, strict=True)):
-        lasts = item.kind in STABLE_KINDS and isinstance(info(node).value, torch.Tensor)
+        lasts = item.kind in STABLE_KINDS and index not in moving and isinstance(info(node).value, torch.Tensor)
         if lasts:
             viewed.append(index)
         if not node.users and index not in written:
