@@ -203,8 +203,7 @@ class Diverged(Exception):  # noqa: N818 - an answer, not an error
 class Decided:
     """Python went on with a value, in a way that serves no other: `Diverged` where there is one. Effectful.
 
-    It is called with what holds the value, and with the inputs that the graph writes: it reads these, so that nothing
-    is written before. What reads the first operand besides runs after it.
+    It is called with what holds the value. What reads that besides runs after it, and no input is written before it.
 
     Args:
         expected: the value.
@@ -224,7 +223,12 @@ class Decided:
     def __repr__(self) -> str:
         return f"decided({self.expected!r})"
 
-    def __call__(self, operand: Any, *written: Any) -> None:
+    @property
+    def in_words(self) -> str:
+        """What is expected, and where Python went on with it."""
+        return f"{self.text}: expected {self.expected} (decided at {self.line})"
+
+    def __call__(self, operand: Any) -> None:
         found = operand if self.read is None else self.read(operand)
         if not same_value(found, self.expected):
             raise Diverged(self, found)

@@ -147,6 +147,16 @@ def test_a_step_is_as_eager_whatever_it_decides(name: str, backend: Any) -> None
     assert all("decided at" in reason or "expected None" in reason for reason in run.recompiles)
 
 
+def test_explain_says_what_a_step_decides_on() -> None:
+    step, _, _ = skips()
+    compiled, x = ws.compile(step), torch.randn(6, 8)
+    (decision,) = compiled.explain(x).decisions
+    assert "expected True (decided at" in decision and "test_decisions.py:" in decision
+    assert "decisions: 1" in str(compiled.explain(x))
+    compiled(x)
+    assert any("decided(_local_scalar_dense" in line for line in compiled.code.splitlines())
+
+
 def test_a_module_that_decides_is_differentiated_outside() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:

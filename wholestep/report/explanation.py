@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from wholestep.functional import Decided
 from wholestep.ir import StepGraph, info
 from wholestep.report.memory import KINDS, Memory, memory_of
 from wholestep.report.missing_rules import MissingRule, missing_rules
@@ -33,6 +34,7 @@ class Explanation:
         segments: of such a step, those that were compiled so far, in order: the number of operators, the bytes of
             results that outlive it, the line that ends it.
         eager: why such a step runs in eager; empty where it does not.
+        decisions: values that Python goes on with, in words, where the program may end and another one serve the call.
     """
 
     title: str
@@ -46,6 +48,7 @@ class Explanation:
     breaks: list[str] = field(default_factory=list)
     segments: list[tuple[int, int, str]] = field(default_factory=list)
     eager: str = ""
+    decisions: list[str] = field(default_factory=list)
 
     @property
     def graph_count(self) -> int:
@@ -70,10 +73,14 @@ class Explanation:
     def __str__(self) -> str:
         if self.memory is None:
             return "\n".join([self.title, "", *self._segments()])
-        parts = [self.title, "", _calls(self.calls), "", *self._traffic(), "", *_held(self.memory)]
+        parts = [self.title, "", _calls(self.calls), *self._decisions(), "", *self._traffic(), "", *_held(self.memory)]
         if self.missing_rules is not None:
             parts += ["", *_without_rule(self.missing_rules)]
         return "\n".join([*parts, "", *self._captures()])
+
+    def _decisions(self) -> list[str]:
+        rows = [f"  {decision}" for decision in self.decisions]
+        return [f"decisions: {len(rows)}", *rows] if rows else []
 
     def _traffic(self) -> list[str]:
         if not self.collectives:
@@ -128,7 +135,7 @@ def explain(
     lacking = missing_rules(whole) if whole is not None else None
     return Explanation(
         title, dict(calls), collective_traffic(step, axes), memory_of(step), lacking, captures, list(recompiles),
-        eager_calls,
+        eager_calls, decisions=[n.target.in_words for n in step.graph.nodes if isinstance(n.target, Decided)],
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.functional import Decided, base_name, clone_as_it_lies
+from wholestep.functional import base_name, clone_as_it_lies
 from wholestep.ir import info
 from wholestep.lower.codegen.bind_memory import at, cells, filled, pieces, tiles
 from wholestep.lower.codegen.literals import INDENT, LONGEST, commas, commented, keyword, literal, targets
@@ -161,8 +161,6 @@ class ProgramText:
 
     def arguments(self, node: fx.Node) -> list[str]:
         """All arguments of a call."""
-        if isinstance(node.target, Decided):
-            return [self.arg(node.args[0])]
         leads = bool(node.args) and isinstance(node.args[0], fx.Node)  # else the number comes first: torch.mul(2.0, x)
         if node.target in NUMBER_AS_TENSOR and leads and len(node.args) == 2 and not node.kwargs:
             return [self.arg(node.args[0]), self.operand(node, node.args[1])]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.functional import base_name
+from wholestep.functional import Decided, base_name
 from wholestep.ir import GETITEM, StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import is_product
 from wholestep.lower.fusion.execution_order import Item
@@ -96,6 +96,9 @@ class Liveness:
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:  # its indices and values are its operands
             roots = [self.root[operand] for operand in node.all_input_nodes]
             self.parts[root] = [*roots, *(inner for r in roots for inner in self.parts.get(r, ()))]
+        if isinstance(node.target, Decided):  # where the program may end: nothing is written before
+            for into in self.step.signature.mutations.values():
+                self._read(self.inputs[into], node)
         if is_wait(node.target) and not is_in_place_collective(root.target):  # until now it reads what it was given
             for operand in root.all_input_nodes:
                 self.readers[self.root[operand]].append(node)

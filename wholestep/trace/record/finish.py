@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.functional import Decided
 from wholestep.ir import Input, Phase, Signature, StepGraph, dead_code, info, set_info
 from wholestep.torch_compat import lazy_graph_module
 from wholestep.trace.outputs.canonical import fingerprint, order_inputs
@@ -49,9 +48,6 @@ def finish(
     gradients = [*backward.gradients, *(node for _, node in backward.late)] if backward else []
     tangents = backward.tangents if backward else []
     output = builder.graph.output((*outputs, *map(_new_value, written), *gradients))
-    for node in builder.graph.nodes:
-        if isinstance(node.target, Decided):  # nothing is written before
-            node.args = (node.args[0], *(item.node for item in written))
     gm = lazy_graph_module(builder.constants, builder.graph)
     if backward is not None and backward.derivative.outputs:
         _set_phases(gm.graph, backward.last)
