@@ -138,4 +138,5 @@ RECIPES: dict[Any, Callable[[Any], Recipe]] = {
     types.FunctionType: _function,
     types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),
     types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),
+    weakref.ref: lambda v: Recipe(weakref.ref, (v(),), attributes={}),
 }
