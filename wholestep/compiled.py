@@ -159,23 +159,28 @@ class Compiled:
         if self._co_run is not None:
             return self._co_run(*args, **kwargs)
         self._executor.announce_capture()
-        try:
-            entry = self._capture(args, kwargs, failure)
-        except LazyError:  # the call that gives lazy modules their parameters
-            if self._executor.view:
-                raise
-            return self._fn(*args, **kwargs)
-        except Exception as error:
-            if not self._may_break or self._is_passes_own(error) or not self._executor.announce_break(error):
-                raise
-            return self._break(error, args, kwargs)
-        return self._first(entry, args, kwargs, ready, run)
+        outcome = failure
+        while type(outcome) is GuardFailure:  # again where Python decides otherwise than in a capture for many sizes
+            try:
+                entry = self._capture(args, kwargs, outcome)
+            except LazyError:  # the call that gives lazy modules their parameters
+                if self._executor.view:
+                    raise
+                return self._fn(*args, **kwargs)
+            except Exception as error:
+                if not self._may_break or self._is_passes_own(error) or not self._executor.announce_break(error):
+                    raise
+                return self._break(error, args, kwargs)
+            outcome = self._first(entry, args, kwargs, ready, run)
+        return outcome
 
     def _first(self, entry: Entry, args: Any, kwargs: Any, ready: Any, run: Callable[..., Any]) -> Any:
         """Serves the call that an entry was captured for; where that fails, optimizers have no state, as before."""
         try:
             outcome = run(entry, args, kwargs, ready)
             if type(outcome) is GuardFailure:
+                if outcome.outcomes and self._known.templates is not None and self._known.templates.reason == "":
+                    return outcome
                 raise WholestepError(f"internal error: guards failed on the call they were made from: {outcome.reason}")
             if self._known.initial is not None:
                 self._known.initial.keep()
@@ -256,6 +261,8 @@ class Compiled:
                 f"the step was captured {MAX_ENTRIES} times; the last call differs again: {failure.reason}",
                 remedy=f"{way}, or compile a smaller part of the step",
             )
+        if self._known.templates is not None:
+            self._known.templates.decided = failure.outcomes
         for program in self._known.programs.values():
             program.release_memory()  # their arenas are empty between calls, and tracing needs memory too
         try:

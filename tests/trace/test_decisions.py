@@ -277,3 +277,24 @@ def test_the_bound_of_a_deque_is_guarded() -> None:
     for bound in (2, 4, 2):
         holder.rows = deque([1], maxlen=bound)
         assert float(compiled(torch.ones(()))) == bound
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_sizes_and_outcomes_change(dynamic: bool | None) -> None:
+    """One capture for many sizes serves one outcome; each further outcome is captured once for many."""
+    torch.manual_seed(1)
+    sizes = [6, 6, 5, 7, 9, 5, 8, 6, 7, 9, 4, 8, 5, 7, 6, 9]
+    batches = [torch.randn(size, 8) for size in sizes]
+    for index in (1, 4, 7, 8, 12):
+        batches[index][0, 0] = float("nan")
+    seen = []
+    for compiles in (False, True):
+        step, model, opt = skips()
+        del model[1]
+        run = ws.compile(step, dynamic=dynamic) if compiles else step
+        torch.manual_seed(2)
+        seen.append([copy.deepcopy([run(x), state(model, opt), torch.get_rng_state()]) for x in batches])
+    for want, got in zip(*seen, strict=True):
+        same(got, want)
+    assert run.breaks == []
+    assert dynamic is False or run.captures <= 6

@@ -12,6 +12,7 @@ from wholestep.capture.sources import Decision
 from wholestep.functional import Decided, Diverged
 from wholestep.ir import draws_nothing, is_effectful
 from wholestep.trace import Traced
+from wholestep.trace.numbers.decisions import outcomes_of
 
 
 class EarlyExit:
@@ -24,7 +25,7 @@ class EarlyExit:
 
     def __init__(self, traced: Traced, decided: Sequence[Decided]) -> None:
         self.guards = [Guard(Decision(d.text), f"decided at {d.line}", d.expected) for d in decided]
-        self.outcomes = tuple([repr(d.expected) for d in decided])
+        self.outcomes = outcomes_of(traced.step.graph)
         calls = [n for n in traced.step.graph.nodes if n.op == "call_function" and is_effectful(n)]
         self._draws = any(not isinstance(n.target, Decided) and not draws_nothing(n) for n in calls)
         self._generators = [i for i, item in enumerate(traced.inputs) if isinstance(item.value, torch.Generator)]

@@ -48,8 +48,8 @@ class Entries(list[Entry]):
 
     def may_branch(self) -> bool:
         """Whether one more outcome of Python's decisions gets a program: where each call has others, none does."""
-        branches = sum(entry.early_exit is not None for entry in self)
-        return branches < min(BRANCHES + self.calls // CALLS_A_BRANCH, MOST_BRANCHES)
+        branches = {entry.early_exit.outcomes for entry in self if entry.early_exit is not None}
+        return len(branches) < min(BRANCHES + self.calls // CALLS_A_BRANCH, MOST_BRANCHES)
 
     def forget_branches(self) -> None:
         """Lets go of programs that may end at a decision."""

@@ -21,7 +21,7 @@ from wholestep.ir import ancestors, draws_nothing, info, is_effectful, set_info
 from wholestep.patches import suspended
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
 from wholestep.trace.numbers.predicates import MAX_NODES, OFFSETS, in_words
-from wholestep.trace.numbers.symbolic_sizes import decided
+from wholestep.trace.numbers.symbolic_sizes import hinted
 from wholestep.trace.record.inputs import Inputs
 
 # What a program may decide on: nothing, what is true or false, or any value and shape.
@@ -47,7 +47,10 @@ class RealValues:
         needed = ancestors([node], until=self._values.__contains__)
         draws = [n for n in nodes if n.op == "call_function" and is_effectful(n) and not draws_nothing(n)]
         needed |= ancestors(draws, until=self._values.__contains__) if needed & set(draws) else set()
+        given = {found.source.path: found.tensor for found in self.inputs.world.tensors.values()}
+        fakes = [item for item in self.inputs.items if isinstance(item.value, FakeTensor) and item.source is not None]
         real = {item.node: item.value for item in self.inputs.items}
+        real |= {item.node: given[item.source.path] for item in fakes if item.source.path in given}
         with suspended(), no_modes(), below_autograd(), self._generators() if draws else nullcontext():
             for each in nodes:
                 if each in needed and each not in self._values:
@@ -62,7 +65,8 @@ class RealValues:
                 raise DataDependentError("Python decides on a value that the step has not made yet", line)
             return real[node]
         assert callable(node.target)
-        args, kwargs = fx.map_arg((decided(node.args), dict(node.kwargs)), self._values.__getitem__)
+        kwargs = {name: hinted(value) for name, value in node.kwargs.items()}
+        args, kwargs = fx.map_arg((hinted(node.args), kwargs), self._values.__getitem__)
         place = OFFSETS.get(node.target)  # type: ignore[call-overload]
         if place is not None and len(args) > place:
             args = (*args[:place], args[0].storage_offset() + args[place], *args[place + 1 :])
@@ -115,6 +119,11 @@ def refuse_repeated(nodes: Any, line: str) -> None:
 
 
 MAX_WORDS = 80  # characters of what was decided
+
+def outcomes_of(graph: fx.Graph) -> tuple[str, ...]:
+    """What Python went on with at each decision of a graph."""
+    return tuple([repr(node.target.expected) for node in graph.nodes if isinstance(node.target, Decided)])
+
 
 # Namespaces of operators that do nothing but compute.
 REPEATABLE = ("aten", "prims", "quantized", "torchvision")

@@ -17,7 +17,7 @@ import torch
 from wholestep.capture import Guard, Snapshot, compare, sharing
 from wholestep.errors import CaptureError, LazyError
 from wholestep.trace import Traced
-from wholestep.trace.numbers.decisions import Decisions
+from wholestep.trace.numbers.decisions import Decisions, outcomes_of
 from wholestep.trace.numbers.specialize import OtherLayouts, at_sizes
 from wholestep.trace.numbers.symbolic_sizes import Dims, Sizes
 
@@ -40,6 +40,11 @@ class Template:
     varying: frozenset[str]
     shares: frozenset[tuple[str, str]]
     grown: frozenset[str]
+
+    @property
+    def outcomes(self) -> tuple[str, ...]:
+        """What Python went on with at each decision."""
+        return outcomes_of(self.traced.step.graph)
 
     @property
     def paths(self) -> frozenset[str]:
@@ -93,6 +98,7 @@ class Templates:
         notes: of the last call, which sizes are no symbols, and why.
         captures: how many there were.
         specialized: all notes: sizes that only one value serves, and captures that could not have symbols.
+        decided: what is known of the next call's decisions, in order.
     """
 
     def __init__(self, capture: Capture, all_sizes: bool = True, many: bool = False) -> None:
@@ -102,6 +108,7 @@ class Templates:
         self.notes: list[str] = []
         self.captures = 0
         self.specialized: list[str] = []
+        self.decided: tuple[str, ...] = ()
         self._shapes: dict[str, torch.Size] = {}  # by path, at the last capture
         self._differed: Dims = frozenset()  # between captures
         self._fixed: Dims = frozenset()  # that cannot be symbols, or would serve one value alone
@@ -113,6 +120,8 @@ class Templates:
         reasons: list[str] = []
         world, self.notes = None, []
         for template in self.known:
+            if template.outcomes[: len(self.decided)] != self.decided:
+                continue
             world = look(fn, args, kwargs, names=template.names, varying=varying | template.grown)
             misfit = template.misfit(world) if template.varying == varying else "another number varies"
             if misfit is None:
@@ -128,8 +137,6 @@ class Templates:
         attempts: list[Dims | None] = [None]
         if not self._all_sizes:
             attempts = self._attempts(world or look(fn, args, kwargs, varying=varying)) if self._shapes else []
-        if attempts and decisions == "bools":  # a program for each size and outcome is more than co-run needs
-            decisions = "none"
         how = fn, args, kwargs, varying, decisions, differentiable, look, *rest
         world, traced = self._anew(attempts, *how)
         self.captures += 1

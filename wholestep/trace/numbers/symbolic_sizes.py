@@ -59,6 +59,13 @@ def decided(tree: Any) -> Any:
     return float(tree.number) if isinstance(tree.number, torch.SymFloat) else int(tree.number)
 
 
+def hinted(tree: Any) -> Any:
+    """A call's arguments with the numbers that symbolic sizes are now, which decides nothing."""
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(hinted(item) for item in tree)
+    return tree.number.node.hint if isinstance(tree, Held) else tree
+
+
 # Sizes of tensors among the arguments: the tensor's source, and the dimension.
 Dims = frozenset[tuple[Any, int]]
 
