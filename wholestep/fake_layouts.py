@@ -18,6 +18,7 @@ from wholestep.torch_compat import (
     FakeTensorMode,
     OpOverload,
     ShapeEnvironment,
+    decomposition_of,
     fake_refusal,
     kernel_settings,
     no_modes,
@@ -45,6 +46,9 @@ class KernelMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.shape_env is not None:  # no kernel can be asked for sizes that are symbols
+            if func in DECOMPOSED:
+                with self:
+                    return decomposition_of(func)(*args, **kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
         try:
             found = super().__torch_dispatch__(func, types, args, kwargs)
@@ -127,6 +131,9 @@ CONTIGUOUS = {
     aten._log_softmax.default, aten._log_softmax_backward_data.default, aten.nll_loss_forward.default,
     aten.nll_loss_backward.default, aten.sum.dim_IntList, aten.mean.dim, aten.stack.default, aten.cat.default,
 }  # fmt: skip
+
+# Where sizes are symbols, C++ would ask for numbers.
+DECOMPOSED = {aten.constant_pad_nd.default}
 
 # Results of these depend on more than layouts.
 _UNASKED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}

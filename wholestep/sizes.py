@@ -32,7 +32,7 @@ class SizeDecisions:
         self.hints, self.places = dict(hints), dict(places)
         self.names = [str(symbol) for symbol in hints]
         self.conditions: dict[str, None] = {}
-        self.specialized = len(places) < len(hints)
+        self.specialized = False
 
     def number(self, value: Any, symbolic: Any) -> Any:
         """A number of the call at hand as one that knows its expression."""

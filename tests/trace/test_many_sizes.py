@@ -85,6 +85,13 @@ def test_inputs_that_are_written() -> None:
     check(fn, [(torch.randn(n, 3), torch.randn(n, 3)) for n in (4, 6, 3, 12)], 1)
 
 
+def test_targets_shifted_by_padding_as_language_models_do() -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        return [F.pad(x, (0, 1), value=-100)[..., 1:].contiguous(), F.pad(x, (1, 0, 0, 2))]
+
+    check(fn, [(torch.randn(n, m),) for n, m in ((4, 6), (5, 6), (9, 2), (6, 3))], 1)
+
+
 def test_a_size_for_which_planning_decides_otherwise_has_another_program() -> None:
     def fn(x: Tensor) -> list[Tensor]:
         return [((x * 2 + 1).relu() * 3).sum(0)]
@@ -166,13 +173,20 @@ def test_a_step_that_is_planned_for_one_size_alone() -> None:
     assert same(*losses)
 
 
+def test_a_trace_of_one_size_is_no_program_for_many() -> None:
+    compiled = ws.compile(lambda x: sum(x.unbind(), torch.zeros(2)))
+    for n in (3, 4, 5, 6, 5):
+        assert torch.equal(compiled(x := torch.ones(n, 2)), x.sum(0))
+    assert compiled.captures == 3 and compiled.eager_calls == 2
+    assert all(entry.many is None for entry in compiled._entries)
+
+
 def size(name: str, number: int, decisions: SizeDecisions) -> Size:
     return Size(number, sympy.Symbol(name, integer=True, positive=True), decisions)
 
 
 def test_numbers_that_know_what_they_are_at_other_sizes() -> None:
     decisions = SizeDecisions({sympy.Symbol("s"): 4, sympy.Symbol("t"): 4}, {})
-    decisions.specialized = False
     s, t = size("s", 4, decisions), size("t", 4, decisions)
     assert s != t and s != 4 and 3 * s - s == 2 * s and s - s == 0 and type(s - s) is int and len({s, t, 4}) == 3
     assert repr((3, 2 * s, 1 + s)) == "(3, 2*s, 1 + s)" and plain([s, (t, 1)]) == [4, (4, 1)] and -s == s * -1

@@ -158,11 +158,12 @@ def at_sizes(
 
 
 def _decisions(traced: Traced, sizes: Sizes, values: Mapping[Any, int]) -> SizeDecisions | None:
-    """What is decided on sizes; None where they cannot be read from the program's inputs."""
+    """What is decided on sizes; None where the program's inputs do not show them, or the trace is for one size."""
     places = {str(i.source): index for index, i in enumerate(traced.inputs[: traced.n_inputs]) if i.source is not None}
     found = {s.symbol: (places[str(s.source)], s.dim) for s in sizes.symbols if str(s.source) in places}
-    known = traced.derivative is None and len(found) == len(sizes.symbols)
-    return SizeDecisions(values, found) if known else None
+    if traced.derivative is not None or len(found) < len(sizes.symbols) or len(sizes.specialized()) == len(found):
+        return None
+    return SizeDecisions(values, found)
 
 
 def _at_call(item: TracedInput, node: fx.Node, inputs: Mapping[str, Any]) -> TracedInput:
