@@ -285,7 +285,34 @@ def dies_in_a_variable(c: Any) -> list[Any]:
     return seen
 
 
-PROGRAMS = [dies_with_arguments, dies_one_after_the_other, dies_behind_an_optimizer, dies_in_a_variable]
+def dies_in_a_state(c: Any) -> list[Any]:
+    """An optimizer's state that is cleared, or of which a part is taken out, while the step stays."""
+    model = nn.Linear(30, 30)
+    seen: list[Any] = []
+    for kind in (functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.Adam):
+        opt = kind(model.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> None:
+            opt.zero_grad()  # noqa: B023
+            model(x).sum().backward()
+            opt.step()  # noqa: B023
+
+        compiled = c(step)
+        for drop in (lambda state: None, lambda state: state.pop(model.weight), lambda state: state.clear()):
+            compiled(torch.ones(2, 30))
+            compiled(torch.ones(2, 30))
+            before = [(t, weakref.ref(t)) for values in opt.state.values() for t in values.values()]
+            drop(opt.state)
+            there = {id(t) for values in opt.state.values() for t in values.values()}
+            seen += [ref for t, ref in before if id(t) not in there]
+            del before
+        seen.append(compiled)
+    return seen
+
+
+PROGRAMS = [
+    dies_with_arguments, dies_one_after_the_other, dies_behind_an_optimizer, dies_in_a_variable, dies_in_a_state,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

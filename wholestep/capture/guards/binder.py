@@ -66,7 +66,7 @@ class Binder:
     def _compile(self, snap: Snapshot) -> None:
         path = FastPath(snap, self.inputs, self._mutated, replaced_containers(self._outcome[0]), self._sizeless)
         replay = Replay(*self._outcome, path)
-        self._fast, self.code = path.function, path.writer.code
+        self._fast, self.code, self._space = path.function, path.writer.code, path.writer.space
         self.apply, self.release = replay.function, replay.release
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
@@ -76,7 +76,10 @@ class Binder:
     def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         self.slow_calls += 1
         with no_collection():
-            return self._anew(args, kwargs)
+            found = self._anew(args, kwargs)
+        if type(found) is GuardFailure and self._space:  # or what it knows has died
+            self._space["persistent"].let_go()
+        return found
 
     def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         later = snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)

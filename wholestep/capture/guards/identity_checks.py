@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from operator import is_
+from collections.abc import Callable, Sequence
+from operator import call, is_
 from typing import Any
 
 import torch
@@ -30,19 +30,24 @@ def same_plain(found: Any, expected: Any) -> bool:
     return found is expected or (type(found) is type(expected) and bool(found == expected))
 
 
+def _weakly(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    return (lambda: None) if tensor is None else weakref.ref(tensor)
+
+
 class PersistentTensors:
     """The tensors of persistent objects, at the last call that passed.
 
     Another tensor with equal metadata may take the container of one of them; `rebind` checks it and remembers it.
 
     Args:
-        gradients: positions of those that are not kept alive between two calls.
+        released: positions of those that are not kept alive between two calls.
     """
 
     def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool,
-                 gradients: Sequence[int] = ()) -> None:
+                 released: Sequence[range] = ()) -> None:
         self.last: list[Any] = tensors
-        self._gradients, self._weak = gradients, list[weakref.ref[torch.Tensor]]()
+        self._released = [slice(span.start, span.stop) for span in released if span]
+        self._weak: list[list[Callable[[], torch.Tensor | None]]] = []
         self.meta = [metadata(t) for t in tensors]
         self.watched = watched
         self.mutated = mutated
@@ -55,6 +60,7 @@ class PersistentTensors:
 
     def _remember(self) -> None:
         self.ids = {id(t) for t in self.last}
+        self._weak = [[_weakly(t) for t in self.last[span]] for span in self._released]
         addresses = [0 if t is None else memory(t) for t in self.last]
         self.memory = {a for i, a in enumerate(addresses) if a and (self.written or i in self.mutated)}
         first: dict[int, int] = {}
@@ -62,14 +68,13 @@ class PersistentTensors:
 
     def let_go(self) -> None:
         """Ends a call."""
-        self._weak = [weakref.ref(self.last[i]) for i in self._gradients]
-        for i in self._gradients:
-            self.last[i] = None
+        for span, known in zip(self._released, self._weak, strict=True):
+            self.last[span] = [None] * len(known)
 
     def recall(self) -> None:
-        """Begins a call: gradients that are still there are known again."""
-        for i, known in zip(self._gradients, self._weak, strict=False):
-            self.last[i] = known()
+        """Begins a call: what is still there is known again."""
+        for span, known in zip(self._released, self._weak, strict=True):
+            self.last[span] = map(call, known)
 
     def rebind(self, tensors: list[torch.Tensor]) -> bool:
         """Takes new tensors in container of the last ones, when a program cannot tell them apart."""

@@ -7,6 +7,7 @@ Identity is strict where equality is not, and costs 15 ns a value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -35,7 +36,8 @@ class PersistentObjects:
     Attributes:
         tensors: theirs, which the code has in the list ``t``.
         watched: positions in it of those that want gradients.
-        gradients: positions of the gradients that the program reads.
+        released: ranges of those that are not kept alive between two calls: what is in dicts of dicts, as an optimizer's
+            state is, which are not kept alive either, and gradients that the program reads.
     """
 
     def __init__(self, snap: Snapshot, writer: CodeWriter, per_call: PerCallObjects, inputs: Sequence[Source]) -> None:
@@ -45,8 +47,10 @@ class PersistentObjects:
         self._containers = [c for c in snap.containers if id(c.owner) not in per_call.ids and c.kind not in constant]
         self.tensors: list[torch.Tensor] = []
         self.watched: list[int] = []
-        self.gradients: range = range(0)
+        self.released: list[range] = []
         self._whole: set[int] = set()
+        self._nested: set[int] = set()
+        self._inner: dict[int, dict[Any, Any]] = {}
 
     # their tensors -------------------------------------------------------------------------------------
 
@@ -57,16 +61,21 @@ class PersistentObjects:
     def gather(self) -> None:
         """Reads every tensor into the list ``t``: whole dicts first, then one by one."""
         known, write = self._writer.tensors, self._writer
-        whole: list[dict[Any, Any]] = []
+        whole = self._tables_of_tensors()
+        ids = {id(table) for table in whole}
+        nested = [c for c in self._containers if c.kind is kinds.MAPPING and isinstance(c.value, dict) and c.before and
+                  ids.issuperset(map(id, c.before.values())) and not c.ignored and
+                  all(type(key) in (str, int) for table in c.before.values() for key in table)]  # fmt: skip
+        inner = [table for c in nested for table in c.before.values()]
+        self._nested, self._inner = {id(c.value) for c in nested}, {id(table): table for table in inner}
+        whole = [table for table in whole if id(table) not in self._inner]
         singles: list[str] = []
-        for container in self._containers:
-            values = list(container.before.values())
-            if container.kind in (kinds.MAPPING, kinds.ATTRIBUTES) and values and not container.ignored and \
-                    all(isinstance(v, torch.Tensor) and id(v) not in known for v in values) and \
-                    len({id(v) for v in values}) == len(values):
-                whole.append(container.value)
-                for value in values:
-                    self._add(value)
+        for value in chain.from_iterable(map(dict.values, whole)):
+            self._add(value)
+        first = len(self.tensors)
+        for value in chain.from_iterable(map(dict.values, self._inner.values())):
+            self._add(value)
+        self.released = [range(first, len(self.tensors))]
         for container in self._containers:
             for key in container.compared if container.kind is not kinds.SET else ():
                 value = container.before[key]
@@ -81,11 +90,28 @@ class PersistentObjects:
             if id(found.tensor) not in known and id(found.tensor) not in by_path and not is_grad:
                 self._add(found.tensor)
                 singles.append(write.name(found.tensor))
-        self._whole = {id(table) for table in whole}
-        reads = [f"*chain(map(values, {write.constant(whole)}))"] * bool(whole) + singles
+        self._whole = ids
+        reads = [f"*chain(map(values, {write.constant(whole)}))"] * bool(whole)
+        if nested:
+            write.lines.append(f"inner = [{', '.join(f'*values({write.name(c.value)})' for c in nested)}]")
+            reads.append("*chain(map(values, inner))")
+        reads += singles
         write.lines.append(f"t = [{', '.join(reads)}]")
         self._compare_gradients()
         self._compare_metadata()
+
+    def _tables_of_tensors(self) -> list[dict[Any, Any]]:
+        """Dicts of nothing but tensors, each of which is in none of those before."""
+        found: list[dict[Any, Any]] = []
+        taken = set(self._writer.tensors)
+        for container in self._containers:
+            values = list(container.before.values())
+            if container.kind in (kinds.MAPPING, kinds.ATTRIBUTES) and values and not container.ignored and \
+                    all(isinstance(v, torch.Tensor) and id(v) not in taken for v in values) and \
+                    len({id(v) for v in values}) == len(values):
+                found.append(container.value)
+                taken.update(map(id, values))
+        return found
 
     def _compare_gradients(self) -> None:
         """Checks ``.grad`` and hooks of tensors that want gradients; grads join the list ``t``."""
@@ -122,13 +148,13 @@ class PersistentObjects:
         read = [(j, grad) for j, grad, is_read in fresh if is_read]
         if read:
             write.lines.append(f"t += [{', '.join(f'g[{j}][0]' for j, _ in read)}]")
-        self.gradients = range(len(self.tensors), len(self.tensors) + len(read))
+        self.released.append(range(len(self.tensors), len(self.tensors) + len(read)))
         for _, grad in read:
             self._add(grad)
 
     def _compare_metadata(self) -> None:
         write, tensors = self._writer, self.tensors
-        if self.gradients:
+        if any(self.released):
             write.lines.append("recall()")
         write.lines.append("if not identical(t, LAST) and not rebind(t): return None")
         state = {id(f.tensor) for f in self._snap.tensors.values() if f.kind in ("state", "grad")}
@@ -152,6 +178,8 @@ class PersistentObjects:
         lists: list[Any] = []
         for container in self._containers:
             kind, value, before = container.kind, container.value, container.before
+            if id(value) in self._inner:
+                continue
             special = [key for key in container.compared if self._is_special(before[key], container)]
             if not is_exact(value) and kind in (kinds.MAPPING, kinds.LIST):
                 copied = f"{write.name(contents)}({write.name(value)})"
@@ -168,6 +196,8 @@ class PersistentObjects:
                 else:
                     write.require(f"len({write.name(value)}) == {len(before)} and "
                                   f"identical({write.name(value)}, {write.constant([*before])})")
+                if id(value) in self._nested:
+                    continue
                 # not by the keys, which may be tensors: `in` would compare their elements
                 plain = [key for key in container.compared if not self._is_special(before[key], container)]
                 if len(plain) == len(before) and kind is not kinds.ATTRIBUTES:
@@ -180,6 +210,10 @@ class PersistentObjects:
                 lists.append(value)
             else:
                 self._compare_odd(container, special)
+        if self._inner:
+            keys = [*chain.from_iterable(self._inner.values())]
+            write.require(f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "
+                          f"[*chain(inner)] == {write.constant(keys)}")
         if dicts:
             write.require(f"[*chain({write.constant(dicts)})] == {write.constant([k for d in dicts for k in d])}")
         if sizes:
