@@ -6,6 +6,7 @@ import dataclasses
 import types
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler as rates
 
+import wholestep as ws
 from wholestep.capture import Binder, Effect, GuardFailure, Snapshot, new_values, outcome, snapshot
 from wholestep.errors import LeakError, UnsupportedError
 
@@ -136,6 +138,28 @@ def test_globals_closures_slots_and_classes() -> None:
 
 
 KEPT: Any = None
+
+
+CONTEXT: ContextVar[Any] = ContextVar("made", default=None)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_context_variables_are_left_as_the_step_leaves_them(fullgraph: bool) -> None:
+    def leaves(x: torch.Tensor) -> None:
+        CONTEXT.set(x * 2)
+
+    def resets(x: torch.Tensor) -> torch.Tensor:
+        token = CONTEXT.set(x * 3)
+        result = CONTEXT.get() + 1
+        CONTEXT.reset(token)
+        return result
+
+    left, reset = ws.compile(leaves, fullgraph=fullgraph), ws.compile(resets, fullgraph=fullgraph)
+    for factor in (1.0, 2.0, 3.0):
+        left(torch.full((2,), factor))
+        assert CONTEXT.get().tolist() == [2 * factor] * 2
+        assert reset(torch.full((2,), factor)).tolist() == [3 * factor + 1] * 2
+        assert CONTEXT.get().tolist() == [2 * factor] * 2
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:

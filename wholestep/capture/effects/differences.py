@@ -229,6 +229,8 @@ def _entry_differences(
         new = described.value(value, snap.reachable.child(container, key).text)
         if is_mapping:
             yield changes.SetItem(source, described.value(key, source.text), new)
+        elif container.kind is kinds.CONTEXT:
+            yield changes.SetContext(source, new)
         else:
             yield changes.SetAttr(source, key, new)
 
