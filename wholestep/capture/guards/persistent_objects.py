@@ -36,8 +36,8 @@ class PersistentObjects:
     Attributes:
         tensors: theirs, which the code has in the list ``t``.
         watched: positions in it of those that want gradients.
-        released: ranges of those that are not kept alive between two calls: those in dicts of dicts, which are not either,
-            as an optimizer's state, and gradients that the program reads.
+        released: ranges of those that are not kept alive between two calls: those in dicts of dicts, as an optimizer's
+            state, which are not either, and gradients that the program reads.
     """
 
     def __init__(self, snap: Snapshot, writer: CodeWriter, per_call: PerCallObjects, inputs: Sequence[Source]) -> None:
