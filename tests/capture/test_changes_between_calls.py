@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
+import operator
 import random
+import re
+import statistics
+import string
+import struct
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import wholestep as ws
 from tests.support.equal import Make, World, assert_same_or_refused, assert_same_run
 from tests.zoo.models import labelled, training
 from tests.zoo.nets import MLP
+from wholestep.errors import CaptureError
 
 CHANGES: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str, str]] = {
     "shape": (lambda x, y: (x[:3].clone(), y[:3].clone()), "x", "shape"),
@@ -253,3 +263,70 @@ PYTHON_EFFECTS = (
 def test_python_effects_are_right_or_refused(make: Make) -> None:
     """Never silently wrong: what a replay cannot repeat is repeated by other means, or refused."""
     assert_same_or_refused(make)
+
+
+class Failed(ValueError):
+    def __init__(self, shown: float, factor: float) -> None:
+        super().__init__(shown)
+        self.factor = factor
+
+
+def because(v: float) -> Exception:
+    error = ValueError()
+    error.__cause__ = KeyError(v)
+    return error
+
+
+# What is made of a number, and how a step reads it: objects of C and of the standard library that are not looked into.
+OBJECTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "exception": (ValueError, lambda e: e.args[0]),
+    "exception of the user's": (lambda v: Failed(v, v + 1), lambda e: e.args[0] * e.factor),
+    "exception of a tensor": (lambda v: ValueError(torch.tensor(v)), lambda e: e.args[0]),
+    "text of an exception": (ValueError, lambda e: float(str(e))),
+    "cause": (because, lambda e: e.__cause__.args[0]),
+    "end of an iteration": (StopIteration, lambda e: e.value),
+    "itemgetter": (lambda v: operator.itemgetter(int(v)), lambda get: get([5.0, 6.0, 7.0, 8.0])),
+    "methodcaller": (lambda v: operator.methodcaller("__mul__", v), lambda call: call(3.0)),
+    "match": (lambda v: re.match("[0-9]", str(v)), lambda found: float(found.group())),
+    "property": (lambda v: property(lambda _: v), lambda p: p.fget(0)),
+    "cell": (lambda v: (lambda: v).__closure__[0], lambda cell: cell.cell_contents),  # type: ignore[index]
+    "layout of bytes": (lambda v: struct.Struct("f" * int(v)), lambda found: found.size),
+    "dtype of NumPy": (lambda v: numpy.dtype(f"S{int(v)}"), lambda dtype: dtype.itemsize),
+    "limits": (lambda v: torch.finfo((torch.half, torch.float, torch.double)[int(v) - 1]), lambda found: found.bits),
+    "keys": (lambda v: dict.fromkeys(range(int(v))).keys(), len),
+    "address": (lambda v: ipaddress.IPv4Address(int(v)), int),
+    "template": (lambda v: string.Template(str(v)), lambda found: float(found.template)),
+    "record of a log": (lambda v: logging.LogRecord("n", 1, "p", 1, "m", (v,), None), lambda r: r.args[0]),
+    "distribution": (statistics.NormalDist, lambda found: found.mean),
+}
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("name", OBJECTS)
+def test_another_object_is_another_step(name: str, fullgraph: bool) -> None:
+    make, read = OBJECTS[name]
+
+    def step(x: Tensor, value: Any) -> Any:
+        return x * read(value)
+
+    served, x = ws.compile(step, fullgraph=fullgraph), torch.ones(2)
+    for v in (1.0, 2.0, 3.0, 1.0):
+        try:
+            found = served(x, make(v))
+        except CaptureError:
+            assert fullgraph
+        else:
+            assert torch.equal(found, step(x, make(v)))
+    same = make(1.0)
+    captures = [served(x, same) is not None and served.captures for _ in range(3)] if not fullgraph else []
+    assert len(set(captures)) < 2
+
+
+def test_objects_that_are_not_looked_into_are_not_kept_alive() -> None:
+    served = ws.compile(lambda x, found: x * found.size, fullgraph=True)
+    for count in (1, 2):
+        value = struct.Struct("f" * count)
+        seen = weakref.ref(value)
+        served(torch.ones(2), value)
+        del value
+        assert seen() is None

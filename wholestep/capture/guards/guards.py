@@ -8,6 +8,7 @@ that guard in words: ``L['x'] requires_grad: expected True, found False``.
 from __future__ import annotations
 
 import types
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ class Guard:
     Attributes:
         source: where the value is found; None for settings that hold everywhere.
         kind: what is compared there: a "value", "type", "code", "identity" or "number", the metadata of a "tensor", the
-            "structure of" a container; "is" for an object that stands in two places.
+            "structure of" a container; an "object" that is not looked into; "is" for one that stands in two places.
         expected: what was found when the step was captured.
     """
 
@@ -177,12 +178,26 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
     elif id(value) in reached.arrays:
         found.append(Guard(source, "type", type(value)))
         found.append(Guard(source, "array", reached.arrays[id(value)].stamp))
-    elif first is None or isinstance(value, (tuple, frozenset, types.MethodType)):
+    elif first is None:
+        found.append(Guard(source, "type", type(value)))
+        found.append(_of_object(source, value))
+    elif isinstance(value, (tuple, frozenset, types.MethodType)):
         found.append(Guard(source, "type", type(value)))
     elif first.path == source.path:
         found.append(Guard(source, "type", type(value)))
     else:
         found.append(Guard(source, "is", first.text))
+
+
+def _of_object(source: Source, value: Any) -> Guard:
+    """Of an object that is not looked into: that it is the same, or an equal one where its class compares values."""
+    kind: Any = type(value)
+    if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None and kind.__hash__ is not object.__hash__:
+        return Guard(source, "object", value)
+    try:
+        return Guard(source, "identity", weakref.ref(value))  # one for all guards, which keep nothing alive so
+    except TypeError:
+        return Guard(source, "identity", value)
 
 
 def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:

@@ -135,6 +135,10 @@ class UsedGlobals:
         return self.function.__globals__  # type: ignore[no-any-return]
 
 
+def _read_exception(error: BaseException) -> Contents:
+    return {name: getattr(error, name) for name in ("args", "__cause__", "__context__")}
+
+
 def _read_module(table: dict[str, Any]) -> Contents:
     return {name: value for name, value in [*table.items()] if not is_put_into(table, name)}
 
@@ -203,6 +207,7 @@ CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), sources.CellCo
 _write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.table)
 GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.Global)
 FUNCTION = ContainerKind("function", _read_function, _one_by_one(_read_function), sources.Attr)
+EXCEPTION = ContainerKind("exception", _read_exception, _one_by_one(_read_exception), sources.Attr)
 CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Attr)
 _write_context = _one_by_one(_read_context, lambda variable, _, value: variable.set(value))
 CONTEXT = ContainerKind("context variable", _read_context, _write_context, sources.ContextValue)

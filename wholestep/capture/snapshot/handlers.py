@@ -299,6 +299,11 @@ def _method(found: Reachable, method: types.MethodType, source: sources.Source) 
     found.queue(method.__func__, sources.Attr(source, "__func__"))
 
 
+def _exception(found: Reachable, error: BaseException, source: sources.Source) -> None:
+    found.add(error, source, kinds.EXCEPTION)
+    _object(found, error, source)
+
+
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
     numpy.ndarray: _array,
@@ -321,6 +326,8 @@ HANDLERS: dict[type, Handler] = {
     **dict.fromkeys((functools.cached_property, functools.singledispatchmethod), _attributes("func")),
     BackwardCFunction: _context,
     BackwardHook: _object,
+    types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
+    BaseException: _exception,
     types.SimpleNamespace: _object,
     argparse.Namespace: _object,
     UserDict: _object,
@@ -354,6 +361,6 @@ def handler(kind: type) -> Handler | None:
     for base in kind.__mro__:
         if base in HANDLERS:
             return HANDLERS[base]
-    if is_user_class(kind) or is_installed(kind):
+    if is_user_class(kind) or (is_installed(kind) and (kind.__dictoffset__ or kinds.slot_names(kind))):
         return _object
     return _iterator if issubclass(kind, Iterator) else None
