@@ -293,7 +293,7 @@ class Compiled:
         finally:
             self._effects = None
         if effects.refused:
-            raise effects.refused[0]
+            raise effects.refused.pop(0)  # with it goes what its traceback holds
         effects.log()
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:

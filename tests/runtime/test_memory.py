@@ -310,7 +310,20 @@ def dies_in_a_state(c: Any) -> list[Any]:
     return seen
 
 
+def dies_where_another_takes_its_place(c: Any) -> list[Any]:
+    """A buffer, an attribute and an item that are others from now on, while the step stays."""
+    model, holder, items = nn.BatchNorm1d(30), SimpleNamespace(t=torch.ones(3)), [torch.ones(3)]
+    compiled = [c(lambda x: model(x).sum()), c(lambda x: x.sum() * holder.t), c(lambda x: x.sum() * items[0])]
+    for _ in range(3):
+        for step in compiled:
+            step(torch.ones(2, 30))
+    seen = [weakref.ref(model.running_mean), weakref.ref(holder.t), weakref.ref(items[0])]
+    model.running_mean, holder.t, items[0] = torch.zeros(30), torch.zeros(3), torch.zeros(3)
+    return [*compiled, *seen]
+
+
 PROGRAMS = [
+    dies_where_another_takes_its_place,
     dies_with_arguments, dies_one_after_the_other, dies_behind_an_optimizer, dies_in_a_variable, dies_in_a_state,
 ]  # fmt: skip
 

@@ -52,8 +52,7 @@ class Replay:
             self._effect(index, effect)
         head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
         self.space["let_go"] = path.last.let_go
-        ended = ["let_go()"] if path.releases else []
-        lines = [*head, *self.reads, *self.writes, *self.late, f"result = {outcome}", *ended, "return result"]
+        lines = [*head, *self.reads, *self.writes, *self.late, f"result = {outcome}", "let_go()", "return result"]
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
         exec(compiled(self.code), self.space)
         self.function: Apply = self.space["apply"]

@@ -31,7 +31,6 @@ class FastPath:
     Attributes:
         writer: the code, and what it refers to.
         last: the tensors of persistent objects at the last call.
-        releases: whether some of these are not kept alive between calls.
         function: ``(args, kwargs) -> inputs``, or None when anything differs.
     """
 
@@ -46,7 +45,6 @@ class FastPath:
         self._per_call.compare()
         self._persistent.compare()
         self.last = self._compare_memory(mutated)
-        self.releases = any(self._persistent.released)
         self._give(inputs)
         self.function: Fast = self.writer.function("args, kwargs", "bind")
 
@@ -61,9 +59,7 @@ class FastPath:
         names = ", ".join(name for name, _ in self._per_call.tensors)
         new = [tensor for _, tensor in self._per_call.tensors]
         new_written = [found[id(t)].source.path in mutated for t in new]
-        last = PersistentTensors(
-            tensors, self._persistent.watched, written, any(new_written), self._persistent.released
-        )
+        last = PersistentTensors(tensors, self._persistent.watched, written, any(new_written))
         write.space |= {"persistent": last, "rebind": last.rebind, "recall": last.recall, "LAST": last.last}
         if not new:
             return last

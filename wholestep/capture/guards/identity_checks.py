@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import call, is_
 from typing import Any
 
@@ -37,17 +37,14 @@ def _weakly(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
 class PersistentTensors:
     """The tensors of persistent objects, at the last call that passed.
 
-    Another tensor with equal metadata may take the container of one of them; `rebind` checks it and remembers it.
-
-    Args:
-        released: positions of those that are not kept alive between two calls.
+    Another tensor with equal metadata may take the container of one of them; `rebind` checks it and remembers it. None
+    is kept alive between two calls.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool,
-                 released: Sequence[range] = ()) -> None:
+    def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool) -> None:
         self.last: list[Any] = tensors
-        self._released = [slice(span.start, span.stop) for span in released if span]
-        self._weak: list[list[Callable[[], torch.Tensor | None]]] = []
+        self._weak: list[Callable[[], torch.Tensor | None]] = []
+        self._gone = [None] * len(tensors)
         self.meta = [metadata(t) for t in tensors]
         self.watched = watched
         self.mutated = mutated
@@ -60,7 +57,7 @@ class PersistentTensors:
 
     def _remember(self) -> None:
         self.ids = {id(t) for t in self.last}
-        self._weak = [[_weakly(t) for t in self.last[span]] for span in self._released]
+        self._weak = [_weakly(t) for t in self.last]
         addresses = [0 if t is None else memory(t) for t in self.last]
         self.memory = {a for i, a in enumerate(addresses) if a and (self.written or i in self.mutated)}
         first: dict[int, int] = {}
@@ -68,13 +65,11 @@ class PersistentTensors:
 
     def let_go(self) -> None:
         """Ends a call."""
-        for span, known in zip(self._released, self._weak, strict=True):
-            self.last[span] = [None] * len(known)
+        self.last[:] = self._gone
 
     def recall(self) -> None:
         """Begins a call: what is still there is known again."""
-        for span, known in zip(self._released, self._weak, strict=True):
-            self.last[span] = map(call, known)
+        self.last[:] = map(call, self._weak)
 
     def rebind(self, tensors: list[torch.Tensor]) -> bool:
         """Takes new tensors in container of the last ones, when a program cannot tell them apart."""

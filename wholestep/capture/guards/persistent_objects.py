@@ -36,8 +36,6 @@ class PersistentObjects:
     Attributes:
         tensors: theirs, which the code has in the list ``t``.
         watched: positions in it of those that want gradients.
-        released: ranges of those that are not kept alive between two calls: those in dicts of dicts, as an optimizer's
-            state, which are not either, and gradients that the program reads.
     """
 
     def __init__(self, snap: Snapshot, writer: CodeWriter, per_call: PerCallObjects, inputs: Sequence[Source]) -> None:
@@ -47,7 +45,6 @@ class PersistentObjects:
         self._containers = [c for c in snap.containers if id(c.owner) not in per_call.ids and c.kind not in constant]
         self.tensors: list[torch.Tensor] = []
         self.watched: list[int] = []
-        self.released: list[range] = []
         self._whole: set[int] = set()
         self._nested: set[int] = set()
         self._inner: dict[int, dict[Any, Any]] = {}
@@ -70,12 +67,8 @@ class PersistentObjects:
         self._nested, self._inner = {id(c.value) for c in nested}, {id(table): table for table in inner}
         whole = [table for table in whole if id(table) not in self._inner]
         singles: list[str] = []
-        for value in chain.from_iterable(map(dict.values, whole)):
+        for value in chain.from_iterable(map(dict.values, [*whole, *self._inner.values()])):
             self._add(value)
-        first = len(self.tensors)
-        for value in chain.from_iterable(map(dict.values, self._inner.values())):
-            self._add(value)
-        self.released = [range(first, len(self.tensors))]
         for container in self._containers:
             for key in container.compared if container.kind is not kinds.SET else ():
                 value = container.before[key]
@@ -148,14 +141,12 @@ class PersistentObjects:
         read = [(j, grad) for j, grad, is_read in fresh if is_read]
         if read:
             write.lines.append(f"t += [{', '.join(f'g[{j}][0]' for j, _ in read)}]")
-        self.released.append(range(len(self.tensors), len(self.tensors) + len(read)))
         for _, grad in read:
             self._add(grad)
 
     def _compare_metadata(self) -> None:
         write, tensors = self._writer, self.tensors
-        if any(self.released):
-            write.lines.append("recall()")
+        write.lines.append("recall()")
         write.lines.append("if not identical(t, LAST) and not rebind(t): return None")
         state = {id(f.tensor) for f in self._snap.tensors.values() if f.kind in ("state", "grad")}
         checked = [i for i, t in enumerate(tensors) if id(t) not in state]
