@@ -44,7 +44,8 @@ FEW = [
 ]  # fmt: skip
 SMALL = [
     *FEW,
-    (r"^(num_key_value_heads|num_kv_heads)$", 2), (r"^head_dim$", 8),
+    (r"^(num_key_value_heads|num_kv_heads)$", 2), (r"^(head_dim|qk_nope_head_dim|qk_rope_head_dim|v_head_dim)$", 8),
+    (r"^(q_lora_rank|kv_lora_rank)$", 16), (r"^(n_group|topk_group)$", 1),
     (r"(attention_heads|num_heads|n_head|n_heads)$", 4), (r"^(image_size|input_size)$", 32), (r"^patch_size$", 8),
     (r"(intermediate_size|ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|dim_feedforward|d_inner)$", 64),
     (r"(hidden_size|d_model|n_embd|embed_dim|hidden_dim|embedding_size|projection_dim|emb_dim|^dim)$", 32),
@@ -63,17 +64,34 @@ def kinds() -> list[str]:
     return sorted(CONFIG_MAPPING.keys())
 
 
-def shrink(config: Any, rules: list[tuple[str, int]], depth: int = 3) -> Any:
-    """A config with small numbers, and those inside of it."""
-    for name, value in list(vars(config).items()):
+def smaller(config: Any, rules: list[tuple[str, int]], depth: int = 3) -> dict[str, Any]:
+    """The settings that a small config has instead, those of configs inside of it as dicts."""
+    found: dict[str, Any] = {}
+    for name, value in vars(config).items():
         if hasattr(value, "to_dict") and depth:
-            shrink(value, rules, depth - 1)
+            found[name] = value.to_dict() | smaller(value, rules, depth - 1)
         elif type(value) is int and value > 0:
             small = next((number for pattern, number in rules if re.search(pattern, name)), value)
             if small < value or name.endswith("token_id"):
-                setattr(config, name, small)
+                found[name] = small
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 1
+        found["decoder_start_token_id"] = 1
+    return found
+
+
+def shrunk(config_class: Any, rules: list[tuple[str, int]], at_once: bool) -> Any:
+    """A config with small numbers; ``at_once``: given to its class, which may derive others from them."""
+    config = config_class()
+    found = smaller(config, rules)
+    if at_once:
+        return config_class(**found)
+    for name, value in found.items():
+        inner = getattr(config, name)
+        if isinstance(value, dict):
+            for key, number in smaller(inner, rules).items():
+                setattr(inner, key, number)
+        else:
+            setattr(config, name, value)
     for name in ("layer_types", "mlp_layer_types"):
         if isinstance(getattr(config, name, None), list):
             setattr(config, name, getattr(config, name)[: getattr(config, "num_hidden_layers", 2)])
@@ -85,7 +103,7 @@ def models(kind: str) -> Iterator[Any]:
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
 
-    for rules in (SMALL, FEW):
+    for rules, at_once in ((SMALL, True), (SMALL, False), (FEW, True), (FEW, False)):
         for task in TASKS:
             table = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING" if task else "MODEL_MAPPING", None)
             config_class = CONFIG_MAPPING[kind]
@@ -94,14 +112,14 @@ def models(kind: str) -> Iterator[Any]:
             found = table[config_class]
             model_class = found[0] if isinstance(found, tuple) else found
             try:
-                config = shrink(config_class(), rules)
+                config = shrunk(config_class, rules, at_once)
                 with torch.device("meta"):
                     count = sum(p.numel() for p in model_class(config).parameters())
                 if count < MOST_PARAMETERS:
                     torch.manual_seed(0)
                     yield model_class(config).train()
             except Exception as error:
-                print(f"{rules is SMALL} {task}: {type(error).__name__}: {str(error)[:160]}", file=sys.stderr)
+                print(f"{rules is SMALL} {at_once} {task}: {type(error).__name__}: {str(error)[:160]}", file=sys.stderr)
 
 
 def setting(config: Any, *names: str, default: Any) -> Any:
@@ -114,8 +132,8 @@ def setting(config: Any, *names: str, default: Any) -> Any:
     return default
 
 
-def inputs(model: Any) -> dict[str, Any]:
-    """What a model's forward asks for, by the names of its arguments."""
+def inputs(model: Any, every: bool) -> dict[str, Any]:
+    """What a model's forward asks for, by the names of its arguments; ``every``: what it may be given, too."""
     config, asked = model.config, inspect.signature(model.forward).parameters
     ids = torch.randint(3, max(4, min(100, setting(config, "vocab_size", default=100))), (2, 12))
     side = setting(config, "image_size", "input_size", default=64)
@@ -129,7 +147,8 @@ def inputs(model: Any) -> dict[str, Any]:
         "attention_mask": torch.ones(2, 12, dtype=torch.long), "bbox": torch.zeros(2, 12, 4, dtype=torch.long),
     }  # fmt: skip
     main = getattr(model, "main_input_name", "input_ids")
-    wanted = [n for n, p in asked.items() if n in given and (n == main or p.default is inspect.Parameter.empty)]
+    needed = [n for n, p in asked.items() if every or n == main or p.default is inspect.Parameter.empty]
+    wanted = [name for name in needed if name in given]
     if "decoder_input_ids" in asked and ("input_features" in wanted or "labels" not in asked):
         wanted.append("decoder_input_ids")
     found = {name: given[name] for name in dict.fromkeys([main, *wanted]) if name in given}
@@ -158,14 +177,14 @@ def train_step(model: Any, opt: Any, batch: dict[str, Any]) -> torch.Tensor:
     return loss.detach()
 
 
-def trained(model: Any, step: Any) -> list[Any]:
+def trained(model: Any, step: Any, every: bool) -> list[Any]:
     """Losses, parameters, buffers and the generator's state after each step."""
     opt, seen = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9), []
     for index in range(STEPS):
         torch.manual_seed(100 + index)
         numpy.random.seed(index)
         random.seed(index)
-        batch = inputs(model)
+        batch = inputs(model, every)
         loss = step(model, opt, batch)
         state = [value.detach().clone() for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
         seen.append([loss, *state, torch.get_rng_state()])
@@ -174,28 +193,32 @@ def trained(model: Any, step: Any) -> list[Any]:
 
 def judged(kind: str) -> dict[str, Any]:
     """How one architecture fares."""
-    for model in models(kind):
+    for model, every in ((model, every) for model in models(kind) for every in (False, True)):
         name = type(model).__name__
         try:
-            want = trained(copy.deepcopy(model), train_step)
-            again = trained(copy.deepcopy(model), train_step)
+            want = trained(copy.deepcopy(model), train_step, every)
+            again = trained(copy.deepcopy(model), train_step, every)
         except Exception as error:
             print(f"{name}: {type(error).__name__}: {str(error)[:160]}", file=sys.stderr)
             continue
-        if not all(torch.equal(a, b) for x, y in zip(want, again, strict=True) for a, b in zip(x, y, strict=True)):
+        if not same(want, again):
             return {"model": name, "outcome": "eager differs from itself"}
         compiled = ws.compile(train_step)
         try:
-            got = trained(model, compiled)
+            got = trained(model, compiled, every)
         except Exception as error:
             refused = isinstance(error, ws.errors.CaptureError)
             return {"model": name, "outcome": "refused" if refused else "raises", "why": str(error)[:200]}
-        pairs = [pair for x, y in zip(want, got, strict=True) for pair in zip(x, y, strict=True)]
-        equal = all(torch.equal(a, b) or (a.isnan() == b.isnan()).all() and a.isnan().any() for a, b in pairs)
         way = "co-run" if compiled.breaks else "replay"
         why = compiled.breaks[0].splitlines()[0] if compiled.breaks else ""
-        return {"model": name, "outcome": "equal" if equal else "differs", "way": way, "why": why}
+        return {"model": name, "outcome": "equal" if same(want, got) else "differs", "way": way, "why": why}
     return {"model": "", "outcome": "eager does not train it so"}
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    """Equal bit for bit, a NaN like any other."""
+    pairs = [pair for x, y in zip(a, b, strict=True) for pair in zip(x, y, strict=True)]
+    return all(torch.equal(x, y) or torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs)
 
 
 def walk(chosen: list[str]) -> None:
