@@ -386,12 +386,22 @@ def setting_functions() -> tuple[list[Callable[..., Any]], dict[str, Any]]:
     read |= {n: functions[n] for n in precision[:1] if n in functions}
     read["_profiler_enabled"] = torch._C._autograd._profiler_enabled
     read = {n: f for n, f in read.items() if not _OF_WORK.search(n)}
+    read |= {n: f for n, f in vars(torch.__future__).items() if n.startswith("get_")}
     pairs = {n.replace(word, "set_"): n for n in read for word in ("get_", "is_")}
     pairs |= {precision[1]: precision[0]}
     set_by = {n: (read.get(pairs.get(n, "")), f) for n, f in functions.items() if n in pairs and pairs[n] != n}
     set_by["set_flush_denormal"] = None, functions["set_flush_denormal"]
     chosen = re.compile("cu(dnn|blas)|miopen|sdp|onednn")  # of kernels that are chosen while tracing, or not a CPU's
     return list(read.values()), {n: s for n, s in set_by.items() if not chosen.search(n)}
+
+
+_einsum = vars(torch.backends.opt_einsum)
+_einsum_module = vars(_einsum["m"])
+
+
+def einsum_flags() -> tuple[Any, ...]:
+    """How `torch.einsum` chooses the order of its products: as set by attribute, and as set by functions."""
+    return tuple([flags.get(name) for flags in (_einsum, _einsum_module) for name in ("enabled", "strategy")])
 
 
 # The function behind `torch.nn.utils.rnn.pad_packed_sequence`.

@@ -18,6 +18,7 @@ from wholestep.capture.outside.torch_settings import GETTERS, SETTERS
 from wholestep.errors import DataDependentError, UnsupportedError
 
 THREADS = torch.get_num_threads()
+EINSUM = backends.opt_einsum.enabled
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,13 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
     "flash_sdp_enabled()": (
         backends.cuda.flash_sdp_enabled, lambda: backends.cuda.enable_flash_sdp(False),
         lambda: backends.cuda.enable_flash_sdp(True)),
+    "opt_einsum": (
+        lambda: backends.opt_einsum.enabled, lambda: setattr(backends.opt_einsum, "enabled", not EINSUM),
+        lambda: vars(backends.opt_einsum).pop("enabled")),
+    "get_swap_module_params_on_conversion": (
+        torch.__future__.get_swap_module_params_on_conversion,
+        lambda: torch.__future__.set_swap_module_params_on_conversion(True),
+        lambda: torch.__future__.set_swap_module_params_on_conversion(False)),
     "profiler_enabled()": (
         lambda: torch.autograd._profiler_enabled(), lambda: PROFILER.__enter__(),
         lambda: PROFILER.__exit__(None, None, None)),

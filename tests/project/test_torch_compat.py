@@ -56,6 +56,7 @@ from wholestep.torch_compat import (
     dispatch_modes_active,
     dispatch_modes_off,
     dispatching,
+    einsum_flags,
     empty_fake,
     engine_compiler,
     evaluated,
@@ -488,6 +489,15 @@ def test_functions_that_read_and_set_settings():
     getter, _ = setters["_set_fp32_precision_setter"]
     assert getter("generic", "all") in ("none", "ieee")
     assert setters["set_flush_denormal"][0] is None
+
+
+def test_flags_of_einsum_are_seen_however_they_are_set():
+    flags, before = torch.backends.opt_einsum, einsum_flags()
+    assert flags.enabled in before
+    flags.enabled = False
+    assert einsum_flags() != before
+    del flags.__dict__["enabled"]
+    assert einsum_flags() == before and flags.enabled in (True, False)
 
 
 def test_a_mode_is_inside_where_it_is_active():
