@@ -135,7 +135,7 @@ def build(
     while True:
         known.traced = False
         initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
-        if options.guard_data:  # by which decisions may be taken, after an update
+        if options.decisions != "none":  # which may be taken after an update
             initial.fill()
         how = options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
         world, traced = capture_for(fn, args, kwargs, varying, *how)

@@ -147,6 +147,21 @@ def test_a_step_is_as_eager_whatever_it_decides(name: str, backend: Any) -> None
     assert all("decided at" in reason or "expected None" in reason for reason in run.recompiles)
 
 
+def test_a_decision_after_the_first_update_reads_state_as_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(float("nan")))
+    model = net()
+    opt = torch.optim.Adam(model.parameters())
+
+    def step(x: Tensor) -> bool:
+        model(x).sum().backward()
+        opt.step()
+        return bool(model[0].weight.norm() < 100)
+
+    compiled = ws.compile(step)
+    assert compiled(torch.randn(6, 8)) and compiled.breaks == [] and compiled.captures == 1
+
+
 def test_explain_says_what_a_step_decides_on() -> None:
     step, _, _ = skips()
     compiled, x = ws.compile(step), torch.randn(6, 8)
