@@ -1,4 +1,4 @@
-"""Steps that print, read and decide: eager, replayed without doing so, and co-run, in turns in one process.
+"""Steps that print, read and decide: eager, replayed without doing so, and compiled, in turns in one process.
 
     python -m benchmarks.co_run --models gpt mlp
 """
@@ -72,7 +72,7 @@ def measured(model: str, rounds: int) -> list[list[str]]:
     for name, (step, replayed) in STEPS.items():
         ways[name, "eager"] = step
         ways[name, "replay"] = ws.compile(replayed, fullgraph=True)
-        ways[name, "co-run"] = ws.compile(step)
+        ways[name, "compiled"] = ws.compile(step)
     torch.manual_seed(0)
     module, batch = MODELS[model]()
     opts = {way: AdamW(module.parameters(), lr=1e-4) for way in ways}
@@ -85,12 +85,14 @@ def measured(model: str, rounds: int) -> list[list[str]]:
                 times[way].append(time.perf_counter() - began)
     rows = []
     for name in STEPS:
-        ours = times[name, "co-run"]
+        ours = times[name, "compiled"]
         others = [times[name, of] for of in ("replay", "eager")]
         ratios = [median(a / b for a, b in zip(ours, other, strict=True)) for other in others]
-        way = name, "co-run"
+        way = name, "compiled"
         report = ways[way].explain(module, opts[way], batch)  # type: ignore[attr-defined]
-        served = "eager" if report.eager else f"{len(report.segments)} segments"
+        served = f"replay, {len(report.decisions)} decisions"
+        if report.breaks:
+            served = "eager" if report.eager else f"{len(report.segments)} segments"
         rows.append([model, name, f"{median(ours) * 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios), served])
     return rows
 
@@ -103,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for model in options.models for row in measured(model, options.rounds)]
-    print(markdown(("model", "step", "co-run ms", "of its replay", "of eager", "runs as"), rows))
+    print(markdown(("model", "step", "compiled ms", "of its replay", "of eager", "runs as"), rows))
 
 
 if __name__ == "__main__":
