@@ -3,7 +3,7 @@
 torch's rules for fake tensors give other strides than its kernels here and there, while autograd, user code and the
 memory plan go by strides, and kernels round by them. So each call of a new signature (operator, layouts of operands,
 other arguments) is run by its kernel once in a process, on scratch tensors, and its results' layouts are kept.
-May import: torch_compat.
+May import: functional, torch_compat.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from wholestep.functional import Functionalized, Wrapped
 from wholestep.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -110,10 +111,19 @@ def is_asked(func: OpOverload, args: Any, kwargs: Any) -> bool:
     return not _is_settled(func, operands)
 
 
+def kernel_of(target: Any) -> OpOverload | None:
+    """The operator that a call of a graph runs, on its own or within a variant of it."""
+    target = target.op if isinstance(target, (Functionalized, Wrapped)) else target
+    return target if isinstance(target, OpOverload) else None
+
+
 def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
     """Whether a call's results, as a graph has them, have other layouts than its kernel gives them."""
-    kept = layouts(func, args, kwargs) if isinstance(func, OpOverload) else None
+    op = kernel_of(func)
+    kept = layouts(op, args, kwargs) if op is not None else None
     tensors = [*tensors_of(found)]
+    if kept is not None and isinstance(func, Functionalized):  # the others are what it has written
+        tensors = tensors[: len(kept)]
     if kept is None or len(kept) != len(tensors):
         return False
     return any(place is not None and (t.shape, t.stride()) != place[:2] for t, place in zip(tensors, kept, strict=True))

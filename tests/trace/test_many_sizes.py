@@ -208,3 +208,18 @@ def test_places_for_the_largest_sizes_so_far_do_for_smaller_ones() -> None:
     assert grown is not None and grown["cpu"] >= 3000 and slots[0].offset != slots[1].offset
     offsets = arena.offsets
     assert arena.grow([1100]) is None and arena.grow([3]) is None and arena.offsets == offsets
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_kernels_within_functional_variants_are_asked_for_layouts(dynamic: bool | None) -> None:
+    """BatchNorm's gives a contiguous result of a transposed operand; by its strides attention chooses a kernel."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.batch_norm(x.t().contiguous().t(), None, None, training=True)[None, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)
+
+    compiled = ws.compile(step, dynamic=dynamic)
+    for rows in (36, 30, 20, 30):
+        x = torch.randn(rows, 6)
+        want, got = step(x), compiled(x)
+        assert torch.equal(got, want) and got.stride() == want.stride()

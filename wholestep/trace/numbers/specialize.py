@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.fake_layouts import differ, is_asked, tensors_of
+from wholestep.fake_layouts import differ, is_asked, kernel_of, tensors_of
 from wholestep.ir import StepGraph, check, copy_graph, info, set_info
 from wholestep.sizes import SizeDecisions, has_size, plain, sized_fake
-from wholestep.torch_compat import FakeTensorMode, OpOverload, empty_fake, evaluated, expression_of, lazy_graph_module
+from wholestep.torch_compat import FakeTensorMode, empty_fake, evaluated, expression_of, lazy_graph_module
 from wholestep.trace import Traced
 from wholestep.trace.numbers.many_sizes import ManySizes
 from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size
@@ -90,14 +90,15 @@ class AtSizes:
         return lazy_graph_module(module, graph)
 
     def _check(self, node: fx.Node) -> None:
-        if not isinstance(node.target, OpOverload):
+        op = kernel_of(node.target)
+        if op is None:
             return
         args, kwargs, value = map_leaves(fake_value, node.args), map_leaves(fake_value, node.kwargs), info(node).value
         if differ(node.target, *plain((args, kwargs, value))):
             raise OtherLayouts(f"{node.target} gives another layout than for symbols ({info(node).where})")
         call = node.target, args, kwargs, value
         many = any(tensor.dim() > 1 for tensor in tensors_of(value)) and has_size(call)  # else there is one layout
-        if many and is_asked(node.target, args, kwargs):
+        if many and is_asked(op, args, kwargs):
             self.asked[str((node.target, map_leaves(_words, [args, kwargs])))] = call
 
 
