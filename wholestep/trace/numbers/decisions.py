@@ -28,6 +28,10 @@ from wholestep.trace.record.inputs import Inputs
 Decisions = Literal["none", "bools", "all"]
 
 
+# How many bools a program decides on: the outcomes of more, as of each layer's drop, seldom come again together.
+MOST = 8
+
+
 class RealValues:
     """The values of a graph under construction on the real inputs."""
 
@@ -36,6 +40,11 @@ class RealValues:
         self._values: dict[fx.Node, Any] = {}
         self._decided: list[fx.Node] = []
         self._states: dict[torch.Generator, torch.Tensor] = {}  # where the draws so far have moved generators to
+
+    @property
+    def count(self) -> int:
+        """How many decisions there are so far."""
+        return len(self._decided)
 
     def of(self, node: fx.Node, line: str) -> Any:
         """The value of a node, which runs what it follows from, and all draws so far in their order.

@@ -14,7 +14,7 @@ from torch import fx
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import info
 from wholestep.torch_compat import current_autograd_node, is_one_operator, no_modes, saved_numbers
-from wholestep.trace.numbers.decisions import Decisions, RealValues, geometry, refuse_repeated
+from wholestep.trace.numbers.decisions import MOST, Decisions, RealValues, geometry, refuse_repeated
 from wholestep.trace.numbers.host_numbers import HostNode, make_host
 from wholestep.trace.numbers.predicates import OTHERWISE, Predicate, decide, follows_from_numbers, unknown
 from wholestep.trace.numbers.symbolic_sizes import is_size
@@ -145,7 +145,7 @@ class RecordedNumbers:
 
     def may_decide(self, truth: bool) -> bool:
         """Whether the program may depend on a value that it computes: on a bool, or on another one."""
-        return self.decisions == "all" or (truth and self.decisions == "bools")
+        return self.decisions == "all" or (truth and self.decisions == "bools" and self.real.count < MOST)
 
     def shape(self, node: fx.Node, line: str) -> Any:
         """The geometry of a call's result, as it is now."""
