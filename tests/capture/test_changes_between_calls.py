@@ -330,3 +330,21 @@ def test_objects_that_are_not_looked_into_are_not_kept_alive() -> None:
         served(torch.ones(2), value)
         del value
         assert seen() is None
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("typed", [True, False])
+def test_the_size_of_a_storage_without_a_tensor_is_not_baked(typed: bool, fullgraph: bool) -> None:
+    def step(x: Tensor, storage: Any) -> Tensor:
+        return x * storage.nbytes()
+
+    tensor = torch.ones(3)
+    storage: Any = tensor.storage() if typed else tensor.untyped_storage()
+    served, x = ws.compile(step, fullgraph=fullgraph), torch.ones(2)
+    for size in (3, 24, 24):
+        storage.resize_(size)
+        if fullgraph:
+            with pytest.raises(CaptureError, match="size of a storage is read that belongs to no tensor"):
+                served(x, storage)
+        else:
+            assert torch.equal(served(x, storage), step(x, storage))

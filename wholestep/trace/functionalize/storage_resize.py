@@ -7,6 +7,7 @@ shrinking after it. The sizes on entry are guards.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 OWNERS = ("untyped_storage", "storage")  # methods of a tensor that give its storage
+DESCRIBERS = ("wholestep.", FakeTensor.__module__.rpartition(".")[0])  # packages that ask for their own use
 
 _resize, _nbytes = torch.UntypedStorage.resize_, torch.UntypedStorage.nbytes
 
@@ -102,6 +104,9 @@ class StorageSizes:
 
         def nbytes(storage: torch.UntypedStorage) -> int:
             known = self._known.get(storage_id(storage))
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            if known is None and storage.device.type != "meta" and not caller.startswith(DESCRIBERS):  # without a guard
+                raise UnsupportedError("the size of a storage is read that belongs to no tensor in reach", user_line())
             return known.now if known is not None else _nbytes(storage)
 
         sized = [(torch.UntypedStorage, name, nbytes) for name in ("nbytes", "size", "__len__")]
