@@ -318,3 +318,19 @@ def test_sizes_and_outcomes_change(dynamic: bool | None) -> None:
         same(got, want)
     assert run.breaks == []
     assert dynamic is False or run.captures <= 6
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_guards_on_values_are_of_one_capture_for_many_sizes(dynamic: bool | None, fullgraph: bool) -> None:
+    def step(x: Tensor, k: float) -> Tensor:
+        y = x * k
+        if k > 2:
+            y = y + 1
+        return y.relu() if x.sum() > 0 else y
+
+    compiled = ws.compile(step, dynamic=dynamic, fullgraph=fullgraph)
+    for rows, k, sign in ((4, 1.0, 1), (5, 1.5, 1), (6, 3.0, 1), (7, 3.5, -1), (8, 1.2, -1), (9, 2.5, 1), (5, 2.7, 1)):
+        x = torch.randn(rows, 3).abs() * sign
+        same(compiled(x, k), step(x, k))
+    assert compiled.captures <= 5

@@ -56,15 +56,19 @@ class RealValues:
         needed = ancestors([node], until=self._values.__contains__)
         draws = [n for n in nodes if n.op == "call_function" and is_effectful(n) and not draws_nothing(n)]
         needed |= ancestors(draws, until=self._values.__contains__) if needed & set(draws) else set()
-        given = {found.source.path: found.tensor for found in self.inputs.world.tensors.values()}
-        fakes = [item for item in self.inputs.items if isinstance(item.value, FakeTensor) and item.source is not None]
-        real = {item.node: item.value for item in self.inputs.items}
-        real |= {item.node: given[item.source.path] for item in fakes if item.source.path in given}
+        real = self.given()
         with suspended(), no_modes(), below_autograd(), self._generators() if draws else nullcontext():
             for each in nodes:
                 if each in needed and each not in self._values:
                     self._values[each] = self._run(each, real, line)
         return self._values[node]
+
+    def given(self) -> dict[fx.Node, Any]:
+        """What inputs are in the call, those of symbolic sizes, too."""
+        found = {found.source.path: found.tensor for found in self.inputs.world.tensors.values()}
+        fakes = [item for item in self.inputs.items if isinstance(item.value, FakeTensor) and item.source is not None]
+        real: dict[fx.Node, Any] = {item.node: item.value for item in self.inputs.items}
+        return real | {item.node: found[item.source.path] for item in fakes if item.source.path in found}
 
     def _run(self, node: fx.Node, real: dict[fx.Node, Any], line: str) -> Any:
         if node.op == "get_attr":

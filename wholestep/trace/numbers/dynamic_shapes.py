@@ -67,12 +67,20 @@ class Template:
             return f"{min(missing)} shares its memory, or has a history, which it had not"
         if sharing(world, self.written) != self.shares:
             return "tensors that the step writes share memory with others than before"
-        return self.sizes.misfit(_sizable(world))
+        return self.sizes.misfit(_sizable(world)) or self._decided_otherwise(world)
+
+    def _decided_otherwise(self, world: Snapshot) -> str | None:
+        """The first decision, of those that are known before the step, which a call takes otherwise."""
+        given = _given(world)
+        paths = [item.source.path if item.source is not None else "" for item in self.traced.inputs]
+        for predicate in self.traced.predicates:
+            if not predicate.holds({index: given.get(paths[index]) for index in predicate.inputs}):
+                return predicate.reason
+        return None
 
     def at(self, world: Snapshot, many: bool) -> Traced:
         """The trace at the sizes of a call that it serves; whether one program may be made of it for many sizes."""
-        inputs: dict[str, Any] = {f.source.path: f.tensor for f in world.tensors.values()}
-        inputs |= {n.source.path: n.value for n in world.numbers}
+        inputs = _given(world)
         return at_sizes(self.traced, self.sizes, self.sizes.values(inputs), inputs, many)
 
     def forget(self) -> None:
@@ -204,6 +212,11 @@ def _words(error: Exception) -> str:
     """An error's type and text; those of torch's C++ carry their stack."""
     text = str(error) if isinstance(error, CaptureError) else str(error).partition("\n")[0]
     return f"{type(error).__name__}: {text}"
+
+
+def _given(world: Snapshot) -> dict[str, Any]:
+    """By path, the tensors and numbers of a call."""
+    return {f.source.path: f.tensor for f in world.tensors.values()} | {n.source.path: n.value for n in world.numbers}
 
 
 def _sizable(world: Snapshot) -> dict[str, torch.Tensor]:

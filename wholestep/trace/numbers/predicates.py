@@ -8,7 +8,7 @@ of small tensors that the step is given. `decisions.py` has those on anything el
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ class Predicate:
     text: str
     line: str
 
-    def holds(self, values: Sequence[Any]) -> bool:
+    def holds(self, values: Sequence[Any] | Mapping[int, Any]) -> bool:
         with torch.no_grad():
             return same_value(self.module(*(values[i] for i in self.inputs)), self.expected)
 
@@ -87,6 +87,7 @@ def decide(
     constants: dict[str, torch.Tensor],
     is_data: Callable[[fx.Node], bool],
     line: str,
+    given: Mapping[fx.Node, Any],
     parts: Container[int] = (),
 ) -> Predicate | None:
     """Computes a decision now, from the real inputs, and makes it a guard; None where that is not cheap.
@@ -94,6 +95,7 @@ def decide(
     Args:
         node: gives the number, or the sizes, on which Python decides.
         is_data: tells placeholders of data from those of parameters, gradients and optimizer state.
+        given: what the inputs are in the call.
         parts: ids of the tensors of which each rank holds a part, so that none knows the whole.
 
     Raises:
@@ -123,7 +125,7 @@ def decide(
     module = lazy_graph_module(constants, graph)
     positions = tuple(read[n] for n in ordered if n.op == "placeholder")
     with no_modes():
-        expected = module(*(inputs[i].value for i in positions))
+        expected = module(*(given[inputs[i].node] for i in positions))
     text = in_words(ordered, {n: str(inputs[index].source) for n, index in read.items()})[node]
     return Predicate(module, positions, expected, text if len(text) <= MAX_TEXT else f"{text[:157]}…", line)
 

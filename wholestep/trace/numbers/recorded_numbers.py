@@ -129,7 +129,8 @@ class RecordedNumbers:
         if fixed:
             return self.real.of(node, line)
         parts = self.inputs.world.substitutes.parts
-        guard = decide(node, self.inputs.items, self.builder.constants, self._is_data, line, parts)
+        items, constants = self.inputs.items, self.builder.constants
+        guard = decide(node, items, constants, self._is_data, line, self.real.given(), parts)
         if guard is not None:
             self.predicates[node] = guard
             return guard.expected
