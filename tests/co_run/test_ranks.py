@@ -61,3 +61,11 @@ def test_whole_graphs_are_asked_for_by_name():
     with pytest.raises(CaptureError, match="co_run_ranks"):
         compiled(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 6), [])
     comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("where", ["forward hook", "after the forward", "optimizer's hook"])
+def test_all_ranks_hear_of_an_error_and_go_on(where):
+    (one, first), (two, second) = run_ranks(programs.goes_on_after_an_error, 2, args=(where,))
+    assert one == ["float", "float", "PlanError", "float", "float", "float"]
+    assert two == ["float", "float", "KeyError", "float", "float", "float"]
+    assert first == second

@@ -300,3 +300,42 @@ def breaks_by_name() -> list[Any]:
     compiled = ws.compile(step, mesh=mesh(), plan=ws.FullyShard("dp", min_bytes=1))
     compiled(torch.ones(2, 4))
     return found
+
+
+def goes_on_after_an_error(where: str) -> tuple[list[Any], list[Any]]:
+    """What each of six calls gives, of which one raises on rank 1, in a hook or in the step; then the parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    fails = [False]
+
+    def fail(*args: Any) -> None:
+        if fails[0]:
+            raise KeyError("this rank's own")
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> float:
+        loss = model(x).square().mean()
+        if where == "after the forward":
+            fail()
+        loss.backward()
+        read = loss.item()
+        opt.step()
+        opt.zero_grad()
+        with redirect_stdout(io.StringIO()):
+            print(f"{read:.3f}")
+        return read
+
+    if where == "forward hook":
+        model[2].register_forward_hook(fail)
+    elif where == "optimizer's hook":
+        opt.register_step_pre_hook(fail)
+    compiled = ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"))
+    torch.manual_seed(comm.get_rank())
+    seen: list[Any] = []
+    for call in range(6):
+        fails[0], x = call == 2 and comm.get_rank() == 1, torch.randn(4, 3)
+        try:
+            seen.append(type(compiled(model, opt, x)).__name__)
+        except (KeyError, PlanError) as error:
+            seen.append(type(error).__name__)
+    return seen, [p.tolist() for p in model.parameters()]

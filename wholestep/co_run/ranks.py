@@ -51,7 +51,7 @@ class Ranks:
         self._initial: InitialState | None = None
         self._first = True
         groups = self._executor.broadcasting
-        self._buffers = BufferBroadcast(groups, self._accumulates, lambda: self._queue.paused())
+        self._buffers = BufferBroadcast(groups, self._accumulates, self._broadcasting)
 
     @contextmanager
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], queue: Recording) -> Iterator[list[Replacement]]:
@@ -169,13 +169,21 @@ class Ranks:
 
     def _all_raise(self, error: Exception) -> bool:
         """Whether all ranks end the call with an error, so that they can put things in order together."""
-        if isinstance(error, DistError):
+        if isinstance(error, (DistError, PlanError)):  # which the others have heard
             return False
         try:
             self._reduce(f"which raises {type(error).__name__}")
         except (PlanError, DistError):
             return False
         return True
+
+    @contextmanager
+    def _broadcasting(self) -> Iterator[None]:
+        """Inside, all ranks broadcast buffers, and nothing is deferred."""
+        with self._queue.paused():
+            self._executor.enter_call(f"{self._name}, in the forward at {user_line()}")
+            self._executor.meet("buffers that are to be broadcast")
+            yield
 
     def _reduce(self, where: str) -> None:
         """Reduces the gradients that are each rank's own, of which no program knows a reader."""

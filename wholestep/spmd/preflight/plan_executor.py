@@ -158,12 +158,20 @@ class PlanExecutor:
             PlanError: on every rank, when they do not all come here with gradients of the same shapes.
         """
         sizes = [list(gradient.shape) for gradient in gradients]
-        self.check_call(Contract((Call("", f"gradients of shapes {sizes} that are to be reduced", ""),)))
+        self.meet(f"gradients of shapes {sizes} that are to be reduced")
         for plan, gradient in itertools.product(self._local_plans, gradients):
             if self._mesh is not None:
                 group = self._mesh.get_group(plan.axis)
                 op = comm.premul_sum(1 / group.size()) if plan.reduce == "mean" else comm.ReduceOp.SUM
                 comm.all_reduce(gradient, op, group)
+
+    def meet(self, what: str) -> None:
+        """Before collectives that are in no program.
+
+        Raises:
+            PlanError: on every rank, when they do not all come here for the same.
+        """
+        self.check_call(Contract((Call("", what, ""),)))
 
     @property
     def broadcasting(self) -> list[comm.ProcessGroup]:
