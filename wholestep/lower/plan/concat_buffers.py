@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.lower.plan.arena import ALIGN
 from wholestep.lower.plan.operator_facts import aten
 from wholestep.lower.plan.value_facts import dense, writer
 
@@ -24,7 +25,9 @@ class Part(NamedTuple):
 def find_parts(
     nodes: Iterable[fx.Node], root: dict[fx.Node, fx.Node], free: Callable[[fx.Node, fx.Node], bool]
 ) -> dict[fx.Node, Part]:
-    """The values that can be written into a `cat` of flat tensors directly.
+    """The values that can be written into a `cat` of flat tensors directly, each at a multiple of `ALIGN` bytes.
+
+    Elsewhere, matrix multiplications of MKL and oneDNN may sum in another order than for memory of torch's allocator.
 
     Args:
         nodes: in order of execution.
@@ -43,10 +46,11 @@ def find_parts(
         roots = [root[operand] for operand in operands]
         times = Counter(roots)
         for operand, owner in zip(operands, roots, strict=True):
-            once = times[owner] == 1 and owner not in parts
+            value = info(operand).value
+            once = times[owner] == 1 and owner not in parts and start * value.itemsize % ALIGN == 0
             if once and _fills(operand, owner, whole) and writer(owner) is not None and free(owner, whole):
                 parts[owner] = Part(whole, start)
-            start += info(operand).value.numel()
+            start += value.numel()
     return parts
 
 

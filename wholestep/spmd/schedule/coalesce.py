@@ -23,6 +23,7 @@ aten = torch.ops.aten
 collectives = torch.ops.wholestep
 
 KIB = 1 << 10
+CACHE_LINE = 64  # bytes
 
 
 @dataclass
@@ -206,8 +207,8 @@ def _pack(graph: fx.Graph, members: Sequence[Collective]) -> dict[str, str]:
     reader = min(min(members, key=lambda m: m.needed).wait.users)  # nodes compare by their place in the graph
     to_send, received = _PACKS.get(last.start.target, (_in_bytes, _in_bytes))
     in_bytes = torch.uint8 if last.start.target is collectives.broadcast.default else None
-    if in_bytes:  # each at a multiple of its size
-        members = sorted(members, key=lambda m: -m.value.itemsize)
+    # each at a multiple of its elements' size, and as many as can be at one of a cache line, where kernels may write
+    members = sorted(members, key=lambda m: (-m.value.itemsize, m.sends % CACHE_LINE != 0))
     group: Any = last.start.args[-1]
     ranks = get_group(group).size() if _by_rank in (to_send, received) else 1
     names = tuple(name for m in members for name in (m.names or ((str(m.sent),) if in_bytes else ())))
