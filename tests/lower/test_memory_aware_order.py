@@ -10,7 +10,7 @@ import wholestep as ws
 from tests.lower.test_interpreter import compare
 from tests.support.lower_programs import Builder
 from wholestep.lower.fusion import blocking_collectives
-from wholestep.lower.plan.buffer_reuse import ROW_BY_ROW
+from wholestep.lower.plan.buffer_reuse import ACCUMULATE, ROW_BY_ROW
 from wholestep.testing import run_ranks
 
 aten = torch.ops.aten
@@ -85,6 +85,22 @@ def test_rows_may_be_overwritten(op: torch._ops.OpOverload, dtype: torch.dtype, 
         turned = one.permute(2, 0, 1)  # results are contiguous, whatever the operands: it is no home for them
         if "backward" not in str(op):
             assert op(turned, *other).stride() != turned.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("op", sorted(ACCUMULATE, key=str), ids=str)
+def test_products_are_added_to_their_first_operand_where_it_is(op: torch._ops.OpOverload, dtype: torch.dtype) -> None:
+    name = op.overloadpacket.__name__
+    for rows, inner, columns in ((3, 5, 7), (33, 64, 17)):
+        torch.manual_seed(0)
+        one, two = torch.randn(4, rows, inner).to(dtype), torch.randn(4, inner, columns).to(dtype)
+        factors = {"addmm": (one[0], two[0]), "addmv": (one[0], two[0, :, 0])}.get(name, (one, two))
+        for beta in (0, 1, 2):
+            old = torch.randn((rows, columns)[: 1 if name == "addmv" else 2]).to(dtype)
+            old = old.expand(4, rows, columns).clone() if name == "baddbmm" else old
+            over = old.clone()
+            assert op.overloadpacket.out(over, *factors, beta=beta, out=over) is over
+            assert torch.equal(over, op(old, *factors, beta=beta))
 
 
 def test_large_vocabularies_take_two_buffers_of_logits() -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import wholestep as ws
 from tests.lower.test_interpreter import compare
 from tests.support.lower_programs import Builder, clone_inputs, program
 from wholestep import comm
@@ -219,6 +220,37 @@ def test_memory_that_is_elsewhere_at_each_call_is_not_bound() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if isinstance(a, torch.Tensor))
     assert fast.rebinds == OFTEN + 1
+
+
+def zeroed(p: torch.Tensor, product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    p.zero_()
+    p.add_(product)
+
+
+def added(p: torch.Tensor, product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    p.addmm_(a, b)
+
+
+def put(p: torch.Tensor, product: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.mm(a, b, out=p)
+
+
+@pytest.mark.parametrize("write", [zeroed, added, put])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_products_are_computed_in_memory_of_eagers_alignment(write: Any, start: int) -> None:
+    """Where memory begins decides in which order MKL sums; parts of flat memory begin anywhere."""
+    torch.manual_seed(0)
+    a, b = torch.randn(20, 16).t(), torch.randn(20, 8)
+
+    def step(p: torch.Tensor) -> None:
+        write(p, a @ b, a, b)
+
+    flat = [torch.ones(start + 128) for _ in range(2)]
+    compiled = ws.compile(step, fullgraph=True)
+    for _ in range(2):
+        for fn, memory in zip((step, compiled), flat, strict=True):
+            fn(memory[start:].view(16, 8))
+        assert torch.equal(*flat)
 
 
 def test_inputs_that_share_memory_are_still_right() -> None:

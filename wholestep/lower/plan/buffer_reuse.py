@@ -42,16 +42,18 @@ from wholestep.lower.plan.value_facts import (
     tensor_operands,
     variable,
     writer,
+    writes_anywhere,
     written_arguments,
 )
 from wholestep.sizes import has_size
 from wholestep.torch_compat import OpOverload
 
-# CPU kernels that have read all of a row before they write it: their result may lie over the first operand.
+# CPU kernels whose result may lie over the first operand: they read all of a row before they write it, or add to it.
 ROW_BY_ROW = {
     aten._softmax.default, aten._log_softmax.default,
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
 }  # fmt: skip
+ACCUMULATE = {aten.addmm.default, aten.addbmm.default, aten.baddbmm.default, aten.addmv.default}
 
 
 @dataclass(eq=False)
@@ -155,8 +157,8 @@ class BufferReuse:
             return True
         if any(layout(info(o).value) != layout(info(node).value) for o in mine):
             return False
-        rowwise = node.target in ROW_BY_ROW and info(node).value.device.type == "cpu"
-        if rowwise or how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
+        over_first = node.target in ROW_BY_ROW | ACCUMULATE and info(node).value.device.type == "cpu"
+        if over_first or how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
             return len(mine) == 1 and mine[0] is node.args[0]
         item = self.live.items[self.live.item_of[node]]
         if item.by_pieces and self.live.read_time(node, root) != self.live.position[node]:
@@ -186,7 +188,8 @@ class BufferReuse:
         placed, candidates = False, [node]
         while candidates:
             before = next((found for one in candidates if (found := self._try_input(one, old)) is not None), None)
-            placed, candidates = placed or before is not None, before or []
+            placed = placed or before is not None
+            candidates = [one for one in before or [] if writes_anywhere(one)]  # eager has it in memory of its own
         return placed
 
     def _try_input(self, node: fx.Node, old: fx.Node) -> list[fx.Node] | None:

@@ -12,7 +12,7 @@ from torch import fx
 from wholestep.ir import info
 from wholestep.lower.plan.arena import ALIGN
 from wholestep.lower.plan.operator_facts import aten
-from wholestep.lower.plan.value_facts import dense, writer
+from wholestep.lower.plan.value_facts import dense, writer, writes_anywhere
 
 
 class Part(NamedTuple):
@@ -25,9 +25,7 @@ class Part(NamedTuple):
 def find_parts(
     nodes: Iterable[fx.Node], root: dict[fx.Node, fx.Node], free: Callable[[fx.Node, fx.Node], bool]
 ) -> dict[fx.Node, Part]:
-    """The values that can be written into a `cat` of flat tensors directly, each at a multiple of `ALIGN` bytes.
-
-    Elsewhere, matrix multiplications of MKL and oneDNN may sum in another order than for memory of torch's allocator.
+    """The values that can be written into a `cat` of flat tensors directly, where a kernel gives the same bits.
 
     Args:
         nodes: in order of execution.
@@ -47,8 +45,9 @@ def find_parts(
         times = Counter(roots)
         for operand, owner in zip(operands, roots, strict=True):
             value = info(operand).value
-            once = times[owner] == 1 and owner not in parts and start * value.itemsize % ALIGN == 0
-            if once and _fills(operand, owner, whole) and writer(owner) is not None and free(owner, whole):
+            once = times[owner] == 1 and owner not in parts and _fills(operand, owner, whole)
+            aligned = start * value.itemsize % ALIGN == 0
+            if once and writer(owner) is not None and (aligned or writes_anywhere(owner)) and free(owner, whole):
                 parts[owner] = Part(whole, start)
             start += value.numel()
     return parts

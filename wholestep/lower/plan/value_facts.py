@@ -18,6 +18,7 @@ from wholestep.lower.plan.operator_facts import (
     SCATTERS,
     aten,
     is_in_place_collective,
+    is_pointwise,
     is_view,
     is_wait,
     mutable_variant,
@@ -105,6 +106,11 @@ def writer(node: fx.Node) -> How | None:
         return None
     found = out_variant(op, device_key(value))
     return "out" if found is not None and len(found[2]) == 1 else None
+
+
+def writes_anywhere(node: fx.Node) -> bool:
+    """True when a call computes the same bits in memory of any alignment; products of MKL and oneDNN do not."""
+    return is_pointwise(node.target) or writer(node) in ("fill", "copy", "scatter", "collective")
 
 
 def _inside(node: fx.Node) -> bool:
