@@ -1,6 +1,6 @@
 """Wholestep: an ordinary PyTorch training step, captured whole, as one readable graph."""
 
-from wholestep import autograd, checkpoint
+from wholestep import autograd, checkpoint, parallel
 from wholestep.api import compile, trace
 from wholestep.checkpoint import load, save
 from wholestep.compiled import Compiled
@@ -48,6 +48,7 @@ __all__ = [
     "load",
     "load_plan",
     "log",
+    "parallel",
     "register_sharding",
     "save",
     "save_plan",

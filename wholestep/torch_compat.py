@@ -551,6 +551,10 @@ def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:
         engine.set_autograd_compiler(*prior)
 
 
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Has the autograd engine call a function when the backward ends inside of which this is called."""
+
+
 BACKWARD_ENGINE = torch.autograd, "_engine_run_backward"
 """Where `torch.autograd.backward` and `torch.autograd.grad` find the call of the engine by which they end:
 ``run(roots, grads, keep_graph, create_graph, inputs, ...)``."""

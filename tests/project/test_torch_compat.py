@@ -45,6 +45,7 @@ from wholestep.torch_compat import (
     TorchDispatchMode,
     UnwrappedDispatchMode,
     address_of,
+    at_end_of_backward,
     below_autograd,
     checkpoint_contexts,
     compile_with_inductor,
@@ -871,3 +872,11 @@ def test_collectives_as_operators(tmp_path):
         assert wait_collective(begun) is begun and begun.tolist() == [1, 1]
     finally:
         dist.destroy_process_group()
+
+
+def test_a_call_at_the_end_of_a_backward_comes_after_all_gradients():
+    seen, weight = [], torch.ones(2, requires_grad=True)
+    scaled = weight * 3
+    scaled.register_hook(lambda grad: at_end_of_backward(lambda: seen.append(weight.grad.tolist())))
+    scaled.sum().backward()
+    assert seen == [[3.0, 3.0]]

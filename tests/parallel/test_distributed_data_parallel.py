@@ -1,0 +1,67 @@
+"""The wrapper's gradients, weights and buffers are those of torch's wrapper, bit for bit on two ranks."""
+
+import pytest
+import torch
+
+import tests.support.parallel_ranks as programs
+from wholestep.parallel.buckets import bucket_assignment, views_of
+from wholestep.testing import run_ranks
+
+
+def test_all_cases_are_torchs_bit_for_bit(tmp_path):
+    for each in run_ranks(programs.as_stock, 2, args=(str(tmp_path / "store"),)):
+        assert each == dict.fromkeys(programs.CASES, True)
+
+
+@pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("thread", 2), ("gloo", 2)])
+def test_gradients_are_those_of_the_naive_form(transport, size):
+    for each in run_ranks(programs.as_naive, size, transport):
+        assert len(each) == 3 and max(each) < 1e-12
+
+
+def test_mistakes_are_errors_with_names_on_all_ranks():
+    one, two = run_ranks(programs.mistakes, 2)
+    assert one["differ"] == two["differ"]
+    for each in (one, two):
+        assert "DistMismatchError" in each["differ"] and "1.weight float32 [5, 3] on rank 1" in each["differ"]
+        assert "bias float32 [3] on rank 0 (2 in all), none on rank 1 (1)" in each["fewer"]
+        assert each["frozen"].startswith("RuntimeError") and "not needed" in each["frozen"]
+        assert "weight is on the meta device" in each["meta"]
+        assert "['cuda:0']" in each["device_ids"] and "['cpu']" in each["device_ids"]
+        assert "did not receive grad for rank" in each["unused"] and "layers.1.weight, layers.1.bias" in each["unused"]
+        assert "mark a variable ready only once. Parameter second." in each["used twice"]
+        assert "one tensor of 18 elements" in each["shape"] and "found [3]" in each["shape"]
+        assert "must return a torch.futures.Future, found Tensor" in each["no future"]
+        assert "must be callable, found int" in each["no hook"]
+
+
+def test_ignored_parameters_and_saved_states():
+    one, two = run_ranks(programs.ignores_and_saves, 2, "thread")
+    assert one == [[0.0, 0.0], [1.0, 1.0], "module.0.weight", [2.0]]
+    assert two == [[1.0, 1.0], [2.0, 2.0], "module.0.weight", [2.0]]
+
+
+F32, F64 = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "members", "limit_of_each"),
+    [
+        ([(100, F32), (200, F32), (100, F32), (50, F32)], [400], [[0], [1], [2], [3]], [400] * 4),
+        ([(50, F32), (25, F64)] * 3, [400], [[0, 2], [1, 3], [4], [5]], [400] * 4),
+        ([(10, F32)] * 4, [40, 80], [[0], [1, 2], [3]], [40, 80, 80]),
+        ([(50, F32), (25, F64)] * 3, [200, 400], [[0], [1], [2, 4], [3, 5]], [200, 200, 400, 400]),
+    ],
+)
+def test_bucket_assignment(sizes, limits, members, limit_of_each):
+    tensors = [torch.empty(size, dtype=dtype) for size, dtype in sizes]
+    assert bucket_assignment(tensors, limits) == (members, limit_of_each)
+
+
+def test_views_have_the_strides_of_what_they_are_for():
+    like = [torch.empty(3, 4).t(), torch.empty(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), torch.ones(4)]
+    flat = torch.arange(136.0)
+    views = views_of(flat, like)
+    assert [view.stride() for view in views] == [one.stride() for one in like]
+    assert torch.equal(torch.cat([view.t().flatten() for view in views[:1]]), flat[:12])
+    assert sorted(torch.cat([view.flatten() for view in views]).tolist()) == flat.tolist()

@@ -1,0 +1,181 @@
+"""What ranks run for the tests of wrappers: training beside torch's own wrapper, and beside the naive form."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as StockDDP
+
+from tests.support.parallel_models import Branches, Checkpointed, MixedDtypes, Net, Tied, loss_of, rows
+from wholestep import comm
+from wholestep.parallel import DistributedDataParallel, GradBucket
+
+SMALL = 0.0005  # MiB: buckets of a layer each
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "plain": (Net, {}),
+    "many buckets": (Net, {"bucket_cap_mb": SMALL}),
+    "views": (Net, {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": True}),
+    "no buffers": (Net, {"broadcast_buffers": False}),
+    "tied": (Tied, {"bucket_cap_mb": SMALL}),
+    "mixed dtypes": (MixedDtypes, {"bucket_cap_mb": SMALL}),
+    "mixed dtypes, views": (MixedDtypes, {"gradient_as_bucket_view": True}),
+    "unused": (Branches, {"find_unused_parameters": True, "bucket_cap_mb": SMALL}),
+    "unused, views": (Branches, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    "static": (Net, {"static_graph": True}),
+    "static, unused": (partial(Checkpointed, unused=True), {"static_graph": True, "gradient_as_bucket_view": True}),
+    "checkpoint": (Checkpointed, {}),
+    "checkpoint, reentrant": (partial(Checkpointed, reentrant=True), {"bucket_cap_mb": SMALL}),
+    "checkpoint twice": (partial(Checkpointed, times=2, unused=True), {"find_unused_parameters": True}),
+    "checkpoint twice, shared": (
+        partial(Checkpointed, True, times=2, shared=True), {"static_graph": True, "bucket_cap_mb": SMALL},
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def stock_world(store: str) -> Iterator[None]:
+    """torch.distributed beside ours, on Gloo."""
+    rank, size = comm.get_rank(), comm.get_world_size()
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trained(wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], iterations: int = 4) -> list[torch.Tensor]:
+    """All parameters, gradients, buffers and losses on the way; each second iteration accumulates first."""
+    rank = comm.get_rank()
+    torch.manual_seed(rank)  # others at the start, too: rank 0's count
+    wrapped = wrap(make())
+    opt = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    seen: list[torch.Tensor] = []
+    for iteration in range(iterations):
+        batch = rows(rank, iteration)
+        choice = (iteration + 2 * rank,) if isinstance(wrapped.module, Branches) else ()
+        if iteration % 2:
+            with wrapped.no_sync():
+                loss_of(wrapped(batch.flip(0), *choice)).backward()
+        loss = loss_of(wrapped(batch, *choice))
+        loss.backward()
+        grads = [torch.zeros(1) if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+        seen += [loss.detach(), *grads]
+        opt.step()
+        opt.zero_grad(set_to_none=iteration < 2)
+        seen += [one.clone() for one in wrapped.state_dict().values()]
+    return seen
+
+
+def naive_gradients(module: nn.Module) -> None:
+    """The oracle: after the backward, one all-reduce for each parameter; those that nobody used keep what they have."""
+    for one in module.parameters():
+        grad = torch.zeros_like(one) if one.grad is None else one.grad
+        used = torch.tensor(float(one.grad is not None))
+        comm.all_reduce(grad)
+        comm.all_reduce(used)
+        one.grad = grad / comm.get_world_size() if used else None
+
+
+def beside_naive(make: Callable[[], nn.Module], settings: dict[str, Any], iterations: int = 3) -> float:
+    """The largest difference of gradients from the naive form's; infinite where one has a gradient and one has none."""
+    rank, worst = comm.get_rank(), 0.0
+    torch.manual_seed(rank)
+    ours = DistributedDataParallel(make().double(), **settings)
+    naive = copy.deepcopy(ours.module)
+    for iteration in range(iterations):
+        choice = (iteration + 2 * rank,) if isinstance(naive, Branches) else ()
+        for module in (naive, ours):
+            module.zero_grad()
+            loss_of(module(rows(rank, iteration).double(), *choice)).backward()
+        naive_gradients(naive)
+        for one, other in zip(naive.parameters(), ours.parameters(), strict=True):
+            if one.grad is None or other.grad is None:
+                worst = worst if one.grad is other.grad is None else math.inf
+            else:
+                worst = max(worst, float((one.grad - other.grad).abs().max()))
+    return worst
+
+
+def as_naive() -> list[float]:
+    record = partial(Branches, record=True)
+    found = [beside_naive(Net, {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": view}) for view in (False, True)]
+    return [*found, beside_naive(record, {"find_unused_parameters": True})]
+
+
+def mistakes() -> dict[str, str]:
+    """The error that each mistake gets."""
+    found = {}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            found[name] = "no error"
+        except (RuntimeError, TypeError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def unused() -> None:
+        wrapped = DistributedDataParallel(Branches(), broadcast_buffers=False)
+        for _ in range(2):
+            loss_of(wrapped(torch.ones(2, 8), 1)).backward()
+
+    def used_twice() -> None:
+        wrapped = DistributedDataParallel(Checkpointed(True, times=2))
+        loss_of(wrapped(torch.ones(2, 8))).backward()
+
+    def hooked(hook: Any) -> None:
+        wrapped = DistributedDataParallel(nn.Linear(8, 2))
+        wrapped.register_comm_hook(None, hook)
+        loss_of(wrapped(torch.ones(2, 8))).backward()
+
+    def short(state: Any, bucket: GradBucket) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(bucket.buffer()[:3])
+        return future
+
+    rank = comm.get_rank()
+    note("differ", lambda: DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4 + rank))))
+    note("fewer", lambda: DistributedDataParallel(nn.Linear(2, 3, bias=rank == 0)))
+    note("frozen", lambda: DistributedDataParallel(nn.Linear(2, 3).requires_grad_(False)))
+    note("meta", lambda: DistributedDataParallel(nn.Linear(2, 3, device="meta")))
+    note("device_ids", lambda: DistributedDataParallel(nn.Linear(2, 3), device_ids=[0]))
+    note("unused", unused)
+    note("used twice", used_twice)
+    note("shape", lambda: hooked(short))
+    note("no future", lambda: hooked(lambda state, bucket: bucket.buffer()))
+    note("no hook", lambda: hooked(3))
+    return found
+
+
+def ignores_and_saves() -> list[Any]:
+    """An ignored parameter's gradient and value; whether own and foreign states of the wrapper load."""
+    rank = comm.get_rank()
+    model = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2))
+    nn.init.constant_(model[1].bias, rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
+    wrapped = DistributedDataParallel(model)
+    (wrapped(torch.ones(1, 8)) * (rank + 1)).sum().backward()
+    state = {name: torch.full_like(one, 2.0) for name, one in model.state_dict().items()}
+    result = [model[1].bias.tolist(), model[1].bias.grad.tolist(), list(wrapped.state_dict())[0]]
+    wrapped.load_state_dict(state)
+    wrapped.load_state_dict(wrapped.state_dict())
+    return [*result, model[0].weight.unique().tolist()]
+
+
+def as_stock(store: str) -> dict[str, bool]:
+    """For each case: whether all that is seen of it has the bits of torch's wrapper."""
+    found = {}
+    with stock_world(store):
+        for name, (make, settings) in CASES.items():
+            stock = trained(lambda one, s=settings: StockDDP(one, **s), make)
+            ours = trained(lambda one, s=settings: DistributedDataParallel(one, **s), make)
+            found[name] = len(stock) == len(ours) and all(map(torch.equal, stock, ours))
+    return found

@@ -1,0 +1,81 @@
+"""Tensors in what a module's forward gives: found, exchanged, and followed back to the parameters that made them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, dict))
+
+
+def map_tensors(exchange: Exchange, value: Any) -> Any:
+    """The same nested containers, dataclasses among them, with each tensor exchanged."""
+
+    def leaf(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return exchange(one)
+        if not _is_record(one):
+            return one
+        copied = copy.copy(one)
+        for field in dataclasses.fields(one):
+            if hasattr(one, field.name):
+                object.__setattr__(copied, field.name, map_tensors(exchange, getattr(one, field.name)))
+        return copied
+
+    return tree_map(leaf, value, is_leaf=_is_record)
+
+
+class _Outputs(torch.autograd.Function):
+    """Makes all outputs those of one autograd node, so that a backward from some of them reaches what made any."""
+
+    @staticmethod
+    def forward(ctx: Any, begun: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.begun = begun
+        return tuple(one.clone() for one in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.begun()
+        return (None, *grads)
+
+
+def joined_in_one_node(outputs: Any, begun: Callable[[], None]) -> Any:
+    """The outputs as results of one autograd node, whose backward calls ``begun`` first."""
+    found: list[torch.Tensor] = []
+    map_tensors(lambda one: found.append(one) or one, outputs)  # type: ignore[func-returns-value]
+    differentiable = {id(one): one for one in found if one.grad_fn is not None}
+    if not differentiable:
+        return outputs
+    given = _Outputs.apply(begun, *differentiable.values())  # type: ignore[no-untyped-call]
+    exchanged = dict(zip(differentiable, given, strict=True))
+    return map_tensors(lambda one: exchanged.get(id(one), one), outputs)
+
+
+def nodes_behind(outputs: Any) -> set[Any]:
+    """All autograd nodes that a backward from any of the outputs can reach."""
+    stack: list[Any] = []
+
+    def note(one: torch.Tensor) -> torch.Tensor:
+        if one.requires_grad:
+            stack.append(torch.autograd.graph.get_gradient_edge(one).node)
+        return one
+
+    map_tensors(note, outputs)
+    seen: set[Any] = set(stack)
+    while stack:
+        following: Iterable[Any] = (node for node, _ in stack.pop().next_functions if node is not None)
+        for node in following:
+            if node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return seen
