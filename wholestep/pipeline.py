@@ -297,7 +297,7 @@ def capture(
                 _tracing.active = True
                 world.substitutes.put(parts, world.differentiable, attempt.reshaped)
                 step = collecting(world.substitutes.aliases.exchange(fn))
-                traced = _traced(step, args, kwargs, world, attempt.shared, *how)
+                traced = world.run(_traced, step, args, kwargs, world, attempt.shared, *how)
                 if sync is None or not sync.again():
                     return world, traced
             except (SharedMemory, ReshapedInput, ReentrantCheckpoint, LeakError) as request:

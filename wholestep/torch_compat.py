@@ -367,7 +367,7 @@ def has_foreach_support(tensors: Sequence[torch.Tensor | None], device: torch.de
 BatchNorm = _BatchNorm
 
 # Names of functions that read settings, and among these of those that say how torch itself is at work just now.
-_GETTER = re.compile(r"(^|_)(get|is|are)_|[eE]nabled|Always")
+_GETTER = re.compile(r"(^|_)(get|is|are)_|[eE]nabled|Always|^_check_sparse")
 _OF_WORK = re.compile(r"function|grad|inference|autocast|default_d|thread(ing|_name)|priv|types|exec|mps|stats|view")
 _WITHOUT_ARGUMENTS = 4  # METH_NOARGS
 
@@ -386,9 +386,11 @@ def setting_functions() -> tuple[list[Callable[..., Any]], dict[str, Any]]:
     read |= {n: functions[n] for n in precision[:1] if n in functions}
     read["_profiler_enabled"] = torch._C._autograd._profiler_enabled
     read = {n: f for n, f in read.items() if not _OF_WORK.search(n)}
-    read |= {n: f for n, f in vars(torch.__future__).items() if n.startswith("get_")}
+    of_python = torch.__future__, torch.backends.mha, torch.hub, torch.multiprocessing
+    members = [member for module in of_python for member in vars(module).items() if isinstance(member[1], FunctionType)]
+    read |= {n: f for n, f in members if n.startswith("get_") and not f.__code__.co_argcount}
     pairs = {n.replace(word, "set_"): n for n in read for word in ("get_", "is_")}
-    pairs |= {precision[1]: precision[0]}
+    pairs |= {precision[1]: precision[0], "_set_check_sparse_tensor_invariants": "_check_sparse_tensor_invariants"}
     set_by = {n: (read.get(pairs.get(n, "")), f) for n, f in functions.items() if n in pairs and pairs[n] != n}
     set_by["set_flush_denormal"] = None, functions["set_flush_denormal"]
     chosen = re.compile("cu(dnn|blas)|miopen|sdp|onednn")  # of kernels that are chosen while tracing, or not a CPU's

@@ -12,6 +12,7 @@ import string
 import struct
 import weakref
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import numpy
@@ -330,6 +331,73 @@ def test_objects_that_are_not_looked_into_are_not_kept_alive() -> None:
         served(torch.ones(2), value)
         del value
         assert seen() is None
+
+
+class Slotted:
+    __slots__ = ("flag",)
+
+
+class Plain:
+    pass
+
+
+def function() -> None:
+    pass
+
+
+PARAMETER, SLOTTED, PLAIN = nn.Parameter(torch.ones(2)), Slotted(), Plain()
+CONTEXT: ContextVar[Any] = ContextVar("CONTEXT", default=None)
+# Where an attribute may be that is not there, how it is read, and how it comes and goes.
+ABSENT: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {
+    name: (lambda holder=holder: getattr(holder, "flag", 2), lambda at=at: setattr(at, "flag", 5),
+           lambda at=at: delattr(at, "flag"))
+    for name, holder, at in (("parameter", PARAMETER, PARAMETER), ("function", function, function),
+                             ("slot", SLOTTED, SLOTTED), ("class", Plain, Plain), ("class of an object", PLAIN, Plain))
+}  # fmt: skip
+TOKENS: list[Any] = []
+ABSENT["context variable"] = (lambda: CONTEXT.get(2) or 5, lambda: TOKENS.append(CONTEXT.set(None)),
+                              lambda: CONTEXT.reset(TOKENS.pop()))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_not_there_yet_is_guarded(name: str) -> None:
+    ask, come, go = ABSENT[name]
+
+    def step(x: Tensor) -> Tensor:
+        return x * ask() + PARAMETER.sum().detach() * (function is not None)
+
+    served, x = ws.compile(step, fullgraph=True), torch.ones(2)
+    for change in (lambda: None, lambda: None, come, lambda: None, go, lambda: None):
+        change()
+        assert torch.equal(served(x), step(x))
+    assert served.captures == 2 and len(served.recompiles) == 1
+
+
+def test_a_context_variable_comes_to_be_set_by_the_step_alone() -> None:
+    variable: ContextVar[int] = ContextVar("variable")
+
+    def step(x: Tensor) -> Tensor:
+        variable.set(variable.get(0) + 1)
+        return x * variable.get()
+
+    context, served = copy_context(), ws.compile(step, fullgraph=True)
+    assert [context.run(served, torch.ones(1)).item() for _ in range(3)] == [1, 2, 3]
+    assert context[variable] == 3 and variable not in copy_context()
+
+
+@pytest.mark.parametrize("of_tensor", [True, False])
+def test_whether_memory_is_shared_is_not_baked(of_tensor: bool) -> None:
+    def step(x: Tensor, asked: Any) -> Tensor:
+        return x + 1 if asked.is_shared() else x * 5
+
+    x = torch.ones(2)
+    asked = x if of_tensor else x.untyped_storage()
+    with pytest.raises(CaptureError, match="whether memory is shared"):
+        ws.compile(step, fullgraph=True)(x, asked)
+    served = ws.compile(step)
+    for _ in range(2):
+        assert torch.equal(served(x, asked), step(x, asked))
+        x.share_memory_()
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

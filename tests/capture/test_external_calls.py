@@ -6,6 +6,7 @@ import array
 import configparser
 import ctypes
 import datetime
+import decimal
 import functools
 import importlib.util
 import io
@@ -57,6 +58,9 @@ ASKED: dict[str, Callable[[], Any]] = {
     "builtins.open": lambda: open("stop").read(),
     "Path.read_text": lambda: pathlib.Path("stop").read_text(),
     "SYSTEM": lambda: SYSTEM.random(),
+    "sys.getrecursionlimit": lambda: sys.getrecursionlimit(),
+    "threading.current_thread": lambda: len(threading.current_thread().name),
+    "decimal.getcontext": lambda: decimal.getcontext().prec,
 }
 
 

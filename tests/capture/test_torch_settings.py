@@ -65,6 +65,15 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
         torch.__future__.get_swap_module_params_on_conversion,
         lambda: torch.__future__.set_swap_module_params_on_conversion(True),
         lambda: torch.__future__.set_swap_module_params_on_conversion(False)),
+    "check_sparse_tensor_invariants()": (
+        torch.sparse.check_sparse_tensor_invariants.is_enabled, torch.sparse.check_sparse_tensor_invariants.enable,
+        torch.sparse.check_sparse_tensor_invariants.disable),
+    "get_fastpath_enabled()": (
+        backends.mha.get_fastpath_enabled, lambda: backends.mha.set_fastpath_enabled(False),
+        lambda: backends.mha.set_fastpath_enabled(True)),
+    "get_sharing_strategy()": (
+        torch.multiprocessing.get_sharing_strategy, lambda: torch.multiprocessing.set_sharing_strategy("file_system"),
+        lambda: torch.multiprocessing.set_sharing_strategy("file_descriptor")),
     "profiler_enabled()": (
         lambda: torch.autograd._profiler_enabled(), lambda: PROFILER.__enter__(),
         lambda: PROFILER.__exit__(None, None, None)),

@@ -266,8 +266,8 @@ class Referent(Child):
 class ContextValue(Child):
     """The value of a context variable."""
 
-    paths, texts = "{0.path}.get(None)", "{0.text}.get()"
-    step = staticmethod(lambda variable, key: variable.get(None))
+    paths, texts = "{0.path}.get()", "{0.text}.get()"
+    step = staticmethod(lambda variable, key: variable.get())
 
 
 class Element(Child):

@@ -30,6 +30,7 @@ class CodeWriter:
         self.space: dict[str, Any] = {
             "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
             "call": call, "global_state": global_state, "STATE": state, "memory": memory,
+            "context": kinds.CONTEXT.read,
         }
         self.spaces = [self.space]
         self.lines: list[str] = []
@@ -57,6 +58,12 @@ class CodeWriter:
         """Has the function return None where a condition does not hold."""
         self.lines.append(f"if not ({condition}): return None")
 
+    def require_absent(self, container: Container, expression: str) -> None:
+        """Has it return None where a container has more than it had, as one may of which not all is there."""
+        kind, before = container.kind, container.before
+        if kind in (kinds.SLOTS, kinds.CELL, kinds.CONTEXT) and not kinds.is_complete(container.value, before):
+            self.require(f"len({self.constant(kind.read)}({expression})) == {len(before)}")
+
     def at(self, container: Container, key: Any) -> str:
         """An expression for what a container has at a key."""
         name = self.name(container.value if container.kind is not kinds.GLOBALS else container.value.table)
@@ -68,14 +75,14 @@ class CodeWriter:
     def function(self, signature: str, name: str) -> Any:
         """The function of all lines."""
         body = "\n        ".join(self.lines)
-        self.code = f"def {name}({signature}):\n    try:\n        {body}\n    except (KeyError, AttributeError, " \
-                    "IndexError, TypeError, ValueError, RuntimeError, NameError):\n        return None\n"
+        self.code = f"def {name}({signature}):\n    try:\n        {body}\n    except (LookupError, AttributeError, " \
+                    "TypeError, ValueError, RuntimeError, NameError):\n        return None\n"
         exec(compiled(self.code), self.space)
         return self.space[name]
 
 
 _ACCESS = {
-    kinds.CELL: "{0}.cell_contents", kinds.CONTEXT: "{0}.get(None)", kinds.GLOBALS: "{0}[{1!r}]",
+    kinds.CELL: "{0}.cell_contents", kinds.CONTEXT: "context({0})['value']", kinds.GLOBALS: "{0}[{1!r}]",
     kinds.SLOTS: "{0}.{1}", kinds.FUNCTION: "{0}.{1}", kinds.CLASS: "{0}.__dict__[{1!r}]",
 }
 

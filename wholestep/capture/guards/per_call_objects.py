@@ -182,7 +182,9 @@ class PerCallObjects:
                 keys = write.constant(list(before))
                 write.require(f"[*{variable}] == {keys}" if strings else
                               f"len({variable}) == {len(before)} and identical({variable}, {keys})")
-            elif kind is not kinds.SLOTS:
+            elif kind is kinds.SLOTS:
+                write.require_absent(container, variable)
+            else:
                 write.require(f"len({variable}) == {len(before)}")
             if kind in (kinds.SET, kinds.FROZENSET):
                 write.require(f"{variable} == {write.constant(type(value)(value))}")

@@ -257,6 +257,9 @@ class PersistentObjects:
             write.require(f"identical({write.name(container.value)}, {write.constant(list(container.value))})")
             return
         self._one_by_one(container, container.compared)
+        if kind is kinds.CLASS:
+            write.require(f"len({write.name(container.value)}.__dict__) == {len(vars(container.value))}")
+        write.require_absent(container, write.name(container.value) if kind is not kinds.GLOBALS else "")
         if kind is kinds.GLOBALS:
             absent = [name for name in container.value.names if name not in container.before]
             if absent:

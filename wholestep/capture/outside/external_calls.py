@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import builtins
 import datetime
+import decimal
+import gc
+import locale
 import os
 import pathlib
 import random
 import secrets
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from types import FrameType, FunctionType
 from typing import Any
+
+import numpy
 
 from wholestep import patches
 from wholestep.capture.outside.external_effects import ExternalEffects
@@ -40,6 +46,10 @@ ASKING: dict[Any, tuple[str, ...]] = {
     random.SystemRandom: ("random", "getrandbits"),
     datetime.datetime: ("now", "utcnow"),
     datetime.date: ("today",),
+    sys: ("getrecursionlimit", "getswitchinterval", "get_int_max_str_digits", "gettrace", "getprofile"),
+    gc: ("isenabled", "get_threshold", "get_count"),
+    threading: ("current_thread", "active_count", "enumerate"),
+    decimal: ("getcontext",), locale: ("getlocale", "localeconv"), numpy: ("geterr", "get_printoptions"),
 }  # fmt: skip
 # The id of each -> its name: code may have it under another.
 NAMES = {id(vars(owner)[name]): name for owner, names in ASKING.items() for name in names if name in vars(owner)}

@@ -1,7 +1,7 @@
 """Settings of torch: what a step's Python reads of them is a guard, what it would set is refused.
 
-Each function of torch's C++ by which Python reads a setting is patched in the modules that have it, whoever calls it,
-and so are the properties of `torch.backends` that Python keeps. A setting counts as it is when the step begins.
+Each function by which Python reads a setting is patched in torch's modules that have it, whoever calls it, and so are
+the properties of `torch.backends` that Python keeps. A setting counts as it is when the step begins.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
@@ -106,6 +107,11 @@ def slot_names(kind: type) -> list[str]:
     return names
 
 
+def is_complete(container: Any, contents: Contents) -> bool:
+    """Whether nothing can be added to what slots, a closure's cell or a context variable has."""
+    return len(contents) == (1 if isinstance(container, (CellType, ContextVar)) else len(slot_names(type(container))))
+
+
 def _read_slots(owner: Any) -> Contents:
     found = ((name, getattr(owner, name, _MISSING)) for name in slot_names(type(owner)))
     return {name: value for name, value in found if value is not _MISSING}
@@ -189,7 +195,8 @@ def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:
 
 
 def _read_context(variable: Any) -> Contents:
-    return {"value": variable.get(None)}
+    value = variable.get(_MISSING)
+    return {} if value is _MISSING else {"value": value}
 
 
 _TABLE = dict.__setitem__, dict.__delitem__

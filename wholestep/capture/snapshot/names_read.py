@@ -22,6 +22,8 @@ _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOA
 # Code that names one of these can read any attribute.
 READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "replace", "attrgetter", "eval",
                        "exec", "deepcopy", "copy", "dir", "__getattribute__", "__getstate__"})
+# Code that names one of these can tell that an attribute is not there.
+ASKS_ANY = READS_ANY | {"hasattr", "AttributeError"}
 IMPLIED = {"get_last_lr": ("_last_lr",)}
 _MODULE_KEYS = frozenset(vars(torch.nn.Module()))
 

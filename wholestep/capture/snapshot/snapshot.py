@@ -8,6 +8,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from wholestep.capture.guards import guards as guarding
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.guards import Guard
 from wholestep.capture.guards.identity_checks import memory
+from wholestep.capture.snapshot.container_kinds import CONTEXT
 from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.walk import reachable, walk
 from wholestep.capture.sources import Attr, Call, Replacement, Root, Source, lineage
@@ -137,6 +139,11 @@ class Snapshot:
     def ask(self, setting: str) -> Any:
         """The value of a setting when the step begins, which becomes a guard."""
         return self.reachable.outside.settings.ask(setting)
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function for which alone context variables come to be set that are not: nothing could undo that."""
+        unset = any(c.kind is CONTEXT and not c.before for c in self.containers)
+        return copy_context().run(fn, *args) if unset else fn(*args)
 
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""

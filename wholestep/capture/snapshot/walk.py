@@ -16,9 +16,10 @@ import torch
 from wholestep.capture.guards.compared_values import EXACT_PLAIN
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import WAITING, handler
+from wholestep.capture.snapshot.names_read import ASKS_ANY
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable
-from wholestep.capture.snapshot.user_code import is_library, own
-from wholestep.capture.sources import Call, Source, argument
+from wholestep.capture.snapshot.user_code import is_library, is_user_class, own
+from wholestep.capture.sources import Call, Source, Vars, argument
 
 _VARYING = (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SLOTS, kinds.LIST, kinds.CELL, kinds.GLOBALS, kinds.MODULE)
 
@@ -62,9 +63,23 @@ def reachable(call: Call, names: Iterable[str] = (), varying: frozenset[str] = f
             found.names_read.add(entry, False)
     found.queued.extend((value, source) for source, value in reversed(found.roots))
     walk(found)
+    if not found.names_read.settle().isdisjoint(ASKS_ANY):
+        _add_empty(found)
     if varying or found.counting:
         _vary(found)
     return found
+
+
+def _add_empty(found: Reachable) -> None:
+    """Adds what has no attributes yet, of which code may ask whether there is one."""
+    for value in [*found.kept]:
+        source = found.first[id(value)]
+        if isinstance(value, torch.Tensor) or isinstance(value, types.FunctionType) and not is_library(
+                value.__code__.co_filename):
+            if not vars(value):
+                found.add(vars(value), Vars(source), kinds.ATTRIBUTES, value)
+        elif isinstance(value, type) and is_user_class(value) and not kinds.class_values(value):
+            found.add(value, source, kinds.CLASS)
 
 
 def _vary(found: Reachable) -> None:
