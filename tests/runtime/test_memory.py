@@ -322,8 +322,27 @@ def dies_where_another_takes_its_place(c: Any) -> list[Any]:
     return [*compiled, *seen]
 
 
+def dies_in_an_optimizer(c: Any) -> list[Any]:
+    """A parameter in the place of which a module and an optimizer have another from now on."""
+    model = nn.Linear(30, 2)
+    opt = torch.optim.AdamW(model.parameters())
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    compiled = c(step)
+    for _ in range(3):
+        compiled(torch.ones(2, 30))
+    seen = weakref.ref(model.weight)
+    model.weight = opt.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2, 30))
+    opt.state.clear()
+    return [compiled, model, opt, seen]
+
+
 PROGRAMS = [
-    dies_where_another_takes_its_place,
+    dies_in_an_optimizer, dies_where_another_takes_its_place,
     dies_with_arguments, dies_one_after_the_other, dies_behind_an_optimizer, dies_in_a_variable, dies_in_a_state,
 ]  # fmt: skip
 

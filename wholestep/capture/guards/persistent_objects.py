@@ -186,7 +186,7 @@ class PersistentObjects:
                     dicts.append(value)
                 else:
                     write.require(f"len({write.name(value)}) == {len(before)} and "
-                                  f"identical({write.name(value)}, {write.constant([*before])})")
+                                  f"identical({write.name(value)}, {self._expected([*before])})")
                 if id(value) in self._nested:
                     continue
                 # not by the keys, which may be tensors: `in` would compare their elements
@@ -219,9 +219,19 @@ class PersistentObjects:
                           f"{write.constant(taken)})")
         if lists:
             write.require(f"list(map(len, {write.constant(lists)})) == {write.constant([len(x) for x in lists])} and "
-                          f"identical(chain({write.constant(lists)}), {write.constant([v for x in lists for v in x])})")
+                          f"identical(chain({write.constant(lists)}), {self._expected([v for x in lists for v in x])})")
         if empty:
             write.require(f"not any({write.constant(empty)})")
+
+    def _expected(self, values: list[Any]) -> str:
+        """An expression for known values, of which the code keeps no tensor alive."""
+        places = {id(tensor): i for i, tensor in enumerate(self.tensors)}
+        others = [value for value in values if id(value) not in places]
+        if len(others) == len(values):
+            return self._writer.constant(values)
+        behind = iter(range(len(places), len(places) + len(others)))
+        picker = _picker([places[id(value)] if id(value) in places else next(behind) for value in values])
+        return f"{self._writer.constant(picker)}(" + (f"[*t, *{self._writer.constant(others)}])" if others else "t)")
 
     def _is_special(self, value: Any, container: Container) -> bool:
         """True for a value that is not compared by identity with the last one: it has a path of its own."""
@@ -254,7 +264,7 @@ class PersistentObjects:
         if kind in (kinds.SET, kinds.DEQUE, kinds.LIST):
             write.require(f"len({write.name(container.value)}) == {len(container.before)}")
         if kind is kinds.SET or (kind is kinds.DEQUE and not special):
-            write.require(f"identical({write.name(container.value)}, {write.constant(list(container.value))})")
+            write.require(f"identical({write.name(container.value)}, {self._expected(list(container.value))})")
             return
         self._one_by_one(container, container.compared)
         if kind is kinds.CLASS:
