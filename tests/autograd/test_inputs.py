@@ -125,6 +125,23 @@ def retained(c: Compile) -> list[Any]:
     return [before.grad, inside.grad, p.grad]
 
 
+def detached_in_place(c: Compile) -> list[Any]:
+    """As hidden states are between pieces of a sequence; what was computed before still leads to their history."""
+    p, seen = leaf(), list[Any]()
+
+    def fn(h: Tensor, p: Tensor) -> Tensor:
+        before = h.sum()
+        h.detach_()
+        return before + (h * p).sum()
+
+    f = c(fn)
+    for _ in range(2):
+        h = p * 2
+        f(h, p).backward()
+        seen += [torch.tensor([h.requires_grad, h.is_leaf, h.grad_fn is None]), h.detach(), p.grad.clone()]
+    return seen
+
+
 def differentiated_inside(c: Compile) -> list[Any]:
     p = leaf()
     h = p * 2
@@ -161,7 +178,7 @@ def without_grad(c: Compile) -> list[Any]:
 
 @pytest.mark.parametrize("program", [
     called_on_its_result, recurrent, tied, with_what_it_is_made_of, made_of_one_another, in_closures, written, views,
-    hooks_outside, retained, differentiated_inside, leaf_that_is_a_view, without_grad,
+    hooks_outside, retained, detached_in_place, differentiated_inside, leaf_that_is_a_view, without_grad,
 ])  # fmt: skip
 def test_inputs_whose_history_leads_to_other_inputs(program: Callable[[Compile], list[Any]]) -> None:
     expected = program(lambda fn: fn)

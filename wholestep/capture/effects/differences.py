@@ -20,7 +20,7 @@ from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import Contents
 from wholestep.capture.snapshot.names_read import entered_with
 from wholestep.capture.snapshot.new_objects import kept_in_module
-from wholestep.capture.snapshot.reachable import Container
+from wholestep.capture.snapshot.reachable import Container, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Source, Version
 from wholestep.errors import LeakError, UnsupportedError
@@ -53,7 +53,7 @@ def outcome(
     described = _Described(snap, is_new)
     effects = [effect for container in snap.containers for effect in _differences(snap, container, described)]
     for alias in snap.substitutes.aliases.found.values():
-        effects += _autograd_effects(alias.tensor, snap.substitutes.original(alias.tensor), alias.source)
+        effects += _autograd_effects(alias, snap.substitutes.original(alias.tensor))
     described.refuse_growth()
     for source, taken in reached.lists.taken():
         effects.append(changes.Extend(source, described.tree(list, dict(enumerate(taken)), source.text)))
@@ -262,12 +262,17 @@ def _tensor_differences(container: Container, now: Contents, described: _Describ
             raise _hooked(source)
 
 
-def _autograd_effects(alias: torch.Tensor, original: torch.Tensor, source: Source) -> Iterator[changes.Effect]:
-    """What the step asked of autograd for a tensor with a history."""
+def _autograd_effects(found: TensorInput, original: torch.Tensor) -> Iterator[changes.Effect]:
+    """What the step asked of autograd for a tensor with a history, of which there is an alias."""
+    alias, source = found.tensor, found.source
     if any(getattr(alias, name) for name in HOOK_TABLES):
         raise _hooked(source)
     if alias.retains_grad and not original.retains_grad:
         yield changes.CallMethod(source, "retain_grad")
+    if found.beginning is not None and alias.grad_fn is None:
+        if alias.requires_grad:
+            raise LeakError(f"{source} is detached in place, and requires grad again", remedy="use tensor.detach()")
+        yield changes.CallMethod(source, "detach_")
 
 
 def _hooked(source: Source) -> LeakError:
