@@ -406,6 +406,19 @@ def einsum_flags() -> tuple[Any, ...]:
     return tuple([flags.get(name) for flags in (_einsum, _einsum_module) for name in ("enabled", "strategy")])
 
 
+_SHARED = (vars(sys.modules[kind.__module__]) for kind in (torch.nn.Module, torch.optim.Optimizer))
+_GLOBAL_HOOKS = [table for names in _SHARED for name, table in names.items()
+                 if name.startswith("_global_") and isinstance(table, dict)]  # fmt: skip
+
+
+def global_hooks() -> tuple[int, ...]:
+    """The numbers, of which none is given twice, of hooks that all modules or optimizers have, but for our own."""
+    if not any(_GLOBAL_HOOKS):
+        return ()
+    return tuple([number for table in _GLOBAL_HOOKS for number, hook in [*table.items()]
+                  if callable(hook) and not str(getattr(hook, "__module__", "")).startswith("wholestep.")])
+
+
 # The function behind `torch.nn.utils.rnn.pad_packed_sequence`.
 PAD_PACKED = torch._pad_packed_sequence
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
 import operator
@@ -371,6 +372,47 @@ def test_what_is_not_there_yet_is_guarded(name: str) -> None:
         change()
         assert torch.equal(served(x), step(x))
     assert served.captures == 2 and len(served.recompiles) == 1
+
+
+class Scaled(nn.Module):
+    @property
+    def scale(self) -> float:
+        return 2.0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+
+HANDLES: list[Any] = []
+OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    name: (functools.partial(setattr, Scaled, name, new), functools.partial(setattr, Scaled, name, vars(Scaled)[name]))
+    for name, new in (("scaled", lambda self, x: x * 3), ("scale", property(lambda self: 4.0)),
+                      ("forward", lambda self, x: x * 5))
+}  # fmt: skip
+OTHERS["hooks of all modules"] = (
+    lambda: HANDLES.append(nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 7)),
+    lambda: HANDLES.pop().remove(),
+)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_methods_and_hooks_of_all_modules_are_another_step(name: str) -> None:
+    change, back = OTHERS[name]
+    model, x = Scaled(), torch.ones(2)
+    served = ws.compile(lambda x: model(x), fullgraph=True)
+    for act in (lambda: None, change, lambda: None, back, lambda: None):
+        act()
+        assert torch.equal(served(x), model(x))
+    assert served.captures == 2 and len(served.recompiles) == 1
+
+
+def test_zeros_of_both_signs_are_two_values() -> None:
+    served = ws.compile(lambda x, k: x * k["a"], fullgraph=True)
+    for zero in (0.0, -0.0, 0.0, -0.0):
+        assert served(torch.ones(1), {"a": zero}).signbit().item() == (str(zero) == "-0.0")
 
 
 def test_a_context_variable_comes_to_be_set_by_the_step_alone() -> None:

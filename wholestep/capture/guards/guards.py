@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.guards.compared_values import META, is_one_of_a_kind, is_plain
+from wholestep.capture.guards.identity_checks import same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import OPERATORS
 from wholestep.capture.snapshot.reachable import Container, Reachable
@@ -61,7 +62,7 @@ class Guard:
             return self.expected.fit(found)
         if self.kind != "value" or type(self.expected) is not type(found):
             return bool(type(self.expected) is type(found) and self.expected == found)
-        return bool(self.expected is found or self.expected == found or
+        return bool(same_plain(found, self.expected) or
                     (self.expected != self.expected and found != found))
 
     def __str__(self) -> str:
@@ -97,7 +98,7 @@ class GuardFailure:
 STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
     "autocast dtype on cuda", "autocast cache", "default dtype", "default device", "deterministic algorithms",
-    "flags of torch.backends.opt_einsum",
+    "flags of torch.backends.opt_einsum", "hooks of all modules and optimizers",
 )
 
 

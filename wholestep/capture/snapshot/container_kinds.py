@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -154,15 +154,18 @@ def _read_globals(used: UsedGlobals) -> Contents:
     return {name: table[name] for name in used.names if name in table and not is_put_into(table, name)}
 
 
+_FUNCTIONS = FunctionType, staticmethod, classmethod, property
+
+
 def class_values(kind: type) -> Contents:
-    """What a user's class holds besides its functions: values that code may read through the class."""
+    """What a user's class holds, its functions included: what code may read through the class."""
     return {
         name: value
         for name, value in vars(kind).items()
         if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
-        and not isinstance(value, (staticmethod, classmethod, property, type))
-        and not hasattr(value, "__get__")
-        and (not callable(value) or isinstance(value, torch.nn.Module) or is_user_class(type(value)))
+        and not isinstance(value, type)
+        and (isinstance(value, _FUNCTIONS) or not hasattr(value, "__get__"))
+        and (not callable(value) or isinstance(value, (torch.nn.Module, *_FUNCTIONS)) or is_user_class(type(value)))
     }
 
 
@@ -215,7 +218,7 @@ _write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.ta
 GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.Global)
 FUNCTION = ContainerKind("function", _read_function, _one_by_one(_read_function), sources.Attr)
 EXCEPTION = ContainerKind("exception", _read_exception, _one_by_one(_read_exception), sources.Attr)
-CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Attr)
+CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Method)
 _write_context = _one_by_one(_read_context, lambda variable, _, value: variable.set(value))
 CONTEXT = ContainerKind("context variable", _read_context, _write_context, sources.ContextValue)
 TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, sources.Attr)

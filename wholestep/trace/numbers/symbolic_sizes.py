@@ -56,7 +56,7 @@ def decided(tree: Any) -> Any:
         return type(tree)(decided(item) for item in tree)
     if not isinstance(tree, Held):
         return tree
-    return float(tree.number) if isinstance(tree.number, torch.SymFloat) else int(tree.number)
+    return {torch.SymFloat: float, torch.SymBool: bool}.get(type(tree.number), int)(tree.number)
 
 
 def hinted(tree: Any) -> Any:
