@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -68,6 +69,7 @@ from wholestep.torch_compat import (
     function_modes_disabled,
     function_modes_off,
     generator_id,
+    global_hooks,
     gloo_options,
     has_foreach_support,
     has_native_kernel,
@@ -499,6 +501,16 @@ def test_flags_of_einsum_are_seen_however_they_are_set():
     assert einsum_flags() != before
     del flags.__dict__["enabled"]
     assert einsum_flags() == before and flags.enabled in (True, False)
+
+
+def test_hooks_of_all_modules_and_optimizers_are_seen() -> None:
+    before = global_hooks()
+    modules = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    optimizers = register_optimizer_step_pre_hook(lambda *_: None)
+    assert len({*global_hooks()} - {*before}) == 2
+    modules.remove()
+    optimizers.remove()
+    assert global_hooks() == before
 
 
 def test_a_mode_is_inside_where_it_is_active():

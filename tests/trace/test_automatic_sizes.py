@@ -331,3 +331,10 @@ def test_under_a_plan_each_set_of_shapes_is_a_capture() -> None:
     for recompiles, eager_calls, right in run_ranks(on_two_ranks, 2, "shm"):
         assert right and eager_calls == 0
         assert [reason.partition(":")[0] for reason in recompiles] == ["L['x'] shape"] * 2
+
+
+def test_comparisons_of_sizes_that_a_step_returns_are_bools() -> None:
+    served = ws.compile(lambda x: (x + 1, x.shape[0] > 4), fullgraph=True)
+    for size in (4, 5, 6, 3, 9):
+        result = served(torch.ones(size))[1]
+        assert type(result) is bool and result == (size > 4)

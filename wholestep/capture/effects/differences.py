@@ -27,7 +27,7 @@ from wholestep.errors import LeakError, UnsupportedError
 from wholestep.functional import Count
 from wholestep.torch_compat import HOOK_TABLES
 
-NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt, torch.SymBool)
+NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt)
 
 
 def outcome(
@@ -92,6 +92,8 @@ class _Described:
             found = self.snap.find(value.tensor)
             assert found is not None
             return Existing(Version(found.source, found.tensor._version - int(value)), value)
+        if type(value) is torch.SymBool:
+            return Const(bool(value))  # a guard, as where Python decides on it
         if isinstance(value, self.numbers):
             return self._new(value)
         if isinstance(value, torch.Tensor):
