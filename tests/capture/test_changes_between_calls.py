@@ -409,6 +409,20 @@ def test_other_methods_and_hooks_of_all_modules_are_another_step(name: str) -> N
     assert served.captures == 2 and len(served.recompiles) == 1
 
 
+@pytest.mark.parametrize("step", [
+    lambda x: x + torch.ones(2), lambda x: x + torch.full((2,), 1.5), lambda x: x.int() / 2, lambda x: x.int() * 1.5,
+])  # fmt: skip
+def test_programs_for_other_default_dtypes_are_others(step: Callable[[Tensor], Tensor]) -> None:
+    served, x = ws.compile(lambda x: step(x), fullgraph=True), torch.ones(2)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            found, expected = served(x), step(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
 def test_zeros_of_both_signs_are_two_values() -> None:
     served = ws.compile(lambda x, k: x * k["a"], fullgraph=True)
     for zero in (0.0, -0.0, 0.0, -0.0):

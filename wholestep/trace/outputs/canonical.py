@@ -50,6 +50,7 @@ def fingerprint(step: StepGraph, constants: dict[str, torch.Tensor], derivative:
         digest.update(text.encode())
     signature = step.signature
     kinds = [i.kind for i in signature.inputs]
+    digest.update(str(torch.get_default_dtype()).encode())  # that of calls that name none
     digest.update(f"{kinds} {sorted(signature.mutations.items())} {signature.n_outputs} {derivative}".encode())
     return digest.hexdigest()
 
