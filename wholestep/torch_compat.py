@@ -189,6 +189,14 @@ def kernel_settings() -> tuple[Any, ...]:
     return _threads(), _mkldnn_enabled(), _deterministic()
 
 
+_ATTENTION = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in ("flash", "math", "mem_efficient")]
+
+
+def attention_kernels() -> tuple[bool, ...]:
+    """The kernels among which `scaled_dot_product_attention` chooses, in C++, while a step is traced."""
+    return tuple([is_enabled() for is_enabled in _ATTENTION])
+
+
 def unseen_fakes() -> tuple[Any, str, type]:
     """What to put where libraries find the class of fake tensors, to tell tracing from running: module, name, class."""
 

@@ -409,6 +409,13 @@ def test_other_methods_and_hooks_of_all_modules_are_another_step(name: str) -> N
     assert served.captures == 2 and len(served.recompiles) == 1
 
 
+def test_the_kernels_of_attention_are_those_chosen_outside() -> None:
+    served, x = ws.compile(lambda x: F.scaled_dot_product_attention(x, x, x), fullgraph=True), torch.randn(1, 1, 4, 4)
+    served(x)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert torch.equal(served(x), F.scaled_dot_product_attention(x, x, x)) and served.captures == 2
+
+
 @pytest.mark.parametrize("step", [
     lambda x: x + torch.ones(2), lambda x: x + torch.full((2,), 1.5), lambda x: x.int() / 2, lambda x: x.int() * 1.5,
 ])  # fmt: skip

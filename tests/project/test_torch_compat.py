@@ -47,6 +47,7 @@ from wholestep.torch_compat import (
     UnwrappedDispatchMode,
     address_of,
     at_end_of_backward,
+    attention_kernels,
     below_autograd,
     checkpoint_contexts,
     compile_with_inductor,
@@ -501,6 +502,13 @@ def test_flags_of_einsum_are_seen_however_they_are_set():
     assert einsum_flags() != before
     del flags.__dict__["enabled"]
     assert einsum_flags() == before and flags.enabled in (True, False)
+
+
+def test_kernels_of_attention_are_seen_to_be_chosen() -> None:
+    before = attention_kernels()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert attention_kernels() == (False, True, False) != before
+    assert attention_kernels() == before
 
 
 def test_hooks_of_all_modules_and_optimizers_are_seen() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from wholestep.torch_compat import default_device, einsum_flags, global_hooks
+from wholestep.torch_compat import attention_kernels, default_device, einsum_flags, global_hooks
 
 PLAIN: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
@@ -40,7 +40,7 @@ def global_state() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(), default_device(), torch.are_deterministic_algorithms_enabled(),
-        einsum_flags(), global_hooks(),
+        einsum_flags(), global_hooks(), attention_kernels(),
     )
 
 
