@@ -7,16 +7,18 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 from tests.support.parallel_models import Branches, Checkpointed, MixedDtypes, Net, Tied, loss_of, rows
-from wholestep import comm
-from wholestep.parallel import DistributedDataParallel, GradBucket
+from wholestep import comm, parallel
+from wholestep.parallel import DistributedDataParallel, GradBucket, PowerSGDState
 
 SMALL = 0.0005  # MiB: buckets of a layer each
 
@@ -179,3 +181,89 @@ def as_stock(store: str) -> dict[str, bool]:
             ours = trained(lambda one, s=settings: DistributedDataParallel(one, **s), make)
             found[name] = len(stock) == len(ours) and all(map(torch.equal, stock, ours))
     return found
+
+
+class Wide(nn.Module):
+    """Matrices that are worth compressing, of which two have one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def power_sgd(module: Any, hook: str, **settings: Any) -> tuple[Any, Any]:
+    state = module.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1, **settings)
+    return state, getattr(module, hook)
+
+
+# name -> what makes state and hook, of a module that has them by torch's names; and how near results are
+HOOKS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], float]] = {
+    "allreduce_hook": (lambda module: (None, module.allreduce_hook), 0),
+    "fp16_compress_hook": (lambda module: (None, module.fp16_compress_hook), 0),
+    "bf16_compress_hook": (lambda module: (None, module.bf16_compress_hook), 0),
+    "fp16_compress_wrapper": (lambda module: (None, module.fp16_compress_wrapper(module.allreduce_hook)), 0),
+    "bf16_compress_wrapper": (lambda module: (None, module.bf16_compress_wrapper(module.allreduce_hook)), 0),
+    "noop_hook": (lambda module: (None, module.noop_hook), 0),
+    "PowerSGD": (lambda module: power_sgd(module, "powerSGD_hook"), 1e-6),
+    "PowerSGD, rank 4": (lambda module: power_sgd(module, "powerSGD_hook", matrix_approximation_rank=4), 1e-6),
+    "PowerSGD, plain": (
+        lambda module: power_sgd(module, "powerSGD_hook", use_error_feedback=False, warm_start=False), 1e-6,
+    ),
+    "PowerSGD, batches": (
+        lambda module: power_sgd(module, "powerSGD_hook", batch_tensors_with_same_shape=True), 1e-6,
+    ),
+}  # fmt: skip
+STOCK_HOOKS = SimpleNamespace(**(vars(debugging_hooks) | vars(default_hooks) | vars(powerSGD_hook)))
+
+
+def hooks_as_stock(store: str) -> dict[str, list[bool]]:
+    """For each hook: whether ours on our wrapper, torch's on ours and ours on torch's train as torch's on its own."""
+    found: dict[str, list[bool]] = {}
+
+    def with_hook(name: str, wrapper: Any, hooks: Any, make_hook: Any) -> Callable[[nn.Module], Any]:
+        def wrap(module: nn.Module) -> Any:
+            # with several buckets, torch's PowerSGD waits in Gloo's threads for what these are to do
+            wrapped = wrapper(module, bucket_cap_mb=25 if "PowerSGD" in name else 0.002)
+            state, hook = make_hook(hooks)
+            # torch's wrapper refuses hooks by the names of those in bfloat16, which Gloo once had not
+            wrapped.register_comm_hook(
+                state, (lambda state, bucket: hook(state, bucket)) if "bf16" in hook.__name__ else hook
+            )
+            return wrapped
+
+        return wrap
+
+    with stock_world(store):
+        for name, (make_hook, near) in HOOKS.items():
+            ways = [(StockDDP, STOCK_HOOKS), (DistributedDataParallel, parallel)]
+            ways += [(DistributedDataParallel, STOCK_HOOKS), (StockDDP, parallel)]
+            stock, *others = (trained(with_hook(name, *way, make_hook), Wide, 6) for way in ways)
+            found[name] = [
+                all(torch.allclose(a, b, rtol=near, atol=near) for a, b in zip(stock, other, strict=True))
+                for other in others
+            ]
+    return found
+
+
+def many_power_sgd_buckets(hook: str) -> tuple[list[float], list[float], PowerSGDState]:
+    """Losses with a bucket for each layer, compressed or not, and the state."""
+    losses, states = [], []
+    for start in (2, 1_000):
+        torch.manual_seed(0)
+        wrapped = DistributedDataParallel(Wide(), bucket_cap_mb=SMALL)
+        state = PowerSGDState(None, 4, start, min_compression_rate=1)
+        wrapped.register_comm_hook(state, getattr(parallel, hook))
+        opt = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for iteration in range(8):
+            loss = loss_of(wrapped(rows(comm.get_rank(), iteration % 2)))
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            total = loss.detach().clone()
+            comm.all_reduce(total)
+            losses.append(total.item())
+        states.append(state)
+    return losses[:8], losses[8:], states[0]

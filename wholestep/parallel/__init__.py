@@ -6,6 +6,27 @@ May import: comm, errors, torch_compat.
 """
 
 from wholestep.parallel.buckets import GradBucket
+from wholestep.parallel.comm_hooks.mean import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+)
+from wholestep.parallel.comm_hooks.power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from wholestep.parallel.distributed_data_parallel import DistributedDataParallel
 
-__all__ = ["DistributedDataParallel", "GradBucket"]
+__all__ = [  # the names of torch
+    "DistributedDataParallel",
+    "GradBucket",
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "powerSGD_hook",
+]

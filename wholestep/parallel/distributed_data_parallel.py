@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_map_only
 from wholestep import comm
 from wholestep.errors import DistMismatchError
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
+from wholestep.parallel.comm_hooks.ordered import Hook
 from wholestep.parallel.outputs import joined_in_one_node
-from wholestep.parallel.reducer import GradientReducer, Hook
+from wholestep.parallel.reducer import GradientReducer
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module: names that ranks keep for themselves
 

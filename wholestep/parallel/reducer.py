@@ -10,10 +10,9 @@ import torch
 
 from wholestep import comm
 from wholestep.parallel.buckets import Bucket, GradBucket, bucket_assignment
+from wholestep.parallel.comm_hooks.ordered import Hook
 from wholestep.parallel.outputs import nodes_behind
 from wholestep.torch_compat import at_end_of_backward
-
-Hook = Callable[[Any, GradBucket], torch.futures.Future]
 
 
 class GradientReducer:
@@ -174,7 +173,7 @@ class GradientReducer:
         hook, state = self.hook
         given = GradBucket(number, number == len(self.buckets) - 1, bucket.flat, bucket.parameters)
         future = hook(state, given)
-        if not isinstance(future, torch.futures.Future):
+        if not hasattr(future, "then"):  # those that C++ makes are of another class
             raise TypeError(f"communication hook: must return a torch.futures.Future, found {type(future).__name__}")
         bucket.under_way = future
 

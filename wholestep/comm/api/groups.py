@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -72,6 +73,22 @@ def set_thread_world(new: World | None) -> None:
         _local.world = new
     if native is not None:  # while groups differ by thread, no call is like an earlier one
         native.quick_pause(-1 if new is None else 1)
+
+
+def in_this_world(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function, for another thread to call: it finds the groups of the thread that calls this."""
+    here: World | None = getattr(_local, "world", None)
+    if here is None:
+        return function
+
+    def called() -> Any:
+        set_thread_world(here)
+        try:
+            return function()
+        finally:
+            set_thread_world(None)
+
+    return called
 
 
 def get_group(group: ProcessGroup | str | None = None) -> ProcessGroup:
