@@ -55,7 +55,7 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
     "deterministic algorithms": (
         torch.get_deterministic_debug_mode, lambda: torch.set_deterministic_debug_mode("warn"),
         lambda: torch.set_deterministic_debug_mode("default")),
-    "flash_sdp_enabled()": (
+    "kernels of attention": (
         backends.cuda.flash_sdp_enabled, lambda: backends.cuda.enable_flash_sdp(False),
         lambda: backends.cuda.enable_flash_sdp(True)),
     "opt_einsum": (
