@@ -16,11 +16,13 @@ from wholestep.parallel.comm_hooks.mean import (
 )
 from wholestep.parallel.comm_hooks.power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from wholestep.parallel.distributed_data_parallel import DistributedDataParallel
+from wholestep.parallel.sync_batchnorm import SyncBatchNorm
 
 __all__ = [  # the names of torch
     "DistributedDataParallel",
     "GradBucket",
     "PowerSGDState",
+    "SyncBatchNorm",
     "allreduce_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
