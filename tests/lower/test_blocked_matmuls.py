@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn, optim
 
 from tests.lower.test_interpreter import compare
+from tests.support.equal import World, assert_same_run
 from tests.support.lower_programs import Builder, training_step
-from wholestep.lower.fusion import blocked_matmuls
+from wholestep.lower.fusion import blocked_matmuls, fused_updates
 
 aten = torch.ops.aten
 
@@ -34,11 +35,49 @@ def wide_step(keep_grads: bool = False, optimizer: str = "adamw") -> tuple[Any, 
     return training_step(model, loss, batch, optimizer, keep_grads=keep_grads)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "momentum", "sgd"])
 def test_a_wide_layers_gradient_is_never_whole(optimizer: str) -> None:
     fast = compare(*wide_step(optimizer=optimizer), calls=2)
     assert fast.code.count("in parts_") == 1  # of the three layers, one has a gradient of 2 M elements
     assert fast.arena_bytes < 1501 * 1499 * 4 / 2
+
+
+FUSED: dict[str, Any] = {
+    "adam": lambda params: optim.Adam(params, amsgrad=True, weight_decay=0.1, fused=True),
+    "adamw": lambda params: optim.AdamW(params, lr=torch.tensor(0.01), maximize=True, fused=True),
+    "sgd": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
+    "adagrad": lambda params: optim.Adagrad(params, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizers_update_by_rows(name: str) -> None:
+    """In eager's bits, the ends of vectors included; other parameters of the same optimizer stay in one call."""
+
+    def make(seed: int) -> World:
+        model = nn.Sequential(nn.Linear(7, 1451), nn.ReLU(), nn.Linear(1451, 1449), nn.ReLU(), nn.Linear(1449, 3))
+        opt = FUSED[name](model.parameters())
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss.detach()
+
+        batches = [(torch.randn(5, 7, generator=torch.Generator().manual_seed(i)),) for i in range(2)]
+        return World(step, batches, {"model": model, "opt": opt})
+
+    code = assert_same_run(make, steps=3).step.code  # type: ignore[attr-defined]
+    assert code.count("[part]") == 1 and "grads=list_" in code
+
+
+def test_fused_updates_that_must_be_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are kept, or kernels that round the rows of a block otherwise."""
+    assert "parts_" not in compare(*wide_step(keep_grads=True, optimizer="adamw_fused")).code
+    monkeypatch.setattr(fused_updates, "_SAME_BITS", {})
+    monkeypatch.setattr(fused_updates, "_tried", lambda *_: False)
+    assert "parts_" not in compare(*wide_step(optimizer="adamw_fused")).code
 
 
 def test_a_gradient_that_stays_is_whole() -> None:
@@ -80,7 +119,7 @@ def updates(draw: Any) -> tuple[Any, list[Any]]:
     b = Builder()
     torch.manual_seed(0)
     kinds = st.sampled_from(["parameter", "batch"])
-    rows = draw(st.sampled_from([16, 21]))
+    rows = draw(st.sampled_from([32, 37]))
     wide = [b.input(f"w{i}", torch.randn(rows, 16), "parameter") for i in range(2)]
     lefts = [b.input(f"l{i}", torch.randn(rows, 2), draw(kinds)) for i in range(2)]
     rights = [b.input(f"r{i}", torch.randn(2, 16), draw(kinds)) for i in range(2)]
@@ -113,7 +152,7 @@ def updates(draw: Any) -> tuple[Any, list[Any]]:
 @given(updates())
 def test_random_updates(made: tuple[Any, list[Any]]) -> None:
     before = blocked_matmuls.PIECE, blocked_matmuls.LEAST, blocked_matmuls.WHOLE, blocked_matmuls.INNER
-    blocked_matmuls.PIECE, blocked_matmuls.LEAST, blocked_matmuls.WHOLE = 32, 64, 64  # pieces of eight rows
+    blocked_matmuls.PIECE, blocked_matmuls.LEAST, blocked_matmuls.WHOLE = 32, 64, 64  # pieces of sixteen rows
     try:
         with torch.no_grad():
             compare(*made, calls=2)

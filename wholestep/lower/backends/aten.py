@@ -24,6 +24,7 @@ from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.codegen import emit
 from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory, tile_size
 from wholestep.lower.fusion.execution_order import arrange
+from wholestep.lower.fusion.fused_updates import split_fused_updates
 from wholestep.lower.plan.arena import SHARED
 from wholestep.lower.plan.memory_plan import Plan, make_plan
 from wholestep.packed_graph import Packed
@@ -63,7 +64,7 @@ def plan_of(step: StepGraph, held: frozenset[str] = frozenset()) -> Plan:
         held: see `make_plan`.
     """
     graph = same_host_numbers(expand_foreach(list_items(copy_step(step))))
-    graph = dead_code(plain_views(dead_code(graph)))
+    graph = split_fused_updates(dead_code(plain_views(dead_code(graph))))
     return make_plan(graph, arrange(graph), held)
 
 

@@ -214,24 +214,35 @@ class CallWriter:
                 names.append(texts[-1])
         return targets(texts)
 
-    def _mutable(self, node: fx.Node) -> None:
-        variant = mutable_variant(node.target)
-        assert variant is not None
-        schema = variant.op._schema
-        bound: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-        swap: dict[tuple[str, int | None], str] = {}
+    def copies(self, node: fx.Node) -> dict[tuple[str, int | None], str]:
+        """Makes copies of what a call writes and may not: by argument and index in its list, the copy's variable."""
+        made: dict[tuple[str, int | None], str] = {}
         for number, entry in enumerate(self.reuse.written[node]):
             if not entry.in_place:
                 name = variable(entry.leaf) if entry.leaf is not None else f"{variable(node)}_copy_{number}"
                 self.source.assign(name, self.cloned(entry.old))
-                swap[entry.argument, entry.index] = name
+                made[entry.argument, entry.index] = name
+        return made
+
+    def _mutable(self, node: fx.Node) -> None:
+        self.write_mutable(node, self.copies(node))
+
+    def _given(self, copy: str | None, value: Any) -> str:
+        return self.source.arg(value) if copy is None else self.source.in_tile.get(copy, copy)
+
+    def write_mutable(self, node: fx.Node, swap: dict[tuple[str, int | None], str]) -> None:
+        """A call that writes its arguments, or copies in their place."""
+        variant = mutable_variant(node.target)
+        assert variant is not None
+        schema = variant.op._schema
+        bound: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
         texts = []
         for name, value in bound.items():
             if isinstance(value, (list, tuple)) and value and all(isinstance(v, fx.Node) for v in value):
-                items = [swap.get((name, i)) or self.source.arg(v) for i, v in enumerate(value)]
+                items = [self._given(swap.get((name, i)), v) for i, v in enumerate(value)]
                 texts.append(keyword(name, self.source.list_of(items)))
             else:
-                texts.append(keyword(name, swap.get((name, None)) or self.source.arg(value)))
+                texts.append(keyword(name, self._given(swap.get((name, None)), value)))
         text = f"{self.source.function(variant.op)}({commas(texts)})"
         if not variant.fresh:
             self.source.line(text, node)

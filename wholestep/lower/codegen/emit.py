@@ -63,8 +63,8 @@ def emit(plan: Plan, moving: Container[int] = ()) -> Program:
     phase = ""
     for index, item in enumerate(plan.items):
         nodes = [n for n in item.nodes if plan.reuse.how[n] != "skip" and n not in plan.live.fixed]
-        if nodes and info(nodes[0]).phase != phase and any(plan.reuse.how[n] != "view" for n in nodes):
-            phase = info(nodes[0]).phase
+        if nodes and info(nodes[-1]).phase != phase and any(plan.reuse.how[n] != "view" for n in nodes):
+            phase = info(nodes[-1]).phase
             source.phase(phase)
         if nodes:
             _write_item(groups, index, item, nodes)
@@ -81,6 +81,8 @@ def emit(plan: Plan, moving: Container[int] = ()) -> Program:
 def _write_item(groups: GroupWriter, index: int, item: Item, nodes: list[fx.Node]) -> None:
     if item.kind == "chain":
         groups.chain(index, nodes)
+    elif item.kind == "update":
+        groups.update(index, nodes)
     elif item.kind == "tile":
         groups.tile(index, nodes)
     else:

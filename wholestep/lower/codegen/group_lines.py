@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import fx
 
@@ -11,6 +14,7 @@ from wholestep.lower.codegen.call_lines import CallWriter
 from wholestep.lower.codegen.literals import INDENT, commas
 from wholestep.lower.fusion.blocked_matmuls import is_product, rows_at_once
 from wholestep.lower.fusion.chains import chain_step, kernel_of
+from wholestep.lower.fusion.fused_updates import cut_lists
 
 
 class GroupWriter:
@@ -91,19 +95,42 @@ class GroupWriter:
         for word in words:
             self.source.line(word)
 
+    def update(self, index: int, nodes: list[fx.Node]) -> None:
+        """A fused optimizer's call on some rows of a parameter at a time, right after these rows of its gradient."""
+        product, call = nodes
+        copies = self.calls.copies(call)
+        names = [copies.get((name, 0)) or self.source.name(node) for name, node in cut_lists(call)]
+        rows = rows_at_once(info(product).value)
+        with self._rows(index, product, {name: f"{name}.split({rows})" for name in names}):
+            self.calls.write_mutable(call, copies)
+
     def _by_rows(self, index: int, product: fx.Node, arguments: str) -> None:
         """The loop over a product's rows, some of which at a time the chain reads from the cache."""
+        with self._rows(index, product, {}):
+            self.source.line(f"chain_{index}({arguments})")
+
+    @contextmanager
+    def _rows(self, index: int, product: fx.Node, beside: dict[str, str]) -> Iterator[None]:
+        """A loop that computes some rows of a product at a time, for what is written inside.
+
+        Args:
+            beside: variable -> expression for its rows, of what is cut as the product is.
+        """
         value, slot, left = info(product).value, self.reuse.store[product].slot, self.source.name(product.args[0])  # type: ignore[arg-type]
         assert slot is not None
         name, shape = self.source.name(product), (rows_at_once(value), value.shape[1])
         spec = f"{self.source.place(slot)}, {shape}, {(shape[1], 1)}, {value.dtype}"
         piece = self.source.bind(f"{name}_rows", f"at(arena['{slot.device}'], {spec})")
         self.calls.made.add(name)
-        lasts, parts = left in self.source.lasting, f"by_rows({left}, {piece})"
+        lasts, parts = self.source.lasting.issuperset([left, *beside]), f"by_rows({left}, {piece})"
+        variables = ["first", "some", "part"]
+        if beside:
+            parts = f"zip({commas([parts, *beside.values()])})"
+            variables = [f"({', '.join(variables)})", *(f"{one}_t" for one in beside)]
         if lasts:
             parts = self.source.bind(f"parts_{index}", f"list({parts})")
-        self.source.in_tile = {left: "some", name: "part"}
-        with self.source.loop(["first", "some", "part"], parts, frees=not lasts):
+        self.source.in_tile = {left: "some", name: "part"} | {one: f"{one}_t" for one in beside}
+        with self.source.loop(variables, parts, frees=not lasts):
             self.calls.write(product)
-            self.source.line(f"chain_{index}({arguments})")
+            yield
         self.source.in_tile = {}

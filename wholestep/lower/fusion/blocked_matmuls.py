@@ -22,6 +22,7 @@ LEAST = 1 << 21  # elements of a product from which this pays
 WHOLE = 1 << 22  # and of one that stays in memory
 # The dimension that is summed over, at most: beyond, arithmetic takes longer than memory, and the factors live longer.
 INNER = 128
+ROWS = 16  # computed at once are so many, or some times so many: whole vectors of whatever reads them by rows
 
 _SAME_BITS: dict[Any, bool] = {}
 
@@ -33,11 +34,13 @@ def product_of(nodes: Iterable[fx.Node], readers: Callable[[fx.Node], bool]) -> 
         nodes: of the group.
         readers: whether a node is in the group.
     """
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            if is_product(operand) and all(map(readers, operand.users)) and _pays(operand) and _same_bits(operand):
-                return operand
-    return None
+    operands = (operand for node in nodes for operand in node.all_input_nodes)
+    return next((operand for operand in operands if is_blocked(operand, readers)), None)
+
+
+def is_blocked(node: fx.Node, readers: Callable[[fx.Node], bool]) -> bool:
+    """True for a product that is better computed by rows, where all that read it can take it so."""
+    return is_product(node) and all(map(readers, node.users)) and _pays(node) and _same_bits(node)
 
 
 def is_product(node: fx.Node) -> bool:
@@ -47,7 +50,7 @@ def is_product(node: fx.Node) -> bool:
 
 def rows_at_once(value: torch.Tensor) -> int:
     """How many rows of a product are computed at once."""
-    return max(8, PIECE // value.shape[1] // 8 * 8)
+    return max(ROWS, PIECE // value.shape[1] // ROWS * ROWS)
 
 
 def by_rows(left: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -1,9 +1,10 @@
 """The order of execution: which calls run one by one, and which together as a chain or tile by tile.
 
-Two groupings change the order of elementwise nodes, never their bits:
+Three groupings change the order of nodes, never their bits:
 
 - a `chain` is the optimizer's arithmetic on one parameter, run by one compiled kernel (see `chains`), with the product
   of matrices that is its gradient where nobody else reads that (see `blocked_matmuls`);
+- an `update` is a fused optimizer's call on one parameter, with the product that is its gradient (see `fused_updates`);
 - a `tile` group is a chain of other operators over big tensors of one shape. It runs on 64 K elements after another,
   so that memory is passed over once instead of once for each operator.
 
@@ -26,6 +27,7 @@ from wholestep.functional import Decided
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import product_of
 from wholestep.lower.fusion.chains import chain_step
+from wholestep.lower.fusion.fused_updates import product_of_update
 from wholestep.lower.fusion.fusible import tileable
 from wholestep.lower.fusion.memory_aware_order import move_forward
 from wholestep.lower.plan.operator_facts import is_collective
@@ -35,7 +37,7 @@ from wholestep.lower.plan.operator_facts import is_collective
 class Item:
     """One unit of execution: a single node, or a group that runs together."""
 
-    kind: Literal["single", "chain", "tile"]
+    kind: Literal["single", "chain", "update", "tile"]
     nodes: list[fx.Node]
 
     @property
@@ -80,6 +82,8 @@ class _Grouping:
             return
         if info(node).phase == "optimizer" and chain_step(node) is not None:
             key: Any = ("chain", value.shape, value.dtype)
+        elif product_of_update(node) is not None:
+            key = ("update", node)
         elif tileable(node):
             key = ("tile", value.shape, value.dtype)
         else:
@@ -141,9 +145,9 @@ class _Grouping:
         return a
 
     def _add_products(self) -> None:
-        """Takes gradients that only a chain reads into it, which depends on what they depend on as it is."""
+        """Takes gradients that only a group reads into it, which depends on what they depend on as it is."""
         for group, (key, members) in enumerate(zip(self.keys, self.members, strict=True)):
-            if key[0] == "chain":
+            if key[0] in ("chain", "update"):
                 product = product_of(members, lambda node, group=group: self.group_of.get(node) == group)  # type: ignore[misc]
                 if product is not None:
                     self.group_of[product] = group

@@ -356,7 +356,7 @@ class BufferReuse:
             self._share(node, over)
         elif escaping:
             self._new(node, "lent" if lent else "fresh")
-        elif tiled and is_product(node):
+        elif self.live.items[item].kind != "single" and is_product(node):
             self._new(node, "rows")
         elif tiled and self.live.within_item(node):
             dtypes = self.scratch.setdefault(item, [])
