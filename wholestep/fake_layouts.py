@@ -3,7 +3,7 @@
 torch's rules for fake tensors give other strides than its kernels here and there, while autograd, user code and the
 memory plan go by strides, and kernels round by them. So each call of a new signature (operator, layouts of operands,
 other arguments) is run by its kernel once in a process, on scratch tensors, and its results' layouts are kept.
-May import: functional, torch_compat.
+May import: functional, nested, torch_compat.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from wholestep.functional import Functionalized, Wrapped
+from wholestep.functional import Functionalized, operator_of
+from wholestep.nested import map_leaves, tensors_of
 from wholestep.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -62,8 +63,13 @@ class KernelMode(FakeTensorMode):
             return fakes if len(func._schema.returns) > 1 else fakes[0]
         if not differ(func, args, kwargs, found):
             return found
-        pairs = zip(tensors_of(found), layouts(func, args, kwargs) or (), strict=True)
-        return _filled(found, iter([t if place is None else self._fake(*place) for t, place in pairs]))
+        places = iter(layouts(func, args, kwargs) or ())
+
+        def laid_out(leaf: Any) -> Any:
+            place = next(places) if isinstance(leaf, torch.Tensor) else None
+            return leaf if place is None else self._fake(*place)
+
+        return map_leaves(laid_out, found)
 
     def _fake(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
         with no_modes():
@@ -111,16 +117,10 @@ def is_asked(func: OpOverload, args: Any, kwargs: Any) -> bool:
     return not _is_settled(func, operands)
 
 
-def kernel_of(target: Any) -> OpOverload | None:
-    """The operator that a call of a graph runs, on its own or within a variant of it."""
-    target = target.op if isinstance(target, (Functionalized, Wrapped)) else target
-    return target if isinstance(target, OpOverload) else None
-
-
 def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:
     """Whether a call's results, as a graph has them, have other layouts than its kernel gives them."""
-    op = kernel_of(func)
-    kept = layouts(op, args, kwargs) if op is not None else None
+    op = operator_of(func)
+    kept = layouts(op, args, kwargs) if isinstance(op, OpOverload) else None
     tensors = [*tensors_of(found)]
     if kept is not None and isinstance(func, Functionalized):  # the others are what it has written
         tensors = tensors[: len(kept)]
@@ -218,40 +218,21 @@ def scratch_tensors(tree: Any) -> Any:
     """
     if sum(tensor.numel() * tensor.itemsize for tensor in tensors_of(tree)) > LARGEST:
         raise CannotTry
-    if isinstance(tree, (list, tuple)):
-        return tuple(map(scratch_tensors, tree)) if type(tree) is tuple else [*map(scratch_tensors, tree)]
-    if isinstance(tree, dict):
-        return {name: scratch_tensors(leaf) for name, leaf in tree.items()}
-    if isinstance(tree, torch.Tensor):
-        plain = tree.layout == torch.strided and tree.device.type != "meta" and not tree.is_neg()
-        if not plain or any(type(n) is not int for n in tree.shape):
+    return map_leaves(_scratch, tree)
+
+
+def _scratch(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        plain = leaf.layout == torch.strided and leaf.device.type != "meta" and not leaf.is_neg()
+        if not plain or any(type(n) is not int for n in leaf.shape):
             raise CannotTry
-        made = torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device=tree.device)
-        if 0 in tree.shape:  # some kernels ask what memory is there
-            there = min(tree.untyped_storage().nbytes(), LARGEST) // tree.itemsize
-            made = torch.empty(there, dtype=tree.dtype, device=tree.device).as_strided(tree.shape, tree.stride())
-        made.fill_(tree.dtype is torch.int32)  # pivots of LAPACK begin at 1 and are not checked; indices begin at 0
-        return made.conj() if tree.is_conj() else made
-    known = tree is None or isinstance(tree, (bool, int, float, complex, str)) or type(tree).__module__ == "torch"
-    if not known or isinstance(tree, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+        if 0 in leaf.shape:  # some kernels ask what memory is there
+            there = min(leaf.untyped_storage().nbytes(), LARGEST) // leaf.itemsize
+            made = torch.empty(there, dtype=leaf.dtype, device=leaf.device).as_strided(leaf.shape, leaf.stride())
+        made.fill_(leaf.dtype is torch.int32)  # pivots of LAPACK begin at 1 and are not checked; indices begin at 0
+        return made.conj() if leaf.is_conj() else made
+    known = leaf is None or isinstance(leaf, (bool, int, float, complex, str)) or type(leaf).__module__ == "torch"
+    if not known or isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise CannotTry
-    return tree
-
-
-def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple, dict)):
-        for leaf in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors_of(leaf)
-
-
-def _filled(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Nested results with others in the place of the tensors."""
-    if isinstance(tree, torch.Tensor):
-        return next(tensors)
-    if not isinstance(tree, (list, tuple)):
-        return tree
-    filled = [_filled(leaf, tensors) for leaf in tree]
-    return tuple(filled) if isinstance(tree, tuple) else filled
+    return leaf

@@ -47,7 +47,39 @@ def clone_as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
     return gaps.copy_(tensor)
 
 
-class Functionalized:
+class Wrapped:
+    """An operator that runs with something around it; equal to another of its class around the same operator.
+
+    Attributes:
+        op: the operator.
+        written: positions of arguments in the place of which copies are written.
+    """
+
+    prefix: ClassVar[str]
+    written: tuple[int, ...] = ()
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.__name__ = self.__qualname__ = f"{self.prefix}_{op.name().split('::')[-1].replace('.', '_')}"
+        self.__module__ = "wholestep.functional"
+
+    def __repr__(self) -> str:
+        return f"{self.prefix}({self.op})"
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Wrapped) and type(other) is type(self)
+        return same and (other.op, other.written) == (self.op, self.written)  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((self.prefix, self.op))
+
+
+def operator_of(target: Any) -> Any:
+    """The operator that a call of a graph runs, on its own or within a variant; what is no operator, as it is."""
+    return target.op if isinstance(target, Wrapped) else target
+
+
+class Functionalized(Wrapped):
     """A functional variant of an operator that writes to its arguments and has none among ATen's.
 
     Calling it clones each written argument, runs the operator, and returns a tuple: the operator's own
@@ -59,21 +91,11 @@ class Functionalized:
         written: positions of the written arguments, for an operator whose schema does not declare them.
     """
 
+    prefix = "functional"
+
     def __init__(self, op: OpOverload, written: tuple[int, ...] | None = None) -> None:
-        self.op = op
-        self.__name__ = f"functional_{op.name().split('::')[-1].replace('.', '_')}"
-        self.__qualname__ = self.__name__
-        self.__module__ = "wholestep.functional"
+        super().__init__(op)
         self.written = written_arguments(op) if written is None else written
-
-    def __repr__(self) -> str:
-        return f"functional({self.op})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Functionalized) and (other.op, other.written) == (self.op, self.written)
-
-    def __hash__(self) -> int:
-        return hash(("functional", self.op))
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         names = [arg.name for arg in self.op._schema.arguments]
@@ -128,48 +150,16 @@ class Count(int):
             remedy="compare it with another reading of the same tensor's counter",
         )
 
-    def __eq__(self, other: object) -> Any:
-        return self._compare(int.__eq__, other)
-
-    def __ne__(self, other: object) -> Any:
-        return self._compare(int.__ne__, other)
-
-    def __lt__(self, other: int) -> Any:
-        return self._compare(int.__lt__, other)
-
-    def __le__(self, other: int) -> Any:
-        return self._compare(int.__le__, other)
-
-    def __gt__(self, other: int) -> Any:
-        return self._compare(int.__gt__, other)
-
-    def __ge__(self, other: int) -> Any:
-        return self._compare(int.__ge__, other)
-
     def __bool__(self) -> bool:
         return bool(self._compare(int.__ne__, 0))
 
-    __hash__ = int.__hash__
+
+def _comparison(compare: Callable[[int, int], Any]) -> Callable[[Count, Any], Any]:
+    return lambda count, other: count._compare(compare, other)
 
 
-class Wrapped:
-    """An operator that runs with something around it; equal to another of its class around the same operator."""
-
-    prefix: ClassVar[str]
-
-    def __init__(self, op: OpOverload) -> None:
-        self.op = op
-        self.__name__ = self.__qualname__ = f"{self.prefix}_{op.name().split('::')[-1].replace('.', '_')}"
-        self.__module__ = "wholestep.functional"
-
-    def __repr__(self) -> str:
-        return f"{self.prefix}({self.op})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, Wrapped) and other.op is self.op
-
-    def __hash__(self) -> int:
-        return hash((self.prefix, self.op))
+for _way in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(Count, _way, _comparison(getattr(int, _way)))
 
 
 class UnderGrad(Wrapped):

@@ -1,6 +1,6 @@
 """Inlining: one call of a graph is replaced by the operators that a function runs on its operands.
 
-May import: errors, ir, torch_compat.
+May import: errors, ir, nested, torch_compat.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from wholestep.errors import GraphError, UnsupportedError
-from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
+from wholestep.ir import GETITEM, NodeInfo, info, set_info
+from wholestep.nested import map_leaves, tensors_of
 from wholestep.torch_compat import FakeTensor, TorchDispatchMode
 
 Table = Mapping[Any, Callable[..., Any]]
@@ -25,26 +26,19 @@ def run_on_fakes(node: fx.Node, function: Callable[..., Any], inliner: Inliner |
     """What a function gives for the fake values of a call's operands."""
     operands = [info(operand).value for operand in node.all_input_nodes]
     known = [*operands, info(node).value] if "info" in node.meta else operands
-    tensor = next(fake_tensors(known), None)
+    tensor = next(tensors_of(known), None)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if isinstance(tensor, FakeTensor):
             stack.enter_context(tensor.fake_mode)
             if inliner is not None:
                 stack.enter_context(inliner)
-        args, kwargs = _filled((node.args, dict(node.kwargs)))
+        args, kwargs = map_leaves(_value, (node.args, node.kwargs))  # in containers that a function may change
         return function(*args, **kwargs)
 
 
-def _filled(value: Any) -> Any:
-    """Arguments with values in the place of nodes, in containers that a function may change."""
-    if isinstance(value, tuple):
-        return tuple(map(_filled, value))
-    if isinstance(value, list):
-        return list(map(_filled, value))
-    if isinstance(value, dict):
-        return {k: _filled(v) for k, v in value.items()}
-    return info(value).value if isinstance(value, fx.Node) else value
+def _value(leaf: Any) -> Any:
+    return info(leaf).value if isinstance(leaf, fx.Node) else leaf
 
 
 class Inliner(TorchDispatchMode):

@@ -11,13 +11,13 @@ Inside the graph
   an offset of `as_strided` and its kin counts from the operand's first element, not from the start of its memory;
 - the *output* is one flat tuple: results, new values of mutated inputs, tensors the step created.
 
-May import: errors, functional, sizes, torch_compat.
+May import: errors, functional, nested, sizes, torch_compat.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,7 +25,8 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphError
-from wholestep.functional import Decided, Functionalized, Waited, get_rng_state, manual_seed, set_rng_state
+from wholestep.functional import Decided, Waited, get_rng_state, manual_seed, operator_of, set_rng_state
+from wholestep.nested import tensors_of
 from wholestep.sizes import SizeDecisions
 from wholestep.torch_compat import OpOverload
 
@@ -182,11 +183,13 @@ def is_effectful(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
-    target = node.target.op if isinstance(node.target, Functionalized) else node.target
+    if isinstance(node.target, (Waited, Decided)):
+        return True
+    target = operator_of(node.target)
     if isinstance(target, OpOverload):
         collective = target.namespace == "wholestep" and (not _is_wait(target) or _meets_others(node.args[0]))
         return collective or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
-    return isinstance(target, (Waited, Decided)) or target in (get_rng_state, set_rng_state, manual_seed)
+    return target in (get_rng_state, set_rng_state, manual_seed)
 
 
 def draws_nothing(node: fx.Node) -> bool:
@@ -212,18 +215,9 @@ def is_host(node: fx.Node) -> bool:
     return isinstance(info(node).value, (int, float, bool)) if "info" in node.meta else False
 
 
-def fake_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a node's value."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from fake_tensors(item)
-
-
 def nbytes(value: Any) -> int:
     """Bytes that the tensors in a node's value take."""
-    return sum(t.numel() * t.itemsize for t in fake_tensors(value))
+    return sum(t.numel() * t.itemsize for t in tensors_of(value))
 
 
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
@@ -345,10 +339,18 @@ def copy_node(graph: fx.Graph, node: fx.Node, exchange: Callable[[fx.Node], fx.N
     return made
 
 
-def copy_graph(old: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, and the copy of each node; records are shared."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in old.nodes:
+def copy_graph(
+    nodes: Iterable[fx.Node], given: Iterable[tuple[fx.Node, str]] = ()
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph of copies of some nodes in their order, and the copy of each; records are shared.
+
+    Args:
+        nodes: all of a graph, or those of its calls that are a graph of their own.
+        given: what these read of others, with a name: its placeholders, before all copies.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node, name in given:
+        copies[node] = set_info(graph.placeholder(name), info(node))
+    for node in nodes:
         copies[node] = copy_node(graph, node, copies.__getitem__)
     return graph, copies

@@ -37,7 +37,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import _functional
-from torch.utils import _foreach_utils, _pytree
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
@@ -477,9 +477,6 @@ def mkl_square_root() -> int:
 
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """Identifies a storage, also one without memory, as long as it lives; equal for all that Python holds of it."""
-
-tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
-"""The leaves of nested containers; the containers with a function applied to the leaves of one type."""
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

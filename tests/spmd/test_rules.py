@@ -12,7 +12,7 @@ from tests.support.spmd_rules import Sample, call_of, close, failures, part_of, 
 from tests.support.spmd_samples import collectives, random_samples, samples
 from tests.support.spmd_table import lines
 from wholestep import comm
-from wholestep.ir import fake_tensors
+from wholestep.nested import tensors_of
 from wholestep.spmd import rules
 from wholestep.spmd.expand.strategy import Strategy
 from wholestep.spmd.mesh import AxisGroup
@@ -110,7 +110,7 @@ def drawn() -> list[str]:
     for sample in random_samples():
         for trial in trials_of(sample, size):
             torch.manual_seed(3)
-            wanted = list(fake_tensors(sample.target(*sample.args, **sample.kwargs)))
+            wanted = list(tensors_of(sample.target(*sample.args, **sample.kwargs)))
             after = torch.rand(())
             program, parts = trial.program(AxisGroup("", size, rank)), trial.parts[rank]
             torch.manual_seed(3)

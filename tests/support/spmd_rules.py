@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import comm
 from wholestep.comm.ops.rows import piece
-from wholestep.ir import GETITEM, NodeInfo, fake_tensors, info, set_info
+from wholestep.ir import GETITEM, NodeInfo, info, set_info
+from wholestep.nested import tensors_of
 from wholestep.spmd import rules
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.expand import built
@@ -98,7 +99,7 @@ class Trial:
         """This rank's graph."""
         node, calls = call_of(self.sample, group)
         call, graph = calls[self.column], fx.Graph()
-        mode = next(fake_tensors([value for one in calls for value in one.values])).fake_mode  # type: ignore[attr-defined]
+        mode = next(tensors_of([value for one in calls for value in one.values])).fake_mode  # type: ignore[attr-defined]
         ins = [set_info(graph.placeholder(f"x{i}"), NodeInfo(mode.from_tensor(part)))
                for i, part in enumerate(self.parts[group.rank])]  # fmt: skip
         writer = Writer(graph, group, lambda n: n)
@@ -196,7 +197,7 @@ def trials_of(sample: Sample, ranks: int, extra: Sequence[Strategy] = ()) -> Ite
         real = iter(sample.tensors)
         places = dict(zip(_nodes(call), real, strict=False))
         operands = [places[node] for node in call.operands]
-        wanted = list(fake_tensors(result)) if len(calls) == 1 and not is_on_lists(sample.target) else None
+        wanted = list(tensors_of(result)) if len(calls) == 1 and not is_on_lists(sample.target) else None
         if wanted is None:
             parts = [r for r in result if r] if isinstance(result[0], (list, tuple)) else [result]
             wanted = [one[column] for one in parts]

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import wholestep as ws
 from tests.support.operators import OPERATORS, UNDEFINED, gapped, operator_cases, turned
 from wholestep import fake_layouts
+from wholestep.nested import tensors_of
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
 OTHERS = list(itertools.islice(sorted(OPERATORS), 0, None, 1 if LONG else 16))
@@ -357,5 +358,5 @@ def test_operators_that_keep_contiguous_what_is(shape: tuple[int, ...]) -> None:
     ]  # fmt: skip
     assert {op for op, _ in calls} == fake_layouts.CONTIGUOUS
     for op, args in calls:
-        results = fake_layouts.tensors_of(op(*args))
+        results = tensors_of(op(*args))
         assert all(one.stride() == torch.empty(one.shape).stride() for one in results), op

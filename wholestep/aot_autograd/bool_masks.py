@@ -24,7 +24,7 @@ def with_bool_masks(joint: Joint) -> Joint:
     The forward is as it was; the same bits reach the backward, since 0 and 1 survive the way there and back. The graph
     given is left alone.
     """
-    graph, _ = copy_graph(joint.step.graph)
+    graph, _ = copy_graph(joint.step.graph.nodes)
     for draw in [node for node in graph.nodes if _is_draw(node)]:
         following = _following(draw)
         read = [node for node in following if any(_is_backward(user) for user in node.users)]

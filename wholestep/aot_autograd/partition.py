@@ -12,7 +12,19 @@ from torch import fx
 from wholestep.aot_autograd.joint import Joint, Partitioned
 from wholestep.errors import GraphError
 from wholestep.functional import clone_as_it_lies
-from wholestep.ir import GETITEM, Input, Signature, StepGraph, ancestors, check, info, is_effectful, set_info
+from wholestep.ir import (
+    GETITEM,
+    Input,
+    Signature,
+    StepGraph,
+    ancestors,
+    check,
+    copy_graph,
+    info,
+    is_effectful,
+    is_host,
+    set_info,
+)
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 from wholestep.trace.functionalize.aliases import Geometry
 
@@ -158,14 +170,8 @@ def _saved_name(node: fx.Node, overwritten: set[fx.Node]) -> str:
 
 
 def _forward_graph(joint: Joint, own: list[fx.Node], overwritten: set[fx.Node]) -> StepGraph:
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    for node in joint.primals:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
-    needed = {*forward_nodes(joint), *ancestors(own)}
-    for node in joint.step.graph.nodes:
-        if node in needed and node.op != "placeholder":
-            copied[node] = graph.node_copy(node, copied.__getitem__)
+    needed = {*forward_nodes(joint), *ancestors(own)} - {*joint.primals}
+    graph, copied = copy_graph([*joint.primals, *(n for n in joint.step.graph.nodes if n in needed)])
     saved = []
     for node in own:
         value = copied[node]
@@ -184,21 +190,13 @@ def _forward_graph(joint: Joint, own: list[fx.Node], overwritten: set[fx.Node]) 
 
 
 def _backward_graph(joint: Joint, saved: list[fx.Node], overwritten: set[fx.Node]) -> tuple[StepGraph, list[int]]:
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
     nodes = backward_nodes(joint, set(saved))
     gradients = joint.gradients
     read = {used for node in nodes for used in node.all_input_nodes} | set(gradients)
     tangents = [i for i, t in enumerate(joint.tangents) if t in read]
-    inputs: list[Input] = []
-    for node in [*saved, *(joint.tangents[i] for i in tangents)]:
-        name = _saved_name(node, overwritten)
-        copied[node] = graph.placeholder(name)
-        set_info(copied[node], info(node))
-        number = not isinstance(info(node).value, torch.Tensor)
-        inputs.append(Input(str(copied[node].target), name, "number" if number else "tensor"))
-    for node in nodes:
-        copied[node] = graph.node_copy(node, copied.__getitem__)
+    given = [(node, _saved_name(node, overwritten)) for node in (*saved, *(joint.tangents[i] for i in tangents))]
+    graph, copied = copy_graph(nodes, given)
+    inputs = [Input(str(copied[n].target), name, "number" if is_host(n) else "tensor") for n, name in given]
     graph.output(tuple(copied[g] for g in gradients))
     step = StepGraph(lazy_graph_module(joint.step.gm, graph), Signature(inputs, len(gradients)), "backward")
     return check(step, "partition"), tangents

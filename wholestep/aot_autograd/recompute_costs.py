@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from wholestep.functional import Functionalized, UnderGrad
+from wholestep.functional import operator_of
 from wholestep.ir import GETITEM, info, is_effectful, is_host, nbytes
 from wholestep.torch_compat import OpOverload
 from wholestep.trace.operators.tables import is_view
@@ -79,7 +79,7 @@ def is_pure(node: fx.Node) -> bool:
     """True for calls that give the same bits whenever they run; uninitialised memory does not."""
     if node.op == "placeholder" or is_effectful(node):
         return False
-    target = node.target.op if isinstance(node.target, (Functionalized, UnderGrad)) else node.target
+    target = operator_of(node.target)
     if not isinstance(target, OpOverload):
         return True
     name = target._schema.name

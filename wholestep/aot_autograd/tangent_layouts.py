@@ -16,18 +16,8 @@ import torch
 from torch import fx
 
 from wholestep.aot_autograd.joint import Partitioned
-from wholestep.ir import (
-    GETITEM,
-    NodeInfo,
-    StepGraph,
-    check,
-    copy_graph,
-    copy_node,
-    dead_code,
-    fake_tensors,
-    info,
-    set_info,
-)
+from wholestep.ir import GETITEM, NodeInfo, StepGraph, check, copy_graph, copy_node, dead_code, info, set_info
+from wholestep.nested import tensors_of
 from wholestep.torch_compat import FakeTensorMode, OpOverload, below_autograd, lazy_graph_module, no_modes
 from wholestep.trace.functionalize.aliases import Geometry
 
@@ -149,7 +139,7 @@ def without_last_views(halves: Partitioned, found: SpecializedBackward) -> Speci
         results.append(Result(result.place, seen[base] if views else len(outputs) - 1, None, views))
     if outputs == found.graph.outputs:
         return replace(found, results=tuple(results))
-    graph, copies = copy_graph(found.graph.graph)
+    graph, copies = copy_graph(found.graph.graph.nodes)
     graph.output_node().args = (tuple(copies[node] for node in outputs),)
     signature = replace(found.graph.signature, n_outputs=len(outputs))
     step = StepGraph(lazy_graph_module(found.graph.gm, graph), signature, found.graph.stage)
@@ -272,7 +262,7 @@ class _Specializer:
 
 def _same_strides(one: Any, two: Any) -> bool:
     """Whether what two nodes give has the same strides."""
-    return all(a.stride() == b.stride() for a, b in zip(fake_tensors(one), fake_tensors(two), strict=True))
+    return all(a.stride() == b.stride() for a, b in zip(tensors_of(one), tensors_of(two), strict=True))
 
 
 def _is_sum(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 Takes a function and one call's arguments. Gives a `Snapshot` (tensors and numbers with their sources, everything
 in reach put back by `restore`, changes described by `effects`), the guards that must hold later, and a `Binder`:
 the fast check that a call passes before a captured program serves it.
-May import: errors, functional, ir, patches, tensor_parts, torch_compat.
+May import: errors, functional, ir, nested, patches, tensor_parts, torch_compat.
 """
 
 from wholestep.capture.effects.differences import outcome

@@ -10,8 +10,7 @@ import torch
 
 from wholestep.co_run.operators import Facts
 from wholestep.co_run.prefix_tree import place_of
-from wholestep.fake_layouts import tensors_of
-from wholestep.trace.record.graph_builder import map_leaves
+from wholestep.nested import map_leaves, tensors_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wholestep.fake_layouts import tensors_of
 from wholestep.functional import written_arguments
 from wholestep.ir import NodeInfo
+from wholestep.nested import tensors_of
 from wholestep.torch_compat import FakeTensor, OpOverload, default_device, kernel_settings, storage_id
 
 storage_of = torch.Tensor.untyped_storage  # the method itself: the queue patches it

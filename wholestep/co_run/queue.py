@@ -15,7 +15,7 @@ from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknow
 from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
 from wholestep.errors import PlanError
-from wholestep.fake_layouts import tensors_of
+from wholestep.nested import leaves, map_leaves, tensors_of
 from wholestep.torch_compat import (
     UnwrappedDispatchMode,
     dispatching,
@@ -26,7 +26,6 @@ from wholestep.torch_compat import (
     storage_id,
     storage_uses,
 )
-from wholestep.trace.record.graph_builder import leaves, map_leaves
 from wholestep.trace.record.provenance import user_line
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))

@@ -17,11 +17,11 @@ from wholestep.co_run.shards import Shards
 from wholestep.errors import DistError, PlanError
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import NodeInfo
+from wholestep.nested import map_leaves
 from wholestep.patches import Replacement
 from wholestep.pipeline import Options
 from wholestep.spmd import BufferBroadcast
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, storage_id
-from wholestep.trace.record.graph_builder import map_leaves
 from wholestep.trace.record.provenance import Provenance, user_line
 
 

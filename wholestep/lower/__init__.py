@@ -2,7 +2,7 @@
 
 Takes a pure graph and example inputs. Gives ``fn(*inputs) -> outputs`` that writes mutated inputs in place and
 gives every other output memory of its own. This is the only room that may reuse memory or write in place.
-May import: comm, errors, functional, ir, packed_graph, passes, sizes, torch_compat.
+May import: comm, errors, functional, ir, nested, packed_graph, passes, sizes, torch_compat.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ PLAINER: dict[Any, Any] = {
 
 def copy_step(step: StepGraph) -> StepGraph:
     """A copy whose graph may be rewritten; records are shared."""
-    return StepGraph(lazy_graph_module(step.gm, copy_graph(step.graph)[0]), step.signature, step.stage)
+    return StepGraph(lazy_graph_module(step.gm, copy_graph(step.graph.nodes)[0]), step.signature, step.stage)
 
 
 def list_items(step: StepGraph) -> StepGraph:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from wholestep.ir import GETITEM, StepGraph, fake_tensors, info, nbytes
+from wholestep.ir import GETITEM, StepGraph, info, nbytes
+from wholestep.nested import tensors_of
 from wholestep.spmd.expand.sharding_constraint import sharding_constraint
 from wholestep.spmd.rules import name_of, rule_of
 
@@ -44,5 +45,5 @@ def missing_rules(step: StepGraph) -> list[MissingRule]:
 
 
 def _has_tensors(node: fx.Node) -> bool:
-    taken = any(next(fake_tensors(info(o).value), None) is not None for o in node.all_input_nodes)
-    return taken and next(fake_tensors(info(node).value), None) is not None
+    taken = any(next(tensors_of(info(o).value), None) is not None for o in node.all_input_nodes)
+    return taken and next(tensors_of(info(node).value), None) is not None

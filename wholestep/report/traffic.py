@@ -10,7 +10,8 @@ from torch import fx
 
 from wholestep import comm
 from wholestep.errors import GraphError
-from wholestep.ir import Phase, StepGraph, fake_tensors, info, is_effectful
+from wholestep.ir import Phase, StepGraph, info, is_effectful
+from wholestep.nested import tensors_of
 from wholestep.torch_compat import OpOverload
 
 
@@ -101,7 +102,7 @@ def collective_name(node: fx.Node) -> str:
 def _cost(node: fx.Node, name: str, group: comm.ProcessGroup) -> float:
     if name not in COSTS:
         raise GraphError(f"report.traffic.COSTS has no row for {node.target}")
-    operand = next(fake_tensors(info(node.all_input_nodes[0]).value))
+    operand = next(tensors_of(info(node.all_input_nodes[0]).value))
     root = name in _ROOTS and _argument(node, _ROOTS[name]) == group.rank()
     return COSTS[name](operand.numel() * operand.itemsize, group.size(), root)
 

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from wholestep.capture.snapshot.snapshot import Snapshot
+from wholestep.nested import tensors_of
 from wholestep.tensor_parts import mark_part, part_of
-from wholestep.torch_compat import TorchDispatchMode, no_modes, set_versions, tree_leaves
+from wholestep.torch_compat import TorchDispatchMode, no_modes, set_versions
 
 aten = torch.ops.aten
 
@@ -42,7 +43,7 @@ class _Factories(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         random = torch.Tag.nondeterministic_seeded in func.tags
-        nothing_read = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
+        nothing_read = not any(True for _ in tensors_of((args, kwargs)))
         copied = func is aten.clone.default and args[0].data_ptr() in self.made and not args[0]._version
         if isinstance(out, torch.Tensor) and out.numel() and (
             func in _FACTORIES or copied or (nothing_read and not random)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import LoweringError
-from wholestep.ir import GETITEM, Input, Signature, StepGraph, info, is_effectful
+from wholestep.ir import GETITEM, Input, Signature, StepGraph, copy_graph, info, is_effectful
 from wholestep.lower.backends.aten import lower_aten
 from wholestep.lower.backends.interpreter import write_back
 from wholestep.lower.plan.operator_facts import OFFSETS, offset_of
@@ -134,23 +134,17 @@ def _tensor_part(step: StepGraph) -> set[fx.Node]:
 
 def _inner(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node]) -> fx.GraphModule:
     """The tensor part as a graph of its own."""
-    graph = fx.Graph()
     used = inside | {node for node in step.placeholders if not inside.isdisjoint(node.users)}
-    copies: dict[fx.Node, Any] = {node: None for node in step.graph.nodes if node not in used}
-    graph.graph_copy(step.graph, copies)
+    graph, copies = copy_graph(node for node in step.graph.nodes if node in used)
     graph.output(tuple(copies[node] for node in kept))
     return lazy_graph_module(step.gm, graph)
 
 
 def _outer(step: StepGraph, inside: set[fx.Node], kept: list[fx.Node], left: list[int]) -> StepGraph:
     """Everything else, with the tensor part's results as further inputs."""
-    graph, outputs, old = fx.Graph(), step.outputs, step.signature
-    copies: dict[fx.Node, Any] = {node: None for node in step.graph.nodes if node in inside or node.op == "output"}
-    copies |= {node: graph.node_copy(node) for node in step.placeholders}
-    for node in kept:
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    graph.graph_copy(step.graph, copies)
+    outputs, old = step.outputs, step.signature
+    others = [n for n in step.graph.nodes if n not in inside and n.op not in ("placeholder", "output")]
+    graph, copies = copy_graph(others, [*((n, str(n.target)) for n in step.placeholders), *((n, n.name) for n in kept)])
     graph.output(tuple(fx.map_arg(outputs[i], copies.__getitem__) for i in left))
     results = [Input(str(copies[n].target), f"result {n.name} of the compiled part", "tensor") for n in kept]
     mutations = {left.index(out): into for out, into in old.mutations.items()}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import fake_tensors, info
+from wholestep.ir import info
 from wholestep.lower.codegen.call_lines import CallWriter
 from wholestep.lower.codegen.group_lines import GroupWriter
 from wholestep.lower.codegen.literals import commas, literal, targets
@@ -24,6 +24,7 @@ from wholestep.lower.fusion.execution_order import Item
 from wholestep.lower.plan.memory_plan import Plan
 from wholestep.lower.plan.operator_facts import FILLS
 from wholestep.lower.plan.value_facts import KERNELS, fill_number, variable
+from wholestep.nested import tensors_of
 
 STABLE_KINDS = ("parameter", "buffer", "state", "grad")
 
@@ -131,7 +132,7 @@ def _last_uses(source: ProgramText) -> dict[int, list[str]]:
     last = {variable(plan.live.inputs[i]): plan.last_use[plan.live.inputs[i]] for i in released}
     for node in plan.live.nodes:
         store = plan.reuse.store.get(node)
-        if store is None or node in plan.live.fixed or next(fake_tensors(info(node).value), None) is None:
+        if store is None or node in plan.live.fixed or next(tensors_of(info(node).value), None) is None:
             continue
         if store.kind in ("kernel", "fresh") or (store.kind == "input" and store.index in released):
             name, root = source.name(node), plan.live.root[node]

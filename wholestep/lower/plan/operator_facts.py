@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
+from wholestep.nested import map_leaves
 from wholestep.torch_compat import OpOverload as Overload
-from wholestep.torch_compat import TorchDispatchMode, has_native_kernel, tree_map_only
+from wholestep.torch_compat import TorchDispatchMode, has_native_kernel
 
 aten = torch.ops.aten
 
@@ -220,7 +221,9 @@ def _same_argument(wanted: Any, found: Any) -> bool:
     return bool(wanted == found)
 
 
-def _on_meta(value: torch.Tensor) -> torch.Tensor:
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
@@ -248,7 +251,7 @@ def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs
         return False
     key = (op, name, tuple(map(_pattern, args)), tuple((k, _pattern(v)) for k, v in kwargs.items()))
     if key not in _REACHES:
-        args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        args, kwargs = map_leaves(_on_meta, (args, kwargs))
         with suppress(Exception), torch.no_grad(), _FirstCall() as mode:  # any refusal means that it cannot serve
             call(*args, **kwargs)
         found, arguments = mode.seen

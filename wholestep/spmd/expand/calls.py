@@ -11,7 +11,8 @@ from torch import fx
 
 from wholestep.comm.ops.rows import piece
 from wholestep.functional import Functionalized, UnderGrad
-from wholestep.ir import fake_tensors, info
+from wholestep.ir import info
+from wholestep.nested import tensors_of
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate
 
@@ -55,7 +56,7 @@ class Call:
     @property
     def results(self) -> list[torch.Tensor]:
         """The tensors of the result, flattened."""
-        return list(fake_tensors(self.result))
+        return list(tensors_of(self.result))
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by its name in the operator's schema; what the schema says where it is not given."""

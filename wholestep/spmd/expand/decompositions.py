@@ -11,7 +11,8 @@ from torch import fx
 
 from wholestep.functional import Functionalized
 from wholestep.inline import Inliner, run_on_fakes
-from wholestep.ir import NodeInfo, fake_tensors, info, set_info
+from wholestep.ir import NodeInfo, info, set_info
+from wholestep.nested import tensors_of
 from wholestep.spmd.expand.calls import Call, exchanged
 from wholestep.torch_compat import decomposition_of, lazy_graph_module
 
@@ -49,7 +50,7 @@ def decomposition(call: Call, record: NodeInfo, function: Callable[..., Any] | N
     args, kwargs = exchanged(call.args, call.kwargs, operands, lambda number: number)
     node = set_info(graph.call_function(call.target, args, kwargs), replace(record, value=call.result))
     inliner = Inliner(lazy_graph_module(torch.nn.Module(), graph), node, record)
-    results = list(fake_tensors(run_on_fakes(node, function or _torchs(call), inliner)))
+    results = list(tensors_of(run_on_fakes(node, function or _torchs(call), inliner)))
     found = Decomposition(operands, [], [inliner.nodes[id(result)] for result in results])
     for one in reversed(graph.nodes):
         if one.op == "call_function" and one is not node:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import fake_tensors, info
+from wholestep.ir import info
+from wholestep.nested import tensors_of
 from wholestep.torch_compat import below_autograd
 
 _MEMORY = "wholestep_values"  # an attribute of the mode of fake tensors: it lives as long as they do
@@ -41,7 +42,7 @@ def evaluate(target: Any, args: Any, kwargs: Any) -> Any:
 def run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
     """Runs a call on the fake values of its operands."""
     args, kwargs = fx.map_arg((args, kwargs), lambda node: info(node).value)
-    tensor = next(fake_tensors([args, *kwargs.values()]))
+    tensor = next(tensors_of([args, *kwargs.values()]))
     with tensor.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
         return target(*args, **kwargs)
 

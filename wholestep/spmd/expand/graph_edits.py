@@ -23,7 +23,7 @@ Choice = Callable[[fx.Node], bool]
 
 def copy_step(step: StepGraph, stage: str) -> StepGraph:
     """A copy that may be rewritten: a graph and a signature of its own."""
-    graph, copies = copy_graph(step.graph)
+    graph, copies = copy_graph(step.graph.nodes)
     names = {old.name: new.name for old, new in copies.items()}
     old = step.signature
     gradients = [

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, NodeInfo, add_call, copy_node, fake_tensors, info, set_info
+from wholestep.ir import GETITEM, NodeInfo, add_call, copy_node, info, set_info
+from wholestep.nested import tensors_of
 from wholestep.spmd.expand.calls import Call, exchanged, with_arguments
 from wholestep.spmd.expand.fake_evaluate import evaluate
 from wholestep.spmd.expand.strategy import Strategy
@@ -87,7 +88,7 @@ class Writer:
         """Arguments that say the result's shape say that of this rank's."""
         if not isinstance(node.target, OpOverload) or not strategy.outs or not isinstance(strategy.outs[0], Shard):
             return args, kwargs
-        value = next(fake_tensors(info(node).value))
+        value = next(tensors_of(info(node).value))
         for one in node.target._schema.arguments:
             if one.name in _SIZES and str(one.type) == "List[int]":
                 shape = list(local_shape(value.shape, strategy.outs[:1], [self.group]))
@@ -109,7 +110,7 @@ class Writer:
 
 def _value(node: fx.Node, record: NodeInfo) -> Any:
     """What a call gives on its operands' fake values."""
-    tensor = next((t for one in node.all_input_nodes for t in fake_tensors(info(one).value)), None)
-    if tensor is None or next(fake_tensors(record.value), None) is None:  # a factory, or a number read from a tensor
+    tensor = next((t for one in node.all_input_nodes for t in tensors_of(info(one).value)), None)
+    if tensor is None or next(tensors_of(record.value), None) is None:  # a factory, or a number read from a tensor
         return record.value
     return evaluate(node.target, node.args, node.kwargs)

@@ -12,11 +12,12 @@ from torch import fx
 
 from wholestep.errors import UnsupportedError
 from wholestep.functional import Functionalized, written_arguments
+from wholestep.nested import map_leaves
 from wholestep.torch_compat import FakeTensor, OpOverload
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant, all_args
-from wholestep.trace.record.graph_builder import fake_value, map_leaves
+from wholestep.trace.record.graph_builder import fake_value
 from wholestep.trace.record.inputs import STRIDED_COPIES, Inputs
 from wholestep.trace.record.provenance import user_line
 

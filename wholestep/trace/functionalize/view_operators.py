@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from wholestep.errors import UnsupportedError
+from wholestep.nested import map_leaves
 from wholestep.torch_compat import below_autograd, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.kernel_checks import check_strided, check_view
 from wholestep.trace.operators.tables import functional_view
-from wholestep.trace.record.graph_builder import map_leaves
 from wholestep.trace.record.inputs import Inputs, ReshapedInput
 from wholestep.trace.record.provenance import user_line
 

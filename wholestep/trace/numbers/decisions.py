@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import DataDependentError
-from wholestep.functional import Decided, Functionalized, Wrapped
+from wholestep.functional import Decided, operator_of
 from wholestep.ir import ancestors, draws_nothing, info, is_effectful, set_info
 from wholestep.patches import suspended
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
@@ -125,7 +125,7 @@ def refuse_repeated(nodes: Any, line: str) -> None:
         DataDependentError: operators of the user's own, or messages to other ranks, come before it.
     """
     for node in nodes:
-        op = node.target.op if isinstance(node.target, (Functionalized, Wrapped)) else node.target
+        op = operator_of(node.target)
         if isinstance(op, OpOverload) and op.namespace not in REPEATABLE:
             what = f"Python decides on a value after {op}, which would run twice if it decided otherwise"
             raise DataDependentError(what, line, "use torch.where, or take the decision before it")

@@ -18,7 +18,8 @@ from torch.amp import GradScaler
 
 from wholestep.errors import DataDependentError
 from wholestep.functional import same_value
-from wholestep.ir import ancestors, draws_nothing, fake_tensors, info, is_effectful
+from wholestep.ir import ancestors, copy_graph, draws_nothing, info, is_effectful
+from wholestep.nested import tensors_of
 from wholestep.torch_compat import OpOverload, lazy_graph_module, no_modes
 from wholestep.trace.numbers.symbolic_sizes import decided
 from wholestep.trace.operators.tables import is_view
@@ -116,11 +117,10 @@ def decide(
     if any(n.op == "placeholder" and n not in read for n in ordered):
         what = "the backward decides on a gradient, which is only known when it runs"
         raise DataDependentError(what, line, "use torch.where")
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for old in ordered:
-        copies[old] = graph.node_copy(old, copies.__getitem__)
-        copies[old].args = decided(copies[old].args)
-        copies[old].meta.clear()  # records hold fake tensors, and are of no use here
+    graph, copies = copy_graph(ordered)
+    for copied in graph.nodes:
+        copied.args = decided(copied.args)
+        copied.meta.clear()  # records hold fake tensors, and are of no use here
     graph.output(copies[node])
     module = lazy_graph_module(constants, graph)
     positions = tuple(read[n] for n in ordered if n.op == "placeholder")
@@ -164,7 +164,7 @@ def _is_constant(nodes: set[fx.Node]) -> bool:
 
 def _is_known(node: fx.Node, is_data: Callable[[fx.Node], bool]) -> bool:
     """Whether one step of a decision is cheap to repeat before each call."""
-    tensors = [*fake_tensors(info(node).value)]
+    tensors = [*tensors_of(info(node).value)]
     if any(t.device.type != "cpu" for t in tensors) or _is_effectful(node) and node.op != "placeholder":
         return False
     if all(t.numel() == 1 for t in tensors) or node.op == "get_attr":
@@ -177,7 +177,7 @@ def _is_known(node: fx.Node, is_data: Callable[[fx.Node], bool]) -> bool:
 
 
 def _is_small(nodes: set[fx.Node], limit: int) -> bool:
-    return sum(t.numel() for n in nodes for t in fake_tensors(info(n).value)) <= limit
+    return sum(t.numel() for n in nodes for t in tensors_of(info(n).value)) <= limit
 
 
 UNDEFINED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}

@@ -12,15 +12,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.fake_layouts import differ, is_asked, kernel_of, tensors_of
+from wholestep.fake_layouts import differ, is_asked
+from wholestep.functional import operator_of
 from wholestep.ir import StepGraph, check, copy_graph, info, set_info
+from wholestep.nested import map_leaves, tensors_of
 from wholestep.sizes import SizeDecisions, has_size, plain, sized_fake
-from wholestep.torch_compat import FakeTensorMode, empty_fake, evaluated, expression_of, lazy_graph_module
+from wholestep.torch_compat import (
+    FakeTensorMode,
+    OpOverload,
+    empty_fake,
+    evaluated,
+    expression_of,
+    lazy_graph_module,
+)
 from wholestep.trace import Traced
 from wholestep.trace.numbers.many_sizes import ManySizes
 from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size
 from wholestep.trace.outputs.canonical import fingerprint
-from wholestep.trace.record.graph_builder import fake_value, map_leaves
+from wholestep.trace.record.graph_builder import fake_value
 from wholestep.trace.record.inputs import TracedInput
 
 aten = torch.ops.aten
@@ -80,7 +89,7 @@ class AtSizes:
 
     def module(self, module: fx.GraphModule) -> fx.GraphModule:
         """A graph whose calls have these sizes."""
-        graph, _ = copy_graph(module.graph)
+        graph, _ = copy_graph(module.graph.nodes)
         for node in graph.nodes:
             node.args, node.kwargs = self.numbers(node.args), self.numbers(node.kwargs)
             if "info" in node.meta:
@@ -90,8 +99,8 @@ class AtSizes:
         return lazy_graph_module(module, graph)
 
     def _check(self, node: fx.Node) -> None:
-        op = kernel_of(node.target)
-        if op is None:
+        op = operator_of(node.target)
+        if not isinstance(op, OpOverload):
             return
         args, kwargs, value = map_leaves(fake_value, node.args), map_leaves(fake_value, node.kwargs), info(node).value
         if differ(node.target, *plain((args, kwargs, value))):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.nested import leaves
 from wholestep.trace.functionalize.aliases import Ref
 from wholestep.trace.functionalize.dtype_views import kind_of, offset_from
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.outputs.output_records import Counter, NewValue, OutputAlias, View
 from wholestep.trace.outputs.tensor_state import TensorState, counts_alone, is_leaf
-from wholestep.trace.record.graph_builder import leaves
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
 

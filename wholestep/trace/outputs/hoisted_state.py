@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from wholestep.ir import Input, info, is_effectful
+from wholestep.nested import map_leaves
 from wholestep.torch_compat import FakeTensor, lazy_graph_module
 from wholestep.trace.numbers.symbolic_sizes import held
-from wholestep.trace.record.graph_builder import map_leaves
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
 

@@ -22,6 +22,7 @@ from torch.utils import dlpack
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.functional import Count
+from wholestep.nested import leaves, map_leaves
 from wholestep.patches import Replacement
 from wholestep.torch_compat import (
     DESCRIBING_MODULES,
@@ -44,7 +45,6 @@ from wholestep.trace.operators.packed_sequences import RECURRENT, is_packed, pad
 from wholestep.trace.operators.tables import ESCAPES, MEMORY_READS
 from wholestep.trace.outputs.replaced_gradients import DELETE, GET, SET, ReplacedGradients
 from wholestep.trace.patches.tensor_sequences import COMPRESSED, CONSTRUCTORS, indexed, stacked
-from wholestep.trace.record.graph_builder import leaves, map_leaves
 from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import fx
 
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
+from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, sequence_number
 from wholestep.trace.functionalize.aliases import Ref, new_root
 from wholestep.trace.numbers.symbolic_sizes import Sizes, held
@@ -140,26 +141,6 @@ class GraphBuilder:
             with self.fake_mode, torch.no_grad(), below_autograd():
                 return value.detach()
         return empty_fake(self.fake_mode, value)
-
-
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies a function to the leaves of nested lists, tuples and dicts."""
-    if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
-        return tuple(map_leaves(function, item) for item in tree)
-    if isinstance(tree, list):
-        return [map_leaves(function, item) for item in tree]
-    if isinstance(tree, dict):
-        return {key: map_leaves(function, item) for key, item in tree.items()}
-    return function(tree)
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of nested lists, tuples and dicts."""
-    if isinstance(tree, (tuple, list, dict)):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from leaves(item)
-    else:
-        yield tree
 
 
 # What stands for a number that comes from a tensor where an operator does not take the 1 that stands there otherwise.

@@ -12,9 +12,10 @@ from torch import fx
 from wholestep.capture import Snapshot, TensorInput
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.ir import InputKind
+from wholestep.nested import leaves
 from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
-from wholestep.trace.record.graph_builder import GraphBuilder, fake_value, leaves
+from wholestep.trace.record.graph_builder import GraphBuilder, fake_value
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten

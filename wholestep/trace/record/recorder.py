@@ -21,6 +21,7 @@ from wholestep.capture import Snapshot
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.functional import UnderGrad, Waited
 from wholestep.ir import set_info
+from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
     COLLECTIVE_NAMESPACES,
     FakeTensor,
@@ -39,7 +40,7 @@ from wholestep.trace.operators import tables, torch_collectives
 from wholestep.trace.operators.kernel_checks import check, kernels_error
 from wholestep.trace.operators.packed_sequences import pack
 from wholestep.trace.operators.tables import is_view
-from wholestep.trace.record.graph_builder import GraphBuilder, leaves, map_leaves
+from wholestep.trace.record.graph_builder import GraphBuilder
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import Provenance, user_line
 

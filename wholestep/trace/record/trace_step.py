@@ -11,6 +11,7 @@ import torch
 from wholestep.capture import Snapshot, new_values, outcome, state_outputs
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
+from wholestep.nested import leaves
 from wholestep.torch_compat import FakeTensor, makes_subclass, no_modes
 from wholestep.trace.numbers.decisions import Decisions
 from wholestep.trace.numbers.host_numbers import is_for_plain
@@ -23,7 +24,6 @@ from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
 from wholestep.trace.patches.function_mode import TorchCalls
 from wholestep.trace.patches.python_patches import patched_python
 from wholestep.trace.record.finish import finish
-from wholestep.trace.record.graph_builder import leaves
 from wholestep.trace.record.inputs import TracedInput, memory_of
 from wholestep.trace.record.provenance import Provenance, line_of
 from wholestep.trace.record.recorder import Recorder
