@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import fx
 
 from wholestep import pipeline
@@ -23,7 +24,7 @@ from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import Entries, Entry, Program, give_back
 from wholestep.step_log import Logged, collecting
-from wholestep.torch_compat import jit_traces, needs_memory, skipped_by_dynamo, transforms_active
+from wholestep.torch_compat import needs_memory, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
 from wholestep.trace.record.provenance import line_of
@@ -102,7 +103,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # part of another step, or of a transform of `torch.func`, or of what TorchScript traces
-        if pipeline.is_tracing() or transforms_active() or is_deferring() or jit_traces():
+        if pipeline.is_tracing() or transforms_active() or is_deferring() or torch.jit.is_tracing():
             return self._fn(*args, **kwargs)
         return self.serve(args, kwargs)
 

@@ -14,6 +14,9 @@ import torch
 from wholestep.errors import CaptureError
 from wholestep.torch_compat import OpOverload, wait_collective
 
+# Views whose schema does not say so.
+HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
+
 
 @cache
 def base_name(op: OpOverload) -> str:
@@ -25,6 +28,12 @@ def base_name(op: OpOverload) -> str:
 def written_arguments(op: OpOverload) -> tuple[int, ...]:
     """Positions of the arguments that an operator declares to write."""
     return tuple(i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write)
+
+
+@cache
+def is_view(op: Any) -> bool:
+    """True for operators whose results share memory with an argument, or may; some schemas do not say so."""
+    return isinstance(op, OpOverload) and (bool(op.is_view) or base_name(op) in HIDDEN_VIEWS)
 
 
 def overloads(namespace: str, name: str) -> list[OpOverload]:

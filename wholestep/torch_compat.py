@@ -42,15 +42,25 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._sympy.printers import PythonPrinter
 
+below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowADInplaceOrView
+"""Context manager: operators skip the autograd and version-counter layers of the dispatcher."""
 
-def below_autograd() -> AbstractContextManager[object]:
-    """Context manager: operators skip the autograd and version-counter layers of the dispatcher."""
-    return torch._C._AutoDispatchBelowADInplaceOrView()  # type: ignore[return-value]
+decomposition_of: Callable[[Any], Callable[..., Any]] = decomposition_table.__getitem__
+"""The function by which torch says an operator in terms of others."""
 
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+"""Sets version counters, as in-place calls would have left them."""
 
-def decomposition_of(op: Any) -> Callable[..., Any]:
-    """The function by which torch says an operator in terms of others."""
-    return decomposition_table[op]  # type: ignore[no-any-return]
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node  # type: ignore[attr-defined]
+"""The autograd node that the engine is running on this thread, if any."""
+
+lazy_graph_module: Callable[[torch.nn.Module | dict[str, Any], fx.Graph], fx.GraphModule] = _LazyGraphModule
+"""A graph module that writes and compiles its Python when that is first read or run.
+
+An ordinary one does so when it is made, and torch keeps the text of each for good.
+"""
 
 
 def has_native_kernel(op: OpOverload, key: str) -> bool:
@@ -78,11 +88,6 @@ def is_one_operator(function: Any) -> bool:
     return bool(overloads) and all(made)
 
 
-def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Sets version counters, as in-place calls would have left them."""
-    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
-
-
 def is_one_of_several(tensor: torch.Tensor) -> bool:
     """Whether autograd knows a tensor as one of several views that one call made, which nobody may write."""
     several = torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE
@@ -101,11 +106,6 @@ def make_one_of_several(view: torch.Tensor, outdated: bool) -> None:
     _ = view.grad_fn  # made now, for this version
     torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE)
     set_versions((view,), (version,))
-
-
-def current_autograd_node() -> Any:
-    """The autograd node that the engine is running on this thread, if any."""
-    return torch._C._current_autograd_node()  # type: ignore[attr-defined, no-any-return]
 
 
 def node_sequence_number(node: Any) -> int:
@@ -132,11 +132,6 @@ def saved_numbers(node: Any, name: str) -> tuple[Any, ...]:
 
 CUMPROD_BY_DATA = torch.__version__.startswith("2.11.")
 """Whether autograd's gradient of `cumprod` rounds otherwise where it must not look at the data; not since 2.12."""
-
-
-def free_saved_tensors(ctx: Any) -> None:
-    """Lets go of what an autograd node saved, while it runs, unless its graph is kept for another backward."""
-    ctx.maybe_clear_saved_tensors()
 
 
 # The kinds of what fake tensors refuse, by the names and, in torch 2.11, by the words of their errors.
@@ -221,14 +216,6 @@ def empty_fake(mode: FakeTensorMode, like: torch.Tensor, layout: tuple[Any, Any]
     with no_modes():
         size, stride = layout or (like.size(), like.stride())
         return FakeTensor(mode, torch.empty_strided(size, stride, dtype=like.dtype, device="meta"), like.device)
-
-
-def lazy_graph_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """A graph module that writes and compiles its Python when that is first read or run.
-
-    An ordinary one does so when it is made, and torch keeps the text of each for good.
-    """
-    return _LazyGraphModule(root, graph)
 
 
 class _SizeName(Source):
@@ -457,9 +444,8 @@ def checkpoint_contexts(body: fx.GraphModule) -> dict[str, Any]:
 # --- lower -----------------------------------------------------------------------------------------------
 
 
-def direct_call(op: OpOverload) -> Callable[..., Any]:
-    """The C++ entry of an overload, without the Python frame around it (1.7 instead of 2.1 µs a call)."""
-    return op._op
+direct_call: Callable[[OpOverload], Callable[..., Any]] = operator.attrgetter("_op")
+"""The C++ entry of an overload, without the Python frame around it (1.7 instead of 2.1 µs a call)."""
 
 
 def mkl_square_root() -> int:
@@ -547,9 +533,6 @@ set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """True inside of `torch.func`'s transforms."""
-
-jit_traces: Callable[[], bool] = torch._C._is_tracing
-"""True inside of `torch.jit.trace`."""
 
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 """True for many gradients in one, as `torch.autograd.grad(…, is_grads_batched=True)` makes them."""

@@ -14,12 +14,11 @@ import wholestep as ws
 from tests.lower.test_interpreter import compare, equal
 from tests.support.lower_programs import Builder, clone_inputs
 from wholestep import comm
-from wholestep.functional import Functionalized, UnderGrad, get_rng_state, set_rng_state
+from wholestep.functional import HIDDEN_VIEWS, Functionalized, UnderGrad, get_rng_state, set_rng_state
 from wholestep.ir import GETITEM
 from wholestep.lower.backends.aten import lower_aten
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.fusion import blocking_collectives
-from wholestep.lower.plan.operator_facts import HIDDEN_VIEWS
 from wholestep.testing import run_ranks
 
 aten = torch.ops.aten

@@ -65,7 +65,6 @@ from wholestep.torch_compat import (
     evaluated,
     expression_of,
     fake_refusal,
-    free_saved_tensors,
     function_modes,
     function_modes_disabled,
     function_modes_off,
@@ -79,7 +78,6 @@ from wholestep.torch_compat import (
     is_inside,
     is_one_of_several,
     is_one_operator,
-    jit_traces,
     kernel_settings,
     lazy_graph_module,
     make_one_of_several,
@@ -303,8 +301,8 @@ def test_grad_mode_is_set_and_transforms_are_seen():
     assert torch.is_grad_enabled() and not transforms_active()
     assert torch.func.grad(lambda x: x if transforms_active() else x * float("nan"))(torch.ones(())).item() == 1
     seen = []
-    torch.jit.trace(lambda x: seen.append(jit_traces()) or x * 2, torch.ones(2))
-    assert seen[0] and not jit_traces()
+    torch.jit.trace(lambda x: seen.append(torch.jit.is_tracing()) or x * 2, torch.ones(2))
+    assert seen[0] and not torch.jit.is_tracing()
 
 
 def test_a_subclass_that_a_mode_keeps_from_being_made_is_known_by_its_error() -> None:
@@ -422,7 +420,7 @@ def test_saved_tensors_are_freed_unless_the_graph_is_kept():
 
         @staticmethod
         def backward(ctx, grad):
-            free_saved_tensors(ctx)
+            ctx.maybe_clear_saved_tensors()
             return grad * len(ctx.saved_tensors)
 
     y = Twice.apply(torch.ones(2, requires_grad=True)).sum()

@@ -11,7 +11,7 @@ from torch import fx
 
 from wholestep.aot_autograd.joint import Joint, Partitioned
 from wholestep.errors import GraphError
-from wholestep.functional import clone_as_it_lies
+from wholestep.functional import clone_as_it_lies, is_view
 from wholestep.ir import (
     GETITEM,
     Input,
@@ -25,7 +25,7 @@ from wholestep.ir import (
     is_host,
     set_info,
 )
-from wholestep.torch_compat import OpOverload, lazy_graph_module
+from wholestep.torch_compat import lazy_graph_module
 from wholestep.trace.functionalize.aliases import Geometry
 
 aten = torch.ops.aten
@@ -135,14 +135,8 @@ def free_views(joint: Joint, wanted: Iterable[fx.Node]) -> list[fx.Node]:
 
 def view_base(node: fx.Node) -> fx.Node | None:
     """What a node is a view of, None when it is not one."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload) or not isinstance(node.args[0], fx.Node):
-        return None
-    is_view = len(target._schema.returns) == 1 and (
-        any(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
-        or target is aten._unsafe_view.default
-    )
-    return node.args[0] if is_view and isinstance(info(node).value, torch.Tensor) else None
+    views = is_view(node.target) and isinstance(info(node).value, torch.Tensor) and isinstance(node.args[0], fx.Node)
+    return node.args[0] if views else None  # type: ignore[return-value]
 
 
 def split(joint: Joint, saved: Iterable[fx.Node]) -> Partitioned:

@@ -9,10 +9,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from wholestep.functional import operator_of
+from wholestep.functional import base_name, is_view, operator_of
 from wholestep.ir import GETITEM, info, is_effectful, is_host, nbytes
 from wholestep.torch_compat import OpOverload
-from wholestep.trace.operators.tables import is_view
 
 KERNEL = 1 << 14  # bytes: what one more call of a kernel is worth, a few microseconds of memory traffic
 
@@ -45,8 +44,8 @@ def rate(target: Any) -> float | None:
         return 0.0
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
-    name = target._schema.name.removeprefix("aten::")
-    if is_view(target) or name == "_unsafe_view":
+    name = base_name(target)
+    if is_view(target):
         return 0.0
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
         return None
@@ -88,10 +87,7 @@ def is_pure(node: fx.Node) -> bool:
 
 def is_free(node: fx.Node) -> bool:
     """True for calls that run no kernel: views, parts of results."""
-    target = node.target
-    if target is GETITEM:
-        return True
-    return isinstance(target, OpOverload) and (is_view(target) or target._schema.name == "aten::_unsafe_view")
+    return node.target is GETITEM or is_view(node.target)
 
 
 def seconds(node: fx.Node) -> float:

@@ -16,7 +16,6 @@ from wholestep.trace.operators.tables import (
     HIDDEN_WRITES,
     SHAPE_FROM_DATA,
     is_differentiated_inside,
-    is_view,
 )
 
 aten = torch.ops.aten
@@ -111,7 +110,7 @@ def _kind(op: OpOverload) -> Kind:
         return Kind.AT_ONCE
     if has_native_kernel(op, "CompositeImplicitAutograd"):  # reaches here in inference mode alone
         return Kind.AT_ONCE
-    if is_view(op) or op in _VIEWS:
+    if op.is_view or op in _VIEWS:
         return Kind.VIEW
     if any("Tensor" not in str(result.type) for result in op._schema.returns):
         return Kind.AT_ONCE

@@ -17,7 +17,6 @@ from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
 from wholestep.torch_compat import (
     dispatch_modes_active,
-    free_saved_tensors,
     is_batched,
     skipped_by_dynamo,
     transforms_active,
@@ -117,7 +116,7 @@ class CompiledFunction(torch.autograd.Function):
         if alone or dispatch_modes_active():  # part of another trace, which sees each operator
             outputs: Sequence[Any] = run_nodes(served.graph, values)
         else:
-            free_saved_tensors(ctx)
+            ctx.maybe_clear_saved_tensors()  # where the graph is not kept for another backward
             outputs = served.consume(values)
         count, made = derivative.n_given, len(derivative.made)
         gradients = outputs

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ class Served:
     consume: Callable[[list[Any]], Sequence[Any]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.consume = getattr(self.run, "consume", None) or partial(consumed, self.run)
+        self.consume = consuming(self.run)
 
     def gradients(self, outputs: Sequence[Any], tangents: Sequence[Any], count: int) -> list[Any]:
         """The gradients in order, of what the program gave and the tangents; None where nothing follows."""
@@ -74,18 +73,17 @@ class Backward:
         saved: where each saved value is found once the forward has run: ("input" | "output", index).
         lower: makes a program of a backward graph.
         exact: whether tangents are read as they are, as in eager; else copied into the layout that was traced.
-        served: strides of the tangents (None for one that is None) -> the program for them.
+        served: strides of the tangents (None for one that is None) -> the program for them; with storage offsets,
+            where it depends on these.
         reasons: why more than one was made.
-        shifted: (strides, storage offsets) -> the program for them, where `by_memory`.
     """
 
     halves: Partitioned
     saved: list[tuple[str, int]]
     lower: Callable[[StepGraph], Run]
     exact: bool
-    served: dict[tuple[Strides, ...], Served] = field(default_factory=dict)
+    served: dict[tuple[Any, ...], Served] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
-    shifted: dict[Any, Served] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
@@ -113,31 +111,20 @@ class Backward:
 
     def serve(self, strides: tuple[Strides, ...], offsets: tuple[int, ...] = ()) -> Served:
         """The program for tangents of these strides, and of these storage offsets; made if there is none."""
-        if any(offsets):
-            known = self.shifted.get((strides, offsets))
-            return known if known is not None else self._shifted(strides, offsets)
-        found = self.served.get(strides)
-        return found if found is not None else self._made(strides)
+        offsets = offsets if any(offsets) else ()
+        found = self.served.get((strides, offsets) if offsets else strides)
+        return found if found is not None else self._made(strides, offsets)
 
-    def _made(self, strides: tuple[Strides, ...]) -> Served:
+    def _made(self, strides: tuple[Strides, ...], offsets: tuple[int, ...]) -> Served:
         plain = tuple([self._plain(place, stride) for place, stride in enumerate(strides)])
-        found = self._known(plain)
+        found = self._anew(plain, offsets) if offsets else None  # None where eager would copy them first
+        found = found or self._known(plain)
         if found is None and self.exact and len(self.reasons) < MAX_LAYOUTS:
             found = self._anew(plain)
         found = found or self._copied(plain)
         if len(self.served) < 4 * MAX_LAYOUTS:
-            self.served[strides] = found
+            self.served[(strides, offsets) if offsets else strides] = found
         return found
-
-    def _shifted(self, strides: tuple[Strides, ...], offsets: tuple[int, ...]) -> Served:
-        try:
-            plain = tuple(itertools.starmap(self._plain, enumerate(strides)))
-            made = self._lowered(specialized(self.halves, plain, offsets))
-        except CannotSpecializeError:  # eager would copy them first
-            made = self._made(strides)
-        if len(self.shifted) < MAX_LAYOUTS:
-            self.shifted[strides, offsets] = made
-        return made
 
     def _known(self, strides: tuple[Strides, ...]) -> Served | None:
         return self.first if strides == self.traced(self._traced) else self.served.get(strides)
@@ -169,12 +156,14 @@ class Backward:
             run = self.lower(made.graph)
         return Served(made.graph, run, made.results, plain=list(made.results) == plain)
 
-    def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
+    def _anew(self, strides: tuple[Strides, ...], offsets: tuple[int, ...] = ()) -> Served | None:
         try:
-            made = specialized(self.halves, strides)
+            served = self._lowered(specialized(self.halves, strides, offsets))
         except CannotSpecializeError:
             return None
-        self.served[strides] = served = self._lowered(made)
+        if offsets:
+            return served
+        self.served[strides] = served
         differing = [
             f"gradient of output {output}: expected strides {list(traced)}, "
             f"found {'none' if found is None else f'strides {list(found)}'}"
@@ -185,7 +174,6 @@ class Backward:
         return served
 
 
-def consumed(run: Run, values: list[Any]) -> Sequence[Any]:
-    """Runs a program on values that it may let go of as soon as they are read, where the backend can."""
-    consume = getattr(run, "consume", None)
-    return consume(values) if consume is not None else run(*values)  # type: ignore[no-any-return]
+def consuming(run: Run) -> Callable[[list[Any]], Sequence[Any]]:
+    """A program as a function of a list of values that it may let go of as soon as they are read, where it can."""
+    return getattr(run, "consume", None) or (lambda values: run(*values))

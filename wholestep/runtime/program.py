@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 from wholestep.aot_autograd import Joint, Partitioned
 from wholestep.ir import StepGraph, info
 from wholestep.packed_graph import Packed
-from wholestep.runtime.backward_programs import Backward, Run, consumed
+from wholestep.runtime.backward_programs import Backward, Run, consuming
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Program:
 
     Attributes:
         run: inputs -> outputs; then, with a backward, the values that only the forward has to save.
+        consume: the same for a list of inputs, which it may let go of as soon as they are read.
         packed: the graph, pickled.
         sizes: what was decided on symbolic sizes, where it may serve many.
         placements, kept: of each input and of each output, as the graph's records have them.
@@ -32,12 +33,14 @@ class Program:
     run: Run
     fingerprint: str
     backward: Backward | None = None
+    consume: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     packed: Packed = field(init=False)
     sizes: Any = field(init=False)
     placements: list[Any] = field(init=False)
     kept: list[Any] = field(init=False)
 
     def __post_init__(self, graph: StepGraph) -> None:
+        self.consume = consuming(self.run)
         self.packed, self.sizes = Packed(graph), graph.signature.sizes
         self.placements = [info(node).placement for node in graph.placeholders]
         self.kept = [info(node).placement if isinstance(node, fx.Node) else None for node in graph.outputs]
@@ -56,10 +59,6 @@ class Program:
             release = getattr(run, "release_memory", None)
             if release is not None:
                 release()
-
-    def consume(self, values: list[Any]) -> Sequence[Any]:
-        """Runs it on values that it may let go of as soon as they are read, where the backend can."""
-        return consumed(self.run, values)
 
     @property
     def code(self) -> str:

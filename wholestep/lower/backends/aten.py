@@ -205,10 +205,9 @@ class Program:
             if device not in self._arena:
                 self._arena[device] = arena_memory(max(size, 1), device)
         tile = tile_size()
-        for dtype, count in self._source.scratch.items():
-            for index in range(count):
-                if self._scratch.get((dtype, index), _NONE).numel() != tile:
-                    self._scratch[dtype, index] = torch.empty(tile, dtype=dtype)
+        for key in self._source.scratch:
+            if self._scratch.get(key, _NONE).numel() != tile:
+                self._scratch[key] = torch.empty(tile, dtype=key[0])
         lasting = self._viewed(inputs)[:-2] if self._viewed else ()
         self._tensors, self._ids = self._watched(lasting), [*map(id, lasting)]
         self._pointers = [*map(_pointer, lasting)]

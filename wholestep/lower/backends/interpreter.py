@@ -83,8 +83,4 @@ def write_back(values: list[Any], inputs: Sequence[Any], mutations: dict[int, in
 
 def lower_naive(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
     """`interpret` in the form of a lowering: ``fn(*inputs) -> outputs``."""
-
-    def run(*inputs: Any) -> list[Any]:
-        return interpret(step, inputs)
-
-    return run
+    return lambda *inputs: interpret(step, inputs)

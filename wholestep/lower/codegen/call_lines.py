@@ -217,7 +217,7 @@ class CallWriter:
     def copies(self, node: fx.Node) -> dict[tuple[str, int | None], str]:
         """Makes copies of what a call writes and may not: by argument and index in its list, the copy's variable."""
         made: dict[tuple[str, int | None], str] = {}
-        for number, entry in enumerate(self.reuse.written[node]):
+        for number, entry in enumerate(entry for entry in self.plan.live.written[node] if entry.writes):
             if not entry.in_place:
                 name = variable(entry.leaf) if entry.leaf is not None else f"{variable(node)}_copy_{number}"
                 self.source.assign(name, self.cloned(entry.old))

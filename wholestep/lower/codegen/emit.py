@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from wholestep.ir import info
 from wholestep.lower.codegen.call_lines import CallWriter
 from wholestep.lower.codegen.group_lines import GroupWriter
 from wholestep.lower.codegen.literals import commas, literal, targets
 from wholestep.lower.codegen.program_text import ProgramText
-from wholestep.lower.fusion.execution_order import Item
 from wholestep.lower.plan.memory_plan import Plan
 from wholestep.lower.plan.operator_facts import FILLS
 from wholestep.lower.plan.value_facts import KERNELS, fill_number, variable
@@ -38,14 +36,14 @@ class Program:
         of_sizes: that of what is made for each size.
         namespace: globals for it.
         viewed: indices of inputs whose memory is bound ahead.
-        scratch: number of scratch buffers by dtype.
+        scratch: dtype and number of each scratch buffer.
     """
 
     text: str
     of_sizes: str
     namespace: dict[str, Any]
     viewed: list[int]
-    scratch: dict[torch.dtype, int]
+    scratch: set[tuple[torch.dtype, int]]
 
 
 def emit(plan: Plan, moving: Container[int] = ()) -> Program:
@@ -67,8 +65,10 @@ def emit(plan: Plan, moving: Container[int] = ()) -> Program:
         if nodes and info(nodes[-1]).phase != phase and any(plan.reuse.how[n] != "view" for n in nodes):
             phase = info(nodes[-1]).phase
             source.phase(phase)
-        if nodes:
-            _write_item(groups, index, item, nodes)
+        if nodes and item.kind != "single":
+            getattr(groups, item.kind)(index, nodes)
+        elif nodes:
+            calls.write(nodes[0])
         _write_copies(source, index)
         if names := [name for name in freed.get(index, []) if name in source.assigned]:
             source.line(f"del {targets(names).rstrip(',')}")
@@ -76,18 +76,8 @@ def emit(plan: Plan, moving: Container[int] = ()) -> Program:
     kernels, total = sum(how in KERNELS for how in plan.reuse.how.values()), sum(plan.arena.values())
     sizes = f"{kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})"
     text = source.text(f"after {plan.step.stage}: {sizes}")
-    return Program(text, source.text_of_sizes(), source.namespace, viewed, groups.scratch)
-
-
-def _write_item(groups: GroupWriter, index: int, item: Item, nodes: list[fx.Node]) -> None:
-    if item.kind == "chain":
-        groups.chain(index, nodes)
-    elif item.kind == "update":
-        groups.update(index, nodes)
-    elif item.kind == "tile":
-        groups.tile(index, nodes)
-    else:
-        groups.calls.write(nodes[0])
+    scratch = {(info(s.values[0]).value.dtype, s.index) for s in plan.reuse.stores if s.kind == "scratch"}
+    return Program(text, source.text_of_sizes(), source.namespace, viewed, scratch)
 
 
 def _write_inputs(source: ProgramText, moving: Container[int]) -> list[int]:
@@ -144,13 +134,16 @@ def _last_uses(source: ProgramText) -> dict[int, list[str]]:
 
 
 def _write_copies(source: ProgramText, index: int) -> None:
-    for into, node in source.plan.reuse.copies.get(index, []):
-        _write_copy(source, into, source.name(node))
-
-
-def _write_copy(source: ProgramText, into: int, name: str) -> None:
-    signature = source.plan.step.signature
-    source.line(f"{variable(source.plan.live.inputs[into])}.copy_({name})", signature.inputs[into].source)
+    """New values that were computed elsewhere; those that lie in other inputs are read before these are written."""
+    plan, pairs = source.plan, []
+    for number, (into, node) in enumerate(plan.reuse.copies.get(index, [])):
+        name = source.name(node)
+        if plan.reuse.store[plan.live.root[node]].kind == "input":
+            source.assign(f"new_{number}", f"{name}.clone()")
+            name = f"new_{number}"
+        pairs.append((into, name))
+    for into, name in pairs:
+        source.line(f"{variable(plan.live.inputs[into])}.copy_({name})", plan.step.signature.inputs[into].source)
 
 
 def _write_results(calls: CallWriter) -> None:
@@ -165,11 +158,5 @@ def _write_results(calls: CallWriter) -> None:
             results.append(f"result_{index}")
         else:
             results.append(source.arg(value))
-    copies = [(into, node, source.name(node)) for into, node in plan.reuse.copies.get(len(plan.items), [])]
-    for number, (into, node, name) in enumerate(copies):
-        if plan.reuse.store[plan.live.root[node]].kind == "input":
-            source.assign(f"new_{number}", f"{name}.clone()")
-            copies[number] = into, node, f"new_{number}"
-    for into, _, name in copies:
-        _write_copy(source, into, name)
+    _write_copies(source, len(plan.items))
     source.line(f"return [{commas(results)}]")

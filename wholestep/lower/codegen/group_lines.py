@@ -11,30 +11,23 @@ from torch import fx
 from wholestep.functional import base_name
 from wholestep.ir import info
 from wholestep.lower.codegen.call_lines import CallWriter
-from wholestep.lower.codegen.literals import INDENT, commas
+from wholestep.lower.codegen.literals import commas
 from wholestep.lower.fusion.blocked_matmuls import is_product, rows_at_once
 from wholestep.lower.fusion.chains import chain_step, kernel_of
 from wholestep.lower.fusion.fused_updates import cut_lists
 
 
 class GroupWriter:
-    """Writes groups, by way of what writes their calls.
-
-    Attributes:
-        scratch: number of scratch buffers by dtype.
-    """
+    """Writes groups, by way of what writes their calls."""
 
     def __init__(self, calls: CallWriter) -> None:
         self.calls, self.source, self.plan, self.reuse = calls, calls.source, calls.plan, calls.reuse
-        self.scratch: dict[torch.dtype, int] = {}
 
     def tile(self, index: int, nodes: list[fx.Node]) -> None:
         """A loop over pieces that stay in the cache, with torch's kernels inside."""
         shape, count = info(nodes[0]).value.shape, info(nodes[0]).value.numel()
         over: dict[str, str] = {}  # variable -> expression for its tiles
         lasts = True
-        for number, dtype in enumerate(self.reuse.scratch.get(index, [])):
-            self.scratch[dtype] = max(self.scratch.get(dtype, 0), number + 1)
         for node in nodes:
             operands = [o for o in node.all_input_nodes if isinstance(info(o).value, torch.Tensor)]
             for one in [*(o for o in operands if info(o).value.shape == shape), node]:
@@ -59,7 +52,7 @@ class GroupWriter:
 
     def chain(self, index: int, nodes: list[fx.Node]) -> None:
         """One call of a compiled kernel; the operators that it runs follow as comments."""
-        memory: dict[str, None] = {}
+        memory: dict[str, None] = {}  # names, in order
         rows, words = [], []
         product = next((node for node in nodes if is_product(node)), None)
         by_rows = product is not None and self.reuse.store[product].kind == "rows"
@@ -83,10 +76,9 @@ class GroupWriter:
                 operands.append(number)
             words.append(f"#   {name} = {base_name(node.target)}({', '.join(operands)})")  # type: ignore[arg-type]
         given = [name for name in memory if name not in self.source.lasting]
-        lasting = commas(f"{name!r}: {name}" for name in memory if name in self.source.lasting)
         parts = f", {self.source.name(product)!r}" if product is not None and by_rows else ""
         count = info(nodes[-1]).value.numel()
-        text = f"chain({count}, [{commas(rows)}],\n{INDENT}{{{lasting}}}, [{commas(map(repr, given))}]{parts})"
+        text = f"chain({count}, [{commas(rows)}], globals(), [{commas(map(repr, given))}]{parts})"
         run, addresses = self.source.bind(f"chain_{index}", text), [f"{name}.data_ptr()" for name in given]
         if product is not None and by_rows:
             self._by_rows(index, product, commas(["first", "part", *addresses]))

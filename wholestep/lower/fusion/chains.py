@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,7 +240,7 @@ def _overlapping(memory: dict[str, torch.Tensor], count: int) -> list[str]:
 def chain(
     count: int,
     steps: Sequence[Named],
-    memory: dict[str, torch.Tensor],
+    names: Mapping[str, Any],
     given: Sequence[str] = (),
     part: str | None = None,
 ) -> Callable[..., None]:
@@ -249,13 +249,15 @@ def chain(
     Args:
         count: elements of each tensor.
         steps: (kernel, result, operands, number), by name.
-        memory: tensors that stay where they are.
+        names: what the names of tensors that stay where they are stand for; others among them are not looked at.
         given: names of those whose addresses each call gives, in this order.
         part: name of one of which each call gives some elements, before the addresses: the function then takes the
             place of the first of them and a tensor that is them, and runs the chain on their places.
 
     Names that are neither are values between steps, and need no memory.
     """
+    used = dict.fromkeys(name for _, result, operands, number in steps for name in (result, *operands, number))
+    memory = {name: names[name] for name in used if name is not None and name in names and name not in given}
     places: dict[str, tuple[int, int]] = {name: (_GIVEN, i) for i, name in enumerate(given)}
     places |= {name: (_MEMORY, tensor.data_ptr()) for name, tensor in memory.items()}
     if part is not None:
@@ -270,10 +272,10 @@ def chain(
     rows = []
     touched: set[str] = set()
     for kernel, result, operands, *numbers in pairs:
-        names = [result, *operands]
-        new = [places[n][0] in (_MEMORY, _GIVEN) and n not in (*touched, *names[:i]) for i, n in enumerate(names)]
-        touched.update(names)
-        result_, a, b, c = (*(index[n] for n in names), -1, -1)[:4]
+        mine = [result, *operands]
+        new = [places[n][0] in (_MEMORY, _GIVEN) and n not in (*touched, *mine[:i]) for i, n in enumerate(mine)]
+        touched.update(mine)
+        result_, a, b, c = (*(index[n] for n in mine), -1, -1)[:4]
         touches = sum(1 << i for i, first in enumerate(new) if first)
         number, other = (-1 if name is None else index[name] for name in numbers)
         rows.append((native.KERNELS[kernel], result_, a, b, c, number, other, touches))

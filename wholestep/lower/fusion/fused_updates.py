@@ -17,7 +17,8 @@ from torch import fx
 from wholestep.functional import base_name
 from wholestep.ir import GETITEM, StepGraph, info, set_info
 from wholestep.lower.fusion.blocked_matmuls import ROWS, is_blocked
-from wholestep.torch_compat import OpOverload, no_modes, tree_map_only
+from wholestep.nested import map_leaves
+from wholestep.torch_compat import OpOverload, no_modes
 
 WHOLE_LISTS = ("grads", "state_steps")  # of a fused optimizer: what is not cut as its parameters are
 _SAME_BITS: dict[Any, bool] = {}
@@ -136,7 +137,7 @@ def _tried(node: fx.Node, bound: dict[str, Any], dtype: torch.dtype) -> bool:
     whole = node.target(**trial)  # type: ignore[operator]
     for begin in range(0, count, block):
         rows = slice(begin, begin + block)
-        cut = tree_map_only(torch.Tensor, lambda t, rows=rows: t[rows] if t.dim() else t, trial)  # type: ignore[misc]
+        cut = map_leaves(lambda t, rows=rows: t[rows] if isinstance(t, torch.Tensor) and t.dim() else t, trial)  # type: ignore[misc]
         some = zip(node.target(**cut), whole, strict=True)  # type: ignore[operator]
         if not all(torch.equal(part[0], all_[0][rows]) for part, all_ in some if part and part[0].dim()):
             return False

@@ -7,6 +7,7 @@ from the last call back; all other values follow in the order of execution.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 
 from wholestep import comm
-from wholestep.functional import base_name
+from wholestep.functional import base_name, is_view
 from wholestep.ir import GETITEM, info
 from wholestep.lower.fusion.blocked_matmuls import is_product
 from wholestep.lower.plan.arena import Slot
@@ -25,7 +26,6 @@ from wholestep.lower.plan.operator_facts import (
     aten,
     inplace_variant,
     is_pointwise,
-    is_view,
     is_wait,
     mutable_variant,
 )
@@ -43,7 +43,6 @@ from wholestep.lower.plan.value_facts import (
     variable,
     writer,
     writes_anywhere,
-    written_arguments,
 )
 from wholestep.sizes import has_size
 from wholestep.torch_compat import OpOverload
@@ -96,9 +95,8 @@ class BufferReuse:
         offset: bytes from the start of its store to a value that lies in a part of it: its place in a `cat`, or this
             rank's rows of what a reduce-scatter reduces.
         copies: item index -> (input index, node) copied after that item.
-        written: for each argument-writing call, the arguments that it changes.
         unpacked: `cat` -> (operand, first element, elements) of what must be copied; the rest is computed in place.
-        scratch: for each item that works by pieces, dtypes of its scratch buffers.
+        scratch: for each item that works by pieces, how many scratch buffers it has.
     """
 
     def __init__(self, live: Liveness) -> None:
@@ -109,9 +107,8 @@ class BufferReuse:
         self.name = _Names()
         self.offset: dict[fx.Node, int] = {}
         self.copies: dict[int, list[tuple[int, fx.Node]]] = {}
-        self.written: dict[fx.Node, list[Written]] = {}
         self.unpacked: dict[fx.Node, list[tuple[fx.Node, int, int]]] = {}
-        self.scratch: dict[int, list[torch.dtype]] = {}
+        self.scratch: Counter[int] = Counter()
         for node in live.step.graph.nodes:
             if node.op == "get_attr":
                 self.store[node] = Store("constant")
@@ -239,18 +236,14 @@ class BufferReuse:
     def _written_in(self, leaf: fx.Node, old: fx.Node) -> Written | None:
         """The argument of an argument-writing call that a result of it is, where that may be written in place."""
         owner = origin_of(leaf)[0]
-        entry = next((w for w in self._written(owner) if w.leaf is leaf), None)
+        written = self.live.written[owner]
+        entry = next((w for w in written if w.leaf is leaf), None)
         if entry is None or not self.live.dead_before(self.root[entry.old], owner):
             return None
         root = self.root[entry.old]
-        once = sum(self.root[w.old] is root for w in self._written(owner)) == 1
+        once = sum(w.writes and self.root[w.old] is root for w in written) == 1
         alone = sum(self.root[o] is root for o in owner.all_input_nodes) == 1
         return entry if once and alone and (entry.old is old or self.live.dead_before(old, owner)) else None
-
-    def _written(self, owner: fx.Node) -> list[Written]:
-        if owner not in self.written:
-            self.written[owner] = written_arguments(owner, self.live.picked.get(owner, {}))
-        return self.written[owner]
 
     def _place_rows(self, scatter: fx.Node, old: fx.Node) -> bool:
         """Computes new rows of an input where the old ones are, given that they are made from nothing else of it."""
@@ -303,12 +296,11 @@ class BufferReuse:
 
     def _place_result(self, node: fx.Node) -> None:
         """One of several results of a call."""
-        owner, path = origin_of(node)
-        old = self.live.unwritten_of(owner).get(path)
+        old = self.live.unwritten.get(node)
         if old is not None:
             self.store[node], self.name[node] = self.store[self.root[old]], self.name[old]
             self.how[node] = "skip"
-        elif base_of(owner) is not None:
+        elif base_of(origin_of(node)[0]) is not None:
             self.store[node] = self.store[self.root[node]]
             self.how[node] = "view"
         else:
@@ -317,8 +309,8 @@ class BufferReuse:
 
     def _place_written(self, node: fx.Node) -> None:
         """Decides which arguments of an argument-writing call are written where they are; the others are cloned."""
-        for entry in self._written(node):
-            if entry.in_place:
+        for entry in self.live.written[node]:
+            if entry.in_place or not entry.writes:
                 continue
             root = self.root[entry.old]
             store = self.store.get(root)
@@ -359,9 +351,8 @@ class BufferReuse:
         elif self.live.items[item].kind != "single" and is_product(node):
             self._new(node, "rows")
         elif tiled and self.live.within_item(node):
-            dtypes = self.scratch.setdefault(item, [])
-            self._new(node, "scratch", len(dtypes))
-            dtypes.append(value.dtype)
+            self._new(node, "scratch", self.scratch[item])
+            self.scratch[item] += 1
         elif not self._in_own_rows(node, how):
             self._new(node, "arena")
 

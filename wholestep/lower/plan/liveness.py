@@ -17,7 +17,7 @@ from wholestep.ir import GETITEM, StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import is_product
 from wholestep.lower.fusion.execution_order import Item
 from wholestep.lower.plan.operator_facts import COPIES, FILLS, aten, is_in_place_collective, is_wait
-from wholestep.lower.plan.value_facts import base_of, fill_number, layout, origin_of, unwritten_results, writer
+from wholestep.lower.plan.value_facts import Written, base_of, fill_number, layout, origin_of, writer, written_results
 from wholestep.torch_compat import OpOverload
 
 CONSTANT_BYTES = 1 << 22  # results of no input are kept between calls up to this size
@@ -33,8 +33,8 @@ class Liveness:
         root, readers: see above.
         parts: sparse tensor -> the roots of what it is made of.
         fixed: values that depend on no input; constants: those of them that are computed once, when memory is bound.
-        picked: call of several results -> its getitems by path.
-        unwritten: argument-writing call -> path of a result -> the argument, left as it is, that this result is.
+        written: argument-writing call -> the results that are new values of its arguments.
+        unwritten: result that is an argument left as it is -> that argument.
         returned: for each output, ("input", i), ("value", node), ("clone", node) or ("literal", value).
         escaping: roots that leave the program.
         lendable: those among them that may lie in the arena, as gradients that the next call replaces unread.
@@ -50,8 +50,8 @@ class Liveness:
         self.root = {node: node for node in step.graph.nodes if node.op in ("placeholder", "get_attr")}
         self.readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in self.root}
         self.parts: dict[fx.Node, list[fx.Node]] = {}
-        self.picked: dict[fx.Node, dict[tuple[int, ...], fx.Node]] = {}
-        self.unwritten: dict[fx.Node, dict[tuple[int, ...], fx.Node]] = {}
+        self.written: dict[fx.Node, list[Written]] = {}
+        self.unwritten: dict[fx.Node, fx.Node] = {}
         self.returned: list[tuple[str, Any]] = []
         self.escaping: set[fx.Node] = set()
         self.lendable: set[fx.Node] = set()
@@ -83,8 +83,14 @@ class Liveness:
         value, base = info(node).value, base_of(node)
         if node.target is GETITEM:
             owner, path = origin_of(node)
-            self.picked.setdefault(owner, {})[path] = node
-            base = base_of(owner) or self.unwritten_of(owner).get(path)
+            for entry in self.written[owner]:
+                if entry.path == path and entry.writes:
+                    entry.leaf = node
+                elif entry.path == path:
+                    self.unwritten[node] = entry.old
+            base = base_of(owner) or self.unwritten.get(node)
+        else:
+            self.written[node] = list(written_results(node))
         alone = base is None or isinstance(value, (int, float)) or value is None
         root = self.root[node] = node if alone else self.root[base]
         self.readers.setdefault(root, [])
@@ -107,12 +113,6 @@ class Liveness:
         root = self.root[operand]
         for read in (root, *self.parts.get(root, ())):
             self.readers[read].append(reader)
-
-    def unwritten_of(self, owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
-        """By path, the results of an argument-writing call that are an argument left as it was."""
-        if owner not in self.unwritten:
-            self.unwritten[owner] = unwritten_results(owner)
-        return self.unwritten[owner]
 
     def peel(self, node: Any) -> Any:
         """The value that a clone, detach or alias repeats."""

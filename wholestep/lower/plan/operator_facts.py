@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
+from wholestep.functional import Functionalized, base_name, is_view, overloads, parameters, written_arguments
 from wholestep.nested import map_leaves
 from wholestep.torch_compat import OpOverload as Overload
 from wholestep.torch_compat import TorchDispatchMode, has_native_kernel
@@ -26,8 +26,6 @@ aten = torch.ops.aten
 MAYBE_VIEWS = {
     "reshape", "reshape_as", "contiguous", "to", "flatten", "ravel", "resolve_conj", "resolve_neg", "type_as",
 }  # fmt: skip
-# Views whose schema does not say so.
-HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 
 # functional overload -> (overload with an out= kernel of its own, further positional arguments).
 OUT_ALIASES: dict[Any, tuple[Any, tuple[Any, ...]]] = {
@@ -90,13 +88,6 @@ class Mutable:
     written: tuple[int, ...]
     fresh: int
     nested: bool
-
-
-def is_view(op: Any) -> bool:
-    """True for operators whose result shares memory with an argument, or may."""
-    if not isinstance(op, Overload):
-        return False
-    return bool(op.is_view) or base_name(op) in HIDDEN_VIEWS
 
 
 def is_sure_view(op: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.functional import Decided
+from wholestep.functional import Decided, is_view
 from wholestep.ir import GETITEM, info, is_dense
 from wholestep.lower.plan.operator_facts import (
     COPIES,
@@ -19,7 +19,6 @@ from wholestep.lower.plan.operator_facts import (
     aten,
     is_in_place_collective,
     is_pointwise,
-    is_view,
     is_wait,
     mutable_variant,
     offset_of,
@@ -57,12 +56,23 @@ def variable(node: fx.Node) -> str:
 
 @dataclass
 class Written:
-    """One tensor that an argument-writing call changes."""
+    """A result of an argument-writing call that its schema calls the new value of an argument.
+
+    Attributes:
+        argument, index: which argument, and which tensor of its list.
+        old: the tensor that is given for it.
+        path: where the new value stands among the call's results.
+        writes: whether this call does write it.
+        leaf: the getitem that gives the new value, where there is one.
+        in_place: whether the tensor is written where it lies; else a clone of it is.
+    """
 
     argument: str
     index: int | None
     old: fx.Node
-    leaf: fx.Node | None
+    path: tuple[int, ...]
+    writes: bool
+    leaf: fx.Node | None = None
     in_place: bool = False
 
 
@@ -162,12 +172,8 @@ def all_operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def written_results(owner: fx.Node) -> Iterator[tuple[str, int | None, fx.Node, tuple[int, ...], bool]]:
-    """What an argument-writing call gives for the arguments that its schema calls written.
-
-    Yields:
-        Argument, index in its list, operand, path among the results, and whether this call does write it.
-    """
+def written_results(owner: fx.Node) -> Iterator[Written]:
+    """What an argument-writing call gives for the arguments that its schema calls written."""
     mutable = mutable_variant(owner.target)
     if mutable is None:
         return
@@ -180,17 +186,5 @@ def written_results(owner: fx.Node) -> Iterator[tuple[str, int | None, fx.Node, 
         items = old if isinstance(old, (list, tuple)) else [] if old is None else [old]
         for index, item in enumerate(items):
             path = (result,) if items is not old else (result, index) if mutable.nested else (result + index,)
-            yield name, index if items is old else None, item, path, name not in unwritten
+            yield Written(name, index if items is old else None, item, path, name not in unwritten)
         result += 1 if mutable.nested else len(items)
-
-
-def written_arguments(owner: fx.Node, picked: dict[tuple[int, ...], fx.Node]) -> list[Written]:
-    """The tensors that an argument-writing call changes; ``picked`` has its getitems by path."""
-    return [
-        Written(name, i, old, picked.get(path)) for name, i, old, path, written in written_results(owner) if written
-    ]
-
-
-def unwritten_results(owner: fx.Node) -> dict[tuple[int, ...], fx.Node]:
-    """By path, results that are an argument which the schema calls written and this call leaves alone."""
-    return {path: old for _, _, old, path, written in written_results(owner) if not written}

@@ -22,7 +22,6 @@ from wholestep.ir import ancestors, copy_graph, draws_nothing, info, is_effectfu
 from wholestep.nested import tensors_of
 from wholestep.torch_compat import OpOverload, lazy_graph_module, no_modes
 from wholestep.trace.numbers.symbolic_sizes import decided
-from wholestep.trace.operators.tables import is_view
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.provenance import called_from
 
@@ -171,7 +170,7 @@ def _is_known(node: fx.Node, is_data: Callable[[fx.Node], bool]) -> bool:
         return node.target not in UNDEFINED
     if node.op == "placeholder":
         return is_data(node)
-    if isinstance(node.target, OpOverload) and is_view(node.target):
+    if isinstance(node.target, OpOverload) and node.target.is_view:
         return node.target not in OFFSETS
     return node.target in CHEAP or torch.Tag.pointwise in getattr(node.target, "tags", ())
 

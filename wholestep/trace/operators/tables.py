@@ -87,12 +87,6 @@ class Variant:
 
 
 @cache
-def is_view(op: Overload) -> bool:
-    """True for operators whose results share memory with an argument without writing to it."""
-    return any(r.alias_info and not r.alias_info.is_write for r in op._schema.returns)
-
-
-@cache
 def functional_variant(op: Overload) -> Variant:
     """The functional variant of an operator that writes: found by schema, else the operator on clones.
 
@@ -110,7 +104,7 @@ def functional_variant(op: Overload) -> Variant:
         if len(drop) != len(written):
             return Variant(Functionalized(op))
     for candidate in overloads(op.namespace, name if drop else name.removesuffix("_")):
-        pure = not candidate._schema.is_mutable and not is_view(candidate)
+        pure = not candidate._schema.is_mutable and not candidate.is_view
         if pure and parameters(candidate) == kept and _returns_written(op, candidate):
             return Variant(candidate, drop)
     return Variant(Functionalized(op))
@@ -128,7 +122,7 @@ def _returns_written(op: Overload, candidate: Overload) -> bool:
 @cache
 def functional_view(op: Overload) -> Any:
     """The view that an operator like `transpose_` turns its argument into; None when it is not one."""
-    found = (o for o in overloads("aten", base_name(op)[:-1]) if is_view(o) and parameters(o) == parameters(op))
+    found = (o for o in overloads("aten", base_name(op)[:-1]) if o.is_view and parameters(o) == parameters(op))
     return next(found, None)
 
 

@@ -39,7 +39,6 @@ from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
 from wholestep.trace.operators import tables, torch_collectives
 from wholestep.trace.operators.kernel_checks import check, kernels_error
 from wholestep.trace.operators.packed_sequences import pack
-from wholestep.trace.operators.tables import is_view
 from wholestep.trace.record.graph_builder import GraphBuilder
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import Provenance, user_line
@@ -111,7 +110,7 @@ class Recorder(TorchDispatchMode):
                 in_place_view = torch.Tag.inplace_view in func.tags
                 record = self.views.record_inplace if in_place_view else self.mutations.record
                 return record(func, args, kwargs)
-            return self.views.record(func, args, kwargs) if is_view(func) else self._pure(func, args, kwargs)
+            return self.views.record(func, args, kwargs) if func.is_view else self._pure(func, args, kwargs)
         except (ValueError, RuntimeError) as error:
             kind = fake_refusal(error) if isinstance(error, RuntimeError) else None
             if kind is None:
@@ -150,7 +149,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_free(self, func: Any, given: dict[str, Any], count: int, name: str) -> bool:
         """Whether an operator's result has its shape whatever an integer is."""
-        if is_view(func) or torch.Tag.inplace_view in func.tags:
+        if func.is_view or torch.Tag.inplace_view in func.tags:
             return False
         tried = [given | {name: map_leaves(partial(_tried, wanted), given[name])} for wanted in TRIED]
         shapes = [self._shapes(func, arguments, count) for arguments in tried]
