@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 import wholestep as ws
 from benchmarks.models import train_step
+from wholestep import comm, parallel
 from wholestep.ir import Pass
 from wholestep.passes import fuse_optimizer
 from wholestep.spmd import Plan
@@ -51,13 +52,27 @@ def _compiled_ddp(model: nn.Module) -> nn.Module:
     return _compiled(_ddp(model))
 
 
-def _fsdp2(model: nn.Module) -> nn.Module:
-    dist.init_process_group("gloo")
+def _sharded(model: nn.Module, fully_shard: Callable[..., object]) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
                 fully_shard(block)
     return cast(nn.Module, fully_shard(model))
+
+
+def _fsdp2(model: nn.Module) -> nn.Module:
+    dist.init_process_group("gloo")
+    return _sharded(model, fully_shard)
+
+
+def _ours_fsdp(model: nn.Module) -> nn.Module:
+    comm.init_process_group()
+    return _sharded(model, parallel.fully_shard)
+
+
+def _ours_ddp(model: nn.Module) -> nn.Module:
+    comm.init_process_group()
+    return parallel.DistributedDataParallel(model)
 
 
 def _ours() -> Step:
@@ -110,6 +125,8 @@ VARIANTS = {
     "ddp": Variant("DDP, Gloo", 2, "ddp", model=_ddp),
     "compiled-ddp": Variant("torch.compile(DDP), Gloo", 2, "ddp", model=_compiled_ddp, slow_start=True),
     "fsdp2": Variant("FSDP2, Gloo", 2, "ddp", model=_fsdp2),
+    "ours-ddp": Variant("parallel.DistributedDataParallel", 2, "ddp", model=_ours_ddp),
+    "ours-fsdp": Variant("parallel.fully_shard", 2, "fsdp2", model=_ours_fsdp),
     "ours-dp": Variant("wholestep, DataParallel", 2, "ddp", step=_spread(ws.DataParallel("dp"))),
     "ours-dp-fused": Variant(
         "wholestep, DataParallel, fuse_optimizer", 2, "ddp", step=_spread(ws.DataParallel("dp"), fuse_optimizer)

@@ -90,6 +90,15 @@ def mark_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     return tensor
 
 
+def mark_states(optimizer: torch.optim.Optimizer) -> None:
+    """Says of the state that an optimizer has made beside a part that it is the same part: what has its shape."""
+    for parameter, state in optimizer.state.items():
+        part = part_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        for value in state.values() if part is not None else ():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and part_of(value) is None:
+                mark_part(value, part)
+
+
 def narrow_to(tensor: torch.Tensor, part: Part, held: Part | None = None) -> None:
     """Makes a tensor a part of itself: the object stays, the rest of its memory is free.
 

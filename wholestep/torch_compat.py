@@ -558,6 +558,25 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 """Has the autograd engine call a function when the backward ends inside of which this is called."""
 
 
+def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of hooks that autograd would now use for what it saves, if there is one."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined, no-any-return]
+
+
+def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
+    """Has a recurrent module look up its parameters by name again, for the list that its forward takes."""
+    module._init_flat_weights()
+
+
+plain_subclasses: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Context manager: functions take tensors of subclasses for plain ones."""
+
+plain_torch_function: Callable[..., Any] = torch._C._disabled_torch_function_impl
+"""``(function, types, args, kwargs)``: calls a function that takes tensors of subclasses for plain ones."""
+
+UNSCALE_GRADIENTS = torch._amp_foreach_non_finite_check_and_unscale_
+"""The function by which `GradScaler` unscales gradients: ``(gradients, found_inf, factor)``."""
+
 BACKWARD_ENGINE = torch.autograd, "_engine_run_backward"
 """Where `torch.autograd.backward` and `torch.autograd.grad` find the call of the engine by which they end:
 ``run(roots, grads, keep_graph, create_graph, inputs, ...)``."""

@@ -37,6 +37,7 @@ from wholestep.torch_compat import (
     HOOK_TABLES,
     OPTIMIZERS_FUNCTIONS,
     PAD_PACKED,
+    UNSCALE_GRADIENTS,
     BatchNorm,
     FakeTensor,
     FakeTensorMode,
@@ -73,6 +74,7 @@ from wholestep.torch_compat import (
     gloo_options,
     has_foreach_support,
     has_native_kernel,
+    innermost_saved_tensor_hooks,
     is_batched,
     is_deferring,
     is_inside,
@@ -86,7 +88,10 @@ from wholestep.torch_compat import (
     needs_memory,
     no_modes,
     node_sequence_number,
+    plain_subclasses,
+    plain_torch_function,
     python_text,
+    refresh_flat_weights,
     refuse_addresses,
     saved_as_it_is,
     saved_numbers,
@@ -894,3 +899,37 @@ def test_a_call_at_the_end_of_a_backward_comes_after_all_gradients():
     scaled.register_hook(lambda grad: at_end_of_backward(lambda: seen.append(weight.grad.tolist())))
     scaled.sum().backward()
     assert seen == [[3.0, 3.0]]
+
+
+def test_recurrent_modules_look_up_their_weights_again():
+    lstm = nn.LSTM(2, 3)
+    lstm.__dict__["weight_ih_l0"] = torch.ones(12, 2)
+    refresh_flat_weights(lstm)
+    assert lstm(torch.ones(1, 2))[0].shape == (1, 3) and lstm._flat_weights[0] is lstm.__dict__["weight_ih_l0"]
+
+
+def test_innermost_saved_tensor_hooks():
+    assert innermost_saved_tensor_hooks() is None
+    pair = (lambda one: one), (lambda one: one)
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
+        assert innermost_saved_tensor_hooks() == pair
+
+
+def test_subclasses_are_taken_for_plain_tensors():
+    seen = []
+
+    class Seeing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            with plain_subclasses():
+                plain = torch.neg(args[0])
+            return plain, plain_torch_function(func, types, args, kwargs or {})
+
+    tensor = torch.ones(2)
+    tensor.__class__ = Seeing  # the object itself
+    assert [type(one) for one in torch.abs(tensor)] == [torch.Tensor] * 2 and seen == [torch.abs]
+    infinite = torch.tensor([1.0, float("inf")])
+    found = torch.zeros(1)
+    UNSCALE_GRADIENTS([infinite], found, torch.ones(1))
+    assert found.item() == 1

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from wholestep.errors import CheckpointError
-from wholestep.tensor_parts import Part, part_of
+from wholestep.tensor_parts import Part, mark_states, part_of
 
 # Class of a wrapper -> the child that it wraps, whose name is left out of others' names.
 WRAPPERS = {
@@ -133,6 +133,7 @@ def optimizer_contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> Co
         CheckpointError: a parameter that is not the model's, or state that is neither tensors nor plain data.
     """
     names = parameter_names(model, optimizer)
+    mark_states(optimizer)
     found = Contents()
     found.tree["state"] = {
         names[id(parameter)]: describe(dict(optimizer.state[parameter]), names[id(parameter)], found.add)

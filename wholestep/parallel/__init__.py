@@ -2,7 +2,7 @@
 
 Takes: a module of which each rank has the same, and each rank's own batches. Gives: gradients that are the mean over
 all ranks when the backward ends, by collectives that run beside it; the bits are those of torch's wrapper.
-May import: comm, errors, torch_compat.
+May import: comm, errors, tensor_parts, torch_compat.
 """
 
 from wholestep.parallel.buckets import GradBucket
@@ -16,19 +16,35 @@ from wholestep.parallel.comm_hooks.mean import (
 )
 from wholestep.parallel.comm_hooks.power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from wholestep.parallel.distributed_data_parallel import DistributedDataParallel
+from wholestep.parallel.sharded_modules import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    summon_full_params,
+)
 from wholestep.parallel.sync_batchnorm import SyncBatchNorm
 
 __all__ = [  # the names of torch
+    "CPUOffloadPolicy",
     "DistributedDataParallel",
+    "FSDPModule",
     "GradBucket",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "PowerSGDState",
     "SyncBatchNorm",
+    "UnshardHandle",
     "allreduce_hook",
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "fully_shard",
     "noop_hook",
     "powerSGD_hook",
+    "summon_full_params",
 ]

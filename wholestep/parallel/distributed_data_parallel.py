@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from wholestep import comm
-from wholestep.errors import DistMismatchError
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
 from wholestep.parallel.comm_hooks.ordered import Hook
+from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.outputs import joined_in_one_node
 from wholestep.parallel.reducer import GradientReducer
 
@@ -77,7 +77,7 @@ class DistributedDataParallel(nn.Module):
         self.device_ids = [torch.device("cuda", d) if isinstance(d, int) else d for d in device_ids or []]
         _check(named, self.device_ids)
         if init_sync:
-            _require_equal_models(named, self.process_group)
+            require_equal_models("DistributedDataParallel", named, self.process_group)
             self._broadcast([*(one for _, one in own), *(self._buffers_now() if init_buffers else [])], 0)
         cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         limits = (FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap)
@@ -171,24 +171,6 @@ def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any]) -> None
             f"{[str(device) for device in device_ids]} and module parameters on {sorted(devices)}: pass the one device "
             "that has them, or None"
         )
-
-
-def _require_equal_models(named: list[tuple[str, nn.Parameter]], group: comm.ProcessGroup) -> None:
-    """Raises:
-    DistMismatchError: on all ranks, where one has other parameters than the first.
-    """
-    mine = [f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for name, p in named]
-    every: list[Any] = [None] * group.size()
-    comm.all_gather_object(every, mine, group)
-    for rank, theirs in enumerate(every):
-        if theirs != every[0]:
-            at = next(i for i in range(len(theirs) + 1) if theirs[i : i + 1] != every[0][i : i + 1])
-            first, other = ((one[at : at + 1] or ["none"])[0] for one in (every[0], theirs))
-            raise DistMismatchError(
-                f"DistributedDataParallel: the ranks' models differ: parameter {at} is {first} on rank "
-                f"{group.labels[0]} ({len(every[0])} in all), {other} on rank {group.labels[rank]} ({len(theirs)}): "
-                "make the same model on all ranks"
-            )
 
 
 def _with_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from wholestep import comm
 from wholestep.comm.api.uneven_gather import all_gather_rows
 from wholestep.errors import PlanError
-from wholestep.tensor_parts import Part, part_of
+from wholestep.tensor_parts import Part, mark_states, part_of
 
 
 def full_state_dict(
@@ -33,6 +33,7 @@ def full_state_dict(
         for name, value in found.items():
             found[name] = _copy(value, unsharded)
         return found
+    mark_states(holder)
     found = holder.state_dict()
     held = [(f"state[{key}][{name!r}]", v) for key, of in found["state"].items() for name, v in of.items()]
     unsharded = _unsharded(held, group)

@@ -1,0 +1,63 @@
+"""`fully_shard` trains as whole models with all-reduced gradients do, to 1e-10, and as torch's FSDP2."""
+
+import pytest
+import torch
+
+import tests.support.fully_shard_ranks as programs
+from wholestep.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "overlaps"), [("thread", 2, True), ("shm", 2, False), ("shm", 2, True), ("thread", 4, False)]
+)
+def test_trains_as_the_naive_form(transport, size, overlaps):
+    for each in run_ranks(programs.cases, size, transport, (overlaps,)):
+        assert {name: worst for name, worst in each.items() if not worst < 1e-10} == {}
+
+
+def test_four_processes():
+    for each in run_ranks(programs.cases, 4, "shm", (None, ("resharded", "frozen", "checkpoint within"))):
+        assert max(each.values()) < 1e-10
+
+
+def test_trains_as_torchs(tmp_path):
+    for each in run_ranks(programs.beside_stock, 2, args=(str(tmp_path / "store"),)):
+        assert each["float32"] < 1e-5 and each["bfloat16"] < 0.02
+
+
+def test_whole_parameters_saved_and_loaded(tmp_path):
+    found = run_ranks(programs.access, 2, args=(str(tmp_path / "saved"),))
+    final = found[0].pop("final")
+    assert found[1].pop("final") == final
+    assert found == [dict.fromkeys(found[0], True)] * 2
+    for each in run_ranks(programs.resumed, 4, "thread", (str(tmp_path / "saved"),)):  # as many rows, in four parts
+        assert each.keys() == final.keys()
+        assert all(torch.allclose(torch.tensor(each[n]), torch.tensor(final[n]), atol=1e-10) for n in final)
+
+
+def test_details():
+    for each in run_ranks(programs.details, 2):
+        assert each == dict.fromkeys(each, True)
+
+
+def test_mistakes_are_errors_with_names_on_all_ranks():
+    for each in run_ranks(programs.mistakes, 2):
+        assert "expects an nn.Module, found list" in each["module"]
+        assert "containers that do not implement forward: ModuleList" in each["container"]
+        assert "this FSDPLinear is sharded already" in each["again"]
+        assert "True, False or None, found 2" in each["number"]
+        assert "doesn't support scalar parameters. Change scale" in each["scalar"]
+        assert "weight is on the meta device" in each["meta"]
+        assert "the ranks' models differ: parameter 0 is weight float32 [2, 2] on rank 0" in each["differ"]
+        assert "1.weight is tied to a parameter of a module that is sharded already" in each["tied"]
+        assert (
+            "did not use the same parameters: rank 0 gathered a.weight, a.bias, rank 1 gathered b.w" in each["modules"]
+        )
+        words = "did not use the same parameters: rank 0 reduced a.weight, a.bias, rank 1 reduced b.weight, b.bias"
+        assert words in each["parameters"]
+        assert "weight changed in place while gathered" in each["written"]
+        assert "parameters of Sequential changed between forward and backward" in each["stepped"]
+        assert "weight has been exchanged for another tensor" in each["exchanged"]
+        assert 'Missing key(s) in state_dict: "bias"' in each["missing"]
+        assert "cannot be copied" in each["copied"]
+        assert "norms of sharded gradients are of all elements, found ['dim']" in each["norms"]

@@ -1,0 +1,33 @@
+"""Ranks compare the models that they are about to wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from wholestep import comm
+from wholestep.errors import DistMismatchError
+
+
+def require_equal_models(what: str, named: list[tuple[str, nn.Parameter]], group: comm.ProcessGroup) -> None:
+    """A collective.
+
+    Args:
+        what: the wrapper, for the message.
+
+    Raises:
+        DistMismatchError: on all ranks, where one has other parameters than the first.
+    """
+    mine = [f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for name, p in named]
+    every: list[Any] = [None] * group.size()
+    comm.all_gather_object(every, mine, group)
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            at = next(i for i in range(len(theirs) + 1) if theirs[i : i + 1] != every[0][i : i + 1])
+            first, other = ((one[at : at + 1] or ["none"])[0] for one in (every[0], theirs))
+            raise DistMismatchError(
+                f"{what}: the ranks' models differ: parameter {at} is {first} on rank "
+                f"{group.labels[0]} ({len(every[0])} in all), {other} on rank {group.labels[rank]} ({len(theirs)}): "
+                "make the same model on all ranks"
+            )

@@ -1,0 +1,97 @@
+"""Gradients of parts, whose norms are those of the whole gradients: what clipping, logging and `GradScaler` ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from wholestep import comm
+from wholestep.torch_compat import UNSCALE_GRADIENTS, plain_subclasses, plain_torch_function
+
+
+class ShardGrad(torch.Tensor):
+    """A part's gradient. Its norms are collectives: every rank asks for them. All else is of the part.
+
+    Attributes:
+        group: the ranks that have the other parts.
+    """
+
+    group: comm.ProcessGroup
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = _RULES.get(func)
+        if rule is None:
+            return plain_torch_function(func, types, args, kwargs or {})
+        with plain_subclasses():
+            return rule(*args, **kwargs or {})
+
+
+def gradients_of_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -> None:
+    """From now on, what a backward leaves in the parameters' ``grad`` is a `ShardGrad`."""
+    kind = type("ShardGrad", (ShardGrad,), {"group": group})
+
+    def mark(parameter: torch.Tensor) -> None:
+        if type(parameter.grad) is torch.Tensor:
+            parameter.grad.__class__ = kind  # the same object: a backward costs a microsecond for each
+
+    for parameter in parameters:
+        learns = parameter.requires_grad
+        if parameter.is_floating_point():
+            parameter.requires_grad_().register_post_accumulate_grad_hook(mark)  # frozen ones may be so no longer
+            parameter.requires_grad_(learns)
+
+
+@torch.no_grad()
+def _norms(tensors: Sequence[torch.Tensor], order: Any = 2, **kwargs: Any) -> list[torch.Tensor]:
+    """The norm of each gradient, of which the ranks hold parts.
+
+    Raises:
+        NotImplementedError: norms along dimensions.
+    """
+    if kwargs:
+        raise NotImplementedError(f"norms of sharded gradients are of all elements, found {sorted(kwargs)}")
+    power = 2.0 if order in (None, "fro") else float(order)
+    none = math.inf if power == -math.inf else 0.0
+    local = [torch.linalg.vector_norm(one, power) if one.numel() else one.new_full((), none) for one in tensors]
+    for group in {getattr(one, "group", None) for one in tensors} - {None}:
+        members = [i for i, one in enumerate(tensors) if getattr(one, "group", None) is group]
+        found = torch.stack([local[i].to(torch.promote_types(local[i].dtype, torch.float32)) for i in members])
+        if math.isinf(power):
+            comm.all_reduce(found, "max" if power > 0 else "min", group)
+        else:
+            found = found.pow(power) if power else found
+            comm.all_reduce(found, "sum", group)
+            found = found.pow(1 / power) if power else found
+        for i, one in zip(members, found, strict=True):
+            local[i] = one.to(local[i].dtype)
+    return local
+
+
+def _norm(tensor: torch.Tensor, order: Any = 2, dim: Any = None, *_: Any, **kwargs: Any) -> torch.Tensor:
+    order = kwargs.pop("ord", kwargs.pop("p", order))
+    given = {name: value for name, value in ({"dim": dim} | kwargs).items() if value is not None and value is not False}
+    return _norms([tensor], order, **given)[0]
+
+
+def _unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, scale: torch.Tensor) -> None:
+    """Of all ranks, if one finds a number that is not finite, all do."""
+    UNSCALE_GRADIENTS(grads, found_inf, scale)
+    for group in {getattr(one, "group", None) for one in grads} - {None}:
+        comm.all_reduce(found_inf, "max", group)
+
+
+# Functions that mean something else of a part than of the whole gradient.
+_RULES: dict[Any, Callable[..., Any]] = {
+    torch._foreach_norm: _norms,
+    torch.linalg.vector_norm: _norm,
+    torch.linalg.norm: _norm,
+    torch.norm: _norm,
+    torch.Tensor.norm: _norm,
+    UNSCALE_GRADIENTS: _unscale,
+}

@@ -1,0 +1,321 @@
+"""When parts of parameters are gathered and let go of, around the forward and the backward of their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+
+from wholestep import comm
+from wholestep.comm.ops.functional_collectives import cores_are_busy
+from wholestep.errors import DistMismatchError
+from wholestep.parallel.outputs import map_tensors
+from wholestep.parallel.sharded_parameters import Policies, Reduction, ShardBucket, Use
+from wholestep.torch_compat import (
+    at_end_of_backward,
+    current_autograd_node,
+    innermost_saved_tensor_hooks,
+    refresh_flat_weights,
+)
+
+
+class ShardSchedule:
+    """All groups under one root: what comes next is begun early, and ranks compare what they did."""
+
+    def __init__(self, root: ParameterGroup) -> None:
+        self.root, found = root, root.groups_below()
+        self.groups = list(found.values())
+        self.process_group = root.policies.group
+        self.overlaps = not cores_are_busy(self.process_group.group_name)  # else there is nothing to be won
+        self._order: list[ParameterGroup] = []  # of the last forward of the root
+        self._seen: list[ParameterGroup] | None = None
+        self._events: list[tuple[int, ...]] = []  # collectives since ranks last compared theirs
+        self._in_flight: Reduction | None = None
+        self._ending = False
+        self._buckets: list[tuple[str, ShardBucket]] = []
+        for path, group in found.items():
+            group.schedule = self
+            for bucket in group.buckets:
+                bucket.number = len(self._buckets)
+                self._buckets.append((path, bucket))
+
+    def begin(self) -> None:
+        """The root's forward begins."""
+        self._seen, self._ending = [], False
+        if self.overlaps and torch.is_grad_enabled():
+            for group in self.groups:  # now, so that reductions are waited for after all layers' backward
+                group.uses = [Use(bucket, self.reduce, deferred=True) for bucket in group.buckets]
+
+    def end(self, backward_follows: bool) -> None:
+        """The root's forward has ended."""
+        self._order, self._seen = self._seen or [], None
+        if not backward_follows:
+            self._settle()
+
+    def gathered(self, group: ParameterGroup, backward: bool) -> None:
+        """A group was gathered: begins with the next one."""
+        if self._seen is not None:
+            self._seen.append(group)
+        if not self.overlaps or group not in self._order or not (backward or self._seen):
+            return
+        after = self._order.index(group) + (-1 if backward else 1)
+        if 0 <= after < len(self._order) and not (backward and not self._order[after].packed):
+            self._order[after].start(async_op=True)
+
+    def note(self, *event: int) -> None:
+        """Remembers a collective, to be compared."""
+        self._events.append(event)
+
+    def reduce(self, bucket: ShardBucket, grads: list[torch.Tensor | None]) -> Reduction | None:
+        """Begins to reduce a bucket's gradients, one bucket at a time."""
+        self.await_end_of_backward()
+        if self._in_flight is not None:
+            self._in_flight.wait()
+        reduction = bucket.reduce(grads, self.overlaps)
+        if reduction is not None:
+            self.note(1, bucket.number, *reduction.used)
+        self._in_flight = reduction
+        return reduction
+
+    def await_end_of_backward(self) -> None:
+        """Has everything that is still there let go of when the backward ends that runs now."""
+        if not self._ending and current_autograd_node() is not None:
+            self._ending = True
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._ending, self._in_flight = False, None
+        for group in self.groups:
+            for bucket in group.buckets:
+                if bucket.syncs and any(one is not None for one in bucket.kept):  # not used in the last backward
+                    reduction = self.reduce(bucket, [None] * len(bucket.kept))
+                    for parameter, part in zip(bucket.parameters, reduction.parts() if reduction else [], strict=True):
+                        if part is not None:
+                            parameter.grad = part if parameter.grad is None else parameter.grad + part
+        self._settle()
+
+    def _settle(self) -> None:
+        """Lets go of all whole parameters; compares what the ranks gathered and reduced.
+
+        Raises:
+            DistMismatchError: on all ranks, where some used other modules or parameters than others.
+        """
+        for group in self.groups:
+            group.reshard()
+        mine, self._events = self._events, []
+        every = torch.empty(self.process_group.size(), dtype=torch.int64)
+        comm.all_gather_into_tensor(every, torch.tensor([hash(tuple(mine))]), self.process_group)
+        if len(set(every.tolist())) > 1:
+            self._explain(mine)
+
+    def _explain(self, mine: list[tuple[int, ...]]) -> None:
+        def words(event: tuple[int, ...] | None) -> str:
+            if event is None:
+                return "nothing more"
+            path, bucket = self._buckets[event[1]]
+            used = event[2:] or [1] * len(bucket.members)
+            names = [f"{path}.{m.name}".lstrip(".") for m, one in zip(bucket.members, used, strict=True) if one]
+            return f"{'reduced' if event[0] else 'gathered'} {', '.join(names)}"
+
+        every: list[Any] = [None] * self.process_group.size()
+        comm.all_gather_object(every, mine, self.process_group)
+        rank = next(i for i, theirs in enumerate(every) if theirs != every[0])
+        at = next(i for i in range(len(every[0]) + 1) if every[0][i : i + 1] != every[rank][i : i + 1])
+        first, other = (words(one[at] if at < len(one) else None) for one in (every[0], every[rank]))
+        labels = self.process_group.labels
+        raise DistMismatchError(
+            f"fully_shard: the ranks did not use the same parameters: rank {labels[0]} {first}, rank {labels[rank]} "
+            f"{other}; gradients are wrong: have every rank run the same modules, and use all they give in its loss"
+        )
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A view of a whole parameter that autograd saved, to be looked up in the backward."""
+
+    group: ParameterGroup
+    bucket: ShardBucket
+    index: int
+    stamp: list[int]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        """Raises:
+        RuntimeError: the parameters have changed since the forward.
+        """
+        group = self.group
+        if self.stamp != [one._version for one in self.bucket.parameters]:
+            raise RuntimeError(
+                f"fully_shard: parameters of {group.name} changed between forward and backward, which needs them as "
+                "they were: step the optimizer after the backward"
+            )
+        if self.bucket.whole is None:
+            group.gather(backward=True)
+        whole = self.bucket.arrived()[self.index]
+        return whole.as_strided(self.size, self.stride, self.offset)
+
+
+class ParameterGroup:
+    """The parameters of a module that are gathered together.
+
+    Args:
+        name: the module's class, for messages.
+        reshards: whether they are let go of after the forward; None for that of all but the root.
+        cast_inputs, cast_outputs: what numbers are converted to that come into and out of the module.
+        groups_below: gives the groups of the module and of all modules in it, by their paths.
+
+    Attributes:
+        packed: whether a backward needs them whole.
+        unsharded: whether the modules show them whole.
+        uses: made before this forward.
+    """
+
+    schedule: ShardSchedule | None = None
+
+    def __init__(
+        self, name: str, buckets: list[ShardBucket], policies: Policies, reshards: bool | None,
+        cast_inputs: torch.dtype | None, cast_outputs: torch.dtype | None,
+        groups_below: Callable[[], dict[str, ParameterGroup]],
+    ) -> None:  # fmt: skip
+        self.name, self.buckets, self.policies, self.reshards = name, buckets, policies, reshards
+        self.cast_inputs, self.cast_outputs, self.groups_below = cast_inputs, cast_outputs, groups_below
+        self.packed = self.unsharded = False
+        self.uses: list[Use] = []
+        self._packing: list[AbstractContextManager[Any]] = []
+        self._places = [place for bucket in buckets for one in bucket.members for place in one.places]
+        self._rnns = {owner for owner, _ in self._places if isinstance(owner, nn.RNNBase)}
+
+    def start(self, async_op: bool) -> None:
+        """Begins to gather."""
+        for bucket in self.buckets:
+            if bucket.start(async_op) and self.schedule is not None:
+                self.schedule.note(0, bucket.number)
+
+    def gather(self, backward: bool = False) -> None:
+        """Gathers, and begins with the next group."""
+        self.start(async_op=False)
+        for bucket in self.buckets:
+            bucket.arrived()
+        if self.schedule is not None:
+            self.schedule.gathered(self, backward)
+
+    def unshard(self) -> None:
+        """Puts the whole parameters into the modules, in front of the parts."""
+        reduce, deferred = (self.schedule.reduce, self.schedule.overlaps) if self.schedule else (_reduce_now, False)
+        uses, self.uses = self.uses or [Use(bucket, reduce, deferred) for bucket in self.buckets], []
+        for bucket, use in zip(self.buckets, uses, strict=True):
+            for one, whole in zip(bucket.members, use.whole(), strict=True):
+                for owner, name in one.places:
+                    owner.__dict__[name] = whole
+        self.unsharded = True
+        self._tell_rnns()
+
+    def reshard(self) -> None:
+        """Lets go of the whole parameters."""
+        if self.unsharded:
+            for owner, name in self._places:
+                owner.__dict__.pop(name, None)
+            self.unsharded = False
+            self._tell_rnns()
+        for bucket in self.buckets:
+            bucket.drop()
+
+    def _tell_rnns(self) -> None:
+        for owner in self._rnns:
+            refresh_flat_weights(owner)
+
+    # Hooks
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gathers; casts the inputs."""
+        if self.schedule is None:
+            ShardSchedule(self)
+        schedule = self.schedule
+        assert schedule is not None
+        if schedule.root is self and current_autograd_node() is None:
+            schedule.begin()
+        self.gather()
+        self.unshard()
+        if self._reshards and torch.is_grad_enabled():
+            self._packing.append(self._saving_hooks())
+            self._packing[-1].__enter__()
+        return (args, kwargs) if self.cast_inputs is None else _cast((args, kwargs), self.cast_inputs)
+
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Lets go of the parameters, or awaits the backward; casts the outputs."""
+        if self._packing:
+            self._packing.pop().__exit__(None, None, None)
+        if self.cast_outputs is not None:
+            output = _cast(output, self.cast_outputs)
+        outputs = _differentiable(output) if torch.is_grad_enabled() else []
+        if current_autograd_node() is None:  # else a checkpoint computes again what the backward is about to need
+            if self._reshards or not outputs:
+                self.reshard()
+            if self.schedule is not None and self.schedule.root is self:
+                self.schedule.end(bool(outputs))
+        if outputs:
+            register_multi_grad_hook(outputs, self._before_backward, mode="any")
+            if inputs := _differentiable((args, kwargs)):
+                register_multi_grad_hook(inputs, self._after_backward)
+        return output
+
+    def _before_backward(self, grad: torch.Tensor) -> None:
+        if self.schedule is not None:
+            self.schedule.await_end_of_backward()
+        if not self.unsharded:
+            self.gather(backward=True)
+            with torch.enable_grad():  # for checkpoints within the module
+                self.unshard()
+
+    def _after_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
+        self.reshard()
+
+    @property
+    def _reshards(self) -> bool:
+        root = self.schedule is not None and self.schedule.root is self
+        return not root if self.reshards is None else self.reshards
+
+    def _saving_hooks(self) -> AbstractContextManager[Any]:
+        """Has autograd save, in the place of a view of a whole parameter, where to find it."""
+        owners = {
+            whole.untyped_storage().data_ptr(): (bucket, index)
+            for bucket in self.buckets
+            for index, whole in enumerate(bucket.arrived())
+        }
+        owners.pop(0, None)  # of tensors without elements
+        pack_others, unpack_others = innermost_saved_tensor_hooks() or (_same, _same)
+
+        def pack(tensor: torch.Tensor) -> Any:
+            found = owners.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
+            if found is None or tensor.dtype is not found[0].arrived()[found[1]].dtype or tensor.is_conj():
+                return pack_others(tensor)
+            self.packed, (bucket, index) = True, found
+            offset = int(tensor.storage_offset())
+            return _Saved(self, bucket, index, bucket.stamp, tensor.size(), tensor.stride(), offset)
+
+        return saved_tensors_hooks(pack, lambda one: one.tensor() if isinstance(one, _Saved) else unpack_others(one))
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _reduce_now(bucket: ShardBucket, grads: list[torch.Tensor | None]) -> Reduction | None:
+    return bucket.reduce(grads, async_op=False)
+
+
+def _differentiable(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(lambda one: found.append(one) or one, value)  # type: ignore[func-returns-value]
+    return [one for one in found if one.requires_grad]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, value)

@@ -1,0 +1,279 @@
+"""`fully_shard`: each rank holds a part of every parameter, its gradient and its optimizer state, in eager loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep import comm
+from wholestep.parallel.equal_models import require_equal_models
+from wholestep.parallel.shard_gradients import gradients_of_parts
+from wholestep.parallel.shard_schedule import ParameterGroup
+from wholestep.parallel.sharded_parameters import ALONE_BYTES, Policies, ShardBucket, Sharded
+from wholestep.tensor_parts import part_of
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Types in which a module computes while its parts, and the optimizer, keep their own. None changes nothing.
+
+    Attributes:
+        param_dtype: of whole parameters, and of the module's inputs where ``cast_forward_inputs``.
+        reduce_dtype: in which gradients are reduced; None for that of the whole parameters.
+        output_dtype: of the module's outputs.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Parts stay on the device that computes."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Parts, their gradients and so the optimizer's state are on the CPU; whole parameters on the device.
+
+    Attributes:
+        pin_memory: whether the parts are in memory from which a GPU copies by itself.
+    """
+
+    pin_memory: bool = True
+
+
+class UnshardHandle:
+    """Parameters on their way."""
+
+    def __init__(self, group: ParameterGroup | None) -> None:
+        self._group = group
+
+    def wait(self) -> None:
+        """Puts the whole parameters into the module."""
+        if self._group is not None:
+            self._group.gather()
+            self._group.unshard()
+        self._group = None
+
+
+class FSDPModule:
+    """What `fully_shard` adds to a module's class."""
+
+    _parameter_group: ParameterGroup
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the module's own group of parameters, until `reshard` or the end of its next forward or backward.
+
+        Returns:
+            With ``async_op`` what waits for them; they are then used by the next forward without a wait, too.
+        """
+        handle = UnshardHandle(self._parameter_group)
+        if async_op:
+            self._parameter_group.start(async_op=True)
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Lets go of the module's whole parameters."""
+        self._parameter_group.reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce gradients; else each rank keeps its own, whole, for the next one that does."""
+        for group in _groups_in(self, recurse):
+            for bucket in group.buckets:
+                bucket.syncs = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters are let go of after the forward, and gathered anew for the backward."""
+        _check_reshard(reshard_after_forward)
+        for group in _groups_in(self, recurse):
+            group.reshards = reshard_after_forward
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("a module under fully_shard cannot be copied: copy it before, or by its state dict")
+
+
+def _groups_in(module: Any, recurse: bool) -> list[ParameterGroup]:
+    modules = module.modules() if recurse else [module]
+    return [one._parameter_group for one in modules if isinstance(one, FSDPModule)]
+
+
+def fully_shard(
+    module: nn.Module, *, mesh: Any = None, reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+) -> nn.Module:  # fmt: skip
+    """Divides a module's parameters among the ranks, and gathers them around its forward and backward.
+
+    Each parameter object becomes this rank's part of it, along dimension 0; so do its gradient, which is the mean over
+    the ranks, and the state of any optimizer. The parameters that are in no module below that was sharded before are
+    gathered together: call it on the layers first, then on the model. In `forward` the module has whole parameters.
+
+    Arguments and behaviour are those of `torch.distributed.fsdp.fully_shard`.
+
+    Args:
+        module: equal on all ranks, with its final values.
+        mesh: of one axis, or of two: copies, and ranks that divide one; None for all ranks.
+        reshard_after_forward: whole parameters are let go of after the forward and gathered anew for the backward;
+            None for all modules but the outermost.
+        shard_placement_fn: gives the dimension of a parameter to divide, as a `Shard`; None for 0.
+        mp_policy: the types in which the module computes and gradients are reduced.
+        offload_policy: where parts are.
+        ignored_params: stay as they are, each rank's own.
+
+    Returns:
+        The module itself, of a class that has the methods of `FSDPModule`.
+
+    Raises:
+        TypeError, ValueError: what is given cannot be divided so.
+        DistMismatchError: the ranks' models differ.
+    """
+    _check_module(module)
+    _check_reshard(reshard_after_forward)
+    axes = [None] if mesh is None else list(range(mesh.ndim))
+    if len(axes) > 2:
+        raise ValueError(f"fully_shard: a mesh of one or two axes is required, found {mesh}")
+    groups = [comm.get_group() if axis is None else mesh.get_group(axis) for axis in axes]
+    named = _parameters_of(module, {id(one) for one in ignored_params or ()})
+    require_equal_models("fully_shard", [(name, one) for name, one, _ in named], groups[-1])
+    device = torch.device("cpu")
+    if (mesh.device_type if mesh is not None else named[0][1].device.type if named else "cpu") == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(device)
+    home = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
+    pinned = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory and device.type == "cuda"
+    policies = Policies(
+        groups[-1], groups[0] if len(groups) > 1 else None, mp_policy.param_dtype, mp_policy.reduce_dtype, device, home,
+        pinned,
+    )  # fmt: skip
+    members = []
+    for name, parameter, places in named:
+        placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+        dim = 0 if placement is None else placement.dim % parameter.dim()
+        members.append(Sharded(name, parameter, places, dim, policies.group))
+    group = ParameterGroup(
+        type(module).__name__, _buckets(members, policies), policies, reshard_after_forward,
+        mp_policy.param_dtype if mp_policy.cast_forward_inputs else None, mp_policy.output_dtype,
+        lambda: {
+            path: one._parameter_group for path, one in module.named_modules() if isinstance(one, FSDPModule)
+        },
+    )  # fmt: skip
+    gradients_of_parts([one.parameter for one in members], policies.group)
+    module.__dict__["_parameter_group"] = group
+    module.register_forward_pre_hook(group.before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(group.after_forward, with_kwargs=True, always_call=True)
+    module.register_load_state_dict_pre_hook(_take_parts)
+    module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+    return module
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard expects an nn.Module, found {type(module).__name__}")
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"fully_shard: this {type(module).__name__} is sharded already")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: {type(module).__name__}: shard "
+            "the modules in it, and the one that has it"
+        )
+
+
+def _check_reshard(reshards: Any) -> None:
+    if reshards is not None and not isinstance(reshards, bool):
+        raise ValueError(f"fully_shard: reshard_after_forward is True, False or None, found {reshards!r}")
+
+
+_Named = list[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]
+
+
+def _parameters_of(module: nn.Module, ignored: set[int]) -> _Named:
+    """Names, parameters and places of those that are in no group yet.
+
+    Raises:
+        ValueError: one cannot be divided, or is in a group that does not have all its places.
+    """
+    below = {id(one.parameter): {(id(o), n) for o, n in one.places}
+             for group in _groups_in(module, True) for bucket in group.buckets for one in bucket.members}  # fmt: skip
+    found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for prefix, owner in module.named_modules():
+        for last, parameter in owner._parameters.items():
+            name = f"{prefix}.{last}".lstrip(".")
+            if parameter is None or id(parameter) in ignored:
+                continue
+            if id(parameter) in below:
+                if (id(owner), last) not in below[id(parameter)]:
+                    raise ValueError(
+                        f"fully_shard: {name} is tied to a parameter of a module that is sharded already, without it: "
+                        "shard a module that has both, and not the one below"
+                    )
+            elif parameter.dim() == 0:
+                raise ValueError(
+                    f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal "
+                    "to 1."
+                )
+            elif parameter.is_meta:
+                raise ValueError(
+                    f"fully_shard: {name} is on the meta device: give the module memory and values before "
+                    "(module.to_empty)"
+                )
+            elif part_of(parameter) is not None:
+                raise ValueError(f"fully_shard: {name} is a part already, of another plan or group")
+            else:
+                found.setdefault(id(parameter), (name, parameter, []))[2].append((owner, last))
+    return list(found.values())
+
+
+def _buckets(members: list[Sharded], policies: Policies) -> list[ShardBucket]:
+    """Large parameters alone, small ones of one dtype together."""
+    together: dict[Any, list[Sharded]] = {}
+    for one in members:
+        large = one.parameter.nbytes >= ALONE_BYTES
+        together.setdefault(one.name if large else one.parameter.dtype, []).append(one)
+    return [ShardBucket(some, policies) for some in together.values()]
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Loads whole tensors, too: of each, the part."""
+    places = {
+        (owner, last): one
+        for bucket in module._parameter_group.buckets  # type: ignore[union-attr]
+        for one in bucket.members
+        for owner, last in one.places
+    }
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for last in owner._parameters:
+            key, one = prefix + f"{path}.{last}".lstrip("."), places.get((owner, last))
+            value = state.get(key)
+            if one is not None and isinstance(value, torch.Tensor) and value.shape == one.shape:
+                state[key] = value if part_of(value) else value[one.part.slices]
+
+
+@contextmanager
+def summon_full_params(module: nn.Module, *, recurse: bool = True, writeback: bool = True) -> Iterator[None]:
+    """Within, each parameter object of the sharded modules is whole, on every rank; not for a forward or a backward.
+
+    Args:
+        recurse: of the modules below, too.
+        writeback: what was changed within is kept: of each rank, its part.
+    """
+    buckets = [bucket for group in _groups_in(module, recurse) for bucket in group.buckets]
+    for bucket in buckets:
+        bucket.give_whole()
+    try:
+        yield
+    finally:
+        for bucket in buckets:
+            bucket.take_back(writeback)

@@ -1,0 +1,349 @@
+"""Parameters of which each rank holds a part: gathered in one collective, their gradients reduced in another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from wholestep import comm
+from wholestep.tensor_parts import Part, give_data, mark_part, part_of
+
+ALONE_BYTES = 2**20  # a parameter from this size on is gathered by itself: right into its place, without a copy
+
+
+@dataclass(frozen=True)
+class Policies:
+    """What the buckets of a module are gathered and reduced with.
+
+    Attributes:
+        group: the ranks among which parameters are divided.
+        replicas: ranks that hold the same parts, if there are any.
+        param_dtype, reduce_dtype: of whole parameters and of gradients on their way; None for the parameter's.
+        device: of whole parameters.
+        home: of the parts.
+        pinned: whether the parts are in memory from which a GPU reads by itself.
+    """
+
+    group: comm.ProcessGroup
+    replicas: comm.ProcessGroup | None
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    device: torch.device
+    home: torch.device
+    pinned: bool = False
+
+    def empty(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory on which the group's collectives work in place; freed blocks of it are used again."""
+        if device.type == "cpu" and comm.get_backend(self.group) == "shm":
+            return comm.empty(elements, dtype=dtype, shared=True)
+        return torch.empty(elements, dtype=dtype, device=device)
+
+
+class Sharded:
+    """One parameter, whose data becomes this rank's part of it.
+
+    Args:
+        name: for messages.
+        parameter: still whole.
+        places: the modules that have it, and by which names.
+        dim: the dimension that is divided, in pieces of one length but for the last ones, which may be empty.
+
+    Attributes:
+        chunk: elements of the longest part.
+    """
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, places: list[tuple[nn.Module, str]], dim: int,
+        group: comm.ProcessGroup,
+    ) -> None:  # fmt: skip
+        self.name, self.parameter, self.places, self.dim = name, parameter, places, dim
+        self.shape = parameter.shape
+        rows, rest = self.shape[dim], [*self.shape[:dim], *self.shape[dim + 1 :]]
+        each = -(-rows // group.size())
+        start = min(each * group.rank(), rows)
+        spans = [(0, size) for size in self.shape]
+        spans[dim] = start, min(start + each, rows)
+        self.part, self.own_shape = Part.of(self.shape, spans), [stop - first for first, stop in spans]
+        self.chunk, self.even = each * math.prod(rest), rows % group.size() == 0
+        strides = list(torch.empty(rows, *rest, device="meta").stride())
+        self._strides = [*strides[1 : dim + 1], strides[0], *strides[dim + 1 :]]
+
+    def whole_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """The whole parameter, which lies at the front of a flat tensor, the divided dimension slowest."""
+        return flat.as_strided(self.shape, self._strides)
+
+    def part_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of it, of the same order."""
+        return flat.as_strided(self.own_shape, self._strides)
+
+
+class ShardBucket:
+    """Parameters of one dtype whose parts lie one after the other in a flat tensor.
+
+    Attributes:
+        number: among all of a root's.
+        whole: the gathered parameters, as long as they are there.
+        stamp: the versions of the parts that they were gathered from.
+        syncs: whether gradients are reduced, or kept.
+    """
+
+    number = 0
+
+    def __init__(self, members: list[Sharded], policies: Policies) -> None:
+        self.members, self.policies = members, policies
+        self.chunks = [one.chunk for one in members]
+        self.parameters = [one.parameter for one in members]
+        self.whole: list[torch.Tensor] | None = None
+        self.stamp: list[int] = []
+        self.syncs = True
+        self.kept: list[torch.Tensor | None] = [None] * len(members)
+        self._coming: tuple[comm.Work | None, torch.Tensor, torch.Tensor] | None = None
+        self._lay_out()
+
+    @torch.no_grad()
+    def _lay_out(self) -> None:
+        """Makes the parameters' data views of one flat tensor."""
+        self.drop()
+        dtypes = {one.dtype for one in self.parameters}
+        if len(dtypes) > 1:
+            raise RuntimeError(
+                f"fully_shard: {', '.join(one.name for one in self.members)} must have one dtype, found {dtypes}: "
+                "convert the whole module"
+            )
+        flat = self.policies.empty(sum(self.chunks), dtypes.pop(), self.policies.home).zero_()
+        self.flat = flat.pin_memory() if self.policies.pinned else flat
+        for one, room in zip(self.members, self.flat.split(self.chunks), strict=True):
+            parameter, data, grad = one.parameter, one.part_in(room), one.parameter.grad
+            first = part_of(parameter) is None
+            data.copy_(parameter.detach()[one.part.slices] if first else parameter.detach())
+            parameter.grad = None
+            give_data(parameter, data)
+            parameter.grad = grad.detach()[one.part.slices].clone() if first and grad is not None else grad
+            mark_part(parameter, one.part)
+        self._addresses = [one.data_ptr() for one in self.parameters]
+
+    def _checked(self) -> torch.Tensor:
+        """The flat tensor, with what has become of the parameters since.
+
+        Raises:
+            RuntimeError: a module has another parameter in the place of one.
+        """
+        for one in self.members:
+            for owner, name in one.places:
+                if owner._parameters.get(name) is not one.parameter:
+                    raise RuntimeError(
+                        f"fully_shard: {one.name} has been exchanged for another tensor (by load_state_dict(assign="
+                        "True), functional_call or an assignment): change the values of the one that is there"
+                    )
+        if [one.data_ptr() for one in self.parameters] != self._addresses:  # by module.to(...), say
+            self._lay_out()
+        return self.flat
+
+    # Gathering
+
+    @torch.no_grad()
+    def start(self, async_op: bool) -> bool:
+        """Begins to gather, unless the parameters are there, or on their way, as the parts are now.
+
+        Returns:
+            Whether it began.
+        """
+        flat, versions = self._checked(), [one._version for one in self.parameters]
+        if (self.whole is not None or self._coming is not None) and self.stamp == versions:
+            return False
+        self.drop()
+        dtype = flat.dtype if self.policies.param_dtype is None or not flat.is_floating_point() else (
+            self.policies.param_dtype)  # fmt: skip
+        source = flat.to(self.policies.device, dtype)
+        gathered = self.policies.empty(self.policies.group.size() * len(flat), dtype, self.policies.device)
+        self.stamp = versions
+        self._coming = comm.all_gather_into_tensor(gathered, source, self.policies.group, async_op), gathered, source
+        return True
+
+    @torch.no_grad()
+    def arrived(self) -> list[torch.Tensor]:
+        """The whole parameters, after `start`."""
+        if self.whole is None:
+            assert self._coming is not None
+            work, gathered, _ = self._coming
+            self._coming = None
+            if work is not None:
+                work.wait()
+            self.whole = self._in_order(gathered)
+            self._whole_versions = [one._version for one in self.whole]
+        return self.whole
+
+    def _in_order(self, gathered: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter, of the parts of all ranks one after the other."""
+        pieces = [gathered]
+        if len(self.members) > 1:
+            parts = gathered.view(self.policies.group.size(), -1)
+            pieces = torch.ops.aten.split_with_sizes_copy(parts, self.chunks, 1)
+        return [m.whole_in(piece) for m, piece in zip(self.members, pieces, strict=True)]
+
+    @torch.no_grad()
+    def give_whole(self) -> None:
+        """Makes the parameters themselves whole, in their own dtype, until `take_back`."""
+        flat = self._checked().to(self.policies.device)
+        gathered = flat.new_empty(self.policies.group.size() * len(flat))
+        comm.all_gather_into_tensor(gathered, flat, self.policies.group)
+        self.drop()
+        for parameter, whole in zip(self.parameters, self._in_order(gathered), strict=True):
+            give_data(parameter, whole.to(self.policies.home))
+            mark_part(parameter, None)
+
+    @torch.no_grad()
+    def take_back(self, writeback: bool) -> None:
+        """Makes the parameters parts again: with what they have become, or as they were."""
+        for one, room in zip(self.members, self.flat.split(self.chunks), strict=True):
+            data = one.part_in(room)
+            if writeback:
+                data.copy_(one.parameter.detach()[one.part.slices])
+            give_data(one.parameter, data)
+            mark_part(one.parameter, one.part)
+
+    def drop(self) -> None:
+        """Lets go of the whole parameters.
+
+        Raises:
+            RuntimeError: they were written to.
+        """
+        whole, self.whole = self.whole, None
+        if self._coming is not None:
+            work, *_ = self._coming
+            self._coming = None
+            if work is not None:
+                work.wait()
+        if whole is not None and [one._version for one in whole] != self._whole_versions:
+            pairs = zip(self.members, whole, self._whole_versions, strict=True)
+            names = ", ".join(m.name for m, one, version in pairs if one._version != version)
+            raise RuntimeError(
+                f"fully_shard: {names} changed in place while gathered, which would be lost: change the parts (outside "
+                "of forward), or use summon_full_params"
+            )
+
+    # Reducing
+
+    @torch.no_grad()
+    def reduce(self, grads: list[torch.Tensor | None], async_op: bool) -> Reduction | None:
+        """Begins to reduce gradients of the whole parameters, together with those that were kept before.
+
+        Returns:
+            What gives the parts' gradients; None where they are kept.
+        """
+        dtype, kept = self.policies.reduce_dtype, self.kept
+        if dtype is not None:
+            grads = [None if one is None else one.to(dtype) for one in grads]
+        pairs = list(zip(grads, kept, strict=True))
+        grads = [b if a is None else a if b is None else a + b for a, b in pairs]
+        self.kept = [None] * len(grads) if self.syncs else grads
+        return Reduction(self, grads, async_op) if self.syncs and any(one is not None for one in grads) else None
+
+
+class Reduction:
+    """The mean of gradients over the ranks, of which each gets its parts."""
+
+    def __init__(self, bucket: ShardBucket, grads: list[torch.Tensor | None], async_op: bool) -> None:
+        self._bucket, policies, size = bucket, bucket.policies, bucket.policies.group.size()
+        self.used = [one is not None for one in grads]
+        self._members = [m for m, used in zip(bucket.members, self.used, strict=True) if used]
+        rows = [g.movedim(m.dim, 0) for m, g in zip(bucket.members, grads, strict=True) if g is not None]
+        if len(rows) == 1 and self._members[0].even:
+            given = rows[0].reshape(size, -1)
+        else:
+            given = torch.ops.aten._chunk_cat(rows, 0, size)
+        self._result = policies.empty(given.shape[1], given.dtype, given.device)
+        self._work = comm.reduce_scatter_tensor(self._result, given, "avg", policies.group, async_op)
+        self._given: torch.Tensor | None = given
+
+    def wait(self) -> None:
+        """Ends the reduction among the ranks that divide the parameters."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._given = None
+
+    @torch.no_grad()
+    def parts(self) -> list[torch.Tensor | None]:
+        """The gradient of each part; None where there was none."""
+        self.wait()
+        policies = self._bucket.policies
+        if policies.replicas is not None:
+            comm.all_reduce(self._result, "avg", group=policies.replicas)
+        result = self._result.to(policies.home, self._bucket.flat.dtype)
+        pieces = iter(result.split([one.chunk for one in self._members]))
+        return [
+            m.part_in(next(pieces)) if used else None for m, used in zip(self._bucket.members, self.used, strict=True)
+        ]
+
+
+class Use:
+    """One use of a bucket's whole parameters, and what reduces their gradients.
+
+    Where reductions go on beside the backward, there are two autograd nodes: one begins to reduce, one gives the parts
+    their gradients. The second is made before all layers whose backward may go on meanwhile, and so runs after these:
+    autograd takes what was made last first.
+
+    Args:
+        reduce: begins to reduce the gradients of the bucket's whole parameters.
+        deferred: whether there are two.
+    """
+
+    def __init__(
+        self, bucket: ShardBucket, reduce: Callable[[ShardBucket, list[torch.Tensor | None]], Reduction | None],
+        deferred: bool,
+    ) -> None:  # fmt: skip
+        self.bucket, self.reduce, self.deferred = bucket, reduce, deferred
+        self.reduction: Reduction | None = None
+        self._parts: Any = bucket.parameters
+        if deferred:
+            self._parts = _Parts.apply(self, *bucket.parameters)  # type: ignore[no-untyped-call]
+
+    def whole(self) -> tuple[torch.Tensor, ...]:
+        """The whole parameters, with the gradients of the parts."""
+        return _Whole.apply(self, *self._parts)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Those of the parts, when they are known."""
+        reduction, self.reduction = self.reduction, None
+        return reduction.parts() if reduction is not None else [None] * len(self.bucket.members)
+
+
+def _as_outputs(ctx: Any, given: list[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What a node gives of parameters of which some are frozen."""
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(one for one, part in zip(given, parts, strict=True) if not part.requires_grad))
+    return tuple(given)
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, use: Use, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.use = use
+        return _as_outputs(ctx, [one.view_as(one) for one in parts], parts)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.use.gradients()
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, use: Use, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.use = use
+        return _as_outputs(ctx, [one.detach() for one in use.bucket.arrived()], parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("fully_shard: gradients have none of their own: create_graph=True cannot be served")
+        use = ctx.use
+        use.reduction = use.reduce(use.bucket, list(grads))
+        if not use.deferred or use.reduction is None:
+            return None, *use.gradients()
+        parts = zip(use.bucket.parameters, use.reduction.used, strict=True)
+        return None, *(part.detach() if used else None for part, used in parts)  # in the place of what comes
