@@ -3,7 +3,7 @@
 A program is planned with the sizes of one call. A `Size` is a plain number there, and an expression in symbols besides:
 the program's text has the expression, and what was decided on the number is noted. Where all of that is decided alike,
 the program serves other sizes.
-May import: torch_compat.
+May import: nested, torch_compat.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import FakeTensor, FakeTensorMode, python_text, simplified
 
 
@@ -102,7 +103,7 @@ class Size(int):
         return self._noted("!=", 0, int.__ne__(self, 0))
 
     def __reduce__(self) -> Any:
-        return int, (plain(self),)
+        return int, (_plain(self),)
 
     def _noted(self, sign: str, other: Any, outcome: bool) -> bool:
         condition = f"({self!r}) {sign} ({other!r})"
@@ -112,11 +113,11 @@ class Size(int):
     def _alone(self) -> int:
         """The number at hand, for what has no expression."""
         self.decisions.specialized = True
-        return plain(self)
+        return _plain(self)
 
 
 def _comparison(sign: str, compare: Callable[[Any, Any], bool]) -> Any:
-    return lambda self, other: self._noted(sign, other, compare(plain(self), plain(other)))
+    return lambda self, other: self._noted(sign, other, compare(_plain(self), _plain(other)))
 
 
 def _arithmetic(compute: Callable[[Any, Any], Any], swapped: bool = False) -> Any:
@@ -125,14 +126,14 @@ def _arithmetic(compute: Callable[[Any, Any], Any], swapped: bool = False) -> An
             return compute(other, self._alone()) if swapped else compute(self._alone(), other)
         pair = (other, self) if swapped else (self, other)
         expression = compute(*(one.expression if isinstance(one, Size) else int(one) for one in pair))
-        number = compute(*map(plain, pair))
+        number = compute(*map(_plain, pair))
         return Size(number, expression, self.decisions) if expression.free_symbols else number
 
     return result
 
 
 def _specialized(compute: Callable[..., Any]) -> Any:
-    return lambda self, *others: compute(self._alone(), *map(plain, others))
+    return lambda self, *others: compute(self._alone(), *map(_plain, others))
 
 
 for _sign, _compare in {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}.items():
@@ -199,17 +200,17 @@ def sized_fake(mode: FakeTensorMode, like: FakeTensor, place: tuple[Any, Any]) -
 
 def plain(tree: Any) -> Any:
     """A size as the number that it is in the call at hand; the same for those in nested values, and in tensors."""
-    if isinstance(tree, Size):
-        return int.__int__(tree)
-    if isinstance(tree, SizedFake):
-        return tree.plain
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(plain, tree))
-    return {name: plain(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
+    return map_leaves(_plain, tree)
+
+
+def _plain(leaf: Any) -> Any:
+    if isinstance(leaf, Size):
+        return int.__int__(leaf)
+    if isinstance(leaf, torch.Size):
+        return torch.Size(map(_plain, leaf))
+    return leaf.plain if isinstance(leaf, SizedFake) else leaf
 
 
 def has_size(tree: Any) -> bool:
     """Whether numbers or tensors in nested values follow from symbolic sizes."""
-    if isinstance(tree, (list, tuple, dict)):
-        return any(map(has_size, tree.values() if isinstance(tree, dict) else tree))
-    return isinstance(tree, (Size, SizedFake))
+    return any(isinstance(leaf, (Size, SizedFake)) for leaf in leaves(tree))

@@ -36,7 +36,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import _functional
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -61,6 +60,18 @@ lazy_graph_module: Callable[[torch.nn.Module | dict[str, Any], fx.Graph], fx.Gra
 
 An ordinary one does so when it is made, and torch keeps the text of each for good.
 """
+
+
+def with_autograd() -> AbstractContextManager[object]:
+    """Context manager: the layers that `below_autograd` skips take part again inside of it, too."""
+    return torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_LAYERS
+    )
+
+
+_outside = torch._C._dispatch_tls_local_exclude_set()
+with below_autograd():
+    _AUTOGRAD_LAYERS = torch._C._dispatch_tls_local_exclude_set() - _outside
 
 
 def has_native_kernel(op: OpOverload, key: str) -> bool:
@@ -414,11 +425,8 @@ def global_hooks() -> tuple[int, ...]:
                   if callable(hook) and not str(getattr(hook, "__module__", "")).startswith("wholestep.")])
 
 
-# The function behind `torch.nn.utils.rnn.pad_packed_sequence`.
-PAD_PACKED = torch._pad_packed_sequence
-
-# Where `torch.optim.SparseAdam` finds the function that does its arithmetic: `sparse_adam`.
-OPTIMIZERS_FUNCTIONS = _functional
+# The functions behind `torch.nn.utils.rnn.pack_padded_sequence` and `pad_packed_sequence`.
+PACKED_SEQUENCES = torch._pack_padded_sequence, torch._pad_packed_sequence
 
 
 # The operators under which Dynamo puts the regions of `torch.utils.checkpoint`.

@@ -646,7 +646,8 @@ def test_a_product_is_differentiated_by_the_formula_that_eager_chooses(fn: Any, 
         eager = gradient(fn, x)
         assert torch.equal(gradient(compiled, x), eager)
         assert torch.equal(gradient(fn, x, backwards), eager)
-    assert backwards.captures and not backwards.eager
+    packs = fn in (packing, checkpointed)  # by a hook, before the backward that is captured alone
+    assert backwards.captures and bool(backwards.eager) == packs
 
 
 def filled(x: Tensor) -> Tensor:

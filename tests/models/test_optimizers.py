@@ -10,8 +10,16 @@ import torch
 from torch import Tensor, nn, optim
 
 import wholestep as ws
-from tests.support.equal import Make, World, assert_same_failure, assert_same_or_refused, assert_same_run
+from tests.support.equal import (
+    Make,
+    World,
+    assert_refused,
+    assert_same_failure,
+    assert_same_or_refused,
+    assert_same_run,
+)
 from tests.zoo.optimizers import FUSED, SCHEDULED, SETTINGS, optimized, optimizers
+from wholestep.errors import UnsupportedError
 
 OPTIMIZERS = optimizers()
 
@@ -62,12 +70,19 @@ SPARSE = {
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_gradients(name: str) -> None:
-    """How many values such a gradient has is in the data; other tokens are no other capture."""
-    assert_same_run(sparse(SPARSE[name]), steps=7)
+    """How many values such a gradient has is in the data, which optimizers that coalesce it ask for in Python."""
+    run = assert_same_run(sparse(SPARSE[name]), steps=7, compile=ws.compile)
+    assert bool(run.step.breaks) == (name != "SGD")
+    if run.step.breaks:
+        error = assert_refused(sparse(SPARSE[name]), UnsupportedError)
+        assert "depends on data" in error.what and "test_optimizers.py:" in error.where
+        assert "without fullgraph=True" in error.remedy
 
 
 def test_sparse_gradients_and_weight_decay_fail_as_in_eager() -> None:
-    assert_same_failure(sparse(partial(optim.Adagrad, weight_decay=0.1)))
+    world = sparse(partial(optim.Adagrad, weight_decay=0.1))(0)
+    with pytest.raises(RuntimeError, match="weight_decay option is not compatible with sparse gradients"):
+        ws.compile(world.step)(*world.args[0])
 
 
 def unscales(kind: type[optim.Optimizer]) -> bool:

@@ -35,8 +35,7 @@ from wholestep.torch_compat import (
     FOREACH_SUPPORT,
     GET_VERSION,
     HOOK_TABLES,
-    OPTIMIZERS_FUNCTIONS,
-    PAD_PACKED,
+    PACKED_SEQUENCES,
     UNSCALE_GRADIENTS,
     BatchNorm,
     FakeTensor,
@@ -107,6 +106,7 @@ from wholestep.torch_compat import (
     transforms_active,
     unseen_fakes,
     wait_collective,
+    with_autograd,
 )
 
 aten = torch.ops.aten
@@ -243,6 +243,9 @@ def test_below_autograd_no_graph_is_made_and_no_version_counted():
         assert y[0:1]._base is None
     assert x._version == 0 and y._version == 0
     assert x.tolist() == [2.0, 2.0] and (x * 2).requires_grad
+    with below_autograd(), with_autograd():
+        assert (x * 2).requires_grad
+        assert y.add_(1)._version == 1 and y[0:1]._base is y
 
 
 def test_a_native_kernel_is_one_of_the_devices_own():
@@ -529,17 +532,7 @@ def test_a_mode_is_inside_where_it_is_active():
         assert is_inside(mode) and not is_inside(Seen())
 
 
-def test_sparse_adam_calls_the_function_that_tracing_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(OPTIMIZERS_FUNCTIONS, "sparse_adam", lambda params, *_, **__: calls.append(params))
-    table = nn.Embedding(3, 2, sparse=True)
-    opt = torch.optim.SparseAdam(table.parameters())
-    table(torch.tensor([1])).sum().backward()
-    opt.step()
-    assert calls[0][0] is table.weight
-
-
-def test_padding_calls_the_function_that_tracing_exchanges() -> None:
+def test_packing_and_padding_call_the_functions_that_tracing_refuses() -> None:
     seen: list[Any] = []
 
     class Window(TorchFunctionMode):
@@ -547,10 +540,9 @@ def test_padding_calls_the_function_that_tracing_exchanges() -> None:
             seen.append(func)
             return func(*args, **(kwargs or {}))
 
-    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
     with Window():
-        nn.utils.rnn.pad_packed_sequence(packed)
-    assert PAD_PACKED in seen
+        nn.utils.rnn.pad_packed_sequence(nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]))
+    assert {*PACKED_SEQUENCES} <= {*seen}
 
 
 def test_a_direct_call_gives_what_the_operator_gives():

@@ -165,8 +165,7 @@ def along() -> Iterator[Any]:
     yield aten.cumsum.default, t(5, 4), 1
     for one in ("cumprod", "logcumsumexp", "cummax", "cummin"):
         yield getattr(aten, one).default, t(5, 4), 0
-    yield torch.ops.wholestep_formulas.cumprod_backward.default, t(5, 4), t(5, 4), t(5, 4), 1
-    yield torch.ops.wholestep_formulas.prod_backward.default, t(5, 1), t(5, 4), t(5, 1), 1
+    yield torch.ops.wholestep_formulas.product_gradient.default, "ProdBackward1", t(5, 1), t(5, 4), 1
     yield torch.ops.wholestep_formulas.masked_sum.default, t(5, 4), yes(5, 4), True
     yield torch.ops.wholestep_formulas.masked_sum.default, t(3, 5, 4), yes(5, 1), False
     yield aten.sort.default, t(5, 4), 1

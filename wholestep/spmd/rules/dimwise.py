@@ -93,8 +93,7 @@ RULES: dict[str, Rule] = {
     ),
     "aten.max": _extreme("max"),
     "aten.min": _extreme("min"),
-    "wholestep_formulas.cumprod_backward": along,
-    "wholestep_formulas.prod_backward": _product_gradient,
+    "wholestep_formulas.product_gradient": _product_gradient,
     **dict.fromkeys(["aten.flip", "aten.roll"], linear(_beside_dims)),
     **dict.fromkeys(["aten.tril", "aten.triu"], linear(_triangle)),
     **dict.fromkeys(

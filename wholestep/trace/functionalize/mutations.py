@@ -18,7 +18,7 @@ from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant, all_args
 from wholestep.trace.record.graph_builder import fake_value
-from wholestep.trace.record.inputs import STRIDED_COPIES, Inputs
+from wholestep.trace.record.inputs import OFFSETS, Inputs
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
@@ -123,7 +123,7 @@ class Mutations:
         node = self.builder.emit(variant.target, *reads, value=value)
         news = [*self._new_values(func, variant, node, len(written), scaled)]
         on_clones = isinstance(variant.target, Functionalized)
-        computes = not on_clones and not tables.is_list_op(func) and variant.target not in STRIDED_COPIES
+        computes = not on_clones and not tables.is_list_op(func) and variant.target not in OFFSETS
         if computes and _permutes(refs, news):
             return self._write(func, Variant(Functionalized(func)), written, args, kwargs)
         for ref, new in zip(refs, news, strict=True):

@@ -20,9 +20,9 @@ from wholestep.functional import Decided, operator_of
 from wholestep.ir import ancestors, draws_nothing, info, is_effectful, set_info
 from wholestep.patches import suspended
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
-from wholestep.trace.numbers.predicates import MAX_NODES, OFFSETS, in_words
+from wholestep.trace.numbers.predicates import MAX_NODES, Predicate, in_words, predicate
 from wholestep.trace.numbers.symbolic_sizes import hinted
-from wholestep.trace.record.inputs import Inputs
+from wholestep.trace.record.inputs import OFFSETS, Inputs
 
 # What a program may decide on: nothing, what is true or false, or any value and shape.
 Decisions = Literal["none", "bools", "all"]
@@ -75,11 +75,11 @@ class RealValues:
             return self.builder.constants[str(node.target)]
         if node.op == "placeholder":
             if node not in real or isinstance(real[node], FakeTensor):
-                raise DataDependentError("Python decides on a value that the step has not made yet", line)
+                what = "Python decides on a value that the step has not made yet, or on a gradient to come"
+                raise DataDependentError(what, line, "use torch.where")
             return real[node]
         assert callable(node.target)
-        kwargs = {name: hinted(value) for name, value in node.kwargs.items()}
-        args, kwargs = fx.map_arg((hinted(node.args), kwargs), self._values.__getitem__)
+        args, kwargs = fx.map_arg(hinted((node.args, dict(node.kwargs))), self._values.__getitem__)
         place = OFFSETS.get(node.target)  # type: ignore[call-overload]
         if place is not None and len(args) > place:
             args = (*args[:place], args[0].storage_offset() + args[place], *args[place + 1 :])
@@ -99,13 +99,28 @@ class RealValues:
             for generator, state in before.items():
                 generator.set_state(state)
 
+    def guard(self, node: fx.Node, nodes: set[fx.Node], found: Any, line: str) -> Predicate:
+        """A guard on a value that was found, which follows from some nodes.
+
+        Raises:
+            DataDependentError: it follows from tensors of which this rank holds a part.
+        """
+        for item in (item for item in self.inputs.items if item.node in nodes):
+            if id(item.value) in self.inputs.world.substitutes.parts:
+                raise DataDependentError(
+                    f"Python decides on the values of {item.source}, of which each rank holds a part",
+                    line,
+                    "use torch.where, decide outside of the step, or give every rank the whole batch: "
+                    "batch=ws.Replicate()",
+                )
+        items = self.inputs.items
+        return predicate(node, nodes, items, self.builder.constants, found, in_words(node, nodes, items), line)
+
     def expect(self, operand: Any, found: Any, line: str, read: Any = None) -> None:
         """Ends the program where an operand has another value than was found."""
         nodes = operand if isinstance(operand, list) else [operand]
-        needed, order = ancestors(nodes, MAX_NODES), {n: i for i, n in enumerate(nodes[0].graph.nodes)}
-        texts = {item.node: str(item.source) for item in self.inputs.items if item.node in needed}
-        text = in_words(sorted(needed, key=order.__getitem__), texts)[nodes[0]]
-        text = text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS]}…"
+        order = {n: i for i, n in enumerate(nodes[0].graph.nodes)}
+        text = in_words(nodes[0], ancestors(nodes, MAX_NODES), self.inputs.items)
         latest = max([*nodes, *self._decided[-1:]], key=order.__getitem__)
         target = Decided(found, len(self._decided), text, line, read)
         with nodes[0].graph.inserting_after(latest):
@@ -131,7 +146,6 @@ def refuse_repeated(nodes: Any, line: str) -> None:
             raise DataDependentError(what, line, "use torch.where, or take the decision before it")
 
 
-MAX_WORDS = 80  # characters of what was decided
 
 def outcomes_of(graph: fx.Graph) -> tuple[str, ...]:
     """What Python went on with at each decision of a graph."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from wholestep.fake_layouts import differ
+from wholestep.nested import leaves, map_leaves
 from wholestep.sizes import Size, SizeDecisions, SizedFake
 from wholestep.trace.numbers.symbolic_sizes import Sizes
 from wholestep.trace.outputs.output_records import OutputAlias
@@ -102,21 +103,20 @@ class ManySizes:
 
 def _expressions(tree: Any) -> list[Size]:
     """The sizes in nested values."""
-    if isinstance(tree, Size):
-        return [tree]
-    if isinstance(tree, SizedFake):
-        tree = tree.shape, tree.stride()
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [size for part in parts for size in _expressions(part)]
+    return [size for size in leaves(map_leaves(_place, tree)) if isinstance(size, Size)]
+
+
+def _place(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.stride()) if isinstance(leaf, SizedFake) else leaf
 
 
 def _at(tree: Any, numbers: Mapping[Size, int]) -> Any:
     """Nested values at other sizes."""
-    if isinstance(tree, Size):
-        return numbers[tree]
-    if isinstance(tree, SizedFake):
-        place = _at((tuple(tree.shape), tree.stride()), numbers)
-        return torch.empty_strided(*place, dtype=tree.dtype, device=tree.device)  # in less time than a fake one
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_at(part, numbers) for part in tree)
-    return {name: _at(part, numbers) for name, part in tree.items()} if isinstance(tree, dict) else tree
+
+    def at(leaf: Any) -> Any:
+        if isinstance(leaf, SizedFake):
+            place = map_leaves(at, _place(leaf))
+            return torch.empty_strided(*place, dtype=leaf.dtype, device=leaf.device)  # in less time than a fake one
+        return numbers[leaf] if isinstance(leaf, Size) else leaf
+
+    return map_leaves(at, tree)

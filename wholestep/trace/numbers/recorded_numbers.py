@@ -12,12 +12,19 @@ import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.ir import info
+from wholestep.ir import ancestors, info
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import current_autograd_node, is_one_operator, no_modes, saved_numbers
 from wholestep.trace.numbers.decisions import MOST, Decisions, RealValues, geometry, refuse_repeated
 from wholestep.trace.numbers.host_numbers import HostNode, make_host
-from wholestep.trace.numbers.predicates import OTHERWISE, Predicate, decide, follows_from_numbers, unknown
+from wholestep.trace.numbers.predicates import (
+    MAX_NODES,
+    OTHERWISE,
+    Predicate,
+    can_be_known,
+    follows_from_numbers,
+    unknown,
+)
 from wholestep.trace.numbers.symbolic_sizes import is_size
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line
@@ -126,22 +133,18 @@ class RecordedNumbers:
         return self._decided[node]
 
     def _value(self, node: fx.Node, line: str, fixed: bool) -> Any:
-        if fixed:
-            return self.real.of(node, line)
-        parts = self.inputs.world.substitutes.parts
-        items, constants = self.inputs.items, self.builder.constants
-        guard = decide(node, items, constants, self._is_data, line, self.real.given(), parts)
-        if guard is not None:
-            self.predicates[node] = guard
-            return guard.expected
-        if not self.may_decide(isinstance(info(node).value, bool)):
-            raise unknown(line)
-        refuse_repeated(node.graph.nodes, line)
+        nodes = ancestors([node], MAX_NODES)
+        known = fixed or can_be_known(nodes, self._is_data)
+        if not known:
+            if not self.may_decide(isinstance(info(node).value, bool)):
+                raise unknown(line)
+            refuse_repeated(node.graph.nodes, line)
         found = self.real.of(node, line)
-        if node.target is to_list:
-            self.real.expect(node.args[0], found, line, to_list)
-        else:
-            self.real.expect(node, found, line)
+        if known and not fixed:
+            self.predicates[node] = self.real.guard(node, nodes, found, line)
+        elif not known:
+            listed = node.target is to_list
+            self.real.expect(node.args[0] if listed else node, found, line, to_list if listed else None)
         return found
 
     def may_decide(self, truth: bool) -> bool:
@@ -150,12 +153,8 @@ class RecordedNumbers:
 
     def shape(self, node: fx.Node, line: str) -> Any:
         """The geometry of a call's result, as it is now."""
-        try:
-            refuse_repeated(node.graph.nodes, line)
-            return geometry(self.real.of(node, line))
-        except CaptureError as error:
-            self.refused(error)
-            raise
+        refuse_repeated(node.graph.nodes, line)
+        return geometry(self.real.of(node, line))
 
     def refused(self, error: CaptureError) -> CaptureError:
         """Remembers an error, which ends the capture even where the step catches it."""

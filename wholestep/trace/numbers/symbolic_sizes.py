@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from wholestep.fake_layouts import strict_fake_mode
+from wholestep.nested import map_leaves
 from wholestep.sizes import function_of
 from wholestep.torch_compat import FakeTensor, ShapeEnvironment, expression_of, size_symbol
 from wholestep.trace.record.provenance import user_line
@@ -21,8 +22,7 @@ from wholestep.trace.record.provenance import user_line
 
 def is_made(value: object) -> bool:
     """Whether something is a tensor that the step made, not a fake that it was given for an input."""
-    made = isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and hasattr(value, "wholestep_ref"))
-    return made and not getattr(value, "wholestep_given", False)
+    return isinstance(value, FakeTensor) and not getattr(value, "wholestep_given", False)
 
 
 def is_size(value: object) -> bool:
@@ -52,18 +52,17 @@ def held(leaf: Any) -> Any:
 
 def decided(tree: Any) -> Any:
     """A call's arguments with the numbers that symbolic sizes are now, which decides on them."""
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(decided(item) for item in tree)
-    if not isinstance(tree, Held):
-        return tree
-    return {torch.SymFloat: float, torch.SymBool: bool}.get(type(tree.number), int)(tree.number)
+    kinds: dict[Any, Any] = {torch.SymFloat: float, torch.SymBool: bool}
+
+    def number(leaf: Any) -> Any:
+        return kinds.get(type(leaf.number), int)(leaf.number) if isinstance(leaf, Held) else leaf
+
+    return map_leaves(number, tree)
 
 
 def hinted(tree: Any) -> Any:
     """A call's arguments with the numbers that symbolic sizes are now, which decides nothing."""
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(hinted(item) for item in tree)
-    return tree.number.node.hint if isinstance(tree, Held) else tree
+    return map_leaves(lambda leaf: leaf.number.node.hint if isinstance(leaf, Held) else leaf, tree)
 
 
 # Sizes of tensors among the arguments: the tensor's source, and the dimension.

@@ -15,66 +15,52 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wholestep.torch_compat import CUMPROD_BY_DATA, empty_fake, saved_as_it_is, saved_numbers
+from wholestep.errors import UnsupportedError
+from wholestep.ir import info
+from wholestep.patches import suspended
+from wholestep.torch_compat import (
+    CUMPROD_BY_DATA,
+    empty_fake,
+    node_sequence_number,
+    saved_as_it_is,
+    saved_numbers,
+    with_autograd,
+)
 from wholestep.trace.functionalize.aliases import new_root
+from wholestep.trace.patches.engine_hook import running
+from wholestep.trace.record.provenance import user_line
 
 Engine = Callable[..., Any]
+
+_OPERATORS = torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int, torch.ops.aten.cumprod.default
 
 _library = torch.library.Library("wholestep_formulas", "FRAGMENT")
 
 
-def _prod_backward(grad: Tensor, x: Tensor, result: Tensor | None, dim: int | None) -> Tensor:
-    """The gradient of a product of `x` along a dimension, which grad and result have too, or of all elements."""
-    if result is None:
-        result = x.prod() if dim is None else x.prod(dim, keepdim=True)
-    made = grad * (result / x).conj()
-    zeros = x == 0
-    if not zeros.any():
-        return made
-    if dim is not None:
-        return made.copy_(grad * _others(x, dim))
-    if int(zeros.sum()) > 1:
-        return made.zero_()
-    return made.copy_((grad * _others(x.reshape(-1), 0)).view(x.shape))
+def _gradient(node: str, grad: Tensor, x: Tensor, dim: int | None) -> Tensor:
+    """The gradient of a product of `x`, by autograd's own formula.
+
+    Args:
+        node: the name of the product's node.
+        dim: the dimension along which it is taken, which grad has too; None for that of all elements.
+    """
+    with suspended(), running(), with_autograd(), torch.enable_grad():  # whoever else captures backwards
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(PRODUCTS[node](leaf, dim), leaf, grad)[0]
 
 
-def _others(x: Tensor, dim: int) -> Tensor:
-    """For each element the conjugate of the product of all others along a dimension."""
-    size = x.shape[dim]
-    if size == 1:
-        return torch.ones_like(x)
-    one = torch.ones_like(x.narrow(dim, 0, 1))
-    before = torch.cat((one, x.narrow(dim, 0, size - 1)), dim).cumprod(dim)
-    after = torch.cat((one, x.narrow(dim, 1, size - 1).flip(dim)), dim).cumprod(dim).flip(dim)
-    return (before * after).conj()
+def _fake_gradient(node: str, grad: Tensor, x: Tensor, dim: int | None) -> Tensor:
+    return grad * x.conj()
 
 
-def _fake_prod_backward(grad: Tensor, x: Tensor, result: Tensor | None, dim: int | None) -> Tensor:
-    return grad * (x if result is None else result / x).conj()
-
-
-def _cumprod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tensor:
-    """The gradient of a cumulative product: the quotient before the first zero, sums of products at it, else zero."""
-    weighted, x = result.conj() * grad, x.conj()
-    zeros = x == 0
-    if not zeros.any():
-        return _sums_to_the_end(weighted, dim) / x
-    count = zeros.cumsum(dim)
-    made = (_sums_to_the_end(weighted.masked_fill(count != 0, 0), dim) / x).masked_fill(count != 0, 0)
-    since = count == 1
-    first = zeros & since
-    place = since.max(dim, keepdim=True).indices
-    ahead = result.conj().gather(dim, (place - 1).relu()).masked_fill(place == 0, 1)
-    after = x.masked_fill(~(since & ~first), 1).cumprod(dim) * grad.masked_fill(~since, 0)
-    return made.copy_(torch.where(first, after.sum(dim, keepdim=True) * ahead, made))
-
-
-def _sums_to_the_end(x: Tensor, dim: int) -> Tensor:
-    return x.flip(dim).cumsum(dim).flip(dim)
-
-
-def _fake_cumprod_backward(grad: Tensor, x: Tensor, result: Tensor, dim: int) -> Tensor:
-    return _sums_to_the_end(result.conj() * grad, dim) / x.conj()
+# What autograd differentiates by the data, by the name of its node; `cumprod` in torch 2.11 alone.
+PRODUCTS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "ProdBackward0": lambda x, dim: x.prod(),
+    "ProdBackward1": lambda x, dim: x.prod(dim, keepdim=True),
+    "CumprodBackward0": lambda x, dim: x.cumprod(dim),
+}
+if not CUMPROD_BY_DATA:
+    del PRODUCTS["CumprodBackward0"]
 
 
 def _masked_sum(x: Tensor, mask: Tensor, wanted: bool) -> Tensor:
@@ -88,77 +74,39 @@ def _fake_masked_sum(x: Tensor, mask: Tensor, wanted: bool) -> Tensor:
 
 _SCHEMAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "masked_sum(Tensor x, Tensor mask, bool wanted) -> Tensor": (_masked_sum, _fake_masked_sum),
-    "cumprod_backward(Tensor grad, Tensor x, Tensor result, int dim) -> Tensor":
-        (_cumprod_backward, _fake_cumprod_backward),
-    "prod_backward(Tensor grad, Tensor x, Tensor? result, int? dim) -> Tensor": (_prod_backward, _fake_prod_backward),
-}  # fmt: skip
+    "product_gradient(str node, Tensor grad, Tensor x, int? dim) -> Tensor": (_gradient, _fake_gradient),
+}
 for _schema, (_kernel, _fake) in _SCHEMAS.items():
     _name = _library.define(_schema)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"wholestep_formulas::{_name}", _fake, lib=_library)
 
 
-def _of_prod(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
-    x, result = saved_as_it_is(node, "self"), saved_as_it_is(node, "result")
-    if x is None or result is None:
-        x, result = _operand(made, node.name() == "ProdBackward0"), None
-    if x is None or x.dim() == 0 or x.numel() == 0:
+def _of_product(node: Any, grad: Tensor, made: Tensor) -> Any:
+    x = saved_as_it_is(node, "self")
+    if x is None:
+        x = _operand(node, made)
+    if x.dim() == 0 or x.numel() == 0:
         return None
-    dim: int | None = None
-    if node.name() == "ProdBackward1":
-        dim = _dim(node, x)
-        if not saved_numbers(node, "keepdim")[0]:
-            grad, result = grad.unsqueeze(dim), None if result is None else result.unsqueeze(dim)
-    return torch.ops.wholestep_formulas.prod_backward(grad, x.to(grad.dtype), result, dim)  # type: ignore[no-any-return]
+    dim: Any = saved_numbers(node, "dim")[0]
+    if dim is not None:  # autograd shows it without its sign
+        dim = (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
+        grad = grad.unsqueeze(dim) if saved_numbers(node, "keepdim")[0] is False else grad
+    return torch.ops.wholestep_formulas.product_gradient(node.name(), grad, x.to(grad.dtype), dim)
 
 
-def _operand(made: Tensor, flat: bool) -> Tensor | None:
-    """What a product was taken of, where a hook packed it, as in a checkpoint: from the formula that unpacked it.
-
-    That is `grad * (cumprod(cat(ones, x[:-1])) * …)`; the hook itself may be called once only.
-
-    Args:
-        flat: whether that `x` is what the product was taken of as one dimension.
-    """
-    level = made.wholestep_ref.storage.value.all_input_nodes[1:]  # type: ignore[attr-defined]
-    for _ in range(6):
-        for node in level:
-            if node.target is torch.ops.aten.slice.Tensor:
-                x: Any = node.args[0]
-                return _holding(_unflattened(x, made.shape) if flat else x, made)
-        level = [operand for node in level for operand in node.all_input_nodes]
-    return None
-
-
-def _unflattened(node: fx.Node, shape: torch.Size) -> fx.Node:
-    """What `x.contiguous().view(-1)` was made of."""
-    if node.target is torch.ops.aten.view.default:
-        above: Any = node.args[0]
-        copied = above.target is torch.ops.aten.clone.default and above.meta["info"].value.shape == shape
-        node = above.args[0] if copied else above
-    return node
-
-
-def _holding(node: fx.Node, like: Any) -> Tensor:
-    """A tensor with a node's value."""
-    value = node.meta["info"].value
-    fake = empty_fake(value.fake_mode, value)
-    new_root(fake, node, like.wholestep_ref.storage.emit)
-    return fake
-
-
-def _of_cumprod(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
-    x, result = saved_as_it_is(node, "self"), saved_as_it_is(node, "result")
-    if x is None or result is None or x.dim() == 0 or x.numel() <= 1 or x.shape[_dim(node, x)] == 1:
-        return None
-    x = x.to(grad.dtype)
-    return torch.ops.wholestep_formulas.cumprod_backward(grad, x, result, _dim(node, x))  # type: ignore[no-any-return]
-
-
-def _dim(node: Any, x: Tensor) -> int:
-    """The dimension that a node works along; autograd shows it without its sign."""
-    dim = int(saved_numbers(node, "dim")[0])
-    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
+def _operand(node: Any, made: Tensor) -> Tensor:
+    """What a product was taken of, where a hook packed it, as in a checkpoint, whose hook may be called once only."""
+    emit, value = made.wholestep_ref.storage.emit, made.wholestep_ref.storage.value  # type: ignore[attr-defined]
+    for call in value.graph.nodes:
+        seq = info(call).seq if call.target in _OPERATORS and info(call).phase == "forward" else None
+        if seq == node_sequence_number(node):
+            given = info(call.args[0]).value
+            fake = empty_fake(given.fake_mode, given)
+            new_root(fake, call.args[0], emit)
+            return fake
+    what = "the gradient of a product of what a hook of saved tensors has packed, before the step"
+    raise UnsupportedError(what, user_line(), "compute the product inside of the step")
 
 
 def _of_filling(node: Any, grad: Tensor, made: Tensor) -> None:
@@ -183,12 +131,10 @@ def _of_extreme(node: Any, grad: Tensor, made: Tensor) -> Tensor | None:
 # None to leave it as it is.
 Formula = Callable[[Any, Tensor, Tensor], Tensor | None]
 FORMULAS: dict[str, tuple[int, Formula]] = {
-    **dict.fromkeys(("ProdBackward0", "ProdBackward1"), (0, _of_prod)),
+    **dict.fromkeys(PRODUCTS, (0, _of_product)),
     **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), (0, _of_extreme)),
     "MaskedFillBackward1": (1, _of_filling),
 }
-if CUMPROD_BY_DATA:
-    FORMULAS["CumprodBackward0"] = 0, _of_cumprod
 
 
 def as_eager_sums(nodes: Iterable[fx.Node]) -> None:

@@ -40,8 +40,8 @@ NO_NESTED = "use padded tensors and masks, or compile without fullgraph=True"
 SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
 
 # Namespaces whose operators have formulas where they need some.
-_WITH_FORMULAS = frozenset({"aten", "prims", "prim", "profiler", "wholestep", "wholestep_optim", "wholestep_formulas",
-                            "c10d", "_c10d_functional"})  # fmt: skip
+_WITH_FORMULAS = frozenset({"aten", "prims", "prim", "profiler", "wholestep", "wholestep_formulas", "c10d",
+                            "_c10d_functional"})  # fmt: skip
 _AUTOGRAD_KEYS = "Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CompositeImplicitAutograd"
 
 

@@ -27,7 +27,7 @@ from wholestep.patches import Replacement
 from wholestep.torch_compat import (
     DESCRIBING_MODULES,
     GET_VERSION,
-    PAD_PACKED,
+    PACKED_SEQUENCES,
     FakeTensor,
     dispatching,
     fake_refusal,
@@ -41,7 +41,6 @@ from wholestep.trace.numbers.predicates import OTHERWISE
 from wholestep.trace.numbers.recorded_numbers import PythonCall
 from wholestep.trace.numbers.symbolic_sizes import is_host, is_made
 from wholestep.trace.operators.data_dependent_formulas import as_eager_sums
-from wholestep.trace.operators.packed_sequences import RECURRENT, is_packed, padded, with_known_sizes
 from wholestep.trace.operators.tables import ESCAPES, MEMORY_READS
 from wholestep.trace.outputs.replaced_gradients import DELETE, GET, SET, ReplacedGradients
 from wholestep.trace.patches.tensor_sequences import COMPRESSED, CONSTRUCTORS, indexed, stacked
@@ -228,11 +227,12 @@ class TorchCalls(TorchFunctionMode):
         divisors = torch.tensor(lengths[1], dtype=loss.dtype, device=loss.device)
         return (loss / divisors.clamp_min(1)).mean()  # type: ignore[no-any-return]
 
-    def _pad_packed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return padded(self.numbers, *args, **kwargs)
-
-    def _recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.call(func, with_known_sizes(self.numbers, args) if is_packed(args) else args, kwargs)
+    def _packed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A packed sequence has shapes of its data, its lengths, which C++ reads."""
+        if func in RECURRENT and not isinstance(args[3], (list, tuple)):
+            return self.call(func, args, kwargs)
+        what = f"{func.__name__} takes or makes a packed sequence, whose shapes depend on its lengths"
+        raise DataDependentError(what, user_line(), "use padded tensors and masks, or compile without fullgraph=True")
 
     def _get_item(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.call(func, (args[0], indexed(self.numbers, args[1])), kwargs)
@@ -310,6 +310,9 @@ BY_VALUE: dict[Any, tuple[Any, ...]] = {
     **dict.fromkeys(CTC_LOSSES, (2, 3, "input_lengths", "target_lengths")),
 }
 
+# Operators that read the sizes of a packed sequence's batches, where they are given one.
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
 # Constructors that are given data alone, of which a stack is the result.
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 
@@ -321,8 +324,7 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys(COMPRESSED, TorchCalls._compressed),
     functional.one_hot: TorchCalls._one_hot,
     **dict.fromkeys(BY_VALUE, TorchCalls._by_value),
-    PAD_PACKED: TorchCalls._pad_packed,
-    **dict.fromkeys(RECURRENT, TorchCalls._recurrent),
+    **dict.fromkeys((*PACKED_SEQUENCES, *RECURRENT), TorchCalls._packed),
     SET_DATA: TorchCalls._set_data,
     torch.Tensor.__deepcopy__: TorchCalls._deepcopy,
     torch.Tensor.__getitem__: TorchCalls._get_item,

@@ -22,14 +22,8 @@ Generator = torch.Generator
 
 _get_state, _set_state, _manual_seed = Generator.get_state, Generator.set_state, Generator.manual_seed
 
-REFUSED = {
-    "seed": "seed it outside of the step, or with a number: generator.manual_seed(n)",
-    "set_offset": "save and restore the whole state: generator.get_state()",
-    "get_offset": "save and restore the whole state: generator.get_state()",
-    "clone_state": "save and restore the state of one generator: get_state(), set_state()",
-    "graphsafe_get_state": "save and restore the state of one generator: get_state(), set_state()",
-    "graphsafe_set_state": "save and restore the state of one generator: get_state(), set_state()",
-}
+# They seed at random, or share states between generators.
+REFUSED = ("seed", "set_offset", "get_offset", "clone_state", "graphsafe_get_state", "graphsafe_set_state")
 
 
 def methods(recorder: Recorder) -> list[Replacement]:
@@ -37,8 +31,9 @@ def methods(recorder: Recorder) -> list[Replacement]:
     builder, refused = recorder.builder, recorder.numbers.refused
     seeds: dict[int, int | None] = {}  # the initial seeds of generators that the step moved; None where it is unknown
 
-    def refuse(name: str, remedy: str) -> Callable[..., Any]:
+    def refuse(name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
+            remedy = "seed with a number: manual_seed(n), or save and restore states: get_state(), set_state(state)"
             raise refused(UnsupportedError(f"torch.Generator.{name} inside of a captured step", user_line(), remedy))
 
         return call
@@ -90,5 +85,5 @@ def methods(recorder: Recorder) -> list[Replacement]:
         return recorder.inputs.world.ask("torch.initial_seed()") if known is None else known
 
     recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed, initial_seed]
-    refusing = [(Generator, name, refuse(name, remedy)) for name, remedy in REFUSED.items()]
+    refusing = [(Generator, name, refuse(name)) for name in REFUSED]
     return [*((Generator, method.__name__, method) for method in recorded), *refusing]

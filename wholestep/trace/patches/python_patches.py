@@ -32,7 +32,6 @@ from wholestep.torch_compat import (
 )
 from wholestep.trace.numbers.host_numbers import AWARE, aware_choice
 from wholestep.trace.numbers.symbolic_sizes import is_made, is_size
-from wholestep.trace.operators import sparse_optimizers
 from wholestep.trace.operators.data_dependent_formulas import behind, by_data
 from wholestep.trace.operators.tables import NO_NESTED
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
@@ -87,11 +86,6 @@ def gradient_memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:
     if grad is None or (not is_made(grad) and id(grad) not in recorder.inputs.by_id):
         return None
     return recorder.inputs.ref(grad).storage.value
-
-
-def _batch_size(recorder: Recorder) -> Callable[[Any], int]:
-    """`int` for the size of a packed sequence's batch."""
-    return lambda value: recorder.numbers.as_list(value) if isinstance(value, torch.Tensor) else int(value)
 
 
 def _number_of(value: Any) -> Any:
@@ -209,12 +203,6 @@ def _inside(run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs:
     return by_data(run, roots, *args, **kwargs)
 
 
-def _sequences(recorder: Recorder) -> Iterator[Replacement]:
-    """The methods of recurrent modules that ask for the size of a packed sequence's batch."""
-    for kind, name in ((torch.nn.RNNBase, "get_expected_hidden_size"), (torch.nn.LSTM, "get_expected_cell_size")):
-        yield kind, name, reading(vars(kind)[name], int=_batch_size(recorder))
-
-
 @contextmanager
 def patched_python(
     recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients, reentrant: bool = True,
@@ -230,9 +218,7 @@ def patched_python(
     replacements: list[Replacement] = [
         *more,
         *_size_aware(recorder),
-        *_sequences(recorder),
         *recorder.storages.patches(),
-        *sparse_optimizers.patches(),
         *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
         *generator_methods.methods(recorder),
         *types_asked.patches(recorder.inputs.world.reachable.asking.values(), recorder.builder.sizes is not None),

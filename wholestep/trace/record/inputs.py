@@ -21,7 +21,7 @@ from wholestep.trace.record.provenance import user_line
 aten = torch.ops.aten
 
 # Where an offset stands that eager counts from the start of the memory, and a graph from the operand's first element.
-STRIDED_COPIES = {aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
+OFFSETS = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
 
 
 class ReshapedInput(Exception):  # noqa: N818 - a request, not an error
@@ -246,19 +246,11 @@ class Inputs:
 
     def counted_from_first(self, func: Any, args: Any) -> Any:
         """The arguments of an operator, with its offset from the operand's first element, as graphs have it."""
-        place = STRIDED_COPIES.get(func, len(args))
+        place = OFFSETS.get(func, len(args))
         if place >= len(args) or args[place] is None:
             return args
         self.read_offset(args[0])
         return (*args[:place], args[place] - args[0].storage_offset(), *args[place + 1 :])
-
-    def known(self, real: torch.Tensor) -> torch.Tensor:
-        """The fake of a tensor with values that the step may hold, and C++ may read, as a constant of the graph."""
-        fake = self.builder.constant(real)
-        ref: Ref = fake.wholestep_ref  # type: ignore[attr-defined]
-        real.wholestep_ref = ref  # type: ignore[attr-defined]
-        self.by_id[id(real)] = TracedInput(ref.storage.value, "constant", real, ref, fake)
-        return fake
 
     def fake(self, leaf: Any) -> Any:
         """The fake tensor or number that an argument stands for while it is traced."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -44,15 +43,6 @@ def line_of(error: BaseException) -> str:
             user, library = (user, line) if is_library(name) else (line, "")
         step = step.tb_next
     return _joined(user or user_line(), library)
-
-
-def called_from(*functions: Any) -> bool:
-    """Whether one of some functions is running."""
-    codes = [inspect.unwrap(function).__code__ for function in functions]
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _joined(user: str, library: str) -> str:

@@ -38,7 +38,6 @@ from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
 from wholestep.trace.operators import tables, torch_collectives
 from wholestep.trace.operators.kernel_checks import check, kernels_error
-from wholestep.trace.operators.packed_sequences import pack
 from wholestep.trace.record.graph_builder import GraphBuilder
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import Provenance, user_line
@@ -111,10 +110,13 @@ class Recorder(TorchDispatchMode):
                 record = self.views.record_inplace if in_place_view else self.mutations.record
                 return record(func, args, kwargs)
             return self.views.record(func, args, kwargs) if func.is_view else self._pure(func, args, kwargs)
+        except CaptureError as error:
+            self.numbers.refused(error)
+            raise
         except (ValueError, RuntimeError) as error:
             kind = fake_refusal(error) if isinstance(error, RuntimeError) else None
             if kind is None:
-                said = None if isinstance(error, CaptureError) else kernels_error(func, args, kwargs)
+                said = kernels_error(func, args, kwargs)
                 if said is not None:
                     raise said from error
                 raise
@@ -176,7 +178,7 @@ class Recorder(TorchDispatchMode):
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in tables.SHAPE_FROM_DATA:
             what = f"the shape of the result of {func} depends on data"
-            raise UnsupportedError(what, user_line(), "use dense tensors")
+            raise UnsupportedError(what, user_line(), "use dense tensors, or compile without fullgraph=True")
         out = self.inputs.run(func, args, kwargs)
         if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref") and func.namespace != "wholestep":
             return out  # gave its argument back; so does a collective's wait, which is a step of its own all the same
@@ -312,7 +314,6 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: lambda recorder, tensor: recorder.numbers.item(tensor),
     aten.item.default: lambda recorder, tensor: recorder.numbers.item(tensor),
     aten.lift_fresh.default: _lift_fresh,
-    aten._pack_padded_sequence.default: lambda recorder, *args: pack(recorder.numbers, *args),
     aten.lift.default: _lift_fresh,
 }
 
