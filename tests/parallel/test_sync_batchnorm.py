@@ -20,6 +20,11 @@ def test_empty_inputs_of_the_seed():
         assert len(each) == 8 and not torch.tensor(each).isnan().any()
 
 
+def test_in_torchs_wrapper(tmp_path):
+    for each in run_ranks(programs.in_torchs_wrapper, 2, "shm", (str(tmp_path / "store"),)):
+        assert len(each) == 7 and max(each) < 1e-6
+
+
 def test_mistakes_are_errors_on_all_ranks():
     for each in run_ranks(programs.mistakes, 2, "shm"):
         assert "ValueError: Expected more than 1 value per channel when training" in each["one value"]

@@ -20,6 +20,7 @@ from tests.support.parallel_ranks import naive_gradients, stock_world
 from wholestep import comm
 from wholestep.parallel import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, shard_schedule, summon_full_params
 from wholestep.parallel.shard_gradients import ShardGrad
+from wholestep.torch_compat import innermost_saved_tensor_hooks
 
 WIDE = 8
 
@@ -301,6 +302,13 @@ def details() -> dict[str, Any]:
     model(x.float()).sum().backward()
     fused.step()
     found["fused"] = True
+    try:
+        model.blocks[0](torch.ones(4, WIDE + 1))
+    except RuntimeError:  # of its layers; then all is as before
+        found["after an error"] = innermost_saved_tensor_hooks() is None and "weight" not in vars(model.blocks[0].up)
+    loose = model.first.weight.grad.data_ptr()
+    with torch.no_grad():
+        found["evaluated"] = model(x.float()).requires_grad is False and model.first.weight.grad.data_ptr() == loose
     halves = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     mixed = fully_shard(nn.Linear(WIDE, 3), mp_policy=halves, offload_policy=CPUOffloadPolicy())
     result = mixed(torch.ones(2, WIDE))

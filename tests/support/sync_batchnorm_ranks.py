@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as StockDDP
 
+from tests.support.parallel_ranks import stock_world
 from wholestep import comm
 from wholestep.parallel import DistributedDataParallel, SyncBatchNorm
 
@@ -98,6 +100,20 @@ def seed_cases() -> list[float]:
                 loss.backward()
                 found.append(float(loss.detach()) + sum(float(p.grad.sum()) for p in wrapped.parameters()))
     return found
+
+
+def in_torchs_wrapper(store: str) -> list[float]:
+    """Differences of gradients and statistics between torch's wrapper and ours around a converted model."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.randn(4, 4) + comm.get_rank()
+    with stock_world(store):
+        results = []
+        for wrapper in (StockDDP, DistributedDataParallel):
+            wrapped = wrapper(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)))
+            for _ in range(2):
+                wrapped(x).square().sum().backward()
+            results.append([*(p.grad for p in wrapped.parameters()), *(b.double() for b in wrapped.buffers())])
+    return [difference(one, other) for one, other in zip(*results, strict=True)]
 
 
 def mistakes() -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,18 +27,17 @@ from wholestep.torch_compat import (
 class ShardSchedule:
     """All groups under one root: what comes next is begun early, and ranks compare what they did."""
 
-    def __init__(self, root: ParameterGroup) -> None:
-        self.root, found = root, root.groups_below()
-        self.groups = list(found.values())
+    def __init__(self, root: ParameterGroup, groups: dict[str, ParameterGroup]) -> None:
+        self.root, self.groups = root, list(groups.values())
         self.process_group = root.policies.group
         self.overlaps = not cores_are_busy(self.process_group.group_name)  # else there is nothing to be won
+        self.events: list[tuple[int, ...]] = []  # collectives since ranks last compared theirs
         self._order: list[ParameterGroup] = []  # of the last forward of the root
         self._seen: list[ParameterGroup] | None = None
-        self._events: list[tuple[int, ...]] = []  # collectives since ranks last compared theirs
         self._in_flight: Reduction | None = None
         self._ending = False
         self._buckets: list[tuple[str, ShardBucket]] = []
-        for path, group in found.items():
+        for path, group in groups.items():
             group.schedule = self
             for bucket in group.buckets:
                 bucket.number = len(self._buckets)
@@ -49,7 +48,11 @@ class ShardSchedule:
         self._seen, self._ending = [], False
         if self.overlaps and torch.is_grad_enabled():
             for group in self.groups:  # now, so that reductions are waited for after all layers' backward
-                group.uses = [Use(bucket, self.reduce, deferred=True) for bucket in group.buckets]
+                group.uses = self.uses_of(group)
+
+    def uses_of(self, group: ParameterGroup) -> list[Use]:
+        """One more use of each of a group's buckets."""
+        return [Use(bucket, self.reduce, self.overlaps) for bucket in group.buckets]
 
     def end(self, backward_follows: bool) -> None:
         """The root's forward has ended."""
@@ -67,10 +70,6 @@ class ShardSchedule:
         if 0 <= after < len(self._order) and not (backward and not self._order[after].packed):
             self._order[after].start(async_op=True)
 
-    def note(self, *event: int) -> None:
-        """Remembers a collective, to be compared."""
-        self._events.append(event)
-
     def reduce(self, bucket: ShardBucket, grads: list[torch.Tensor | None]) -> Reduction | None:
         """Begins to reduce a bucket's gradients, one bucket at a time."""
         self.await_end_of_backward()
@@ -78,7 +77,7 @@ class ShardSchedule:
             self._in_flight.wait()
         reduction = bucket.reduce(grads, self.overlaps)
         if reduction is not None:
-            self.note(1, bucket.number, *reduction.used)
+            self.events.append((1, bucket.number, *reduction.used))
         self._in_flight = reduction
         return reduction
 
@@ -107,7 +106,7 @@ class ShardSchedule:
         """
         for group in self.groups:
             group.reshard()
-        mine, self._events = self._events, []
+        mine, self.events = self.events, []
         every = torch.empty(self.process_group.size(), dtype=torch.int64)
         comm.all_gather_into_tensor(every, torch.tensor([hash(tuple(mine))]), self.process_group)
         if len(set(every.tolist())) > 1:
@@ -134,32 +133,8 @@ class ShardSchedule:
         )
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A view of a whole parameter that autograd saved, to be looked up in the backward."""
-
-    group: ParameterGroup
-    bucket: ShardBucket
-    index: int
-    stamp: list[int]
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def tensor(self) -> torch.Tensor:
-        """Raises:
-        RuntimeError: the parameters have changed since the forward.
-        """
-        group = self.group
-        if self.stamp != [one._version for one in self.bucket.parameters]:
-            raise RuntimeError(
-                f"fully_shard: parameters of {group.name} changed between forward and backward, which needs them as "
-                "they were: step the optimizer after the backward"
-            )
-        if self.bucket.whole is None:
-            group.gather(backward=True)
-        whole = self.bucket.arrived()[self.index]
-        return whole.as_strided(self.size, self.stride, self.offset)
+class _Saved(partial[torch.Tensor]):
+    """What autograd saves in the place of a view of a whole parameter: how to get it."""
 
 
 class ParameterGroup:
@@ -169,23 +144,22 @@ class ParameterGroup:
         name: the module's class, for messages.
         reshards: whether they are let go of after the forward; None for that of all but the root.
         cast_inputs, cast_outputs: what numbers are converted to that come into and out of the module.
-        groups_below: gives the groups of the module and of all modules in it, by their paths.
 
     Attributes:
+        schedule: of the outermost module that has this one.
         packed: whether a backward needs them whole.
         unsharded: whether the modules show them whole.
         uses: made before this forward.
     """
 
-    schedule: ShardSchedule | None = None
+    schedule: ShardSchedule
 
     def __init__(
         self, name: str, buckets: list[ShardBucket], policies: Policies, reshards: bool | None,
         cast_inputs: torch.dtype | None, cast_outputs: torch.dtype | None,
-        groups_below: Callable[[], dict[str, ParameterGroup]],
     ) -> None:  # fmt: skip
         self.name, self.buckets, self.policies, self.reshards = name, buckets, policies, reshards
-        self.cast_inputs, self.cast_outputs, self.groups_below = cast_inputs, cast_outputs, groups_below
+        self.cast_inputs, self.cast_outputs = cast_inputs, cast_outputs
         self.packed = self.unsharded = False
         self.uses: list[Use] = []
         self._packing: list[AbstractContextManager[Any]] = []
@@ -195,21 +169,19 @@ class ParameterGroup:
     def start(self, async_op: bool) -> None:
         """Begins to gather."""
         for bucket in self.buckets:
-            if bucket.start(async_op) and self.schedule is not None:
-                self.schedule.note(0, bucket.number)
+            if bucket.start(async_op):
+                self.schedule.events.append((0, bucket.number))
 
     def gather(self, backward: bool = False) -> None:
         """Gathers, and begins with the next group."""
         self.start(async_op=False)
         for bucket in self.buckets:
             bucket.arrived()
-        if self.schedule is not None:
-            self.schedule.gathered(self, backward)
+        self.schedule.gathered(self, backward)
 
     def unshard(self) -> None:
         """Puts the whole parameters into the modules, in front of the parts."""
-        reduce, deferred = (self.schedule.reduce, self.schedule.overlaps) if self.schedule else (_reduce_now, False)
-        uses, self.uses = self.uses or [Use(bucket, reduce, deferred) for bucket in self.buckets], []
+        uses, self.uses = self.uses or self.schedule.uses_of(self), []
         for bucket, use in zip(self.buckets, uses, strict=True):
             for one, whole in zip(bucket.members, use.whole(), strict=True):
                 for owner, name in one.places:
@@ -235,12 +207,8 @@ class ParameterGroup:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gathers; casts the inputs."""
-        if self.schedule is None:
-            ShardSchedule(self)
-        schedule = self.schedule
-        assert schedule is not None
-        if schedule.root is self and current_autograd_node() is None:
-            schedule.begin()
+        if self.schedule.root is self and current_autograd_node() is None:
+            self.schedule.begin()
         self.gather()
         self.unshard()
         if self._reshards and torch.is_grad_enabled():
@@ -258,7 +226,7 @@ class ParameterGroup:
         if current_autograd_node() is None:  # else a checkpoint computes again what the backward is about to need
             if self._reshards or not outputs:
                 self.reshard()
-            if self.schedule is not None and self.schedule.root is self:
+            if self.schedule.root is self:
                 self.schedule.end(bool(outputs))
         if outputs:
             register_multi_grad_hook(outputs, self._before_backward, mode="any")
@@ -267,8 +235,7 @@ class ParameterGroup:
         return output
 
     def _before_backward(self, grad: torch.Tensor) -> None:
-        if self.schedule is not None:
-            self.schedule.await_end_of_backward()
+        self.schedule.await_end_of_backward()
         if not self.unsharded:
             self.gather(backward=True)
             with torch.enable_grad():  # for checkpoints within the module
@@ -279,8 +246,7 @@ class ParameterGroup:
 
     @property
     def _reshards(self) -> bool:
-        root = self.schedule is not None and self.schedule.root is self
-        return not root if self.reshards is None else self.reshards
+        return self.schedule.root is not self if self.reshards is None else self.reshards
 
     def _saving_hooks(self) -> AbstractContextManager[Any]:
         """Has autograd save, in the place of a view of a whole parameter, where to find it."""
@@ -296,19 +262,29 @@ class ParameterGroup:
             found = owners.get(tensor.untyped_storage().data_ptr()) if tensor.layout is torch.strided else None
             if found is None or tensor.dtype is not found[0].arrived()[found[1]].dtype or tensor.is_conj():
                 return pack_others(tensor)
-            self.packed, (bucket, index) = True, found
-            offset = int(tensor.storage_offset())
-            return _Saved(self, bucket, index, bucket.stamp, tensor.size(), tensor.stride(), offset)
+            self.packed, layout = True, (tensor.size(), tensor.stride(), tensor.storage_offset())
+            return _Saved(self._saved, *found, found[0].stamp, layout)
 
-        return saved_tensors_hooks(pack, lambda one: one.tensor() if isinstance(one, _Saved) else unpack_others(one))
+        return saved_tensors_hooks(pack, lambda one: one() if isinstance(one, _Saved) else unpack_others(one))
+
+    def _saved(self, bucket: ShardBucket, index: int, stamp: list[int], layout: tuple[Any, ...]) -> torch.Tensor:
+        """A view of a whole parameter, of that size, stride and offset.
+
+        Raises:
+            RuntimeError: the parameters have changed since the forward.
+        """
+        if stamp != [one._version for one in bucket.parameters]:
+            raise RuntimeError(
+                f"fully_shard: parameters of {self.name} changed between forward and backward, which needs them as "
+                "they were: step the optimizer after the backward"
+            )
+        if bucket.whole is None:
+            self.gather(backward=True)
+        return bucket.arrived()[index].as_strided(*layout)
 
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _reduce_now(bucket: ShardBucket, grads: list[torch.Tensor | None]) -> Reduction | None:
-    return bucket.reduce(grads, async_op=False)
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:

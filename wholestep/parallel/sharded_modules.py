@@ -13,7 +13,7 @@ from torch import nn
 from wholestep import comm
 from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.shard_gradients import gradients_of_parts
-from wholestep.parallel.shard_schedule import ParameterGroup
+from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
 from wholestep.parallel.sharded_parameters import ALONE_BYTES, Policies, ShardBucket, Sharded
 from wholestep.tensor_parts import part_of
 
@@ -166,9 +166,6 @@ def fully_shard(
     group = ParameterGroup(
         type(module).__name__, _buckets(members, policies), policies, reshard_after_forward,
         mp_policy.param_dtype if mp_policy.cast_forward_inputs else None, mp_policy.output_dtype,
-        lambda: {
-            path: one._parameter_group for path, one in module.named_modules() if isinstance(one, FSDPModule)
-        },
     )  # fmt: skip
     gradients_of_parts([one.parameter for one in members], policies.group)
     module.__dict__["_parameter_group"] = group
@@ -176,6 +173,8 @@ def fully_shard(
     module.register_forward_hook(group.after_forward, with_kwargs=True, always_call=True)
     module.register_load_state_dict_pre_hook(_take_parts)
     module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
+    below = {path: one._parameter_group for path, one in module.named_modules() if isinstance(one, FSDPModule)}
+    ShardSchedule(group, below)
     return module
 
 
