@@ -60,4 +60,7 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
         assert "weight has been exchanged for another tensor" in each["exchanged"]
         assert 'Missing key(s) in state_dict: "bias"' in each["missing"]
         assert "cannot be copied" in each["copied"]
+        assert (
+            "linear was given rows" in each["forward"] and "of a parameter, outside of its module's" in each["forward"]
+        )
         assert "norms of sharded gradients are of all elements, found ['dim']" in each["norms"]

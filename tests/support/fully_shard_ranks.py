@@ -19,7 +19,7 @@ import wholestep as ws
 from tests.support.parallel_ranks import naive_gradients, stock_world
 from wholestep import comm
 from wholestep.parallel import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, shard_schedule, summon_full_params
-from wholestep.parallel.shard_gradients import ShardGrad
+from wholestep.parallel.shard_tensors import ShardGrad
 from wholestep.torch_compat import innermost_saved_tensor_hooks
 
 WIDE = 8
@@ -389,6 +389,7 @@ def mistakes() -> dict[str, str]:
     note("exchanged", exchanged)
     note("missing", lambda: linear.load_state_dict({"weight": torch.ones(4, 4)}))
     note("copied", lambda: copy.deepcopy(linear))
+    note("forward", lambda: linear.forward(torch.ones(2, 4)))
     linear(torch.ones(2, 4)).sum().backward()
     note("norms", lambda: torch.linalg.vector_norm(linear.weight.grad, dim=0))
     return found

@@ -12,8 +12,8 @@ from torch import nn
 
 from wholestep import comm
 from wholestep.parallel.equal_models import require_equal_models
-from wholestep.parallel.shard_gradients import gradients_of_parts
 from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
+from wholestep.parallel.shard_tensors import become_parts
 from wholestep.parallel.sharded_parameters import ALONE_BYTES, Policies, ShardBucket, Sharded
 from wholestep.tensor_parts import part_of
 
@@ -167,7 +167,7 @@ def fully_shard(
         type(module).__name__, _buckets(members, policies), policies, reshard_after_forward,
         mp_policy.param_dtype if mp_policy.cast_forward_inputs else None, mp_policy.output_dtype,
     )  # fmt: skip
-    gradients_of_parts([one.parameter for one in members], policies.group)
+    become_parts([one.parameter for one in members], policies.group)
     module.__dict__["_parameter_group"] = group
     module.register_forward_pre_hook(group.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(group.after_forward, with_kwargs=True, always_call=True)

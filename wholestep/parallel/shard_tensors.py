@@ -1,4 +1,7 @@
-"""Gradients of parts, whose norms are those of the whole gradients: what clipping, logging and `GradScaler` ask for."""
+"""Parts of parameters, which no layer takes for whole ones, and their gradients, whose norms are the whole gradients'.
+
+Norms and unscaling are what clipping, logging and `GradScaler` ask for.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,33 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from wholestep import comm
+from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import UNSCALE_GRADIENTS, plain_subclasses, plain_torch_function
+
+_LAYERS = "linear bilinear embedding embedding_bag layer_norm rms_norm group_norm batch_norm conv1d conv2d conv3d prelu"
+_PRODUCTS = torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__rmatmul__
+_OF_WHOLE = {getattr(functional, name) for name in _LAYERS.split()} | set(_PRODUCTS)
+
+
+class ShardParameter(nn.Parameter):
+    """A parameter of which this rank has a part. Layers refuse it: with fewer rows they would give something else."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_WHOLE:
+            given = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, ShardParameter)]
+            for part in filter(None, map(part_of, given)):
+                raise RuntimeError(
+                    f"fully_shard: {func.__name__} was given {part} of a parameter, outside of its module's forward: "
+                    "call the module itself (not its forward), or unshard() it before"
+                )
+        return plain_torch_function(func, types, args, kwargs or {})
 
 
 class ShardGrad(torch.Tensor):
@@ -32,8 +59,8 @@ class ShardGrad(torch.Tensor):
             return rule(*args, **kwargs or {})
 
 
-def gradients_of_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -> None:
-    """From now on, what a backward leaves in the parameters' ``grad`` is a `ShardGrad`."""
+def become_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -> None:
+    """The parameters are `ShardParameter`s, and what a backward leaves in their ``grad`` is a `ShardGrad`."""
     kind = type("ShardGrad", (ShardGrad,), {"group": group})
 
     def mark(parameter: torch.Tensor) -> None:
@@ -41,8 +68,10 @@ def gradients_of_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGr
             parameter.grad.__class__ = kind  # the same object: a backward costs a microsecond for each
 
     for parameter in parameters:
-        learns = parameter.requires_grad
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = ShardParameter
         if parameter.is_floating_point():
+            learns = parameter.requires_grad
             parameter.requires_grad_().register_post_accumulate_grad_hook(mark)  # frozen ones may be so no longer
             parameter.requires_grad_(learns)
 
