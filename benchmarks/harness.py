@@ -35,10 +35,12 @@ Prepare = Callable[[str, str], Step]
 
 @dataclass
 class Measured:
-    """What a variant showed: seconds per step of each round, of the first steps, bytes above the imports, a loss."""
+    """What a variant showed: seconds per step of each round, of the first steps, of the fastest step; bytes above the
+    imports, a loss."""
 
     name: str
     first: float = 0.0
+    fastest: float = float("inf")
     rounds: list[float] = field(default_factory=list)
     memory: int = 0
     loss: float = 0.0
@@ -178,7 +180,9 @@ def compare(
         for number in range(rounds):
             say(f"{model}: round {number + 1} of {rounds}")
             for crew in crews:
-                found[crew.name].rounds.append(median(crew.run(turns[crew.name])[0]))
+                seconds, _ = crew.run(turns[crew.name])
+                found[crew.name].rounds.append(median(seconds))
+                found[crew.name].fastest = min(found[crew.name].fastest, *seconds)
         for crew in crews:
             found[crew.name].memory = crew.finish()
     finally:

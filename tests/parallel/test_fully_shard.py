@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tests.support.fully_shard_ranks as programs
+from tests.support.fully_shard_transformers import transformers_models
 from wholestep.testing import run_ranks
 
 
@@ -18,6 +19,11 @@ def test_trains_as_the_naive_form(transport, size, overlaps):
 def test_four_processes():
     for each in run_ranks(programs.cases, 4, "shm", (None, ("resharded", "frozen", "checkpoint within"))):
         assert max(each.values()) < 1e-10
+
+
+def test_models_of_transformers_train_as_the_naive_form():
+    for each in run_ranks(transformers_models, 2, "thread"):
+        assert len(each) == 3 and max(each.values()) < 1e-10
 
 
 def test_trains_as_torchs(tmp_path):

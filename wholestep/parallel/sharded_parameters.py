@@ -115,8 +115,9 @@ class ShardBucket:
                 f"fully_shard: {', '.join(one.name for one in self.members)} must have one dtype, found {dtypes}: "
                 "convert the whole module"
             )
-        flat = self.policies.empty(sum(self.chunks), dtypes.pop(), self.policies.home).zero_()
-        self.flat = flat.pin_memory() if self.policies.pinned else flat
+        self.flat = torch.zeros(  # not shared, which is no faster, and would count as the memory of all ranks
+            sum(self.chunks), dtype=dtypes.pop(), device=self.policies.home, pin_memory=self.policies.pinned
+        )
         for one, room in zip(self.members, self.flat.split(self.chunks), strict=True):
             parameter, data, grad = one.parameter, one.part_in(room), one.parameter.grad
             first = part_of(parameter) is None
