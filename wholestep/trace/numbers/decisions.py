@@ -17,10 +17,10 @@ from torch import fx
 
 from wholestep.errors import DataDependentError
 from wholestep.functional import Decided, operator_of
-from wholestep.ir import ancestors, draws_nothing, info, is_effectful, set_info
+from wholestep.ir import ancestors, info, set_info
 from wholestep.patches import suspended
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
-from wholestep.trace.numbers.predicates import MAX_NODES, Predicate, in_words, predicate
+from wholestep.trace.numbers.predicates import MAX_NODES, Predicate, draws, in_words, predicate
 from wholestep.trace.numbers.symbolic_sizes import hinted
 from wholestep.trace.record.inputs import OFFSETS, Inputs
 
@@ -54,10 +54,10 @@ class RealValues:
         """
         nodes = node.graph.nodes
         needed = ancestors([node], until=self._values.__contains__)
-        draws = [n for n in nodes if n.op == "call_function" and is_effectful(n) and not draws_nothing(n)]
-        needed |= ancestors(draws, until=self._values.__contains__) if needed & set(draws) else set()
+        drawn = any(map(draws, needed))
+        needed |= ancestors(filter(draws, nodes), until=self._values.__contains__) if drawn else set()
         real = self.given()
-        with suspended(), no_modes(), below_autograd(), self._generators() if draws else nullcontext():
+        with suspended(), no_modes(), below_autograd(), self._generators() if drawn else nullcontext():
             for each in nodes:
                 if each in needed and each not in self._values:
                     self._values[each] = self._run(each, real, line)

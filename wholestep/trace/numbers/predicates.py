@@ -106,13 +106,14 @@ def can_be_known(nodes: set[fx.Node], is_data: Callable[[fx.Node], bool]) -> boo
     return _is_constant(nodes) or (all(_is_known(n, is_data) for n in nodes) and _is_small(nodes, MAX_ELEMENTS))
 
 
-def _is_effectful(node: fx.Node) -> bool:
-    return is_effectful(node) and not draws_nothing(node)
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers, or has another effect."""
+    return node.op == "call_function" and is_effectful(node) and not draws_nothing(node)
 
 
 def _is_constant(nodes: set[fx.Node]) -> bool:
     """Whether a value follows from Python's numbers alone."""
-    pure = all(n.op != "placeholder" and not _is_effectful(n) and n.target not in UNDEFINED for n in nodes)
+    pure = all(n.op != "placeholder" and not draws(n) and n.target not in UNDEFINED for n in nodes)
     return pure and _is_small(nodes, MAX_CONSTANT_ELEMENTS)
 
 
@@ -123,7 +124,7 @@ def _is_known(node: fx.Node, is_data: Callable[[fx.Node], bool]) -> bool:
         return False
     if node.op == "placeholder":
         return is_data(node) or all(t.numel() == 1 for t in tensors)
-    if _is_effectful(node):
+    if draws(node):
         return False
     view = isinstance(node.target, OpOverload) and node.target.is_view
     cheap = view or node.target in CHEAP or torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -28,7 +28,7 @@ from wholestep.torch_compat import (
 from wholestep.trace import Traced
 from wholestep.trace.numbers.many_sizes import ManySizes
 from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size
-from wholestep.trace.outputs.canonical import fingerprint
+from wholestep.trace.outputs.canonical import fingerprint, words
 from wholestep.trace.record.graph_builder import fake_value
 from wholestep.trace.record.inputs import TracedInput
 
@@ -108,13 +108,7 @@ class AtSizes:
         call = node.target, args, kwargs, value
         many = any(tensor.dim() > 1 for tensor in tensors_of(value)) and has_size(call)  # else there is one layout
         if many and is_asked(op, args, kwargs):
-            self.asked[str((node.target, map_leaves(_words, [args, kwargs])))] = call
-
-
-def _words(leaf: Any) -> str:
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf)
-    return f"{leaf.dtype} {leaf.device} {tuple(leaf.shape)} {leaf.stride()} {leaf.is_conj()} {leaf.is_neg()}"
+            self.asked[f"{node.target} {words([args, kwargs])}"] = call
 
 
 class OtherLayouts(Exception):  # noqa: N818 - an answer, not an error

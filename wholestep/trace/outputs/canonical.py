@@ -7,7 +7,8 @@ agree in what is computed. Equal fingerprints mean that one lowered program serv
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,9 +45,9 @@ def fingerprint(step: StepGraph, constants: dict[str, torch.Tensor], derivative:
             real = constants[str(node.target)]
             digest.update(real.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
             what = f"constant {real.dtype} {list(real.shape)} {real.device}"
-        text = f"{what} {_words(node.args, numbers)} {_words(node.kwargs, numbers)}"
+        text = f"{what} {words(node.args, numbers)} {words(node.kwargs, numbers)}"
         value = node.meta["info"].value if node.op == "placeholder" else None
-        text += _words(value, numbers) if isinstance(value, torch.Tensor) else ""
+        text += words(value, numbers) if isinstance(value, torch.Tensor) else ""
         digest.update(text.encode())
     signature = step.signature
     kinds = [i.kind for i in signature.inputs]
@@ -55,13 +56,14 @@ def fingerprint(step: StepGraph, constants: dict[str, torch.Tensor], derivative:
     return digest.hexdigest()
 
 
-def _words(value: Any, numbers: dict[fx.Node, int]) -> str:
+def words(value: Any, numbers: Mapping[fx.Node, int] = MappingProxyType({})) -> str:
+    """Arguments or results in words: nodes by their numbers, tensors by their layouts."""
     if isinstance(value, fx.Node):
         return f"%{numbers[value]}"
     if isinstance(value, torch.Tensor):
         return f"<{value.dtype} {list(value.shape)} {list(value.stride())} {value.device}>"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_words(v, numbers) for v in value) + "]"
+        return "[" + ", ".join(words(v, numbers) for v in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {_words(v, numbers)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k}: {words(v, numbers)}" for k, v in value.items()) + "}"
     return repr(value)
