@@ -90,11 +90,7 @@ class TorchCalls(TorchFunctionMode):
                 return original(holder, *args, **kwargs)
             if name == "__repr__" and sys._getframe(1).f_globals.get("__name__") in DESCRIBING_MODULES:
                 return object.__repr__(holder)
-            try:
-                return self._escape(name, original, (holder, *args))
-            except CaptureError as error:
-                self.numbers.refused(error)
-                raise
+            return self._escape(name, original, (holder, *args))
 
         return method
 
@@ -113,7 +109,7 @@ class TorchCalls(TorchFunctionMode):
         remedy = {**ESCAPES, **MEMORY_READS}[name] + (f", or {OTHERWISE}" if name in READABLE else "")
         owner = "Tensor" if isinstance(args[0], torch.Tensor) else type(args[0]).__name__
         what = "Cannot access data pointer" if "data_ptr" in name else "Python needs the value"
-        raise DataDependentError(f"{what} of a tensor: {owner}.{name}", user_line(), remedy)
+        raise self.numbers.refused(DataDependentError(f"{what} of a tensor: {owner}.{name}", user_line(), remedy))
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call; with its numbers' values if it takes none that are not known, as C++ says before it computes."""
