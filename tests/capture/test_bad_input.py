@@ -220,6 +220,21 @@ def test_nothing_is_saved_while_a_step_is_traced() -> None:
         ws.compile(lambda x: torch.save(x, "never"), fullgraph=True)(torch.ones(2))
 
 
+def resizing(x: Tensor) -> Tensor:
+    y = x * 2
+    y.resize_(2, 3)  # HERE
+    return y + 1
+
+
+def test_a_tensor_that_the_step_made_and_resizes() -> None:
+    x = torch.randn(4, 3)
+    compiled = ws.compile(resizing)
+    assert all(torch.equal(compiled(x), resizing(x)) for _ in range(3)) and "aten.resize_" in compiled.breaks[0]
+    with pytest.raises(UnsupportedError, match="aten.resize_.default changes which memory a tensor uses") as raised:
+        ws.compile(resizing, fullgraph=True)(x)
+    assert "test_bad_input.py:" in raised.value.where and raised.value.remedy == "make a new tensor"
+
+
 def lbfgs(seed: int) -> World:
     model = MLP()
     opt = torch.optim.LBFGS(model.parameters(), max_iter=3)
