@@ -27,7 +27,7 @@ from wholestep.compiled import Compiled
 from wholestep.ir import Pass, check
 from wholestep.lower import Backend
 from wholestep.passes.decompose import decompose
-from wholestep.pipeline import Options, Partitioning, TakeSnapshot, capture, joint_of
+from wholestep.pipeline import Options, TakeSnapshot, capture, joint_of
 from wholestep.runtime import compiled_module
 from wholestep.spmd import PlanExecutor
 
@@ -76,9 +76,7 @@ def aot_function(
     """
     if not callable(fn):
         raise TypeError(f"aot_function takes a function, a method or a module, not {type(fn).__name__}")
-    passes = [decompose(decompositions)] if decompositions else []
-    partitioning = Partitioning(partition_fn, bw_compiler)
-    options = Options(PlanExecutor(None, None), passes, fw_compiler, guard_data, partitioning)
+    options = _options(fw_compiler, bw_compiler, partition_fn, None, decompositions, (), guard_data)
     return Compiled(fn, options, dynamic=dynamic)
 
 
@@ -174,7 +172,7 @@ def dynamo_backend(
     """
     if mode is not None:
         raise ValueError(f'mode={mode!r} is a setting of Inductor: options={{"backend": "inductor"}} compiles with it')
-    chosen = _dynamo_options(**{"backend": backend, **_known(options or {})})
+    chosen = _options(**{"backend": backend, **_known(options or {})})
 
     def graph(*inputs: Any) -> Any:
         return gm(*inputs)
@@ -183,7 +181,7 @@ def dynamo_backend(
 
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = list(inspect.signature(_dynamo_options).parameters)
+    known = list(inspect.signature(_options).parameters)
     for name in options:
         if name not in known:
             raise ValueError(f'backend="wholestep" has no option {name!r}; it has {", ".join(known)}')
@@ -192,7 +190,7 @@ def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return options
 
 
-def _dynamo_options(
+def _options(
     backend: Backend,
     bw_compiler: Backend | None = None,
     partition_fn: Partition = default_partition,
@@ -205,4 +203,4 @@ def _dynamo_options(
     if memory_budget is not None:
         partition = functools.partial(min_cut_partition, memory_budget=memory_budget)
     chain = [*([decompose(decompositions)] if decompositions else []), *passes]
-    return Options(PlanExecutor(None, None), chain, backend, guard_data, Partitioning(partition, bw_compiler))
+    return Options(PlanExecutor(None, None), chain, backend, guard_data, partition, bw_compiler)

@@ -18,6 +18,15 @@ from wholestep.torch_compat import OpOverload, wait_collective
 HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
 
 
+# Where an offset stands among the arguments. Operators count it from the start of the memory, a graph from the
+# operand's first element, since only the lowering knows where in its memory that one lies.
+OFFSETS: dict[Any, int] = {
+    torch.ops.aten.as_strided.default: 3,
+    torch.ops.aten.as_strided_copy.default: 3,
+    torch.ops.aten.as_strided_scatter.default: 4,
+}
+
+
 @cache
 def base_name(op: OpOverload) -> str:
     """``aten::add_.Tensor`` -> ``add_``."""
@@ -34,6 +43,16 @@ def written_arguments(op: OpOverload) -> tuple[int, ...]:
 def is_view(op: Any) -> bool:
     """True for operators whose results share memory with an argument, or may; some schemas do not say so."""
     return isinstance(op, OpOverload) and (bool(op.is_view) or base_name(op) in HIDDEN_VIEWS)
+
+
+def is_wait(op: Any) -> bool:
+    """True for the end of a collective, which gives its operand itself."""
+    return isinstance(op, OpOverload) and op._schema.name == "wholestep::wait"
+
+
+def is_collective(op: Any) -> bool:
+    """True for operators that start a collective: every rank must issue them in one order."""
+    return isinstance(op, OpOverload) and op.namespace == "wholestep" and not is_wait(op)
 
 
 def overloads(namespace: str, name: str) -> list[OpOverload]:

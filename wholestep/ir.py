@@ -25,7 +25,16 @@ import torch
 from torch import fx
 
 from wholestep.errors import GraphError
-from wholestep.functional import Decided, Waited, get_rng_state, manual_seed, operator_of, set_rng_state
+from wholestep.functional import (
+    Decided,
+    Waited,
+    get_rng_state,
+    is_collective,
+    is_wait,
+    manual_seed,
+    operator_of,
+    set_rng_state,
+)
 from wholestep.nested import tensors_of
 from wholestep.sizes import SizeDecisions
 from wholestep.torch_compat import OpOverload
@@ -187,8 +196,8 @@ def is_effectful(node: fx.Node) -> bool:
         return True
     target = operator_of(node.target)
     if isinstance(target, OpOverload):
-        collective = target.namespace == "wholestep" and (not _is_wait(target) or _meets_others(node.args[0]))
-        return collective or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
+        communicates = is_collective(target) or (is_wait(target) and _meets_others(node.args[0]))
+        return communicates or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
     return target in (get_rng_state, set_rng_state, manual_seed)
 
 
@@ -301,13 +310,9 @@ def dead_code(step: StepGraph) -> StepGraph:
     """
     for node in reversed(list(step.graph.nodes)):
         if not node.users and node.op in ("call_function", "get_attr") and not is_effectful(node):
-            if not _is_wait(node.target):
+            if not is_wait(node.target):
                 step.graph.erase_node(node)
     return step
-
-
-def _is_wait(target: Any) -> bool:
-    return isinstance(target, OpOverload) and target._schema.name == "wholestep::wait"
 
 
 GETITEM: Callable[..., Any] = operator.getitem

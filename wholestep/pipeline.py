@@ -27,7 +27,7 @@ from wholestep.capture import (
     snapshot,
 )
 from wholestep.errors import LeakError
-from wholestep.ir import Input, Pass, StepGraph, check, info
+from wholestep.ir import Input, Pass, StepGraph, check
 from wholestep.lower import Backend, lower
 from wholestep.override import Override
 from wholestep.passes import transformed
@@ -51,21 +51,14 @@ _capturing = threading.RLock()  # a capture puts fake numbers and aliases where 
 
 
 @dataclass(frozen=True)
-class Partitioning:
-    """How a joint graph is cut, and the backend of its backward (None: that of the forward)."""
-
-    partition: Partition = default_partition
-    backend: Backend | None = None
-
-
-@dataclass(frozen=True)
 class Options:
     """What is asked of a compiled step.
 
     Attributes:
         executor: mesh and plans, whose passes come first.
         guard_data: Python may decide on any number and shape that depends on data.
-        partitioning: how a joint graph of forward and backward becomes two programs.
+        partition: cuts a joint graph of forward and backward in two.
+        backward: the backend of the second; that of the first when None.
         donates: the step's first argument is a list of tensors that a call donates: memory that nobody else holds is
             free as soon as the program has read it.
         fullgraph: a step that cannot be replayed is refused, instead of its Python running at each call.
@@ -75,7 +68,8 @@ class Options:
     passes: Sequence[Pass] = ()
     backend: Backend = "aten"
     guard_data: bool = False
-    partitioning: Partitioning = Partitioning()
+    partition: Partition = default_partition
+    backward: Backend | None = None
     donates: bool = False
     fullgraph: bool = True
 
@@ -189,9 +183,9 @@ def _program(traced: Traced, options: Options, known: Known, overrides: Sequence
     if key not in known.programs:
         step = known.steps.pop(key, None) or of_one_rank(traced, options, overrides)
         if traced.derivative is None:
-            known.programs[key] = Program(step, lowered(step, options.backend), traced.fingerprint)
+            known.programs[key] = Program(step, lower(step, options.backend), traced.fingerprint)
         else:
-            known.programs[key] = _partitioned(step, traced, options.backend, options.partitioning)
+            known.programs[key] = _partitioned(step, traced, options)
     return known.programs[key]
 
 
@@ -227,20 +221,15 @@ def _overriding(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
     return [overriding(override) for override in overrides]
 
 
-def _partitioned(step: StepGraph, traced: Traced, backend: Backend, partitioning: Partitioning) -> Program:
+def _partitioned(step: StepGraph, traced: Traced, options: Options) -> Program:
     """Partitions a joint graph and lowers forward and backward."""
     joint = joint_of(step, traced)
-    halves = partitioning.partition(joint)
-    behind = partitioning.backend or backend
-    forward = lowered(halves.forward, backend)
-    made = functools.partial(lowered, backend=behind)
+    halves = options.partition(joint)
+    behind = options.backward or options.backend
+    forward = lower(halves.forward, options.backend)
+    made = functools.partial(lower, backend=behind)
     backward = Backward(halves, saved_places(joint, halves), made, behind in EXACT)
     return Program(step, forward, traced.fingerprint, backward)
-
-
-def lowered(step: StepGraph, backend: Backend) -> Callable[..., Sequence[Any]]:
-    """A graph as a callable; its records' values are the example inputs."""
-    return lower(step, [info(node).value for node in step.placeholders], backend)
 
 
 def joint_of(step: StepGraph, traced: Traced) -> Joint:

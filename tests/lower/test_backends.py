@@ -16,7 +16,7 @@ from wholestep.lower.backends.interpreter import interpret
 
 def test_inductor_gives_the_same_step() -> None:
     step, real = program("mlp", keep_grads=True)
-    fast, ours, theirs = lower_inductor(step, real), clone_inputs(real), clone_inputs(real)
+    fast, ours, theirs = lower_inductor(step), clone_inputs(real), clone_inputs(real)
     for _ in range(2):
         got, expected = fast(*ours), interpret(step, theirs)
         for index, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -34,7 +34,7 @@ def test_a_function_of_the_user_is_a_backend() -> None:
         seen.append(len(example_inputs))
         return gm.forward
 
-    fast, ours, theirs = lower_callable(backend)(step, real), clone_inputs(real), clone_inputs(real)
+    fast, ours, theirs = lower_callable(backend, step), clone_inputs(real), clone_inputs(real)
     for a, b in zip(fast(*ours), interpret(step, theirs), strict=True):
         assert torch.equal(a, b)
     assert seen == [len(real)]
@@ -44,9 +44,9 @@ def test_a_function_of_the_user_is_a_backend() -> None:
 def test_a_backend_that_returns_too_little_is_named() -> None:
     step, real = program("mlp", "sgd")
     with pytest.raises(LoweringError, match="returned 1 outputs"):
-        lower_callable(lambda gm, inputs: lambda *a: [0])(step, real)(*real)
+        lower_callable(lambda gm, inputs: lambda *a: [0], step)(*real)
     with pytest.raises(LoweringError, match="required a callable"):
-        lower_callable(lambda gm, inputs: None)(step, real)
+        lower_callable(lambda gm, inputs: None, step)
 
 
 def test_sparse_gradients_of_a_users_backend() -> None:

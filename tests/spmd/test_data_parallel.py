@@ -207,6 +207,6 @@ def test_gradients_read_between_two_backwards_are_reduced_for_that_reader():
 
 
 def test_gradients_are_computed_in_their_bucket():
-    code = lower(spread(train, deep()), (), "aten").code
+    code = lower(spread(train, deep()), "aten").code
     assert "all_reduce_blocking(cat" in code, "the collective works in place, and nothing is left to do meanwhile"
     assert "torch.cat(" not in code and "_part_" not in code, "no gradient is copied"

@@ -30,7 +30,7 @@ def joint_of(fn: Function, inputs: Sequence[Tensor]) -> tuple[Joint, list[int]]:
 
 def run_halves(joint: Joint, parts: Partitioned, inputs: Sequence[Tensor], backend: Any) -> tuple[Any, Any]:
     """Forward, then backward on what it saved: results with new values of inputs, and gradients."""
-    forward, backward = lower(parts.forward, (), backend), lower(parts.backward, (), backend)
+    forward, backward = lower(parts.forward, backend), lower(parts.backward, backend)
     found = {"input": inputs, "output": forward(*inputs)}
     saved = [found[place][index] for place, index in saved_places(joint, parts)]
     tangents = [torch.ones(info(joint.tangents[i]).value.shape) for i in parts.tangents]

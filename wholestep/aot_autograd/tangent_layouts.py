@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from wholestep.aot_autograd.joint import Partitioned
+from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, check, copy_graph, copy_node, dead_code, info, set_info
 from wholestep.nested import tensors_of
 from wholestep.torch_compat import FakeTensorMode, OpOverload, below_autograd, lazy_graph_module, no_modes
@@ -25,9 +26,6 @@ aten = torch.ops.aten
 
 # A tangent's strides; None for one that is None.
 Strides = tuple[int, ...] | None
-
-# Operators that count elements of the memory, whatever their operand's own strides are -> where their offset stands.
-_BY_MEMORY = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
 
 # Operators whose gradients autograd makes contiguous before the call -> the operand that says in which format, if any.
 _CONTIGUOUS: dict[Any, int | None] = {
@@ -80,7 +78,7 @@ def reads_by_memory(halves: Partitioned) -> bool:
 
 def _counted(node: fx.Node) -> fx.Node | None:
     """What an operator counts an offset from, views aside."""
-    if node.target not in _BY_MEMORY or len(node.args) <= _BY_MEMORY[node.target]:
+    if node.target not in OFFSETS or len(node.args) <= OFFSETS[node.target]:
         return None
     return _base_and_views(node.args[0])[0]  # type: ignore[arg-type]
 
@@ -198,7 +196,7 @@ class _Specializer:
             self.nodes[node] = copy_node(self.graph, node, self.nodes.__getitem__)
             base = _counted(node) if self.offsets else None
             if base in self.offsets:  # a graph counts from the operand's first element, eager from the memory's
-                place = _BY_MEMORY[node.target]  # type: ignore[index]
+                place = OFFSETS[node.target]  # type: ignore[index]
                 args = list(self.nodes[node].args)
                 args[place] -= self.offsets[base]  # type: ignore[operator,index]
                 self.nodes[node].args = tuple(args)
@@ -223,7 +221,7 @@ class _Specializer:
     def _again(self, node: fx.Node) -> None:
         """A call whose operands have other strides than they had."""
         args: tuple[Any, ...] = fx.map_arg(node.args, self.nodes.__getitem__)
-        if node.target in _BY_MEMORY and not _same_strides(info(args[0]).value, info(node.args[0]).value):  # type: ignore[arg-type]
+        if node.target in OFFSETS and not _same_strides(info(args[0]).value, info(node.args[0]).value):  # type: ignore[arg-type]
             raise CannotSpecializeError
         if node.target in _CONTIGUOUS:
             args = (self._contiguous(node, args), *args[1:])

@@ -15,7 +15,8 @@ from wholestep.co_run.segment import Segment
 from wholestep.co_run.segment_program import CapturedSegment
 from wholestep.co_run.shards import Shards
 from wholestep.ir import Input, InputKind, StepGraph, dead_code
-from wholestep.pipeline import Options, lowered, of_one_rank
+from wholestep.lower import lower
+from wholestep.pipeline import Options, of_one_rank
 from wholestep.runtime import Program
 from wholestep.tensor_parts import Part
 from wholestep.trace import Recorder, gradient_memory, note_gradient
@@ -153,7 +154,7 @@ class RankProgram(CapturedSegment):
         there, last = {node.name for node in step.graph.nodes}, {g.parameter: g.after for g in step.signature.gradients}
         unread = {source for source, after in last.items() if after not in there} if options.executor.reduces else ()
         program = of_one_rank(self.traced, options, ())
-        self.run = lowered(program, options.backend)
+        self.run = lower(program, options.backend)
         self._placements = [program.signature.state_outputs[out].placements for _, out in self._results]
         leaves = dict.fromkeys(
             place for at, places in segment.marked.items() if segment.calls[at][0] != BackwardBegins()

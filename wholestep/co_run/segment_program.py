@@ -12,7 +12,8 @@ import torch
 from wholestep.capture import snapshot
 from wholestep.co_run.segment import Segment, same
 from wholestep.errors import CaptureError
-from wholestep.pipeline import Options, capture, lowered, of_one_rank
+from wholestep.lower import lower
+from wholestep.pipeline import Options, capture, of_one_rank
 from wholestep.trace.record.inputs import flat_memory
 
 _running = threading.local()
@@ -83,7 +84,7 @@ class SegmentProgram(CapturedSegment):
         super().__init__(segment, tensors, numbers, varying)
         step = of_one_rank(self.traced, options, ())
         del self.traced
-        self.run = lowered(step, options.backend)
+        self.run = lower(step, options.backend)
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs it: writes what the segment writes, and the destinations."""

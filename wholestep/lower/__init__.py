@@ -1,6 +1,6 @@
 """lower/: a `StepGraph` -> a callable on flat inputs.
 
-Takes a pure graph and example inputs. Gives ``fn(*inputs) -> outputs`` that writes mutated inputs in place and
+Takes a pure graph. Gives ``fn(*inputs) -> outputs`` that writes mutated inputs in place and
 gives every other output memory of its own. This is the only room that may reuse memory or write in place.
 May import: comm, errors, functional, ir, nested, packed_graph, passes, sizes, torch_compat.
 """
@@ -17,14 +17,14 @@ from wholestep.lower.backends.interpreter import lower_naive
 
 Backend = Literal["aten", "inductor", "naive"] | UserBackend
 
-LOWERINGS: dict[str, Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]] = {
+LOWERINGS: dict[str, Callable[[StepGraph], Callable[..., list[Any]]]] = {
     "aten": lower_aten,
     "inductor": lower_inductor,
     "naive": lower_naive,
 }
 
 
-def lower(step: StepGraph, example_inputs: Sequence[Any], backend: Backend) -> Callable[..., Sequence[Any]]:
+def lower(step: StepGraph, backend: Backend) -> Callable[..., Sequence[Any]]:
     """Turns a graph into a callable, by the name of a backend or by the user's own one.
 
     Raises:
@@ -32,9 +32,9 @@ def lower(step: StepGraph, example_inputs: Sequence[Any], backend: Backend) -> C
         LoweringError: the backend failed.
     """
     if isinstance(backend, str) and backend in LOWERINGS:
-        return LOWERINGS[backend](step, example_inputs)
+        return LOWERINGS[backend](step)
     if callable(backend):
-        return lower_callable(backend)(step, example_inputs)
+        return lower_callable(backend, step)
     raise ValueError(f"backend {backend!r} is none of {sorted(LOWERINGS)} and not callable")
 
 

@@ -32,12 +32,6 @@ class CompiledModule:
     _compiled: Callable[..., Any]
     _forward: Callable[..., Any]
     _again: Callable[[nn.Module], nn.Module]
-    recompiles, breaks, eager_calls, guards, captures, specialized = map(
-        _Of, ("recompiles", "breaks", "eager_calls", "guards", "captures", "specialized")
-    )
-    backwards, graphs, code, reset, explain, stages = map(
-        _Of, ("backwards", "graphs", "code", "reset", "explain", "stages")
-    )
 
     def _is_hooked(self) -> bool:
         return bool(self._backward_hooks or self._backward_pre_hooks)  # type: ignore[attr-defined]
@@ -52,6 +46,11 @@ class CompiledModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(self)._again, (type(self)._compiled.__wrapped__,)  # type: ignore[attr-defined]
+
+
+for _name in ("recompiles", "breaks", "eager_calls", "guards", "captures", "specialized", "backwards", "graphs", "code",
+              "reset", "explain", "stages"):  # fmt: skip
+    setattr(CompiledModule, _name, _Of(_name))
 
 
 def compiled_module(module: nn.Module, make: Callable[..., Any], again: Callable[..., Any]) -> nn.Module:

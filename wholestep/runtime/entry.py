@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from wholestep.capture import Binder, Guard, GuardFailure
 from wholestep.capture.sources import Decision
@@ -22,7 +21,7 @@ from wholestep.runtime.program import Program
 from wholestep.tensor_parts import Part, mark_part
 from wholestep.torch_compat import below_autograd, make_one_of_several, set_versions
 from wholestep.trace import Traced
-from wholestep.trace.record.inputs import flat_memory, memory_of
+from wholestep.trace.record.inputs import flat_memory
 
 
 class Entry:
@@ -53,19 +52,9 @@ class Entry:
         self.begin = initializer.put if hoisted else None
         kept = {o: p for o, p in enumerate(program.kept) if isinstance(p, Part)}
         self.kept = {k: kept[s.output] for k, s in enumerate(traced.aliases) if s.output in kept}
-        self.flat = {
-            i: x.value.numel()  # type: ignore[union-attr]
-            for i, x in enumerate(traced.inputs)
-            if x.members
-        }
-        self.writes: dict[int, list[int]] = {}  # how often eager counts a write -> the inputs it counts them for
-        # views of one memory have one counter, so each is set rather than counted up
-        memories = [memory_of(traced.inputs[i].value) for i in traced.versions]  # type: ignore[arg-type]
-        rewritten = bool(traced.refused or (derivative and derivative.rewritten))
-        shared = len(set(memories)) < len(memories) or rewritten
-        for index, times in traced.versions.items() if not shared else ():
-            self.writes.setdefault(times, []).append(index)
-        self.shared_writes = list(traced.versions.items()) if shared else []
+        self.flat = [i for i, x in enumerate(traced.inputs) if x.members]  # the first members of shared memories
+        # inputs for which eager counts writes, and how many; views of one memory have one counter: it is set, not moved
+        self.written, self.times = list(traced.versions), tuple(traced.versions.values())
         slots = list(enumerate(traced.aliases))
         self.order = [i for i, s in slots if s.base is None], [i for i, s in slots if s.base is not None]
         # nothing was counted for what a program gives; eager may count writes, and so may the making of initial state
@@ -79,6 +68,7 @@ class Entry:
         self.handle = torch.zeros((), requires_grad=True)
         self.plan = plan_of(traced, program)
         # an input's memory is written again, with a history, when the forward has run
+        rewritten = traced.refused or (derivative and derivative.rewritten)
         self.copied = set(traced.step.signature.mutations) if rewritten else set()
         if self.plan is not None:
             whole = [s for s in traced.aliases if s.geometry is None]
@@ -86,15 +76,23 @@ class Entry:
             self.hoisted = {s.input: s.state.version for s in whole if s.input in hoisted}
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
         self.graded = [(i, s.grad) for i, s in enumerate(traced.aliases) if s.state.retains or s.grad is not None]
-        self.sources = [item.source for item in traced.inputs]
+        sources = [item.source for item in traced.inputs]
         self.many, self.aliases = traced.many, traced.aliases
-        places = {source.path: index for index, source in enumerate(self.sources) if source is not None}
+        places = {source.path: index for index, source in enumerate(sources) if source is not None}
         self.sized = [places[path] for path in self.many.in_order] if self.many is not None else []
+        flat = [(i, traced.inputs[i].value.numel()) for i in self.flat]  # type: ignore[union-attr]
+        # what is asked of inputs before the program runs: which, how it is found, what it was, in words
+        self.checks: list[tuple[int, Callable[[Any], Any], int, str]] = [
+            *((i, torch.Tensor.storage_offset, n, f"{sources[i]} storage offset: expected {n}")
+              for i, n in traced.offsets),
+            *((i, _elements, n, f"memory of {sources[i]}: expected {n} elements") for i, n in flat),
+            *((i, _bytes, n, f"memory of {sources[i]}: expected {n} bytes") for i, n, _ in traced.storage_sizes),
+        ]  # fmt: skip
         self.guards = [
             *binder.guards,
             *(Guard(Decision(text), why, True) for text, why in (self.many.conditions if self.many else ())),
-            *(Guard(self.sources[i], "storage offset", before) for i, before in traced.offsets),
-            *(Guard(self.sources[i], "bytes of memory", before) for i, before, _ in traced.storage_sizes),
+            *(Guard(sources[i], "storage offset", before) for i, before in traced.offsets),
+            *(Guard(sources[i], "bytes of memory", before) for i, before, _ in traced.storage_sizes),
             *(Guard(Decision(p.text), f"decided at {p.line}", p.expected) for p in traced.predicates),
             *(self.early_exit.guards if self.early_exit is not None else ()),
         ]
@@ -123,18 +121,12 @@ class Entry:
             if isinstance(served, str):
                 return GuardFailure(served)
             self.aliases = served
-        for index, before in self.traced.offsets:
-            offset = values[index].storage_offset()
-            if offset != before:
-                return GuardFailure(f"{self.sources[index]} storage offset: expected {before}, found {offset}")
-        if self.flat:
-            failure = self._flatten(values)
-            if failure is not None:
-                return failure
-        for index, before, _ in self.traced.storage_sizes:
-            size = values[index].untyped_storage().nbytes()
-            if size != before:
-                return GuardFailure(f"memory of {self.sources[index]}: expected {before} bytes, found {size}")
+        for index, read, expected, words in self.checks:
+            found = read(values[index])
+            if found != expected:
+                return GuardFailure(f"{words}, found {found}")
+        for index in self.flat:
+            values[index] = flat_memory(values[index])
         for predicate in self.traced.predicates:
             if not predicate.holds(values):
                 return GuardFailure(predicate.reason)
@@ -159,11 +151,10 @@ class Entry:
         for index, before, after in traced.storage_sizes:
             if after > before:
                 values[index].untyped_storage().resize_(after)
-        versions = tuple([values[i]._version + times for i, times in self.shared_writes]) if self.shared_writes else ()
+        versions = tuple([values[i]._version + times for i, times in zip(self.written, self.times, strict=True)])
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:
             outputs = self._outputs(values, args)
-            self._count(values)
             self._reshape(values)
         else:
             outputs, slots = self._differentiable(self.plan, values, versions)
@@ -174,8 +165,8 @@ class Entry:
             outputs = as_inference(outputs, self.inference)
         if traced.refused:
             refuse(traced.refused, outputs, values, self.handle)
-        if self.shared_writes:
-            set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
+        if versions:
+            set_versions(tuple([values[i] for i in self.written]), versions)
         # views come last: autograd knows one by its operators as long as its counter is what it was when it was made
         for order, fresh, counts in zip(self.order, self.fresh, self.slot_versions, strict=True):
             for index in order:
@@ -210,13 +201,6 @@ class Entry:
             with below_autograd():
                 tensor.as_strided_(size, stride)
 
-    def _count(self, values: list[Any]) -> None:
-        """Counts writes to inputs as eager execution counts them."""
-        for times, indices in self.writes.items():
-            tensors = [values[i] for i in indices]
-            for _ in range(times):
-                increment_version(tensors)
-
     def _differentiable(
         self, plan: Plan, values: list[Any], versions: tuple[int, ...]
     ) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
@@ -227,10 +211,8 @@ class Entry:
         traced, derivative = self.traced, plan.derivative
         inputs = values if self.count == len(values) else values[: self.count]
         outputs = list(self.program.run(*inputs))
-        if self.writes:
-            self._count(values)
         saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
-        if self.shared_writes or self.saved_versions or self.hoisted:
+        if versions or self.saved_versions or self.hoisted:
             self._count_saved(plan, values, saved, versions)
         if self.copied:
             again = [where == "output" and i in self.copied for where, i in plan.backward.saved]
@@ -256,19 +238,17 @@ class Entry:
         return outputs, slots
 
     def _count_saved(self, plan: Plan, values: list[Any], saved: list[Any], versions: tuple[int, ...]) -> None:
-        """Counts writes to shared memory, to the initial state and to what is saved, before it is saved."""
-        set_versions(tuple([values[i] for i, _ in self.shared_writes]), versions)
+        """Counts writes to inputs, to the initial state and to what is saved, before it is saved."""
+        set_versions(tuple([values[i] for i in self.written]), versions)
         set_versions(tuple([values[i] for i in self.hoisted]), tuple(self.hoisted.values()))
         places = zip(saved, plan.backward.saved, strict=True)
         counted = [value for value, place in places if place in self.saved_versions]
         set_versions(tuple(counted), tuple(self.saved_versions.values()))
 
-    def _flatten(self, values: list[Any]) -> GuardFailure | None:
-        """Puts each shared memory, as one flat tensor, in the place of its first member."""
-        for index, elements in self.flat.items():
-            flat = flat_memory(values[index])
-            if flat.numel() != elements:
-                found = flat.numel()
-                return GuardFailure(f"memory of {self.sources[index]}: expected {elements} elements, found {found}")
-            values[index] = flat
-        return None
+
+def _elements(tensor: torch.Tensor) -> int:
+    return flat_memory(tensor).numel()
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

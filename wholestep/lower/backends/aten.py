@@ -39,13 +39,11 @@ _NONE = torch.empty(0)
 MOST_SIZES = 64
 
 
-def lower_aten(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Program:
+def lower_aten(step: StepGraph) -> Program:
     """Turns a graph into a fast callable.
 
     Args:
         step: the program; left as it is.
-        example_inputs: not read: the graph's records say all that is needed. Here for the common contract
-            of backends, ``(graph, example inputs) -> callable``.
 
     Returns:
         ``fn(*inputs) -> outputs``: bitwise what `naive.interpret` gives. Mutated inputs are written in
@@ -114,7 +112,7 @@ class Program:
     def _unbind(self) -> None:
         """Lets go of all views of memory that lasts."""
         self._runs: dict[tuple[int, ...], Callable[[Sequence[Any]], list[Any]]] = {}  # by sizes
-        self._bound: dict[str, Any] = {}  # globals of the program, where it is bound for more sizes
+        self._bound: dict[str, Any] = {}  # globals of the program, but for the sizes
         self._tensors = []
 
     @property
@@ -180,12 +178,17 @@ class Program:
         if self._growing is not None and (grown := self._growing.grow(sizes)) is not None:
             self._unbind()
             self._sizes, self._arena = grown, {}
-        if not self._runs or (self._growing is not None and not self._bound):
-            self._rebind(inputs, sizes)
-        if self._signature.sizes is not None and sizes not in self._runs:
+        if not self._bound:
+            self._rebind(inputs)
+        planned = self._signature.sizes
+        if _written_overlap(self._signature, inputs):
+            if planned is not None and sizes != tuple(planned.hints.values()):
+                raise LoweringError("an input that the step writes shares memory with another one, at other sizes")
+            self._runs[sizes] = partial(interpret, self._unpack())
+        else:
             if len(self._runs) >= MOST_SIZES:
                 del self._runs[next(iter(self._runs))]
-            names = self._bound | dict(zip(self._signature.sizes.names, sizes, strict=True))
+            names = self._bound if planned is None else self._bound | dict(zip(planned.names, sizes, strict=True))
             exec(self._compiled_of_sizes, names)
             self._runs[sizes] = FunctionType(self._code, names)
         return self._runs[sizes]
@@ -198,7 +201,7 @@ class Program:
         if any(self._moves[i] == OFTEN for i in moved):
             self._make(self._unpack())
 
-    def _rebind(self, inputs: Sequence[Any], sizes: tuple[int, ...]) -> None:
+    def _rebind(self, inputs: Sequence[Any]) -> None:
         """Makes all views of lasting memory anew: at the first call and when a parameter has moved."""
         self.rebinds += 1
         for device, size in self._sizes.items():
@@ -211,22 +214,13 @@ class Program:
         lasting = self._viewed(inputs)[:-2] if self._viewed else ()
         self._tensors, self._ids = self._watched(lasting), [*map(id, lasting)]
         self._pointers = [*map(_pointer, lasting)]
-        if _written_overlap(self._signature, inputs):
-            step, planned = self._unpack(), self._signature.sizes
-            if planned is not None and sizes != tuple(planned.hints.values()):
-                raise LoweringError("an input that the step writes shares memory with another one, at other sizes")
-            self._runs[sizes] = lambda values: interpret(step, values)
-        else:
-            memory = {"inputs": inputs, "arena": self._arena, "scratch": self._scratch, "tile": tile}
-            memory["offsets"] = self._growing.offsets if self._growing else []
-            names = self._source.namespace | memory
-            exec(self._compiled, names)
-            del names["inputs"]
-            run = names.pop("run")  # which refers to them, and they not to it: their memory is free at once
-            if self._growing is None:
-                self._runs[sizes] = run
-            else:
-                self._bound, self._code = names, run.__code__
+        memory = {"inputs": inputs, "arena": self._arena, "scratch": self._scratch, "tile": tile}
+        memory["offsets"] = self._growing.offsets if self._growing else []
+        names = self._source.namespace | memory
+        exec(self._compiled, names)
+        del names["inputs"]
+        # the function refers to them, and they not to it: their memory is free at once
+        self._bound, self._code = names, names.pop("run").__code__
 
     def _watched(self, tensors: Sequence[Any]) -> list[weakref.ref[Any]]:
         """References that keep nothing alive: with one of the tensors go the views of its memory."""

@@ -13,45 +13,42 @@ import torch
 from torch import fx
 
 from wholestep.errors import LoweringError
+from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, Input, Signature, StepGraph, copy_graph, info, is_effectful
 from wholestep.lower.backends.aten import lower_aten
 from wholestep.lower.backends.interpreter import write_back
-from wholestep.lower.plan.operator_facts import OFFSETS, offset_of
+from wholestep.lower.plan.operator_facts import offset_of
 from wholestep.passes.canonicalize import copy_step
 from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor, lazy_graph_module
 
 UserBackend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def lower_callable(backend: UserBackend) -> Callable[[StepGraph, Sequence[Any]], Callable[..., list[Any]]]:
-    """Makes a lowering of a user's ``(gm, example_inputs) -> callable``.
+def lower_callable(backend: UserBackend, step: StepGraph) -> Callable[..., list[Any]]:
+    """Lowers a graph by a user's ``(gm, example_inputs) -> callable``.
 
     The callable gets the inputs in order (in one list, when it is marked by ``_boxed_call = True``) and returns the
     flat outputs, pure or not; new values of mutated inputs are then copied into them, and outputs that share memory
-    are given their own.
+    are given their own. The example inputs are the fake tensors and numbers of the graph's records.
     """
+    gm = _with_own_offsets(step).gm
+    # an ordinary module: TorchScript reads the methods of one that writes its Python later
+    compiled = backend(fx.GraphModule(gm, gm.graph), [info(node).value for node in step.placeholders])
+    if not callable(compiled):
+        raise LoweringError(f"backend {backend!r} returned {type(compiled).__name__}, required a callable")
+    boxed = getattr(compiled, "_boxed_call", False)  # torch's mark of a callable that takes one list
 
-    def lower(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        gm = _with_own_offsets(step).gm
-        # an ordinary module: TorchScript reads the methods of one that writes its Python later
-        compiled = backend(fx.GraphModule(gm, gm.graph), example_inputs)
-        if not callable(compiled):
-            raise LoweringError(f"backend {backend!r} returned {type(compiled).__name__}, required a callable")
-        boxed = getattr(compiled, "_boxed_call", False)  # torch's mark of a callable that takes one list
+    def run(*inputs: Any) -> list[Any]:
+        with torch.no_grad():
+            values = compiled(list(inputs)) if boxed else compiled(*inputs)
+            if len(values) != step.signature.n_outputs:
+                raise LoweringError(
+                    f"backend {backend!r}: its callable returned {len(values)} outputs, "
+                    f"the graph has {step.signature.n_outputs}; return them flat, in the graph's order"
+                )
+            return write_back(list(values), inputs, step.signature.mutations)
 
-        def run(*inputs: Any) -> list[Any]:
-            with torch.no_grad():
-                values = compiled(list(inputs)) if boxed else compiled(*inputs)
-                if len(values) != step.signature.n_outputs:
-                    raise LoweringError(
-                        f"backend {backend!r}: its callable returned {len(values)} outputs, "
-                        f"the graph has {step.signature.n_outputs}; return them flat, in the graph's order"
-                    )
-                return write_back(list(values), inputs, step.signature.mutations)
-
-        return run
-
-    return lower
+    return run
 
 
 def _with_own_offsets(step: StepGraph) -> StepGraph:
@@ -69,7 +66,7 @@ def _with_own_offsets(step: StepGraph) -> StepGraph:
     return copied
 
 
-def lower_inductor(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Callable[..., list[Any]]:
+def lower_inductor(step: StepGraph) -> Callable[..., list[Any]]:
     """Compiles the tensor part of a step with Inductor; results are equal to float tolerance, not bitwise.
 
     Raises:
@@ -77,7 +74,7 @@ def lower_inductor(step: StepGraph, example_inputs: Sequence[Any] = ()) -> Calla
     """
     inside = _tensor_part(step)
     if not inside:
-        return lower_aten(step, example_inputs)
+        return lower_aten(step)
     used = [i for i, node in enumerate(step.placeholders) if any(user in inside for user in node.users)]
     kept = [n for n in step.graph.nodes if n in inside and isinstance(info(n).value, torch.Tensor)]
     kept = [node for node in kept if any(user not in inside for user in node.users)]

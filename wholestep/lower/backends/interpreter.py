@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.functional import clone_as_it_lies
+from wholestep.functional import OFFSETS, clone_as_it_lies
 from wholestep.ir import StepGraph
-from wholestep.lower.plan.operator_facts import OFFSETS, offset_of
+from wholestep.lower.plan.operator_facts import offset_of
 from wholestep.torch_compat import below_autograd
 
 
@@ -81,6 +81,6 @@ def write_back(values: list[Any], inputs: Sequence[Any], mutations: dict[int, in
     return results
 
 
-def lower_naive(step: StepGraph, example_inputs: Sequence[Any]) -> Callable[..., list[Any]]:
+def lower_naive(step: StepGraph) -> Callable[..., list[Any]]:
     """`interpret` in the form of a lowering: ``fn(*inputs) -> outputs``."""
     return lambda *inputs: interpret(step, inputs)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, info
 from wholestep.lower.codegen.bind_memory import Loans, Recycler
 from wholestep.lower.codegen.literals import commas, keyword, literal, targets
@@ -14,7 +15,6 @@ from wholestep.lower.codegen.program_text import ProgramText
 from wholestep.lower.fusion.blocked_matmuls import in_parts
 from wholestep.lower.fusion.blocking_collectives import blocking_collectives, blocking_form
 from wholestep.lower.plan.operator_facts import (
-    OFFSETS,
     SCATTERS,
     UNSET,
     aten,

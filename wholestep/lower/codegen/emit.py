@@ -24,11 +24,12 @@ from wholestep.lower.plan.operator_facts import FILLS
 from wholestep.lower.plan.value_facts import KERNELS, fill_number, variable
 from wholestep.nested import tensors_of
 
+LEAVING = ("kernel", "fresh", "lent")  # memory that a result takes with it; what lies in other memory is copied
 STABLE_KINDS = ("parameter", "buffer", "state", "grad")
 
 
 @dataclass
-class Program:
+class Generated:
     """The program's text and what it refers to.
 
     Attributes:
@@ -46,7 +47,7 @@ class Program:
     scratch: set[tuple[torch.dtype, int]]
 
 
-def emit(plan: Plan, moving: Container[int] = ()) -> Program:
+def emit(plan: Plan, moving: Container[int] = ()) -> Generated:
     """Writes the program of a plan.
 
     Args:
@@ -77,7 +78,7 @@ def emit(plan: Plan, moving: Container[int] = ()) -> Program:
     sizes = f"{kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})"
     text = source.text(f"after {plan.step.stage}: {sizes}")
     scratch = {(info(s.values[0]).value.dtype, s.index) for s in plan.reuse.stores if s.kind == "scratch"}
-    return Program(text, source.text_of_sizes(), source.namespace, viewed, scratch)
+    return Generated(text, source.text_of_sizes(), source.namespace, viewed, scratch)
 
 
 def _write_inputs(source: ProgramText, moving: Container[int]) -> list[int]:
@@ -95,7 +96,7 @@ def _write_inputs(source: ProgramText, moving: Container[int]) -> list[int]:
         else:
             source.number(node, f"inputs[{index}]", item.source)
     if signature.donated:
-        for index in sorted({value for kind, value in source.plan.returned if kind == "input"}):
+        for index in sorted(written):
             source.assign(f"given_{index}", f"inputs[{index}]")
         source.line("del inputs[:]")
     return viewed
@@ -150,10 +151,10 @@ def _write_results(calls: CallWriter) -> None:
     """Clones first, since they may read old values; then the last copies; then the result."""
     source, plan = calls.source, calls.plan
     results = []
-    for index, (kind, value) in enumerate(plan.returned):
+    for index, (kind, value) in enumerate(plan.live.returned):
         if kind == "input":
             results.append(f"given_{value}" if plan.step.signature.donated else f"inputs[{value}]")
-        elif kind == "clone":
+        elif kind == "clone" or (kind == "value" and plan.reuse.store[plan.live.root[value]].kind not in LEAVING):
             source.assign(f"result_{index}", calls.cloned(value))
             results.append(f"result_{index}")
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.functional import base_name, clone_as_it_lies
+from wholestep.functional import OFFSETS, base_name, clone_as_it_lies
 from wholestep.ir import info
 from wholestep.lower.codegen.bind_memory import at, cells, filled, pieces, tiles
 from wholestep.lower.codegen.literals import INDENT, LONGEST, commas, commented, keyword, literal, targets
@@ -21,7 +21,7 @@ from wholestep.lower.fusion.blocked_matmuls import by_rows, parts
 from wholestep.lower.fusion.chains import chain
 from wholestep.lower.plan.arena import Slot
 from wholestep.lower.plan.memory_plan import Plan
-from wholestep.lower.plan.operator_facts import OFFSETS, aten, offset_of, reaches
+from wholestep.lower.plan.operator_facts import aten, offset_of, reaches
 from wholestep.lower.plan.value_facts import variable
 from wholestep.sizes import Size, plain
 from wholestep.torch_compat import OpOverload, direct_call

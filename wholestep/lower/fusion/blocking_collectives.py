@@ -11,10 +11,10 @@ from torch import fx
 
 from wholestep import comm
 from wholestep.comm.ops.functional_collectives import BLOCKING, cores_are_busy
-from wholestep.functional import base_name
+from wholestep.functional import base_name, is_collective, is_wait
 from wholestep.ir import info, nbytes
 from wholestep.lower.plan.memory_plan import Plan
-from wholestep.lower.plan.operator_facts import inplace_variant, is_collective, is_wait, out_variant
+from wholestep.lower.plan.operator_facts import inplace_variant, out_variant
 from wholestep.lower.plan.value_facts import KERNELS, device_key
 from wholestep.nested import tensors_of
 

@@ -23,14 +23,13 @@ from typing import Any, Literal
 
 from torch import fx
 
-from wholestep.functional import Decided
+from wholestep.functional import Decided, is_collective
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import product_of
 from wholestep.lower.fusion.chains import chain_step
 from wholestep.lower.fusion.fused_updates import product_of_update
 from wholestep.lower.fusion.fusible import tileable
 from wholestep.lower.fusion.memory_aware_order import move_forward
-from wholestep.lower.plan.operator_facts import is_collective
 
 
 @dataclass

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from wholestep.functional import is_view
+from wholestep.functional import is_view, is_wait
 from wholestep.ir import info, is_effectful, nbytes
-from wholestep.lower.plan.operator_facts import is_sure_view, is_wait
+from wholestep.lower.plan.operator_facts import is_sure_view
 
 LEAST = 1 << 16  # bytes that are worth a change of order
 

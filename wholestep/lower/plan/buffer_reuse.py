@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from wholestep import comm
-from wholestep.functional import base_name, is_view
+from wholestep.functional import base_name, is_view, is_wait
 from wholestep.ir import GETITEM, info
 from wholestep.lower.fusion.blocked_matmuls import is_product
 from wholestep.lower.plan.arena import Slot
@@ -26,7 +26,6 @@ from wholestep.lower.plan.operator_facts import (
     aten,
     inplace_variant,
     is_pointwise,
-    is_wait,
     mutable_variant,
 )
 from wholestep.lower.plan.value_facts import (

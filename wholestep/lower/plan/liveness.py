@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.functional import Decided, base_name
+from wholestep.functional import Decided, base_name, is_wait
 from wholestep.ir import GETITEM, StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import is_product
 from wholestep.lower.fusion.execution_order import Item
-from wholestep.lower.plan.operator_facts import COPIES, FILLS, aten, is_in_place_collective, is_wait
+from wholestep.lower.plan.operator_facts import COPIES, FILLS, aten, is_in_place_collective
 from wholestep.lower.plan.value_facts import Written, base_of, fill_number, layout, origin_of, writer, written_results
 from wholestep.torch_compat import OpOverload
 

@@ -9,14 +9,13 @@ import torch
 from torch import fx
 
 from wholestep import comm
-from wholestep.functional import base_name
+from wholestep.functional import base_name, is_collective
 from wholestep.ir import StepGraph, info
 from wholestep.lower.fusion.blocked_matmuls import rows_at_once
 from wholestep.lower.fusion.execution_order import Item
 from wholestep.lower.plan.arena import SHARED, GrowingArena, Slot, peak, place
 from wholestep.lower.plan.buffer_reuse import BufferReuse, Store
 from wholestep.lower.plan.liveness import Liveness
-from wholestep.lower.plan.operator_facts import is_collective
 from wholestep.lower.plan.value_facts import origin_of
 from wholestep.sizes import plain
 
@@ -31,7 +30,6 @@ class Plan:
     Attributes:
         items: the units of execution, in order.
         last_use: root -> the last item that reads its memory; the number of items for what leaves the program.
-        returned: for each output, ("input", i), ("value", node), ("clone", node) or ("literal", value).
         arena: bytes of the arena of each device.
         peak: the most bytes of arenas in use at once.
         slots: of the arenas; growing: where they lie at other sizes.
@@ -42,7 +40,6 @@ class Plan:
     live: Liveness
     reuse: BufferReuse
     last_use: dict[fx.Node, int]
-    returned: list[tuple[str, Any]]
     arena: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     slots: list[Slot] = field(default_factory=list)
@@ -57,8 +54,7 @@ def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozens
     """
     live = Liveness(step, items, held)
     reuse = BufferReuse(live)
-    returned = [_returned(kind, value, live, reuse) for kind, value in live.returned]
-    plan = Plan(step, items, live, reuse, _last_uses(live, reuse), returned)
+    plan = Plan(step, items, live, reuse, _last_uses(live, reuse))
     for store in reuse.stores:
         store.slot = _slot(store, plan)
     for node in live.nodes:
@@ -88,12 +84,6 @@ def _last_uses(live: Liveness, reuse: BufferReuse) -> dict[fx.Node, int]:
         for root in (live.root[node] for _, node in pairs):
             last[root] = max(last[root], item)
     return last | {live.root[node]: end for kind, node in live.returned if kind in ("value", "clone")}
-
-
-def _returned(kind: str, value: Any, live: Liveness, reuse: BufferReuse) -> tuple[str, Any]:
-    """How an output leaves: what lies in memory that stays here, as a copy."""
-    stays = kind == "value" and reuse.store[live.root[value]].kind not in ("kernel", "fresh", "lent")
-    return "clone" if stays else kind, value
 
 
 def _made_in(root: fx.Node, live: Liveness) -> int:

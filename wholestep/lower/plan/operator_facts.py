@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 
-from wholestep.functional import Functionalized, base_name, is_view, overloads, parameters, written_arguments
+from wholestep.functional import (
+    OFFSETS,
+    Functionalized,
+    base_name,
+    is_collective,
+    is_view,
+    overloads,
+    parameters,
+    written_arguments,
+)
 from wholestep.nested import map_leaves
 from wholestep.torch_compat import OpOverload as Overload
 from wholestep.torch_compat import TorchDispatchMode, has_native_kernel
@@ -58,14 +67,6 @@ SCATTERS: dict[Any, Any] = {
     aten.as_strided_scatter.default: aten.as_strided.default,
 }
 
-# Where an offset stands among the arguments. Operators count it from the start of the memory, a graph from the
-# operand's first element, since only the lowering knows where in its memory that one lies.
-OFFSETS: dict[Any, int] = {
-    aten.as_strided.default: 3,
-    aten.as_strided_copy.default: 3,
-    aten.as_strided_scatter.default: 4,
-}
-
 # In-place variants that read other elements than they write, yet give the functional result bit by bit.
 SELF_ONLY_INPLACE = {
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "scatter", "scatter_add",
@@ -95,19 +96,9 @@ def is_sure_view(op: Any) -> bool:
     return is_view(op) and base_name(op) not in MAYBE_VIEWS
 
 
-def is_collective(op: Any) -> bool:
-    """True for operators that start a collective: every rank must issue them in one order."""
-    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) != "wait"
-
-
 def is_in_place_collective(op: Any) -> bool:
     """True for collectives that can run on the memory of their result, once their operand is copied there."""
     return is_collective(op) and inplace_variant(op) is not None
-
-
-def is_wait(op: Any) -> bool:
-    """True for the end of a collective, which gives its operand itself."""
-    return isinstance(op, Overload) and op.namespace == "wholestep" and base_name(op) == "wait"
 
 
 def offset_of(op: Any, args: tuple[Any, ...]) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.functional import Decided, is_view
+from wholestep.functional import Decided, is_view, is_wait
 from wholestep.ir import GETITEM, info, is_dense
 from wholestep.lower.plan.operator_facts import (
     COPIES,
@@ -19,7 +19,6 @@ from wholestep.lower.plan.operator_facts import (
     aten,
     is_in_place_collective,
     is_pointwise,
-    is_wait,
     mutable_variant,
     offset_of,
     out_variant,

@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from wholestep.errors import UnsupportedError
-from wholestep.functional import Functionalized, written_arguments
+from wholestep.functional import OFFSETS, Functionalized, written_arguments
 from wholestep.nested import map_leaves
 from wholestep.torch_compat import FakeTensor, OpOverload
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant, all_args
 from wholestep.trace.record.graph_builder import fake_value
-from wholestep.trace.record.inputs import OFFSETS, Inputs
+from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten

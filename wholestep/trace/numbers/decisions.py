@@ -16,13 +16,13 @@ import torch
 from torch import fx
 
 from wholestep.errors import DataDependentError
-from wholestep.functional import Decided, operator_of
+from wholestep.functional import OFFSETS, Decided, operator_of
 from wholestep.ir import ancestors, info, set_info
 from wholestep.patches import suspended
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, no_modes
 from wholestep.trace.numbers.predicates import MAX_NODES, Predicate, draws, in_words, predicate
 from wholestep.trace.numbers.symbolic_sizes import hinted
-from wholestep.trace.record.inputs import OFFSETS, Inputs
+from wholestep.trace.record.inputs import Inputs
 
 # What a program may decide on: nothing, what is true or false, or any value and shape.
 Decisions = Literal["none", "bools", "all"]

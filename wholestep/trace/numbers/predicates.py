@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from wholestep.errors import DataDependentError
-from wholestep.functional import same_value
+from wholestep.functional import OFFSETS, same_value
 from wholestep.ir import ancestors, copy_graph, draws_nothing, info, is_effectful
 from wholestep.nested import tensors_of
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 from wholestep.trace.numbers.symbolic_sizes import decided
-from wholestep.trace.record.inputs import OFFSETS, TracedInput
+from wholestep.trace.record.inputs import TracedInput
 
 aten = torch.ops.aten
 

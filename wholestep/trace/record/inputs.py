@@ -11,17 +11,13 @@ from torch import fx
 
 from wholestep.capture import Snapshot, TensorInput
 from wholestep.errors import CaptureError, UnsupportedError
+from wholestep.functional import OFFSETS
 from wholestep.ir import InputKind
 from wholestep.nested import leaves
 from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.graph_builder import GraphBuilder, fake_value
 from wholestep.trace.record.provenance import user_line
-
-aten = torch.ops.aten
-
-# Where an offset stands that eager counts from the start of the memory, and a graph from the operand's first element.
-OFFSETS = {aten.as_strided.default: 3, aten.as_strided_copy.default: 3, aten.as_strided_scatter.default: 4}
 
 
 class ReshapedInput(Exception):  # noqa: N818 - a request, not an error
