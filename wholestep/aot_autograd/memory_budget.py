@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from scipy.sparse import lil_array
 
 from wholestep.aot_autograd.min_cut import Value, cheapest
 
@@ -47,24 +47,15 @@ def within_budget(values: Sequence[Value], seconds: Sequence[float], full: Seque
 def _at_hand(values: Sequence[Value]) -> LinearConstraint:
     """k + m >= 1 for wanted values; k + m >= the m of each value made from them."""
     count = len(values)
-    rows: list[int] = []
-    columns: list[int] = []
-    entries: list[float] = []
-    least: list[float] = []
+    needs: list[tuple[int, int | None]] = []  # a value, and one that is made from it
     for index, value in enumerate(values):
-        needs = [(operand, index) for operand in value.operands] + ([(index, None)] if value.wanted else [])
-        for needed, reader in needs:
-            row = len(least)
-            rows += [row, row]
-            columns += [needed, count + needed]
-            entries += [1.0, 1.0]
-            if reader is not None:
-                rows.append(row)
-                columns.append(count + reader)
-                entries.append(-1.0)
-            least.append(0.0 if reader is not None else 1.0)
-    matrix = csr_array((entries, (rows, columns)), shape=(len(least), 2 * count))
-    return LinearConstraint(matrix, least, np.inf)
+        needs += [(operand, index) for operand in value.operands] + [(index, None)] * value.wanted
+    matrix = lil_array((len(needs), 2 * count))
+    for row, (needed, reader) in enumerate(needs):
+        matrix[row, [needed, count + needed]] = 1.0
+        if reader is not None:
+            matrix[row, count + reader] = -1.0
+    return LinearConstraint(matrix.tocsr(), [float(reader is None) for _, reader in needs], np.inf)
 
 
 def _bytes(values: Sequence[Value], limit: float) -> LinearConstraint:

@@ -60,17 +60,11 @@ def rate(target: Any) -> float | None:
 
 def remake_price(node: fx.Node) -> int | None:
     """Price in bytes of computing a value again; None when it must be kept or follow from kept ones."""
-    if is_host(node):
+    if is_host(node) or node.op == "get_attr":
         return 0
-    if node.op == "get_attr":
-        return 0
-    if node.op != "call_function" or is_effectful(node):
-        return None
-    per_byte = rate(node.target)
-    if per_byte is None:
-        return None
-    if is_free(node):
-        return 0
+    per_byte = rate(node.target) if node.op == "call_function" and not is_effectful(node) else None
+    if per_byte is None or is_free(node):
+        return None if per_byte is None else 0
     return KERNEL + int(per_byte * nbytes(info(node).value))
 
 

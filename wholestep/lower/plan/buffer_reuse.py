@@ -15,16 +15,15 @@ import torch
 from torch import fx
 
 from wholestep import comm
-from wholestep.functional import base_name, is_view, is_wait
+from wholestep.functional import is_wait
 from wholestep.ir import GETITEM, info
 from wholestep.lower.fusion.blocked_matmuls import is_product
 from wholestep.lower.plan.arena import Slot
 from wholestep.lower.plan.concat_buffers import Part, find_parts
+from wholestep.lower.plan.in_place import may_write_over, way
 from wholestep.lower.plan.liveness import Liveness
 from wholestep.lower.plan.operator_facts import (
-    SELF_ONLY_INPLACE,
     aten,
-    inplace_variant,
     is_pointwise,
     mutable_variant,
 )
@@ -40,18 +39,9 @@ from wholestep.lower.plan.value_facts import (
     recyclable,
     tensor_operands,
     variable,
-    writer,
     writes_anywhere,
 )
 from wholestep.sizes import has_size
-from wholestep.torch_compat import OpOverload
-
-# CPU kernels whose result may lie over the first operand: they read all of a row before they write it, or add to it.
-ROW_BY_ROW = {
-    aten._softmax.default, aten._log_softmax.default,
-    aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
-}  # fmt: skip
-ACCUMULATE = {aten.addmm.default, aten.addbmm.default, aten.baddbmm.default, aten.addmv.default}
 
 
 @dataclass(eq=False)
@@ -133,34 +123,6 @@ class BufferReuse:
         if root in self.offset:
             self.offset[node] = self.offset[root]
 
-    # Ways
-
-    def _way(self, node: fx.Node) -> How | None:
-        """How a call can put its result into memory that it is given; None when it cannot."""
-        found, value = writer(node), info(node).value
-        if found is None and isinstance(value, torch.Tensor) and isinstance(node.target, OpOverload):
-            named = is_pointwise(node.target) or base_name(node.target) in SELF_ONLY_INPLACE
-            if named and dense(value) and inplace_variant(node.target) is not None and not is_view(node.target):
-                return "inplace"
-        return found
-
-    def _may_write_over(self, node: fx.Node, root: fx.Node, how: How) -> bool:
-        """True when ``node`` may write where ``root`` lies although it reads it (or does not)."""
-        if not self.live.dead_before(root, node):
-            return False
-        mine = [o for o in tensor_operands(node) if self.root[o] is root]
-        if not mine:
-            return True
-        if any(layout(info(o).value) != layout(info(node).value) for o in mine):
-            return False
-        over_first = node.target in ROW_BY_ROW | ACCUMULATE and info(node).value.device.type == "cpu"
-        if over_first or how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
-            return len(mine) == 1 and mine[0] is node.args[0]
-        item = self.live.items[self.live.item_of[node]]
-        if item.by_pieces and self.live.read_time(node, root) != self.live.position[node]:
-            return False
-        return how == "copy" or is_pointwise(node.target)
-
     # New values of inputs
 
     def _place_mutation(self, node: Any, into: int) -> None:
@@ -199,8 +161,8 @@ class BufferReuse:
                 return None
             if layout(info(node).value) != layout(info(old).value) or not dense(info(old).value):
                 return None
-            found = self._written_in(node, old) if node.target is GETITEM else self._way(node)
-            if found is None or (not isinstance(found, Written) and not self._may_write_over(node, old, found)):
+            found = self._written_in(node, old) if node.target is GETITEM else way(node)
+            if found is None or (not isinstance(found, Written) and not may_write_over(self.live, node, old, found)):
                 return None
             chain.append((node, found))
             operands = tensor_operands(node) if not isinstance(found, Written) else [found.old]
@@ -230,7 +192,7 @@ class BufferReuse:
         if operand.op != "call_function" or not isinstance(info(operand).value, torch.Tensor):
             return False
         same = layout(info(operand).value) == layout(info(node).value)
-        return same and self._may_write_over(node, self.root[operand], how)
+        return same and may_write_over(self.live, node, self.root[operand], how)
 
     def _written_in(self, leaf: fx.Node, old: fx.Node) -> Written | None:
         """The argument of an argument-writing call that a result of it is, where that may be written in place."""
@@ -250,7 +212,7 @@ class BufferReuse:
         if not isinstance(new, fx.Node) or self.root[new] is not new or new in self.store or new in live.fixed:
             return False
         rows = next((u for u in old.users if u.target is aten.slice.Tensor and list(u.args[1:]) == span), None)
-        if rows is None or live.readers[new] != [scatter] or not is_pointwise(new.target) or self._way(new) != "out":
+        if rows is None or live.readers[new] != [scatter] or not is_pointwise(new.target) or way(new) != "out":
             return False
         readers = [r for r in live.readers[old] if r is not scatter]
         beside = [o for r in readers if live.item_of.get(r) == live.item_of[new] for o in tensor_operands(r)]
@@ -323,7 +285,7 @@ class BufferReuse:
                 self._new(entry.leaf, "kernel")
 
     def _place_call(self, node: fx.Node) -> None:
-        value, how = info(node).value, self._way(node)
+        value, how = info(node).value, way(node)
         if node in self.store:  # some of its operands lie in it already
             return self._place_concat(node)
         if node in self.parts and how is not None:
@@ -370,7 +332,7 @@ class BufferReuse:
         if store.in_cache and not self.live.within_item(node):
             return False
         whole = held.numel() == value.numel() and dense(value) and dense(held)
-        return whole and layout(value) == layout(info(node).value) and self._may_write_over(node, root, how)
+        return whole and layout(value) == layout(info(node).value) and may_write_over(self.live, node, root, how)
 
     def _in_own_rows(self, node: fx.Node, how: How | None) -> bool:
         """Has a reduce-scatter write over this rank's rows of its operand, where only the wait for it follows.
