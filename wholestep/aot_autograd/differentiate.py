@@ -79,7 +79,7 @@ def differentiate(
     for tensor in leaves_of(outputs):
         if recorder.inputs.world.find(tensor) is not None:
             recorder.inputs.of(tensor)
-    _refuse_retained(recorder, outputs)
+    _refuse_retained(outputs)
     roots = [*roots_of(recorder), *leaves_made(collector, values)]
     new = {id(o): recorder.inputs.read(o.tensor) for o in outputs if o.input is not None}
     last = next(iter(reversed(recorder.builder.graph.nodes)))
@@ -144,7 +144,7 @@ def _name(tensor: torch.Tensor) -> str:
     return f"output {tensor.output_nr} of {tensor.grad_fn.name()}"
 
 
-def _refuse_retained(recorder: Recorder, outputs: list[Output]) -> None:
+def _refuse_retained(outputs: list[Output]) -> None:
     """A result keeps the gradient that reaches it outside; what another result adds to it inside is not seen there."""
     for output in outputs:
         kept = output.tensor

@@ -74,7 +74,7 @@ def chain_step(node: fx.Node) -> Step | None:
         return None
     if value.numel() >= SHARED_FROM and torch.get_num_threads() > 1:
         return None
-    step = _spelled(node, value)
+    step = _spelled(node)
     if step is None or not all(isinstance(o, fx.Node) and _whole(info(o).value, value) for o in step.operands):
         return None
     number = info(step.number).value if isinstance(step.number, fx.Node) else step.number
@@ -94,7 +94,7 @@ def _whole(value: Any, like: torch.Tensor) -> bool:
             and value.shape == like.shape and value.is_contiguous() and value.dim() > 0 < value.numel())  # fmt: skip
 
 
-def _spelled(node: fx.Node, value: torch.Tensor) -> Step | None:
+def _spelled(node: fx.Node) -> Step | None:
     op, args, keywords = node.target, node.args, dict(node.kwargs)
     if op in _ARITHMETIC and len(args) == 2:
         alpha, second = keywords.pop("alpha", 1), args[1]
