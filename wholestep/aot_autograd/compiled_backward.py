@@ -13,7 +13,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ContextDecorator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -95,8 +95,8 @@ def backward(saved: Sequence[torch.Tensor], hooks: Sequence[Any], packed: Sequen
     return _running.engine()
 
 
-class CompiledBackward:
-    """The context in which backwards are captured; see `wholestep.autograd.compiled_backward`.
+class CompiledBackward(ContextDecorator):
+    """The context in which backwards are captured, and a decorator: see `wholestep.autograd.compiled_backward`.
 
     Attributes:
         captures: how many backwards were captured so far for this backend.
@@ -107,7 +107,7 @@ class CompiledBackward:
     def __init__(self, backend: Any, make: Pipeline) -> None:
         self.backend, self._make = backend, make
         self._found = _captures(backend)
-        self._open: list[ExitStack] = []
+        self._open: list[AbstractContextManager[None]] = []
         self.eager: Counter[str] = Counter()
 
     @property
@@ -119,23 +119,12 @@ class CompiledBackward:
         return [reason for step in self._found.steps.values() for reason in step.recompiles]
 
     def __enter__(self) -> CompiledBackward:
-        stack = ExitStack()
-        stack.enter_context(handled(self._backward))
-        self._open.append(stack)
+        self._open.append(handled(self._backward))
+        self._open[-1].__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open.pop().close()
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorates a function: backwards inside of it are captured."""
-
-        @functools.wraps(function)
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return inside
+        self._open.pop().__exit__(None, None, None)
 
     def _backward(
         self, run: Engine, roots: Any, grads: Any, keep: bool, create: bool, inputs: Any, *allow: bool, **flags: bool
