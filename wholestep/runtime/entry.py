@@ -56,15 +56,17 @@ class Entry:
         # inputs for which eager counts writes, and how many; views of one memory have one counter: it is set, not moved
         self.written, self.times = list(traced.versions), tuple(traced.versions.values())
         slots = list(enumerate(traced.aliases))
-        self.order = [i for i, s in slots if s.base is None], [i for i, s in slots if s.base is not None]
-        # nothing was counted for what a program gives; eager may count writes, and so may the making of initial state
-        counted = [i for i, s in slots if s.counter != "shared" and (s.state.version or s.input in hoisted)]
-        fresh = [i for i in counted if not traced.aliases[i].state.inference]
         self.inference = {a.output for a in traced.aliases if a.state.inference and a.output is not None}
-        several = [i for i, s in slots if s.state.several and s.geometry is not None and s.views is None]
-        self.several = [i for i in several if not traced.aliases[i].state.inference]
-        self.fresh = [[i for i in fresh if i in some] for some in self.order]
-        self.slot_versions = [tuple([traced.aliases[i].state.version for i in some]) for some in self.fresh]
+        plain = [(i, s) for i, s in slots if not s.state.inference]
+        self.several = [i for i, s in plain if s.state.several and s.geometry is not None and s.views is None]
+        # nothing was counted for what a program gives; eager may count writes, and so may the making of initial state
+        fresh = [(i, s) for i, s in plain if s.counter != "shared" and (s.state.version or s.input in hoisted)]
+        # what is made, bases before their views, and for which of it writes are counted, and how many
+        self.phases: list[tuple[list[int], list[int], tuple[int, ...]]] = []
+        for views in (False, True):
+            counted = {i: s.state.version for i, s in fresh if (s.base is not None) is views}
+            made = [i for i, s in slots if (s.base is not None) is views]
+            self.phases.append((made, list(counted), tuple(counted.values())))
         self.handle = torch.zeros((), requires_grad=True)
         self.plan = plan_of(traced, program)
         # an input's memory is written again, with a history, when the forward has run
@@ -168,8 +170,8 @@ class Entry:
         if versions:
             set_versions(tuple([values[i] for i in self.written]), versions)
         # views come last: autograd knows one by its operators as long as its counter is what it was when it was made
-        for order, fresh, counts in zip(self.order, self.fresh, self.slot_versions, strict=True):
-            for index in order:
+        for making, fresh, counts in self.phases:
+            for index in making:
                 if index not in slots:
                     slots[index] = remade(self.aliases[index], outputs, values, slots, self.handle)
             if fresh:
