@@ -1,4 +1,4 @@
-"""The memory plan of a program: liveness, then buffer reuse, then offsets in the arena for what is left."""
+"""The memory plan of a program: liveness, then new values of inputs, then buffer reuse, then offsets in the arena."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from wholestep.ir import StepGraph, info
 from wholestep.lower.fusion.blocked_matmuls import rows_at_once
 from wholestep.lower.fusion.execution_order import Item
 from wholestep.lower.plan.arena import SHARED, GrowingArena, Slot, peak, place
-from wholestep.lower.plan.buffer_reuse import BufferReuse, Store
+from wholestep.lower.plan.buffer_reuse import BufferReuse
+from wholestep.lower.plan.input_memory import InputMemory
 from wholestep.lower.plan.liveness import Liveness
+from wholestep.lower.plan.placement import Placement, Store
 from wholestep.lower.plan.value_facts import origin_of
 from wholestep.sizes import plain
 
@@ -29,6 +31,7 @@ class Plan:
 
     Attributes:
         items: the units of execution, in order.
+        live: who reads what, and when; reuse: where each value lies, and how it gets there.
         last_use: root -> the last item that reads its memory; the number of items for what leaves the program.
         arena: bytes of the arena of each device.
         peak: the most bytes of arenas in use at once.
@@ -38,7 +41,7 @@ class Plan:
     step: StepGraph
     items: list[Item]
     live: Liveness
-    reuse: BufferReuse
+    reuse: Placement
     last_use: dict[fx.Node, int]
     arena: dict[str, int] = field(default_factory=dict)
     peak: int = 0
@@ -53,7 +56,9 @@ def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozens
         held: names of results that somebody holds when the program runs again: the arena does not lend them memory.
     """
     live = Liveness(step, items, held)
-    reuse = BufferReuse(live)
+    reuse = Placement(live)
+    InputMemory(reuse)
+    BufferReuse(reuse)
     plan = Plan(step, items, live, reuse, _last_uses(live, reuse))
     for store in reuse.stores:
         store.slot = _slot(store, plan)
@@ -75,7 +80,7 @@ def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozens
     return plan
 
 
-def _last_uses(live: Liveness, reuse: BufferReuse) -> dict[fx.Node, int]:
+def _last_uses(live: Liveness, reuse: Placement) -> dict[fx.Node, int]:
     end = len(live.items)
     last = {root: _made_in(root, live) for root in live.readers}
     for root, readers in live.readers.items():

@@ -10,7 +10,7 @@ from torch import fx
 from wholestep.ir import StepGraph, info
 from wholestep.lower.backends.aten import plan_of
 from wholestep.lower.plan.arena import peak
-from wholestep.lower.plan.buffer_reuse import Store
+from wholestep.lower.plan.placement import Store
 
 
 @dataclass(frozen=True)
