@@ -45,20 +45,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         CheckpointError: on every rank, and nothing has changed: the checkpoint is not complete, or of another model;
             then it names the tensors that are missing, not expected, or of another shape.
     """
-    ranks, trouble = Ranks(), ""
-    try:
+    ranks = Ranks()
+    with ranks.together():
         plan = Loading(Reader(path), model, optimizer)
-        trouble = plan.trouble()
-    except Exception as error:  # noqa: BLE001 - no rank may be left waiting
-        trouble = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    ranks.agree(trouble)
-    try:
+        plan.check()
+    with ranks.together(f"{path} cannot be read: "):
         with progress(f"loading {path}", plan.nbytes, ranks.rank == 0) as advance:
             plan.run(advance)
             extra = plan.reader.extra()
-    except Exception as error:  # noqa: BLE001
-        trouble = f"{path} cannot be read: {type(error).__name__}: {error}"
-    ranks.agree(trouble)
     return extra
 
 
@@ -83,12 +77,15 @@ class Loading:
 
     # Does it fit?
 
-    def trouble(self) -> str:
-        """What does not fit, or nothing."""
+    def check(self) -> None:
+        """Raises:
+        CheckpointError: something does not fit.
+        """
         found = self._model_trouble()
         if self.optimizer is not None:
             found += self._optimizer_trouble()
-        return "\n  ".join([f"{self.reader.path} does not fit:", *found]) if found else ""
+        if found:
+            raise CheckpointError("\n  ".join([f"{self.reader.path} does not fit:", *found]))
 
     def _model_trouble(self) -> list[str]:
         extra = {name for tree in (self.held.tree, self.saved) for name in tensors_of(tree["extra"])}

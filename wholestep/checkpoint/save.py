@@ -47,16 +47,12 @@ def save(
     """
     path, ranks = Path(path), Ranks()
     contents: dict[str, Contents] = {}
-    trouble, name = "", ""
-    try:
+    with ranks.together():
         contents["model"] = model_contents(model)
         if optimizer is not None:
             contents["optimizer"] = optimizer_contents(model, optimizer)
         contents["extra"] = extra_contents(extra if ranks.rank == 0 else None)
         name = directory.begin(path) if ranks.rank == 0 else ""
-    except Exception as error:  # noqa: BLE001 - no rank may be left waiting
-        trouble = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    ranks.agree(trouble)
     name = ranks.gather(name)[0]
     try:
         _write_all(path, name, contents, ranks)
@@ -67,31 +63,23 @@ def save(
 
 
 def _write_all(path: Path, name: str, contents: dict[str, Contents], ranks: Ranks) -> None:
-    blocks, trouble = [], ""
-    for kind, content in contents.items():
-        held = content.tensors.values()
-        said = [(h.name, str(h.tensor.dtype).removeprefix("torch."), h.part, h.per_rank) for h in held]
-        try:
-            blocks += share_out(kind, ranks.gather(said))
-        except CheckpointError as error:  # the same on all ranks
-            trouble = trouble or str(error)
-    if trouble:
-        raise CheckpointError(trouble)
+    said = {
+        kind: [
+            (name, str(held.tensor.dtype).removeprefix("torch."), held.part, held.per_rank)
+            for name, held in content.tensors.items()
+        ]
+        for kind, content in contents.items()
+    }
+    everybody = ranks.gather(said)
+    blocks = [block for kind in contents for block in share_out(kind, [one[kind] for one in everybody])]
     mine = [block for block in blocks if block.writer == ranks.rank]
     _name_files(blocks, ranks.size)
-    written: dict[str, int] = {}
-    try:
+    with ranks.together(f"could not write to {path}: "):
         written = _write(path / f".{name}", mine, contents, ranks)
-    except Exception as error:  # noqa: BLE001 - whatever it is, no rank may go on
-        trouble = f"could not write to {path}: {type(error).__name__}: {error}"
-    ranks.agree(trouble)
     sizes = {file: size for one in ranks.gather(written) for file, size in one.items()}
-    if ranks.rank == 0:
-        try:
+    with ranks.together(f"could not finish {path}: "):
+        if ranks.rank == 0:
             directory.commit(path, name, _index(blocks, contents, sizes))
-        except OSError as error:
-            trouble = f"could not finish {path}: {error}"
-    ranks.agree(trouble)
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from wholestep import comm
@@ -28,12 +30,23 @@ class Ranks:
         comm.all_gather_object(found, value)
         return found
 
-    def agree(self, trouble: str) -> None:
-        """Raises on every rank when one has trouble; a meeting of all.
+    @contextmanager
+    def together(self, failed: str = "") -> Iterator[None]:
+        """At the end of what is done inside of it all ranks meet, and all raise when it failed on one.
+
+        Args:
+            failed: what is said before an error that is no `CheckpointError`.
 
         Raises:
             CheckpointError: the first rank's trouble, in its words.
         """
+        trouble = ""
+        try:
+            yield
+        except CheckpointError as error:
+            trouble = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
+            trouble = f"{failed}{type(error).__name__}: {error}"
         for rank, text in enumerate(self.gather(trouble)):
             if text:
                 raise CheckpointError(text if self.size == 1 else f"rank {rank}: {text}")

@@ -30,12 +30,10 @@ class TensorPart:
     """One tensor, or the part of it that this rank holds.
 
     Attributes:
-        name: for a model, as in the `state_dict()` of the bare model; for an optimizer, ``parameter.key``.
         part: all of it for a whole tensor.
         per_rank: whether ranks that hold all of it may have different contents; the lowest one's counts.
     """
 
-    name: str
     tensor: torch.Tensor
     part: Part
     per_rank: bool = False
@@ -46,7 +44,7 @@ class Contents:
     """What is saved of one object.
 
     Attributes:
-        tensors: by name.
+        tensors: by name: for a model, that in the bare model's `state_dict()`; for an optimizer, ``parameter.key``.
         tree: all else, as JSON takes it (`describe`): aliases and extra state of a model, groups and state of an
             optimizer.
         extra_names: of a model: path of a module with extra state -> its name.
@@ -69,7 +67,7 @@ class Contents:
         if kind:
             raise CheckpointError(f"{name} is {kind} tensor: a dense one, with its shape, is required")
         whole = Part.of(tensor.shape, [(0, size) for size in tensor.shape])
-        self.tensors[name] = TensorPart(name, tensor, part_of(tensor) or whole, per_rank)
+        self.tensors[name] = TensorPart(tensor, part_of(tensor) or whole, per_rank)
 
 
 def bare_name(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> str:
