@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -93,6 +94,28 @@ def local_groups():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_membership_and_warnings(transport):
     run_ranks(membership_and_warnings, 2, transport)
+
+
+def long_timeouts():
+    """No clock overflows, of Python's locks, of Gloo's (292 years) or of the compiled engine."""
+    x, other = torch.ones(2), 1 - comm.get_rank()
+    comm.barrier(timeout=timedelta.max)
+    group = comm.new_group(timeout=timedelta.max)
+    comm.all_reduce(x, group=group, async_op=True).wait(timedelta.max)
+    message = comm.isend(x, other, group) if comm.get_rank() else comm.irecv(x, other, group)
+    message.wait(timedelta.max)
+    comm.get_group().set_timeout(timedelta.max)
+    comm.all_reduce(x)
+    comm.monitored_barrier(timeout=timedelta.max)
+    assert x.tolist() == [4.0, 4.0]
+    with pytest.raises(comm.DistTimeoutError):
+        comm.irecv(x, other).wait(0)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "thread"])
+def test_the_longest_timeouts(transport):
+    run_ranks(long_timeouts, 2, transport, timeout=40.0)
 
 
 def membership_and_warnings():

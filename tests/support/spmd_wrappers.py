@@ -34,6 +34,7 @@ WRAPPED: dict[str, Callable[[], nn.Module]] = {
     "DistributedDataParallel": lambda: DistributedDataParallel(net()),
     "inside": lambda: nn.Sequential(DistributedDataParallel(net()), nn.Linear(4, 2)),
     "subclass": lambda: type("Own", (DistributedDataParallel,), {})(net()),
+    "ours": lambda: ws.parallel.DistributedDataParallel(net()),
     "FSDPModule": fsdp2,
     "FullyShardedDataParallel": lambda: FullyShardedDataParallel(net(), device_id=torch.device("cpu")),
 }

@@ -59,7 +59,7 @@ class TorchWork(_TorchWork):
         self._future: torch.futures.Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return self._work.wait(seconds(timeout) or self._limit)
+        return self._work.wait(seconds(timeout) if timeout else self._limit)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -102,8 +102,8 @@ def _settled(ended: torch.futures.Future) -> Any:
 
 def _limit(opts: Any, timeout: timedelta | None = None) -> float | None:
     """The time-out of one call in seconds; None for the group's, as options say by a negative one."""
-    limit = seconds(timeout or getattr(opts, "timeout", None))
-    return limit if limit and limit > 0 else None
+    limit = timeout or getattr(opts, "timeout", None)
+    return seconds(limit) if limit and limit > timedelta(0) else None
 
 
 def _reduction(opts: Any) -> RedOpType:

@@ -13,19 +13,23 @@ import torch
 
 from wholestep.errors import DistBackendError
 
+FOREVER = timedelta(days=10_000)  # no clock is asked for more: those of locks and of Gloo end at 292 years
 
-def seconds(timeout: timedelta | float | None) -> float | None:
-    """A time-out in seconds, or None."""
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+
+def seconds(timeout: timedelta | float) -> float:
+    """A time-out in seconds."""
+    return min(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout, FOREVER.total_seconds())
 
 
 def checked_timeout(timeout: timedelta) -> timedelta:
-    """Raises:
-    TypeError: a time-out is no timedelta, as torch's too must be, whose number could be of seconds or milliseconds.
+    """The time-out, at most `FOREVER`.
+
+    Raises:
+        TypeError: it is no timedelta, as torch's too must be, whose number could be of seconds or milliseconds.
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"a time-out is a datetime.timedelta, found {type(timeout).__name__} {timeout!r}")
-    return timeout
+    return min(timeout, FOREVER)
 
 
 def require_process(pid: int, what: str) -> None:
@@ -133,7 +137,7 @@ class All(Work):
         self._works, self._result = works, result
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        end = None if timeout is None else time.monotonic() + (seconds(timeout) or 0.0)
+        end = None if timeout is None else time.monotonic() + seconds(timeout)
         try:
             for work in self._works:
                 if end is None:

@@ -16,7 +16,7 @@ from wholestep.comm.api.groups import get_global_rank, get_group
 from wholestep.comm.api.issue import Group, group_root, issue
 from wholestep.comm.api.plan_cache import with_plan_cache
 from wholestep.comm.api.tracing import not_recorded
-from wholestep.comm.work import Work
+from wholestep.comm.work import Work, seconds
 from wholestep.errors import DistError, DistTimeoutError
 from wholestep.torch_compat import is_deferring, no_modes
 
@@ -135,7 +135,7 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
     if isinstance(pg, DeviceGroup):
         pg = pg.for_device("cpu")
     pg._get_sequence_number_for_group()  # an error in a process that was forked from a rank
-    limit = (timeout or pg.timeout).total_seconds()
+    limit = seconds(timeout or pg.timeout)
     token = torch.zeros(1, dtype=torch.uint8)
     if pg.rank() != 0:
         pg.send([token], 0, _MONITOR_TAG).wait(limit)

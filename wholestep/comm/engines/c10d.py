@@ -27,7 +27,7 @@ from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.store import WRITES, Store
 from wholestep.comm.stores.store_barrier import exchange, forget
 from wholestep.comm.stores.torch_store import TorchStore
-from wholestep.comm.work import Then, Work
+from wholestep.comm.work import Then, Work, checked_timeout
 from wholestep.errors import DistBackendError, DistError, DistNetworkError, DistRankError
 from wholestep.torch_compat import gloo_options
 
@@ -128,7 +128,7 @@ class C10dGroup(ProcessGroup):
         checked: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(rank, size)
-        self.backend_name, self.timeout = backend, timeout
+        self.backend_name, self.timeout = backend, checked_timeout(timeout)
         engine = _engine_class(backend)
         if engine is None:
             raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
@@ -140,7 +140,7 @@ class C10dGroup(ProcessGroup):
             # where the store was reached, the others are too: Gloo itself would ask for the host's name, which many a
             # host resolves to an address that others cannot reach, or to one beyond loopback without need
             self._engine = engine(
-                self._store, rank, size, gloo_options(engine, address, timeout) if address else timeout
+                self._store, rank, size, gloo_options(engine, address, self.timeout) if address else self.timeout
             )
         except RuntimeError as failure:
             raise DistBackendError(f"{backend} cannot start on rank {rank}: {failure}") from failure
@@ -216,7 +216,7 @@ class C10dGroup(ProcessGroup):
 
     def _options(self, kind: type, opts: Options) -> Any:
         made = kind()
-        made.timeout = opts.timeout or self.timeout
+        made.timeout = checked_timeout(opts.timeout or self.timeout)
         if hasattr(made, "rootRank"):
             made.rootRank = opts.root
         return made

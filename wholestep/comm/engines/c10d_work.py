@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.comm.work import Work, require_process
+from wholestep.comm.work import Work, require_process, seconds
 from wholestep.errors import DistBackendError, DistRankError, DistTimeoutError
 
 
@@ -31,7 +31,7 @@ class EngineWork(Work):
             if timeout is None:
                 self._work.wait()
             else:
-                self._work.wait(timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout))
+                self._work.wait(timedelta(seconds=seconds(timeout)))
         except RuntimeError as failure:
             late = "imed out" in str(failure) or "imeout" in str(failure)
             reason = "" if late else self._abort_reason()

@@ -19,7 +19,7 @@ from wholestep.comm.engines.hosts import Topology
 from wholestep.comm.engines.shm import ShmGroup
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.stores.store import PrefixStore, Store
-from wholestep.comm.work import Work
+from wholestep.comm.work import Work, seconds
 from wholestep.errors import (
     DistBackendError,
     DistError,
@@ -134,7 +134,7 @@ class HostGroups:
 
     def settle(self, works: list[Work], opts: Options) -> None:
         """Ends an exchange."""
-        limit = (opts.timeout or self._group.timeout).total_seconds()
+        limit = seconds(opts.timeout or self._group.timeout)
         self._crossing = bool(works)
         for work in works:
             work.wait(limit)

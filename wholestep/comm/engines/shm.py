@@ -43,7 +43,7 @@ class ShmWork(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         ticket = self._ticket
         if ticket is not None:
-            ended = self._finish(ticket, seconds(timeout))
+            ended = self._finish(ticket, None if timeout is None else seconds(timeout))
             with self._closing:
                 if self._ticket is not None:
                     self._group.under_way.pop(id(self), None)
@@ -86,7 +86,7 @@ class MessageWork(ShmWork):
 
     def _finish(self, ticket: Any, limit: float | None) -> Callable[[], DistError | None]:
         group, (tensor,) = self._group, self._result or []
-        limit = limit or group.timeout.total_seconds()
+        limit = group._seconds if limit is None else limit
         status, source, received = native.p2p_finish(group._live(codes.OPS[self._op]), ticket, float(limit))
 
         def ended() -> DistError | None:
@@ -125,7 +125,7 @@ class ShmGroup(ProcessGroup):
         need_native()
         if size > 256:
             raise DistBackendError(f"shm carries at most 256 ranks, {size} are required: use gloo")
-        self.timeout, self._seconds = timeout, timeout.total_seconds()
+        self.timeout, self._seconds = timeout, seconds(timeout)
         self.under_way: dict[int, Work] = {}
         self.culprit = -1
         self.latest: tuple[int, ...] | None = None
@@ -134,7 +134,7 @@ class ShmGroup(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         super().set_timeout(timeout)
-        self._seconds = timeout.total_seconds()
+        self._seconds = seconds(timeout)
         native.forget_plans()  # which have it too
 
     @property
@@ -244,7 +244,7 @@ class ShmGroup(ProcessGroup):
             out_stride = out_stride or outs[0].nbytes
             in_sizes = _packed([one.nbytes for one in ins] if strides is None else [in_stride] * self._size)
             out_sizes = _packed([one.nbytes for one in outs] if strides is None else [out_stride] * self._size)
-        limit = self._seconds if opts.timeout is None else opts.timeout.total_seconds()
+        limit = self._seconds if opts.timeout is None else seconds(opts.timeout)
         outcome = native.run(
             handle, code, dtype, red, opts.root, nbytes, shape, src, dst, in_stride, out_stride, elem, float(limit),
             opts.async_op, in_list, out_list, in_sizes, out_sizes,

@@ -18,7 +18,7 @@ from wholestep.comm.engines.reference_reduce import naive_reduce
 from wholestep.comm.engines.signatures import require_equal
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.stores.store import Store
-from wholestep.comm.work import Finished, Work
+from wholestep.comm.work import Finished, Work, seconds
 from wholestep.errors import DistBackendError, DistError, DistMismatchError, DistRankError, DistTimeoutError
 
 Given = list[list[torch.Tensor]]  # what each rank gives
@@ -99,7 +99,7 @@ class ThreadGroup(ExchangeGroup):
     def _exchange(self, what: str, given: Any, opts: Options) -> list[Any]:
         shared, number = self._shared, self._exchanges
         self._exchanges += 1
-        limit = (opts.timeout or self.timeout).total_seconds()
+        limit = seconds(opts.timeout or self.timeout)
         with shared.changed:
             if self._rank in shared.reasons:
                 raise DistRankError(f"group {self.group_name!r} has ended: {shared.reasons[self._rank]}")
@@ -164,8 +164,7 @@ class _Receipt(Work):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._done:
             return True
-        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        limit = self._group.timeout.total_seconds() if limit is None else limit
+        limit = seconds(self._group.timeout if timeout is None else timeout)
         shared, (tensor,) = self._group._shared, self._result or []
         with shared.changed:
             came = shared.changed.wait_for(lambda: self._find() is not None or self._src in shared.left, limit)

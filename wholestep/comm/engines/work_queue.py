@@ -41,7 +41,7 @@ class QueuedWork(Work):
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         require_process(self._pid, self._what)
-        limit = seconds(timeout)
+        limit = None if timeout is None else seconds(timeout)
         if not self._ended.wait(limit):
             raise DistTimeoutError(f"{self._what} did not end within {limit:g} s")
         if self._failure is not None:

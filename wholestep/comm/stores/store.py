@@ -25,7 +25,6 @@ Result = TypeVar("Result")
 DEFAULT_STORE_TIMEOUT = timedelta(seconds=300)
 CLOSED = "store/closed"
 HEAD = b"wholestep store\n"  # how the file of a `FileStore` begins
-FOREVER = 1e9  # seconds: no clock is asked for more
 
 
 def as_bytes(value: Value) -> bytes:
@@ -122,7 +121,7 @@ class Store:
         return self._apply("append", key, b"")
 
     def _await(self, given: Sequence[str], timeout: timedelta | float | None, what: str) -> list[bytes]:
-        keys, limit = _names(given), min(seconds(timeout if timeout is not None else self._timeout) or 0.0, FOREVER)
+        keys, limit = _names(given), seconds(timeout if timeout is not None else self._timeout)
         values = self._get(keys, limit)
         if values is None:
             absent = [key for key in keys if self._apply("has", key) != b"1"]

@@ -63,7 +63,7 @@ class TCPStore(Store):
         world_size: users of the store, the master among them; None when that is not fixed.
         is_master: serve the table from this process. It listens on ``host_name``'s own address alone.
         timeout: for connecting, and for keys to appear.
-        wait_for_workers: return when ``world_size`` users have connected.
+        wait_for_workers: the master returns when ``world_size`` users have connected.
         secret: what the users share; taken from WHOLESTEP_SECRET when not given.
 
     Raises:
@@ -185,7 +185,8 @@ class TCPStore(Store):
     def _gather(self, world_size: int) -> None:
         if self.add("store/users", 1) >= world_size:
             self.set("store/complete", "1")
-        self.wait(["store/complete"])
+        if self._server is not None:
+            self.wait(["store/complete"])
 
     def _hang_up(self, again: bool = False) -> None:
         if self._connection is not None:

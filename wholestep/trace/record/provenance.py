@@ -133,6 +133,7 @@ class Provenance:
 # Modules that reduce or gather in C++ and in hooks, past the dispatcher, known by the names of their classes.
 _WRAPPERS = {
     ("torch.nn.parallel", "DistributedDataParallel"): "DataParallel",
+    ("wholestep.parallel", "DistributedDataParallel"): "DataParallel",
     ("torch.distributed", "FullyShardedDataParallel"): "FullyShard",
     ("torch.distributed", "FSDPModule"): "FullyShard",
 }
