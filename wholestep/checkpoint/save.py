@@ -126,17 +126,13 @@ def share_out(kind: str, everybody: Sequence[Sequence[Announced]]) -> list[Block
             holders.setdefault(name, {}).setdefault(part, []).append(rank)
     blocks: list[Block] = []
     load = [0] * len(everybody)
-    for name, parts in sorted(holders.items(), key=lambda item: -_size(item[1])):
+    for name, parts in sorted(holders.items(), key=lambda item: -max(part.numel for part in item[1])):
         for part, ranks in _cover(kind, name, parts):
             writer = ranks[0] if name in alone else min(ranks, key=load.__getitem__)
             blocks.append(Block(kind, name, first[name][0], part, writer))
             load[writer] += blocks[-1].nbytes
     order = {name: index for index, name in enumerate(first)}
     return sorted(blocks, key=lambda block: (order[block.name], block.part.spans))
-
-
-def _size(parts: dict[Part, list[int]]) -> int:
-    return max(part.numel for part in parts)
 
 
 def _cover(kind: str, name: str, parts: dict[Part, list[int]]) -> Iterable[tuple[Part, list[int]]]:

@@ -27,7 +27,7 @@ from wholestep.comm.futures import FutureCompleter
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.torch_store import TorchStore
-from wholestep.comm.work import All, Finished, Then, Work, seconds
+from wholestep.comm.work import All, Finished, Work, seconds
 from wholestep.torch_compat import skipped_by_dynamo
 
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
@@ -75,10 +75,9 @@ class TorchWork(_TorchWork):
         return self._tensors
 
     def _source_rank(self) -> int:
-        source = getattr(getattr(self._work, "_first", self._work), "source", -1)
-        if source < 0:
+        if self._work.source < 0:
             raise RuntimeError("sourceRank() may only be called on works of a receive, after wait()")
-        return int(source)
+        return self._work.source
 
     def get_future(self) -> torch.futures.Future:
         if self._future is None:
@@ -206,7 +205,7 @@ def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
         work = (sparse_all_reduce.all_reduce if sparse else collective)(**call)
         others = [one for one in several if one is not out]
         if work is not None and others:
-            work = Then(work, lambda: [one.copy_(out) for one in others], several)
+            work = All([work], several, lambda: [one.copy_(out) for one in others])
         result = self._by_rank(out) if row.out_kind is ArgumentKind.ROWS else [out] if alone else out
         return self._work(work, several or result or [], opts, named.get("timeout"))
 
@@ -247,24 +246,23 @@ class ShmProcessGroup(_TorchGroup):
         super().__init__(rank, size)
         self._group = create_shared(TorchStore(store, timeout), rank, size, timeout)
         self._completer = FutureCompleter()
-        self._name, self._store = "", store
-        self._ranks = _global_ranks(store, rank, size)
+        self._store = store
+        self._group.name_parts("", _global_ranks(store, rank, size))
         self._set_group_name(world().unique("shm"))  # torch gives another to all but groups that are made by hand
 
     def getBackendName(self) -> str:
         return "shm"
 
     def _set_group_name(self, name: str) -> None:
-        _forget(world(), self._name, self._group)
-        self._name = name
-        self._group.name_parts(name, self._ranks)
-        world().guests[name], world().members[name] = self._group, self._ranks
+        _forget(world(), self.group_name, self._group)
+        self._group.name_parts(name, self._group.labels)
+        world().guests[name] = self._group
         weakref.finalize(self, _forget, world(), name, self._group)
 
     @property
     def group_name(self) -> str:
         """torch keeps the name in a C++ backend, which this group has none of."""
-        return self._name
+        return self._group.group_name
 
     def _get_backend(self, device: Any) -> ShmProcessGroup:
         """The group is its own backend."""
@@ -325,7 +323,7 @@ class ShmProcessGroup(_TorchGroup):
         first, *others = outputs
         by_rank = [list(first[i : i + count]) for i in range(0, needed, count)]
         work = collectives.all_gather_coalesced(by_rank, tensors, self._group, async_op=True) or Finished()
-        spread = Then(work, lambda: [o.copy_(v) for row in others for o, v in zip(row, first, strict=True)], flat)
+        spread = All([work], flat, lambda: [o.copy_(v) for row in others for o, v in zip(row, first, strict=True)])
         return self._work(spread, list(outputs), opts, timeout)
 
     @_checked
@@ -385,13 +383,11 @@ class ShmProcessGroup(_TorchGroup):
         p2p.monitored_barrier(self._group, timeout, wait_all_ranks)
 
     def shutdown(self) -> None:
-        known = world()
-        known.guests.pop(self._name, None)
         try:
             self._completer.close()
             self._group.shutdown()
         finally:
-            known.members.pop(self._name, None)
+            _forget(world(), self.group_name, self._group)
 
     def abort(self) -> None:
         self._group.abort("its process group was aborted")
@@ -399,7 +395,7 @@ class ShmProcessGroup(_TorchGroup):
 
 def _forget(known: World, name: str, group: ProcessGroup) -> None:
     if known.guests.get(name) is group:
-        del known.guests[name], known.members[name]
+        del known.guests[name]
 
 
 def _global_ranks(store: Any, rank: int, size: int) -> list[int]:
@@ -410,9 +406,5 @@ def _global_ranks(store: Any, rank: int, size: int) -> list[int]:
     return [int(store.get(f"global{other}")) for other in range(size)]
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ShmProcessGroup:
-    return ShmProcessGroup(store, rank, size, timeout)
-
-
 if "shm" not in dist.Backend.backend_list:
-    dist.Backend.register_backend("shm", _create, devices=["cpu"])
+    dist.Backend.register_backend("shm", ShmProcessGroup, devices=["cpu"])

@@ -44,8 +44,12 @@ class Work:
     """A collective under way. The base class is one that has already ended: `wait` returns at once.
 
     Subclass it to write a backend in Python; only `wait` is required.
+
+    Attributes:
+        source: of a receive, once it has ended: the sender's rank in the group; else -1.
     """
 
+    source: int = -1
     _result: list[torch.Tensor] | None = None
     _failure: BaseException | None = None
     _report: Callable[[BaseException], None] | None = None  # is told once what it failed with
@@ -102,52 +106,38 @@ class Finished(Work):
         self._result = result
 
 
-class Then(Work):
-    """Another work, then a step on its result: copying back to a strided tensor, dividing for AVG."""
+class All(Work):
+    """Several works as one, then a step on their result: copying back to a strided tensor, dividing for AVG."""
 
-    def __init__(self, first: Work, step: Callable[[], object], result: list[torch.Tensor]) -> None:
-        self._first, self._step, self._result = first, step, result
+    def __init__(
+        self, works: list[Work], result: list[torch.Tensor], step: Callable[[], object] = lambda: None
+    ) -> None:
+        self._works, self._result, self._step = works, result, step
         self._done, self._stepping = False, threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if not self._done:
-            try:
-                self._first.wait(timeout) if timeout is not None else self._first.wait()
-                with self._stepping:  # once, however many threads wait
-                    if not self._done:
-                        self._step()
-                        self._done = True
-            except BaseException as failure:
-                self._failed(failure)
-                raise
-        return True
-
-    def is_completed(self) -> bool:
-        if not self._done and self._first.is_completed():
-            with contextlib.suppress(Exception):  # the work keeps it, for whoever waits
-                self.wait()
+        if self._done:
             return True
-        return self._done
-
-
-class All(Work):
-    """Several works as one."""
-
-    def __init__(self, works: list[Work], result: list[torch.Tensor]) -> None:
-        self._works, self._result = works, result
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
         end = None if timeout is None else time.monotonic() + seconds(timeout)
         try:
             for work in self._works:
-                if end is None:
-                    work.wait()
-                else:
-                    work.wait(max(0.0, end - time.monotonic()))
+                work.wait() if end is None else work.wait(max(0.0, end - time.monotonic()))
+            with self._stepping:  # once, however many threads wait
+                if not self._done:
+                    self._step()
+                    self._done = True
         except BaseException as failure:
             self._failed(failure)
             raise
         return True
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        if not self._done and all(work.is_completed() for work in self._works):
+            with contextlib.suppress(Exception):  # the work keeps it, for whoever waits
+                self.wait()
+            return True
+        return self._done
+
+    @property
+    def source(self) -> int:  # type: ignore[override]
+        return self._works[0].source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 from wholestep.comm.engines import c10d
@@ -25,13 +26,6 @@ class _Plugin(NamedTuple):
     devices: list[str]
 
 
-def _engine(name: str) -> Creator:
-    def create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-        return c10d.C10dGroup(name, store, rank, size, timeout)
-
-    return create
-
-
 class Backend(str):
     """A backend's name, in lower case: ``Backend("Gloo") == "gloo"``.
 
@@ -46,10 +40,10 @@ class Backend(str):
         "SHM": _Plugin(create_shared, ["cpu"]),
         "THREAD": _Plugin(ThreadGroup, ["cpu", "cuda"]),
         "NULL": _Plugin(NullGroup, ["cpu", "cuda"]),
-        "GLOO": _Plugin(_engine("gloo"), ["cpu", "cuda"]),
-        "NCCL": _Plugin(_engine("nccl"), ["cuda"]),
-        "MPI": _Plugin(_engine("mpi"), ["cpu", "cuda"]),
-        "UCC": _Plugin(_engine("ucc"), ["cpu", "cuda"]),
+        "GLOO": _Plugin(partial(c10d.C10dGroup, "gloo"), ["cpu", "cuda"]),
+        "NCCL": _Plugin(partial(c10d.C10dGroup, "nccl"), ["cuda"]),
+        "MPI": _Plugin(partial(c10d.C10dGroup, "mpi"), ["cpu", "cuda"]),
+        "UCC": _Plugin(partial(c10d.C10dGroup, "ucc"), ["cpu", "cuda"]),
     }
 
     def __new__(cls, name: str) -> Self:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from wholestep.comm.api.collective_table import ArgumentKind, Collective
-from wholestep.comm.api.groups import get_group, world
+from wholestep.comm.api.groups import get_group
 from wholestep.comm.process_group import ProcessGroup
 
 
@@ -134,9 +134,8 @@ def outside(group: ProcessGroup, what: str) -> bool:
     if group.rank() >= 0:
         return False
     whole = get_group()
-    members = world().members.get(group.group_name)
     warnings.warn(
-        f"Running {what} on global rank {whole.rank()} which does not belong to the given group {members}.",
+        f"Running {what} on global rank {whole.rank()} which does not belong to the given group {list(group.labels)}.",
         UserWarning,
         stacklevel=4,
     )

@@ -109,6 +109,7 @@ ALL_TO_ALL_SINGLE = Collective(
     "all_to_all_single", lambda pg, outs, ins, opts: pg.alltoall_base(outs[0], ins[0], opts),
     "output", "input", ROWS, ROWS, "all_to_all",
 )  # fmt: skip
+BARRIER = Collective("barrier", lambda pg, outs, ins, opts: pg.barrier(opts), out="", inp="")
 SEND = Collective("send", lambda pg, outs, ins, opts: pg.send(outs, opts.root, opts.tag), root="dst")
 RECV = Collective(
     "recv", lambda pg, outs, ins, opts: pg.recv(outs, opts.root, opts.tag), root="src", default_root=ANY_RANK

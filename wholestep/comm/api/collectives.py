@@ -7,7 +7,6 @@ in arguments are global ones. Mistakes raise `ValueError` or `TypeError`; failur
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -16,21 +15,15 @@ from wholestep.comm.api import checks, tracing
 from wholestep.comm.api import collective_table as table
 from wholestep.comm.api.groups import get_group
 from wholestep.comm.api.issue import Group, Op, issue, launch, waited
-from wholestep.comm.api.plan_cache import Function, learn, with_plan_cache
-from wholestep.comm.engines.native_codes import BARRIER
+from wholestep.comm.api.plan_cache import learn, with_plan_cache
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import ReduceOp
 from wholestep.comm.work import All, Finished, Work
 
-
-def _cached(row: table.Collective) -> Callable[[Function], Function]:
-    return with_plan_cache(row.code, row.out, row.inp, row.root)
-
-
 # Reductions -------------------------------------------------------------------------------------------------------
 
 
-@_cached(table.ALL_REDUCE)
+@with_plan_cache(table.ALL_REDUCE)
 def all_reduce(tensor: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Work | None:
     """Reduces ``tensor`` over the group, in place, to equal bits on every rank.
 
@@ -50,7 +43,7 @@ def all_reduce_coalesced(
     return issue(table.ALL_REDUCE_COALESCED, tensors, tensors, group, async_op, op=op)
 
 
-@_cached(table.REDUCE)
+@with_plan_cache(table.REDUCE)
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -63,7 +56,7 @@ def reduce(
     return issue(table.REDUCE, tensor, tensor, group, async_op, op=op, root=(dst, group_dst))
 
 
-@_cached(table.REDUCE_SCATTER)
+@with_plan_cache(table.REDUCE_SCATTER)
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
@@ -75,7 +68,7 @@ def reduce_scatter(
     return issue(table.REDUCE_SCATTER, output, input_list, group, async_op, op=op)
 
 
-@_cached(table.REDUCE_SCATTER_TENSOR)
+@with_plan_cache(table.REDUCE_SCATTER_TENSOR)
 def reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -86,7 +79,7 @@ def reduce_scatter_tensor(
 # Moves ------------------------------------------------------------------------------------------------------------
 
 
-@_cached(table.BROADCAST)
+@with_plan_cache(table.BROADCAST)
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -98,7 +91,7 @@ def broadcast(
     return issue(table.BROADCAST, tensor, tensor, group, async_op, root=(src, group_src))
 
 
-@_cached(table.ALL_GATHER)
+@with_plan_cache(table.ALL_GATHER)
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -125,7 +118,7 @@ def all_gather_coalesced(
     return waited(All([one for one in works if one is not None], [out for outs in lists for out in outs]), async_op)
 
 
-@_cached(table.ALL_GATHER_INTO_TENSOR)
+@with_plan_cache(table.ALL_GATHER_INTO_TENSOR)
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
 ) -> Work | None:
@@ -133,7 +126,7 @@ def all_gather_into_tensor(
     return issue(table.ALL_GATHER_INTO_TENSOR, output_tensor, input_tensor, group, async_op)
 
 
-@_cached(table.GATHER)
+@with_plan_cache(table.GATHER)
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -146,7 +139,7 @@ def gather(
     return issue(table.GATHER, gather_list, tensor, group, async_op, root=(dst, group_dst))
 
 
-@_cached(table.SCATTER)
+@with_plan_cache(table.SCATTER)
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
@@ -159,7 +152,7 @@ def scatter(
     return issue(table.SCATTER, tensor, scatter_list, group, async_op, root=(src, group_src))
 
 
-@_cached(table.ALL_TO_ALL)
+@with_plan_cache(table.ALL_TO_ALL)
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -170,7 +163,7 @@ def all_to_all(
     return issue(table.ALL_TO_ALL, output_tensor_list, input_tensor_list, group, async_op)
 
 
-@_cached(table.ALL_TO_ALL_SINGLE)
+@with_plan_cache(table.ALL_TO_ALL_SINGLE)
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -188,7 +181,7 @@ def all_to_all_single(
     return issue(table.ALL_TO_ALL_SINGLE, output, input, group, async_op, splits=splits)
 
 
-@with_plan_cache(BARRIER)
+@with_plan_cache(table.BARRIER)
 def barrier(group: Group = None, async_op: bool = False, timeout: timedelta | None = None) -> Work | None:
     """Returns when every rank of the group has called it."""
     pg = get_group(group)
@@ -198,5 +191,5 @@ def barrier(group: Group = None, async_op: bool = False, timeout: timedelta | No
         return waited(tracing.into("barrier", [], torch.zeros(1), pg), async_op)
     work = launch(pg, "barrier", None, async_op, lambda pg: pg.barrier(Options(timeout=timeout, async_op=async_op)))
     if timeout is None:
-        learn(BARRIER, None, None, None, group, None, pg, "barrier", None)
+        learn(table.BARRIER, None, None, None, group, None, pg, "barrier", None)
     return work

@@ -19,7 +19,6 @@ DEFAULT_GROUP = "world"
 class World:
     """Attributes:
     groups: name -> group, the default one under ``"world"``.
-    members: name -> global ranks, in the order of their ranks in the group.
     store: the store that the default group met over.
     guests: name -> group that torch.distributed made and will end.
     made: how many groups were made, by name prefix: gives equal names on all ranks.
@@ -28,7 +27,6 @@ class World:
     """
 
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
-    members: dict[str, list[int]] = field(default_factory=dict)
     store: Any = None
     guests: dict[str, ProcessGroup] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
@@ -38,8 +36,12 @@ class World:
 
     def add(self, name: str, group: ProcessGroup, ranks: list[int]) -> ProcessGroup:
         group.name_parts(name, ranks)
-        self.groups[name], self.members[name] = group, ranks
+        self.groups[name] = group
         return group
+
+    def members(self) -> dict[str, list[int]]:
+        """Name of each group -> global ranks, in the order of their ranks in the group."""
+        return {name: list(group.labels) for name, group in (self.groups | self.guests).items()}
 
     def unique(self, prefix: str) -> str:
         """``prefix`` with a number that counts up, alike on ranks that make the same groups in the same order."""
@@ -138,7 +140,7 @@ def get_backend(group: ProcessGroup | str | None = None) -> str:
 
 def get_process_group_ranks(group: ProcessGroup | str | None = None) -> list[int]:
     """Global ranks of the group's members, in group order."""
-    return list(world().members[get_group(group).group_name])
+    return list(get_group(group).labels)
 
 
 def get_group_rank(group: ProcessGroup | str | None, global_rank: int) -> int:

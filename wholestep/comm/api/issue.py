@@ -15,7 +15,7 @@ from wholestep.comm.api.plan_cache import learn
 from wholestep.comm.diagnostics import flight_recorder
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType, ReduceOp, as_op
-from wholestep.comm.work import Then, Work
+from wholestep.comm.work import All, Work
 from wholestep.errors import DistError
 
 Group = ProcessGroup | str | None
@@ -84,7 +84,7 @@ def issue(
         lambda pg: staged(outs, lambda copies: row.start(pg, copies, ready, opts), given_outs, apart, written),
     )  # fmt: skip
     if root[1] is None and opts.root != ANY_RANK and not (apart or tag or splits[0] or splits[1]):
-        learn(row.code, out, inp, op, group, root[0], pg, row.name, like)
+        learn(row, out, inp, op, group, root[0], pg, row.name, like)
     return work
 
 
@@ -125,6 +125,8 @@ def waited(work: Work, async_op: bool) -> Work | None:
         return work
     work.wait()
     return None
+
+
 def launch(
     group: ProcessGroup, what: str, like: torch.Tensor | None, async_op: bool, start: Callable[[ProcessGroup], Work]
 ) -> Work | None:
@@ -170,7 +172,7 @@ def staged(
     work = start(copies)
     work._result = outputs if result is None else result
     back = [(out, copy) for out, copy in zip(outputs, copies, strict=True) if written and copy is not out]
-    return Then(work, lambda: _copy_back(back), work._result) if back else work
+    return All([work], work._result, lambda: _copy_back(back)) if back else work
 
 
 @torch.inference_mode()  # as collectives write: whatever autograd says of the tensors

@@ -61,7 +61,7 @@ def _check(what: str, row: Collective, group: Group, peer: tuple[int | None, int
         )
 
 
-@with_plan_cache(SEND.code, SEND.out, SEND.inp, SEND.root)
+@with_plan_cache(SEND)
 def send(
     tensor: torch.Tensor, dst: int | None = None, group: Group = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
@@ -71,7 +71,7 @@ def send(
         work.wait()
 
 
-@with_plan_cache(RECV.code, RECV.out, RECV.inp, RECV.root)
+@with_plan_cache(RECV)
 def recv(
     tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, group_src: int | None = None
 ) -> int:
@@ -82,10 +82,7 @@ def recv(
     work.wait()
     if src is not None:
         return src
-    if group_src is None:
-        received: Any = getattr(work, "_first", work)
-        group_src = received.source
-    return get_global_rank(group, int(group_src or 0))
+    return get_global_rank(group, work.source if group_src is None else group_src)
 
 
 @dataclass

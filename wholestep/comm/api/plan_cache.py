@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from wholestep.comm.api.backends_registry import DeviceGroup
+from wholestep.comm.api.collective_table import Collective
 from wholestep.comm.diagnostics import flight_recorder
 from wholestep.comm.engines.native_codes import ALL_TO_ALL, MEAN, OPS, RECV, SEND
 from wholestep.comm.engines.native_errors import message_error
@@ -46,24 +47,19 @@ def _set_up() -> bool:
 available = _set_up()
 
 
-def with_plan_cache(code: int, out: str = "", inp: str = "", root: str = "") -> Callable[[Function], Function]:
-    """Gives a public collective plans. Calls with one leave all parameters but these, ``op``, ``group`` and
-    ``async_op`` at their defaults.
-
-    Args:
-        code: its number in `native_codes`.
-        out, inp: the parameters that are written and read, which may be one.
-        root: the parameter with the root, if there is one.
-    """
+def with_plan_cache(row: Collective) -> Callable[[Function], Function]:
+    """Gives the public collective of a row plans. Calls with one leave all parameters but those that the row names,
+    ``op``, ``group`` and ``async_op`` at their defaults."""
 
     def decorate(python: Function) -> Function:
         if not available:
             return python
         parameters = inspect.signature(python).parameters
-        roles = [out, "" if inp == out else inp, "op", "group", root, "async_op"]  # numbered from 1 in C
+        inp = "" if row.inp == row.out else row.inp
+        roles = [row.out, inp, "op", "group", row.root, "async_op"]  # numbered from 1 in C
         defaults = tuple(NotImplemented if p.default is p.empty else p.default for p in parameters.values())
         numbers = tuple(roles.index(name) + 1 if name in roles else 0 for name in parameters)
-        made = native.quicken(code, python, _conclude, tuple(parameters), defaults, numbers)
+        made = native.quicken(row.code, python, _conclude, tuple(parameters), defaults, numbers)
         functools.update_wrapper(made, python)
         return cast(Function, made)
 
@@ -96,7 +92,7 @@ def _conclude(
 
 
 def learn(
-    what: int,
+    row: Collective,
     out: torch.Tensor | list[torch.Tensor] | None,
     inp: torch.Tensor | list[torch.Tensor] | None,
     op: Any,
@@ -126,6 +122,6 @@ def learn(
     part = out_stride if code == ALL_TO_ALL else 0
     shown = flight_recorder.shown(owner, name, like)
     native.learn(
-        what, out, inp, op, group, root, owner, shown, owner._handle, code, dtype, red, group_root, nbytes, shape,
+        row.code, out, inp, op, group, root, owner, shown, owner._handle, code, dtype, red, group_root, nbytes, shape,
         in_stride, out_stride, elem, owner._seconds, part,
     )  # fmt: skip

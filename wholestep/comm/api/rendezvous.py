@@ -203,10 +203,11 @@ def destroy_process_group(group: ProcessGroup | str | None = None) -> None:
     failure: DistError | None = None
     for name in reversed(list(known.groups)) if whole else [ending.group_name]:
         try:
-            known.groups.pop(name).shutdown()
+            known.groups[name].shutdown()
         except DistError as late:
             failure = late
-        known.members.pop(name)
+        finally:
+            del known.groups[name]
     if whole:
         if known.owns_store:
             known.store.close()

@@ -164,7 +164,7 @@ def dump(rank: int, path: str | Path | None = None) -> Path:
             _clear(folder)
         path = folder / f"rank{rank}.{os.getpid()}.json"
     target = Path(path)
-    about = {"rank": rank, "pid": os.getpid(), "written": time.time(), "groups": world().members}
+    about = {"rank": rank, "pid": os.getpid(), "written": time.time(), "groups": world().members()}
     content = json.dumps({**about, "collectives": records()}, indent=1)
     unfinished = target.with_suffix(f".{os.getpid()}.part")
     with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:

@@ -27,7 +27,7 @@ from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.store import WRITES, Store
 from wholestep.comm.stores.store_barrier import exchange, forget
 from wholestep.comm.stores.torch_store import TorchStore
-from wholestep.comm.work import Then, Work, checked_timeout
+from wholestep.comm.work import All, Work, checked_timeout
 from wholestep.errors import DistBackendError, DistError, DistNetworkError, DistRankError
 from wholestep.torch_compat import gloo_options
 
@@ -257,7 +257,7 @@ class C10dGroup(ProcessGroup):
 
         work = self._call(op, words, outs, start)
         plain = op == "all_reduce" and restore is None and opts.op is not RedOpType.AVG
-        return work if plain else Then(work, finish, outs)
+        return work if plain else All([work], outs, finish)
 
     def _all_to_all(self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
         """Over `alltoall_base`, which every engine has."""
@@ -270,7 +270,7 @@ class C10dGroup(ProcessGroup):
             for out, part in zip(outs, received.split(sizes[0]), strict=True):
                 out.copy_(part.view_as(out))
 
-        return Then(self.alltoall_base(received, sent, plain), spread, outs)
+        return All([self.alltoall_base(received, sent, plain)], outs, spread)
 
     def alltoall_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         opts = opts or Options()

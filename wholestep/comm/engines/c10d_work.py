@@ -40,8 +40,7 @@ class EngineWork(Work):
         return True
 
     @property
-    def source(self) -> int:
-        """For a receive: the sender's rank in the group."""
+    def source(self) -> int:  # type: ignore[override]
         return int(self._work._source_rank())
 
     def is_completed(self) -> bool:

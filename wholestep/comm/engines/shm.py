@@ -72,13 +72,7 @@ class ShmWork(Work):
 
 
 class MessageWork(ShmWork):
-    """A send or a receive.
-
-    Attributes:
-        source: rank of the sender, once a receive has ended; else -1.
-    """
-
-    source = -1
+    """A send or a receive."""
 
     def __init__(self, group: ShmGroup, ticket: Any, op: int, peer: int, tensor: torch.Tensor) -> None:
         self._op, self._peer = op, peer
@@ -228,18 +222,12 @@ class ShmGroup(ProcessGroup):
         if op in _REDUCTIONS:
             ins, red = self._reducible(ins, opts, op)
         sources, targets = [one.data_ptr() for one in ins], [one.data_ptr() for one in outs]
-        src = dst = in_stride = out_stride = 0
-        in_list = out_list = in_sizes = out_sizes = None
-        if op in _PART_FOR_EACH and strides is None:
-            in_list = _packed(sources)
-        elif sources:
-            src = sources[0]
-        if op in _PART_FROM_EACH and strides is None:
-            out_list = _packed(targets)
-        elif targets:
-            dst = targets[0]
-        if strides is not None:
-            in_stride, out_stride = strides
+        in_list = _packed(sources) if strides is None and op in _PART_FOR_EACH else None
+        out_list = _packed(targets) if strides is None and op in _PART_FROM_EACH else None
+        src = sources[0] if sources and in_list is None else 0
+        dst = targets[0] if targets and out_list is None else 0
+        in_stride, out_stride = strides or (0, 0)
+        in_sizes = out_sizes = None
         if op == "all_to_all":
             out_stride = out_stride or outs[0].nbytes
             in_sizes = _packed([one.nbytes for one in ins] if strides is None else [in_stride] * self._size)

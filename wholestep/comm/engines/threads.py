@@ -154,7 +154,7 @@ class _Receipt(Work):
 
     def __init__(self, group: ThreadGroup, tensor: torch.Tensor, src: int, tag: int) -> None:
         self._group, self._result, self._src, self._tag = group, [tensor], src, tag
-        self.source, self._done = -1, False
+        self._done = False
 
     def _find(self) -> tuple[int, int, int] | None:
         me, boxes = self._group.rank(), self._group._shared.mailboxes

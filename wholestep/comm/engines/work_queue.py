@@ -17,13 +17,7 @@ Step = Callable[[], object]  # a receive returns the sender's rank
 
 
 class QueuedWork(Work):
-    """A collective or a receive that the queue runs, or will.
-
-    Attributes:
-        source: rank of the sender, once a receive has ended.
-    """
-
-    source = -1
+    """A collective or a receive that the queue runs, or will."""
 
     def __init__(self, what: str, result: list[torch.Tensor]) -> None:
         self._what, self._result = what, result

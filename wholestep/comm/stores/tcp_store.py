@@ -23,7 +23,7 @@ from wholestep.comm.engines.c10d import torch_store_at
 from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, Store
 from wholestep.comm.stores.tcp_server import MAX_GREETING, Server
 from wholestep.comm.stores.wire_protocol import HELLO, MAX_FRAME, Connection, pack, proof
-from wholestep.errors import DistNetworkError, DistStoreError
+from wholestep.errors import DistNetworkError
 
 SECRET_VARIABLE = "WHOLESTEP_SECRET"
 SLACK = 5.0  # seconds that the server's answer may take beyond what it was asked to wait
@@ -240,6 +240,3 @@ class TCPStore(Store):
         if self._server is not None:
             self._server.close()
             self._server = None
-
-
-__all__ = ["DistStoreError", "TCPStore", "is_loopback"]

@@ -25,6 +25,3 @@ class TorchStore(Store):
             return b"%d" % self._store.num_keys()
         # as bytes: torch would write text as UTF-8
         return bytes(getattr(self._store, command)(key, *values) or b"")
-
-    def _read(self, key: str) -> bytes:
-        return bytes(self._store.get(key))
