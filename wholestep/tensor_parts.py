@@ -36,6 +36,11 @@ class Part(NamedTuple):
         return cls(tuple(map(int, shape)), tuple((int(start), int(stop)) for start, stop in spans))
 
     @classmethod
+    def whole(cls, shape: Sequence[int]) -> Part:
+        """All of a tensor."""
+        return cls.of(shape, [(0, size) for size in shape])
+
+    @classmethod
     def rows(cls, shape: Sequence[int], start: int, stop: int) -> Part:
         """Some rows: a part along the first dimension alone."""
         return cls.of(shape, [(start, stop), *((0, size) for size in shape[1:])])

@@ -89,19 +89,18 @@ class Loading:
 
     def _model_trouble(self) -> list[str]:
         extra = {name for tree in (self.held.tree, self.saved) for name in tensors_of(tree["extra"])}
-        here = {*self.held.tensors, *self.held.tree["aliases"], *self.held.tree["extra"]} - extra
-        there = {*self.saved["tensors"], *self.saved["aliases"], *self.saved["extra"]} - extra
-        here |= set(self.held.tree["extra"])
-        there |= set(self.saved["extra"])
+        here = ({*self.held.tensors, *self.held.tree["aliases"]} - extra) | set(self.held.tree["extra"])
+        there = ({*self.saved["tensors"], *self.saved["aliases"]} - extra) | set(self.saved["extra"])
         found = _named("not in the checkpoint", here - there, there - here)
         found += _named("not in the model", there - here, here - there)
-        shapes = {
-            name: (list(held.part.shape), self.saved["tensors"][self._source(name)]["shape"])
+        common = there - extra
+        wrong = [
+            f"{name} is {saved} there, {list(held.part.shape)} in the model"
             for name, held in self.held.tensors.items()
-            if name in there and name not in extra
-        }
-        wrong = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-        found += _some("of another shape", [f"{n} is {b} there, {a} in the model" for n, (a, b) in wrong.items()])
+            if name in common
+            and (saved := self.saved["tensors"][self._source(name)]["shape"]) != list(held.part.shape)
+        ]
+        found += _some("of another shape", wrong)
         tied = self.held.tree["aliases"].items()
         found += [
             f"{name} and {alias} are one tensor in the model, two in the checkpoint"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors import safe_open
 from wholestep.checkpoint.directory import read_index
 from wholestep.checkpoint.state_names import rebuild, tensors_of
 from wholestep.errors import CheckpointError
-from wholestep.tensor_parts import Part, Span
+from wholestep.tensor_parts import Part
 
 
 class Reader:
@@ -33,14 +32,9 @@ class Reader:
         self.nbytes = 0
         self._open: dict[str, Any] = {}
 
-    def part(self, kind: str, name: str, spans: Sequence[Span] | None = None) -> Part:
-        """A part of a tensor by its spans; all of it without."""
-        shape = self.index[kind]["tensors"][name]["shape"]
-        return Part.of(shape, [(0, size) for size in shape] if spans is None else spans)
-
-    def dtype(self, kind: str, name: str) -> torch.dtype:
-        """The type in which a tensor was saved."""
-        return getattr(torch, self.index[kind]["tensors"][name]["dtype"])  # type: ignore[no-any-return]
+    def part(self, kind: str, name: str) -> Part:
+        """All of a tensor as a part."""
+        return Part.whole(self.index[kind]["tensors"][name]["shape"])
 
     def read(self, kind: str, name: str, part: Part, into: torch.Tensor | None = None) -> torch.Tensor:
         """A part of a tensor; only the blocks that it touches are read, and of those only what it needs.
@@ -48,12 +42,11 @@ class Reader:
         Args:
             into: takes it, cast to its own type; a new tensor on the CPU where None.
         """
+        saved = self.index[kind]["tensors"][name]
         if into is None:
-            into = torch.empty(part.size, dtype=self.dtype(kind, name))
-        for block in self.index[kind]["tensors"][name]["blocks"]:
-            common = [
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.spans, block["spans"], strict=True)
-            ]
+            into = torch.empty(part.size, dtype=getattr(torch, saved["dtype"]))
+        for block in saved["blocks"]:
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.spans, block["spans"], strict=True)]
             if any(start >= stop for start, stop in common):
                 continue
             there = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, block["spans"], strict=True))

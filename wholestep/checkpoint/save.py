@@ -194,14 +194,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _index(blocks: list[Block], contents: dict[str, Contents], sizes: dict[str, int]) -> dict[str, Any]:
-    index: dict[str, Any] = {"files": sizes}
-    for kind, content in contents.items():
-        tensors: dict[str, Any] = {}
-        for block in blocks:
-            if block.kind == kind:
-                entry = {"dtype": block.dtype, "shape": list(block.part.shape), "blocks": []}
-                tensors.setdefault(block.name, entry)["blocks"].append(
-                    {"file": block.file, "spans": [list(span) for span in block.part.spans]}
-                )
-        index[kind] = {"tensors": tensors} | content.tree
-    return index
+    index: dict[str, Any] = {kind: {"tensors": {}} | content.tree for kind, content in contents.items()}
+    for block in blocks:
+        entry = {"dtype": block.dtype, "shape": list(block.part.shape), "blocks": []}
+        into = index[block.kind]["tensors"].setdefault(block.name, entry)["blocks"]
+        into.append({"file": block.file, "spans": [list(span) for span in block.part.spans]})
+    return {"files": sizes} | index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +66,7 @@ class Contents:
         kind = kind or ("a quantized" if tensor.is_quantized else "a sparse" if tensor.layout != torch.strided else "")
         if kind:
             raise CheckpointError(f"{name} is {kind} tensor: a dense one, with its shape, is required")
-        whole = Part.of(tensor.shape, [(0, size) for size in tensor.shape])
-        self.tensors[name] = TensorPart(tensor, part_of(tensor) or whole, per_rank)
+        self.tensors[name] = TensorPart(tensor, part_of(tensor) or Part.whole(tensor.shape), per_rank)
 
 
 def bare_name(model: nn.Module, modules: Mapping[str, nn.Module], name: str) -> str:
@@ -211,8 +210,8 @@ def rebuild(tree: Any, tensor: Callable[[str], Any]) -> Any:
     return {key: rebuild(v, tensor) for key, v in tree.items()}
 
 
-def tensors_of(tree: Any) -> Iterator[str]:
+def tensors_of(tree: Any) -> list[str]:
     """The names of all tensors in what `describe` gave."""
     found: list[str] = []
     rebuild(tree, found.append)
-    return iter(found)
+    return found

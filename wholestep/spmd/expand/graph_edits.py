@@ -89,7 +89,7 @@ def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
 def part_of_whole(record: NodeInfo, placement: Shard, group: AxisGroup) -> NodeInfo:
     """The record of what one rank holds of a value; what other axes have cut before stays cut."""
     whole = record.value
-    everything = Part.of(whole.shape, [(0, size) for size in whole.shape])
+    everything = Part.whole(whole.shape)
     outer = record.placement if isinstance(record.placement, Part) else everything
     dim, start = placement.dim, outer.spans[placement.dim][0]
     first, last = piece(whole.shape[dim], group.size, group.rank)
