@@ -136,6 +136,7 @@ _WRAPPERS = {
     ("wholestep.parallel", "DistributedDataParallel"): "DataParallel",
     ("torch.distributed", "FullyShardedDataParallel"): "FullyShard",
     ("torch.distributed", "FSDPModule"): "FullyShard",
+    ("wholestep.parallel", "FSDPModule"): "FullyShard",
 }
 
 
