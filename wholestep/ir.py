@@ -55,7 +55,7 @@ class NodeInfo:
         module: path of the module whose forward ran it, ``""`` outside of modules.
         placement: set by `spmd/`.
         ends: set by `spmd/` where ranks hold unequal parts: the node as the rank with the largest parts has it, and as
-            that with the smallest.
+            that with the smallest; a record made of this one does not have it.
     """
 
     value: Any
@@ -64,7 +64,7 @@ class NodeInfo:
     where: str = ""
     module: str = ""
     placement: Any = None
-    ends: tuple[fx.Node, fx.Node] | None = None
+    ends: tuple[fx.Node, fx.Node] | None = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,15 @@ class Gradient:
 
     Attributes:
         parameter: the parameter's source.
-        place: (size, stride, offset in elements) of the gradient in the memory `after`.
+        place: (size, stride, offset in elements) of the gradient in the memory `after`, of whole tensors.
+        dims: for each of its dimensions that of the memory, None where it is none; set by `spmd/`.
     """
 
     parameter: str
     before: str | None
     after: str
     place: tuple[tuple[int, ...], tuple[int, ...], int]
+    dims: tuple[int | None, ...] = ()
 
 
 @dataclass
@@ -199,6 +201,11 @@ def is_effectful(node: fx.Node) -> bool:
         communicates = is_collective(target) or (is_wait(target) and _meets_others(node.args[0]))
         return communicates or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
     return target in (get_rng_state, set_rng_state, manual_seed)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """True for a call of one of our collectives, or of the wait for one."""
+    return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep"
 
 
 def draws_nothing(node: fx.Node) -> bool:

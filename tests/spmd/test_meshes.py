@@ -92,6 +92,13 @@ def with_nothing():
     return plans, (model, torch.optim.AdamW(model.parameters()), torch.randint(5, (4, 4)))
 
 
+def single_rows():
+    """Of two rows three ranks have one, one and none: a bias's gradient has dimensions of size 1 alone, or is empty."""
+    plans = [ws.TensorParallel("a", {"0": "column"}), ws.FullyShard("b", min_bytes=1)]
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), nn.ReLU(), nn.Linear(2, 7))
+    return plans, (model, torch.optim.Adam(model.parameters()), torch.randn(6, 3))
+
+
 def order_of_collectives(make, rank, shape):
     """Of the step of one of the ranks: what is called along which axis, in the order of the graph."""
     comm.init_process_group("null", rank=rank, world_size=math.prod(shape))
@@ -109,7 +116,8 @@ def order_of_collectives(make, rank, shape):
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"), [(wide, (2, 2)), (turned, (2, 2)), (at_the_edge, (2, 2)), (with_nothing, (4, 2))]
+    ("make", "shape"),
+    [(wide, (2, 2)), (turned, (2, 2)), (at_the_edge, (2, 2)), (with_nothing, (4, 2)), (single_rows, (3, 3))],
 )
 def test_ranks_with_unequal_parts_call_all_collectives_in_one_order(make, shape):
     first, *others = (order_of_collectives(make, rank, shape) for rank in range(0, math.prod(shape), shape[1]))

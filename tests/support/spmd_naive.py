@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import Input, NodeInfo, StepGraph, info, set_info
-from wholestep.spmd.expand.graph_edits import call, copy_step, kept, part_of_whole
+from wholestep.spmd.expand.graph_edits import Writer, copy_step, kept, part_of_whole
 from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate, Shard, normal
@@ -66,10 +66,9 @@ def _gather(node: fx.Node, source: str, placement: Placement, group: AxisGroup) 
         if info(gathered).value.stride() != whole.stride():
             layout = {"dtype": whole.dtype, "device": whole.device}
             place = list(whole.shape), list(whole.stride())
-            empty = call(
-                node.graph, aten.new_empty_strided.default, gathered, *place, phase="forward", keywords=layout
-            )
-            gathered = call(node.graph, aten.copy.default, empty, gathered, phase="forward")
+            write = Writer(node.graph, NodeInfo(None))
+            empty = write.call(aten.new_empty_strided.default, gathered, *place, **layout)
+            gathered = write.call(aten.copy.default, empty, gathered)
     for reader in readers:
         reader.replace_input_with(node, gathered)
 
@@ -79,8 +78,7 @@ def _cut(node: fx.Node, placement: Placement, group: AxisGroup) -> fx.Node:
     if not isinstance(placement, Shard):
         return node
     mine = _redistributed(node, info(node).value, Replicate(), placement, group, NodeInfo(None, "optimizer"))
-    layout = {"memory_format": torch.contiguous_format}
-    return call(node.graph, aten.clone.default, mine, phase="optimizer", keywords=layout)
+    return Writer(node.graph, NodeInfo(None, "optimizer")).clone(mine)
 
 
 def _redistributed(

@@ -19,11 +19,10 @@ from wholestep.nested import tensors_of
 from wholestep.spmd import rules
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.expand import built
-from wholestep.spmd.expand.local_calls import Writer
 from wholestep.spmd.expand.strategy import Build, Strategy
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
-from wholestep.spmd.rules.foreach import columns_of, is_on_lists
+from wholestep.spmd.rules.foreach import columns_of, is_on_lists, of_columns
 from wholestep.testing import run_ranks
 from wholestep.torch_compat import FakeTensorMode, below_autograd
 
@@ -66,7 +65,7 @@ def call_of(sample: Sample, group: AxisGroup) -> tuple[fx.Node, list[Call]]:
     with mode, torch.no_grad(), below_autograd():
         set_info(node, NodeInfo(sample.target(*args, **kwargs)))
     whole = Call.of(node, group)
-    return node, [c.call for c in columns_of(whole)] if is_on_lists(node.target) else [whole]
+    return node, list(columns_of(whole)) if is_on_lists(node.target) else [whole]
 
 
 @dataclass
@@ -102,15 +101,14 @@ class Trial:
         mode = next(tensors_of([value for one in calls for value in one.values])).fake_mode  # type: ignore[attr-defined]
         ins = [set_info(graph.placeholder(f"x{i}"), NodeInfo(mode.from_tensor(part)))
                for i, part in enumerate(self.parts[group.rank])]  # fmt: skip
-        writer = Writer(graph, group, lambda n: n)
+        build = Build(graph, info(node), group)
         if self.strategy.emit is not None:
-            build = Build(graph, info(node), group, lambda n: n)
             strategy = list(rules.strategies(call))[self.index]
             outs = list(built(build, call, strategy, ins))
         elif is_on_lists(node.target):
-            (outs,) = writer.lists(node, [self.column], [call], [ins])
+            (outs,) = of_columns(build, Call.of(node, group), [call], [ins])
         else:
-            outs = list(leaves(graph, writer.call(node, self.strategy, ins)))
+            outs = list(leaves(graph, build.local(call, self.strategy, ins)))
         graph.output(tuple(outs))
         graph.lint()
         gm = fx.GraphModule(torch.nn.Module(), graph)

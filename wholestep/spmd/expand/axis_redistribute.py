@@ -54,16 +54,12 @@ class Change(Build):
 
     def slice(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         """Elements from start to stop of a dimension."""
-        if not self.unequal and (start, stop) == (0, info(node).value.shape[dim]):
-            return node
-        return self.call(aten.slice.Tensor, node, dim, start, stop)
+        some = self.unequal or (start, stop) != (0, info(node).value.shape[dim])
+        return self.call(aten.slice.Tensor, node, dim, start, stop) if some else node
 
     def pad(self, node: fx.Node, dim: int, before: int, after: int, value: float = 0) -> fx.Node:
-        """More elements of a dimension, before and after those there are."""
-        if not self.unequal and not before and not after:
-            return node
-        below = [0, 0] * (info(node).value.dim() - 1 - dim)
-        return self.call(aten.constant_pad_nd.default, node, [*below, before, after], value)
+        """More elements of a dimension, where there are to be more."""
+        return super().pad(node, dim, before, after, value) if self.unequal or before or after else node
 
     def swap(self, node: fx.Node, dim: int) -> fx.Node:
         """Puts a dimension first, and the first one in its place."""
@@ -71,9 +67,7 @@ class Change(Build):
 
     def dense(self, node: fx.Node) -> fx.Node:
         """The elements in the order in which they are read."""
-        if not self.unequal and info(node).value.is_contiguous():
-            return node
-        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.clone(node) if self.unequal or not info(node).value.is_contiguous() else node
 
 
 Emit = Callable[[Change, fx.Node, Any, Any], fx.Node]

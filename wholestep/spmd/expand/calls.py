@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece
-from wholestep.functional import Functionalized, UnderGrad
+from wholestep.functional import operator_of
 from wholestep.ir import info
 from wholestep.nested import tensors_of
 from wholestep.spmd.mesh import AxisGroup
@@ -60,21 +60,18 @@ class Call:
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by its name in the operator's schema; what the schema says where it is not given."""
-        op = self.target.op if isinstance(self.target, (Functionalized, UnderGrad)) else self.target
-        for place, one in enumerate(op._schema.arguments):
-            if one.name == name:
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                if place < len(self.args):
-                    return self.args[place]
-                return one.default_value if one.has_default_value() else default
-        return default
+        found = next((one for one in arguments_of(self.target) if one.name == name), None)
+        if found is not None and found.has_default_value():
+            default = found.default_value
+        return self._given().get(name, default)
+
+    def _given(self) -> dict[str, Any]:
+        """The arguments that are given, by name."""
+        return {**dict(zip((one.name for one in arguments_of(self.target)), self.args, strict=False)), **self.kwargs}
 
     def _named(self) -> Iterator[tuple[str, fx.Node]]:
         """The operands with the names of the arguments that they are in."""
-        op = self.target.op if isinstance(self.target, (Functionalized, UnderGrad)) else self.target
-        given = [*zip((one.name for one in op._schema.arguments), self.args, strict=False), *self.kwargs.items()]
-        for name, argument in given:
+        for name, argument in self._given().items():
             for one in argument if isinstance(argument, (list, tuple)) else [argument]:
                 if isinstance(one, fx.Node) and isinstance(info(one).value, torch.Tensor):
                     yield name, one
@@ -107,6 +104,11 @@ class Call:
         return replace(made, ends=(replace(on_largest, group=group), replace(on_smallest, group=group)))
 
 
+def arguments_of(target: Any) -> list[Any]:
+    """The arguments in an operator's schema."""
+    return operator_of(target)._schema.arguments  # type: ignore[no-any-return]
+
+
 def exchanged(
     args: Any, kwargs: Any, local: Iterable[fx.Node], number_of: Callable[[fx.Node], fx.Node]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -121,9 +123,8 @@ def exchanged(
 
 def with_arguments(target: Any, args: Any, kwargs: Any, /, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments, some exchanged by their names in the operator's schema."""
-    op = target.op if isinstance(target, (Functionalized, UnderGrad)) else target
-    names = [one.name for one in op._schema.arguments]
     args, kwargs = list(args), dict(kwargs)
+    names = [one.name for one in arguments_of(target)] if changed else []
     for name, value in changed.items():
         if names.index(name) < len(args):
             args[names.index(name)] = value

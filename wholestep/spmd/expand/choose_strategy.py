@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import info, nbytes
+from wholestep.ir import nbytes
 from wholestep.spmd.expand.axis_redistribute import rule_of
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.fake_evaluate import meta
+from wholestep.spmd.expand.fake_evaluate import key_of
 from wholestep.spmd.expand.strategy import Strategy
 from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
 from wholestep.spmd.rules import strategies
@@ -106,8 +106,8 @@ class Choices:
         """The best strategy for a call; see `choose`."""
         places = [id(one) for one in sharded]
         lie = tuple([(places.index(id(one)), *one.versions) for one in sharded])
-        ends = tuple([(_key(end.args), _key(end.kwargs)) for end in call.ends or ()])
-        key = (call.target, _key(call.args), _key(call.kwargs), ends, lie, preferred)
+        ends = tuple([(one.args, one.kwargs) for one in (call, *(call.ends or ()))])
+        key = call.target, key_of(ends, []), lie, preferred
         try:
             return self._known[key]
         except (KeyError, TypeError):  # not met before, or with an argument that has no hash
@@ -116,18 +116,6 @@ class Choices:
             with contextlib.suppress(TypeError):
                 self._known[key] = strategy
         return strategy
-
-
-def _key(argument: Any) -> Any:
-    """What rules see of an argument."""
-    if isinstance(argument, fx.Node):
-        value = info(argument).value
-        return meta(value) if isinstance(value, torch.Tensor) else fx.Node
-    if isinstance(argument, (list, tuple)):
-        return tuple([_key(one) for one in argument])
-    if isinstance(argument, dict):
-        return tuple([(name, _key(one)) for name, one in argument.items()])
-    return type(argument), argument
 
 
 def _serves_all(strategy: Strategy) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,12 +46,12 @@ def decomposition(call: Call, record: NodeInfo, function: Callable[..., Any] | N
         record: for the calls, but for their values.
         function: see `Decomposed`.
     """
-    graph, record = fx.Graph(), replace(record, value=None, ends=None)
+    graph, record = fx.Graph(), replace(record, value=None)
     operands = [set_info(graph.placeholder(f"x{i}"), NodeInfo(v)) for i, v in enumerate(call.values)]
     args, kwargs = exchanged(call.args, call.kwargs, operands, lambda number: number)
     node = set_info(graph.call_function(call.target, args, kwargs), replace(record, value=call.result))
     inliner = Inliner(lazy_graph_module(torch.nn.Module(), graph), node, record)
-    results = list(tensors_of(run_on_fakes(node, function or _torchs(call), inliner)))
+    results = list(tensors_of(run_on_fakes(node, partial(function, call) if function else _torchs(call), inliner)))
     found = Decomposition(operands, [], [inliner.nodes[id(result)] for result in results])
     for one in reversed(graph.nodes):
         if one.op == "call_function" and one is not node:
@@ -61,7 +62,7 @@ def decomposition(call: Call, record: NodeInfo, function: Callable[..., Any] | N
     if call.ends is not None:
         both = [decomposition(end, record, function) for end in call.ends]
         for mine, *ends in zip(*([*one.operands, *one.calls] for one in (found, *both)), strict=True):
-            set_info(mine, replace(info(mine), ends=tuple(ends)))
+            info(mine).ends = tuple(ends)
     return found
 
 

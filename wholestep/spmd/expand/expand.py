@@ -7,7 +7,8 @@ want it there. What comes out is a step like any other, so that the next axis's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +16,14 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece
-from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, dead_code, info, nbytes, set_info
+from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, copy_node, dead_code, info, nbytes, set_info
+from wholestep.nested import leaves, map_leaves
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.choose_strategy import Choices, ShardedValue, replicated
 from wholestep.spmd.expand.decompositions import decomposition
-from wholestep.spmd.expand.graph_edits import call, is_view, kept, part_of_whole
-from wholestep.spmd.expand.local_calls import Writer
+from wholestep.spmd.expand.graph_edits import Writer, is_view, kept, locate_gradients, part_of_whole
 from wholestep.spmd.expand.redistribute import redistribute
-from wholestep.spmd.expand.sharding_constraint import in_memory, moved, sharding_constraint
+from wholestep.spmd.expand.sharding_constraint import in_memory, sharding_constraint
 from wholestep.spmd.expand.slice_propagation import is_cheap, is_factory, slice_strategy
 from wholestep.spmd.expand.strategy import Build, Decomposed, Strategy
 from wholestep.spmd.expand.uneven_shards import on_largest
@@ -30,7 +31,7 @@ from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal
 from wholestep.spmd.plans.state_placements import StatePlacements
 from wholestep.spmd.rules import strategies
-from wholestep.spmd.rules.foreach import columns_of, is_on_lists
+from wholestep.spmd.rules.foreach import columns_of, is_on_lists, of_columns
 from wholestep.torch_compat import lazy_graph_module
 
 
@@ -51,6 +52,7 @@ def expand(
     Raises:
         PlanError: a placement names a dimension that its tensor does not have.
     """
+    locate_gradients(step)
     group = replace(group, uneven=step.signature.uneven)
     return _StepExpansion(step, group, placements, pending, local).run()
 
@@ -79,7 +81,6 @@ class _Expansion:
         self.preferred_placements: dict[tuple[int | None, torch.Size], Placement] = {}
         self.choices = Choices(pending)
         self.light: set[fx.Node] = set()  # what cheap calls make of the step's inputs, and those
-        self.write = Writer(self.graph, group, self._node_of)
 
     # Calls
 
@@ -106,8 +107,7 @@ class _Expansion:
         unequal = self.group.uneven or is_unequal(wanted, value.shape, self.group)  # ranks do alike
         alone = on_largest(node).is_contiguous() and (unequal or not info(local).value.is_contiguous())
         if alone and constraint.addends is None:  # a gradient has its own memory
-            layout = {"memory_format": torch.contiguous_format}
-            local = call(self.graph, torch.ops.aten.clone.default, local, phase=record.phase, keywords=layout)
+            local = Writer(self.graph, NodeInfo(None, record.phase)).clone(local)
         self.sharded[node] = ShardedValue(value, wanted, local, source.on_largest)
 
     def _share(self, node: fx.Node) -> None:
@@ -115,16 +115,11 @@ class _Expansion:
         sharded, (parameter, source) = self.sharded[node], self.updated[node]
         if not isinstance(sharded, ShardedValue) or sharded.first != Shard(0) or self.sharded[parameter].first != R:
             return
-        record = info(node)
         start, stop = piece(sharded.value.shape[0], self.group.size, self.group.rank)
-        made: fx.Node = self.sharded[parameter].node
-        ops = torch.ops.wholestep
-        for target, args, names in (
-            (torch.ops.aten.slice_scatter.default, (sharded.node, 0, start, stop), None),
-            (ops.share_rows.default, (self.group.name,), (source,)),
-            (ops.wait.default, (), None),
-        ):
-            made = call(self.graph, target, made, *args, phase=record.phase, where=record.where, placement=names)
+        write, ops = Writer(self.graph, NodeInfo(None, info(node).phase, where=info(node).where)), torch.ops
+        made = write.call(ops.aten.slice_scatter.default, self.sharded[parameter].node, sharded.node, 0, start, stop)
+        made = write.call(ops.wholestep.share_rows.default, made, self.group.name, names=(source,))
+        made = write.call(ops.wholestep.wait.default, made)
         sharded.versions[R] = made
 
     def _run(self, node: fx.Node) -> None:
@@ -133,11 +128,12 @@ class _Expansion:
         strategy = self._choose(call, info(node))
         local = self._operands(call, strategy, info(node))
         if strategy.emit is None:
-            self.keep(node, self.write.call(node, strategy, local), list(strategy.outs))
+            self.keep(node, self._build(info(node)).local(call, strategy, local), strategy.outs)
             if is_view(node) and len(call.operands) == 1:
                 self._look_again(node, call)
         else:
-            self.sharded[node] = self._built(call, strategy, local, info(node))
+            values = iter(_sharded_values(call, strategy, self._built(call, strategy, local, info(node))))
+            self.sharded[node] = _filled(call.result, values)
         if strategy.outs == (R,) and is_cheap(node) and (is_factory(node) or self.light.issuperset(call.operands)):
             self.light.add(node)
             self.sharded[node].source = node
@@ -150,24 +146,23 @@ class _Expansion:
         for other in (replicated(call), *strategies(call)):
             have = source.versions.get(other.ins[0])
             if have is not None and other.emit is None and other.outs[0] not in made.versions:
-                made.versions[other.outs[0]] = self.write.call(node, other, [have])
+                made.versions[other.outs[0]] = self._build(info(node)).local(call, other, [have])
 
     def _run_on_lists(self, node: fx.Node) -> None:
         """Each column goes its own way; those that take other calls leave the lists."""
-        record = info(node)
-        columns = list(columns_of(Call.of(node, self.group)))
-        chosen = [self._choose(column.call, record) for column in columns]
-        locals_ = [self._operands(c.call, strategy, record) for c, strategy in zip(columns, chosen, strict=True)]
+        record, whole = info(node), Call.of(node, self.group)
+        columns = list(columns_of(whole))
+        chosen = [self._choose(column, record) for column in columns]
+        locals_ = [self._operands(column, strategy, record) for column, strategy in zip(columns, chosen, strict=True)]
         together = [i for i, strategy in enumerate(chosen) if strategy.emit is None]
-        made = self.write.lists(node, together, [columns[i].call for i in together], [locals_[i] for i in together])
-        found: list[Any] = []
-        for index, (column, strategy) in enumerate(zip(columns, chosen, strict=True)):
-            if strategy.emit is None:
-                nodes = made[together.index(index)]
-                found.append(_sharded_values(column.call, strategy, nodes))
-            else:
-                found.append(_leaves(self._built(column.call, strategy, locals_[index], record)))
-        self.sharded[node] = _by_list(record.value, found)
+        made = iter(of_columns(self._build(record), whole, [columns[i] for i in together],
+                               [locals_[i] for i in together]))  # fmt: skip
+        found = []
+        for each in zip(columns, chosen, locals_, strict=True):
+            nodes = next(made) if each[1].emit is None else self._built(*each, record)
+            found.append(_sharded_values(*each[:2], nodes))
+        rows = itertools.chain.from_iterable(zip(*found, strict=True))  # as the operator gives them
+        self.sharded[node] = _filled(record.value, rows)
 
     def _choose(self, call: Call, record: NodeInfo) -> Strategy:
         if not call.operands or not call.results:
@@ -188,10 +183,11 @@ class _Expansion:
     def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
         return [self.at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
 
-    def _built(self, call: Call, strategy: Strategy, local: Sequence[fx.Node], record: NodeInfo) -> Any:
-        nodes = built(Build(self.graph, record, self.group, self._node_of), call, strategy, local)
-        leaves = iter(_sharded_values(call, strategy, nodes))
-        return _tree(call.result, lambda value: next(leaves))
+    def _build(self, record: NodeInfo) -> Build:
+        return Build(self.graph, record, self.group, self._node_of)
+
+    def _built(self, call: Call, strategy: Strategy, local: Sequence[fx.Node], record: NodeInfo) -> Sequence[fx.Node]:
+        return built(self._build(record), call, strategy, local)
 
     # Values
 
@@ -215,11 +211,8 @@ class _Expansion:
             return None
         local = [self.sharded[o].node if is_factory(node) else self.at(self.sharded[o], p, reader)
                  for o, p in zip(call.operands, strategy.ins, strict=True)]  # fmt: skip
-        record = replace(info(node), phase=reader.phase, ends=None)
-        if strategy.emit is not None:
-            return built(Build(self.graph, record, self.group, self._node_of), call, strategy, local)[0]
-        made = self.write.call(node, strategy, local)
-        return set_info(made, replace(record, value=info(made).value))
+        build = self._build(replace(info(node), phase=reader.phase))
+        return build.local(call, strategy, local) if strategy.emit is None else built(build, call, strategy, local)[0]
 
     def keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:
         """Remembers what a call of this rank stands for."""
@@ -231,7 +224,7 @@ class _Expansion:
         if not isinstance(value, (list, tuple)):
             return local
         both = zip(value, largest, strict=True)
-        return [self._split(*each, self.write.pick(local, i), placements) for i, each in enumerate(both)]
+        return [self._split(*each, self._build(info(local)).pick(local, i), placements) for i, each in enumerate(both)]
 
     def _node_of(self, node: fx.Node) -> fx.Node:
         """This rank's node for a number."""
@@ -258,7 +251,7 @@ class _StepExpansion(_Expansion):
             if node.op == "placeholder":
                 self._input(node, next(placements))
             elif node.op == "get_attr":
-                self.keep(node, self.write.copy(node), [R])
+                self.keep(node, self._copy(node), [R])
             elif node.op == "call_function":
                 self.call(node)
         self.graph.output(tuple(self._outputs()))
@@ -270,8 +263,11 @@ class _StepExpansion(_Expansion):
 
     # Inputs and outputs
 
+    def _copy(self, node: fx.Node) -> fx.Node:
+        return set_info(copy_node(self.graph, node, self._node_of), replace(info(node)))
+
     def _input(self, node: fx.Node, placement: Placement) -> None:
-        local = self.write.copy(node)
+        local = self._copy(node)
         if placement == R:
             self.light.add(node)
         if isinstance(placement, Shard):
@@ -304,15 +300,14 @@ class _StepExpansion(_Expansion):
         nodes = {node.name: node for node in self.step.graph.nodes}
         for gradient in self.step.signature.gradients:
             memory, before = nodes[gradient.after], nodes.get(gradient.before or "")
-            wanted = in_memory(sources.get(gradient.parameter, R), info(memory).value, gradient.place)
+            wanted = in_memory(sources.get(gradient.parameter, R), gradient)
             wanted = next((info(c).placement.to for c in _constraints(memory) if info(c).placement.addends), wanted)
             after = self._version(memory, wanted)
             if after is None:
                 continue
             old = self._version(before, wanted) if before is not None else None
             name = None if old is None else old.name
-            place_of = moved(gradient.place, info(memory).value, info(after).value)
-            yield replace(gradient, before=name, after=after.name, place=place_of)
+            yield replace(gradient, before=name, after=after.name)
 
     def _version(self, node: fx.Node, wanted: Placement | None) -> fx.Node | None:
         """This rank's node for a value in a placement, where there is one; as constrained, if it is."""
@@ -322,9 +317,8 @@ class _StepExpansion(_Expansion):
 
     def _is_uneven(self) -> bool:
         """True when a dimension was split into pieces of several sizes."""
-        leaves = [leaf for tree in self.sharded.values() for leaf in _leaves(tree) if isinstance(leaf, ShardedValue)]
-        split = [(sharded.value, placement) for sharded in leaves for placement in sharded.versions]
-        return any(is_unequal(placement, value.shape, self.group) for value, placement in split)
+        found = [one for tree in self.sharded.values() for one in leaves(tree) if isinstance(one, ShardedValue)]
+        return any(is_unequal(placement, one.value.shape, self.group) for one in found for placement in one.versions)
 
 
 def _for_next_axis(item: Input) -> Input:
@@ -348,20 +342,6 @@ def _sharded_values(call: Call, strategy: Strategy, nodes: Sequence[fx.Node]) ->
     return [ShardedValue(*each) for each in zip(call.results, strategy.outs, nodes, sizes, strict=True)]
 
 
-def _tree(result: Any, leaf: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(result, torch.Tensor):
-        return leaf(result)
-    return [_tree(one, leaf) for one in result] if isinstance(result, (list, tuple)) else result
-
-
-def _leaves(tree: Any) -> list[ShardedValue]:
-    return [leaf for one in tree for leaf in _leaves(one)] if isinstance(tree, list) else [tree]
-
-
-def _by_list(result: Any, columns: Sequence[Sequence[ShardedValue]]) -> list[Any]:
-    """Columns of results as the operator gives them: one list, or several."""
-    if result and isinstance(result[0], (list, tuple)):
-        filled = iter(range(len(result)))
-        rows = {i: k for k, i in enumerate(i for i in filled if result[i])}
-        return [[column[rows[i]] for column in columns] if i in rows else [] for i in range(len(result))]
-    return [column[0] for column in columns]
+def _filled(result: Any, values: Iterator[ShardedValue]) -> Any:
+    """What a call gives, with the next of some values for each tensor."""
+    return map_leaves(lambda leaf: next(values) if isinstance(leaf, torch.Tensor) else leaf, result)

@@ -5,13 +5,13 @@ A value says shape, strides, dtype and device; nodes of equal ones may share the
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.nested import tensors_of
 from wholestep.torch_compat import below_autograd
 
 _MEMORY = "wholestep_values"  # an attribute of the mode of fake tensors: it lives as long as they do
@@ -25,43 +25,29 @@ def evaluate(target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs: its arguments, nodes among them.
     """
     values: list[torch.Tensor] = []
-    key = (target, _key(args, values), _key(kwargs, values))
+    key = target, key_of(args, values), key_of(kwargs, values)
     mode = values[0].fake_mode  # type: ignore[attr-defined]
     known: dict[Any, Any] = mode.__dict__.setdefault(_MEMORY, {})
-    try:
+    with contextlib.suppress(KeyError, TypeError):  # not met before, or with an argument that has no hash
         return known[key]
-    except (KeyError, TypeError):  # not met before, or with an argument that has no hash
-        found = run_on_fakes(target, args, kwargs)
-    try:
+    args, kwargs = fx.map_arg((args, kwargs), lambda node: info(node).value)
+    with mode, torch.no_grad(), below_autograd():
+        found = target(*args, **kwargs)
+    with contextlib.suppress(TypeError):
         known[key] = found
-    except TypeError:
-        pass
     return found
 
 
-def run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a call on the fake values of its operands."""
-    args, kwargs = fx.map_arg((args, kwargs), lambda node: info(node).value)
-    tensor = next(tensors_of([args, *kwargs.values()]))
-    with tensor.fake_mode, torch.no_grad(), below_autograd():  # type: ignore[attr-defined]
-        return target(*args, **kwargs)
-
-
-def meta(value: torch.Tensor) -> Any:
-    """All that operators on fake tensors see of one."""
-    strides = value.stride() if value.layout is torch.strided else id(value)
-    return value.shape, strides, value.dtype, value.device
-
-
-def _key(argument: Any, values: list[torch.Tensor]) -> Any:
-    """What the value of a call can depend on; collects tensors."""
+def key_of(argument: Any, values: list[torch.Tensor]) -> Any:
+    """All of an argument that rules and operators on fake tensors see; collects tensors."""
     if isinstance(argument, fx.Node):
-        return _key(info(argument).value, values)
+        argument = info(argument).value
     if isinstance(argument, torch.Tensor):
         values.append(argument)
-        return meta(argument)
+        strides = argument.stride() if argument.layout is torch.strided else id(argument)
+        return argument.shape, strides, argument.dtype, argument.device
     if isinstance(argument, (list, tuple)):
-        return tuple([_key(one, values) for one in argument])
+        return tuple([key_of(one, values) for one in argument])
     if isinstance(argument, dict):
-        return tuple([(name, _key(one, values)) for name, one in argument.items()])
-    return float if type(argument) is float else (type(argument), argument)
+        return tuple([(name, key_of(one, values)) for name, one in argument.items()])
+    return type(argument), argument

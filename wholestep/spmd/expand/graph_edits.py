@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.comm.ops.rows import piece
 from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, add_call, copy_graph, info, set_info
 from wholestep.spmd.expand.fake_evaluate import evaluate
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.placements import Placement, Shard
-from wholestep.tensor_parts import Part, Span
+from wholestep.spmd.placements import Placement, Shard, cut
+from wholestep.tensor_parts import Part
 from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
 
 Choice = Callable[[fx.Node], bool]
+
+
+def locate_gradients(step: StepGraph) -> None:
+    """Finds the dimensions of gradients in the memories in which they lie, once, by sizes that all ranks see alike."""
+    memories = {node.name: info(node).value for node in step.graph.nodes if node.op != "output"}
+    for index, gradient in enumerate(step.signature.gradients):
+        memory, (size, stride, offset) = memories.get(gradient.after), gradient.place
+        if memory is not None and not gradient.dims:
+            fills = memory.layout is torch.strided and offset == 0 and memory.numel() == math.prod(size)
+            there = [*zip(memory.shape, memory.stride(), strict=True)] if fills else []
+            dims = [there.index(one) if one in there else None for one in zip(size, stride, strict=True)]
+            step.signature.gradients[index] = replace(gradient, dims=tuple(dims))
 
 
 def copy_step(step: StepGraph, stage: str) -> StepGraph:
@@ -26,28 +37,45 @@ def copy_step(step: StepGraph, stage: str) -> StepGraph:
     graph, copies = copy_graph(step.graph.nodes)
     names = {old.name: new.name for old, new in copies.items()}
     old = step.signature
-    gradients = [
-        replace(g, before=g.before and names.get(g.before, ""), after=names[g.after])
-        for g in old.gradients
-        if g.after in names
-    ]
-    copied = {"mutations": dict(old.mutations), "state_outputs": dict(old.state_outputs), "gradients": gradients}
-    signature = replace(old, same_order=True, **copied)  # type: ignore[arg-type]
-    return StepGraph(lazy_graph_module(step.gm, graph), signature, stage)
+    signature = replace(
+        old, same_order=True, mutations=dict(old.mutations), state_outputs=dict(old.state_outputs),
+        gradients=[replace(g, before=g.before and names.get(g.before, ""), after=names[g.after])
+                   for g in old.gradients if g.after in names],
+    )  # fmt: skip
+    copied = StepGraph(lazy_graph_module(step.gm, graph), signature, stage)
+    locate_gradients(copied)
+    return copied
 
 
-def call(
-    graph: fx.Graph, target: Any, *args: Any, phase: Phase, keywords: dict[str, Any] | None = None, **record: Any
-) -> fx.Node:
-    """Adds a call at the graph's insertion point; its value comes from running it on its arguments' fake values.
+@dataclass
+class Writer:
+    """Adds calls to a graph.
 
-    Args:
-        keywords: of the call.
-        phase, record: of the node's `NodeInfo`.
+    Attributes:
+        graph: new calls go to its insertion point.
+        record: for the calls, but for their values.
     """
-    keywords = keywords or {}
-    node = add_call(graph, target, args, keywords)
-    return set_info(node, NodeInfo(evaluate(target, args, keywords), phase, **record))
+
+    graph: fx.Graph
+    record: NodeInfo
+
+    def call(self, target: Any, *args: Any, names: tuple[str, ...] = (), **keywords: Any) -> fx.Node:
+        """Adds a call; its value comes from running it on its arguments' fake values.
+
+        Args:
+            names: of what a collective sends, for its record.
+        """
+        node, value = add_call(self.graph, target, args, keywords), evaluate(target, args, keywords)
+        return set_info(node, replace(self.record, value=value, placement=names or None))
+
+    def clone(self, node: fx.Node) -> fx.Node:
+        """A copy whose elements are in the order in which they are read."""
+        return self.call(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def pick(self, node: fx.Node, index: int) -> fx.Node:
+        """One item of a call's results."""
+        picked = add_call(self.graph, GETITEM, (node, index))
+        return set_info(picked, replace(info(node), value=info(node).value[index]))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -83,23 +111,16 @@ def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
                     twin = old.graph.node_copy(user, lambda n, old=old, new=new: new if n is old else n)  # type: ignore[misc]
                 seq = info(user).seq if info(user).phase == phase else None  # a twin elsewhere is nobody's backward
                 set_info(twin, replace(info(user), phase=phase, seq=seq))
+                info(twin).ends = info(user).ends
                 pairs.append((user, twin))
 
 
 def part_of_whole(record: NodeInfo, placement: Shard, group: AxisGroup) -> NodeInfo:
     """The record of what one rank holds of a value; what other axes have cut before stays cut."""
-    whole = record.value
-    everything = Part.whole(whole.shape)
-    outer = record.placement if isinstance(record.placement, Part) else everything
-    dim, start = placement.dim, outer.spans[placement.dim][0]
-    first, last = piece(whole.shape[dim], group.size, group.rank)
-    mine = everything._replace(spans=_with(everything.spans, dim, (first, last)))
-    part = outer._replace(spans=_with(outer.spans, dim, (start + first, start + last)))
-    return replace(record, value=_cut(whole, mine), placement=part, ends=None)
-
-
-def _with(spans: Sequence[Span], dim: int, span: Span) -> tuple[Span, ...]:
-    return (*spans[:dim], span, *spans[dim + 1 :])
+    whole, mine = record.value, cut(record.value.shape, [placement], [group])
+    outer = record.placement if isinstance(record.placement, Part) else Part.whole(whole.shape)
+    spans = [(start + first, start + last) for (start, _), (first, last) in zip(outer.spans, mine.spans, strict=True)]
+    return replace(record, value=_cut(whole, mine), placement=Part.of(outer.shape, spans))
 
 
 def _cut(value: torch.Tensor, part: Part) -> torch.Tensor:
@@ -126,7 +147,6 @@ def kept(node: fx.Node, whole: NodeInfo, placement: Placement, group: AxisGroup)
     if not isinstance(placement, Shard) and not isinstance(whole.placement, Part):
         return node
     if node.op == "placeholder" or is_view(node):
-        layout = {"memory_format": torch.contiguous_format}
-        node = call(node.graph, torch.ops.aten.clone.default, node, phase="optimizer", keywords=layout)
+        node = Writer(node.graph, NodeInfo(None, "optimizer")).clone(node)
     part = part_of_whole(whole, placement, group).placement if isinstance(placement, Shard) else whole.placement
     return set_info(node, replace(info(node), placement=part))

@@ -5,14 +5,12 @@ Plans write them; the expansion brings the value there by the collective that th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
-from wholestep.ir import Phase, info, set_info
+from wholestep.ir import Gradient, Phase, info, set_info
 from wholestep.spmd.expand.graph_edits import Choice, reroute
 from wholestep.spmd.placements import Partial, Placement, Shard
 
@@ -50,6 +48,7 @@ def constrain(node: fx.Node, constraint: Constraint, phase: Phase, chosen: Choic
     with node.graph.inserting_before(following):
         made = node.graph.call_function(sharding_constraint, (node,))
     set_info(made, replace(info(node), phase=phase, placement=constraint))
+    info(made).ends = info(node).ends
     reroute(node, made, lambda reader: reader is not made and chosen(reader), phase)
     if made.users:
         return made
@@ -57,31 +56,9 @@ def constrain(node: fx.Node, constraint: Constraint, phase: Phase, chosen: Choic
     return None
 
 
-Place = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset
-
-
-def in_memory(placement: Placement, memory: torch.Tensor, place: Place) -> Placement | None:
+def in_memory(placement: Placement, gradient: Gradient) -> Placement | None:
     """A gradient's placement for the memory in which it lies, perhaps with its dimensions in another order."""
-    size, stride, offset = place
     if not isinstance(placement, Shard):
         return placement
-    fits = [dim for dim in range(memory.dim())
-            if (memory.shape[dim], memory.stride(dim)) == (size[placement.dim], stride[placement.dim])]  # fmt: skip
-    return Shard(fits[0]) if fits and offset == 0 and memory.numel() == math.prod(size) else None
-
-
-def moved(place: Place, memory: torch.Tensor, part: torch.Tensor) -> Place:
-    """Where a tensor lies in a part of its memory.
-
-    Args:
-        place: its size, stride and offset in the whole memory.
-        part: what a rank holds of the memory, with as many dimensions.
-    """
-    if memory.shape == part.shape and memory.stride() == part.stride():
-        return place
-    sizes, strides = list(place[0]), list(place[1])
-    for dim, (size, stride) in enumerate(zip(*place[:2], strict=True)):
-        fits = [d for d in range(memory.dim()) if (memory.shape[d], memory.stride(d)) == (size, stride)]
-        if fits:
-            sizes[dim], strides[dim] = part.shape[fits[0]], part.stride(fits[0])
-    return tuple(sizes), tuple(strides), place[2]
+    dim = gradient.dims[placement.dim]
+    return None if dim is None else Shard(dim)

@@ -9,18 +9,16 @@ reads whole is dropped. Nothing is sent, and every rank's graph stays alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import fx
 
-from wholestep.ir import add_call, info, is_effectful, set_info
-from wholestep.spmd.expand.calls import Call, R, exchanged, with_arguments
+from wholestep.ir import info, is_effectful
+from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.graph_edits import is_view
 from wholestep.spmd.expand.strategy import Build, Strategy
 from wholestep.spmd.expand.uneven_shards import COPIES
-from wholestep.spmd.placements import Replicate, Shard, local_shape
+from wholestep.spmd.placements import Replicate, Shard
 from wholestep.spmd.rules import strategies
 from wholestep.torch_compat import OpOverload
 
@@ -46,12 +44,12 @@ def is_cheap(node: fx.Node) -> bool:
 
 def slice_strategy(node: fx.Node, call: Call, wanted: Shard) -> Strategy | None:
     """The strategy that makes a slice out of slices and whole values, and sends nothing."""
-    value = call.results[0]
     if is_factory(node):
         bounds = call.argument("start", 0), call.argument("step", 1)  # of integers, the same however they are counted
-        counted = all(type(one) is int for one in bounds) and not value.is_floating_point()
-        made = partial(_made, dim=wanted.dim)
-        return Strategy((R,) * len(call.operands), (wanted,), made) if call.target not in _RANGES or counted else None
+        ranges = call.target in _RANGES
+        known = all(type(one) is int for one in bounds) and not call.results[0].is_floating_point()
+        made = Strategy((R,) * len(call.operands), (wanted,), _range if ranges else None)
+        return made if known or not ranges else None
     if call.group.uneven and call.ends is None:
         return None  # what other ranks hold of it is not known
     silent = (one for one in strategies(call) if one.emit is None or is_view(node))
@@ -59,17 +57,8 @@ def slice_strategy(node: fx.Node, call: Call, wanted: Shard) -> Strategy | None:
     return next(fits, None)
 
 
-def _made(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
-    whole, target = call.results[0], call.target
-    shape = local_shape(whole.shape, [Shard(dim)], [build.group])
-    args, kwargs = exchanged(call.args, call.kwargs, ins, build.number_of)
-    if target in _RANGES:
-        first, step = call.argument("start", 0), call.argument("step", 1)
-        start, stop = build.piece(whole.shape[0])
-        target, args = aten.arange.start_step, (first + start * step, first + stop * step, step)
-        kwargs = {"dtype": whole.dtype, "device": whole.device}
-    else:
-        args, kwargs = with_arguments(target, args, kwargs, size=list(shape))
-    with whole.fake_mode:  # type: ignore[attr-defined]
-        value = whole.new_empty(shape)
-    return [set_info(add_call(build.graph, target, args, kwargs), replace(build.record, value=value, ends=None))]
+def _range(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    first, step, whole = call.argument("start", 0), call.argument("step", 1), call.results[0]
+    start, stop = build.piece(whole.shape[0])
+    args, keywords = (first + start * step, first + stop * step, step), {"dtype": whole.dtype, "device": whole.device}
+    return [build.as_recorded(aten.arange.start_step, args, keywords, [stop - start])]

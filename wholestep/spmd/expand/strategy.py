@@ -17,49 +17,77 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece
-from wholestep.ir import GETITEM, NodeInfo, info, set_info
-from wholestep.spmd.expand.calls import Call, R, exchanged, with_arguments
-from wholestep.spmd.expand.graph_edits import call as add_call
+from wholestep.ir import add_call, info, set_info
+from wholestep.nested import tensors_of
+from wholestep.spmd.expand.calls import Call, R, arguments_of, exchanged, with_arguments
+from wholestep.spmd.expand.fake_evaluate import evaluate
+from wholestep.spmd.expand.graph_edits import Writer
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.placements import Op, Partial, Placement, Shard
+from wholestep.spmd.placements import Op, Partial, Placement, Shard, local_shape
+from wholestep.torch_compat import OpOverload
 
-collectives = torch.ops.wholestep
+aten, collectives = torch.ops.aten, torch.ops.wholestep
+
+_SIZES = ("size", "input_sizes", "input_size", "self_size")  # arguments that give the result's shape
+VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 Names = Sequence[str | None]  # a letter for each dimension; None: cannot be split
 
 
 @dataclass
-class Build:
-    """Adds the calls of one rank to its graph.
+class Build(Writer):
+    """Adds the calls of one rank that stand for a call of the whole step, whose record they have.
 
     Attributes:
-        graph: new calls go to its insertion point.
-        record: of the call of the whole step that they stand for.
         group: the ranks of the axis.
         number_of: this rank's node for a node of the whole step that gives a number.
     """
 
-    graph: fx.Graph
-    record: NodeInfo
     group: AxisGroup
     number_of: Callable[[fx.Node], fx.Node] = lambda number: number
 
     def same(self, call: Call, ins: Sequence[fx.Node], /, **changed: Any) -> fx.Node:
         """The call itself on local operands, some arguments exchanged by name."""
         args, kwargs = exchanged(call.args, call.kwargs, ins, self.number_of)
-        args, kwargs = with_arguments(call.target, args, kwargs, **changed)
-        return self.call(call.target, *args, **kwargs)
+        return self.as_recorded(call.target, *with_arguments(call.target, args, kwargs, **changed), changed.get("size"))
 
-    def call(self, target: Any, *args: Any, **keywords: Any) -> fx.Node:
-        """A call on nodes of this rank's graph."""
-        like = self.record
-        return add_call(self.graph, target, *args, phase=like.phase, keywords=keywords, seq=like.seq, where=like.where,
-                        module=like.module)  # fmt: skip
+    def local(self, call: Call, strategy: Strategy, ins: Sequence[fx.Node]) -> fx.Node:
+        """The call itself on local operands: arguments that say the result's shape say that of this rank's."""
+        target, sizes = call.target, {}
+        if isinstance(target, OpOverload) and strategy.outs and isinstance(strategy.outs[0], Shard):
+            shape = local_shape(call.results[0].shape, strategy.outs[:1], [self.group])
+            names = [one.name for one in arguments_of(target) if str(one.type) == "List[int]"]
+            sizes = {name: list(shape) for name in names if name in _SIZES}
+        if target in VIEWS:
+            ins = [self.viewable(ins[0], sizes.get("size", call.args[1]))]
+        return self.same(call, ins, **sizes)
+
+    def as_recorded(self, target: Any, args: Any, kwargs: Any, shape: Sequence[int] | None = None) -> fx.Node:
+        """A call that stands for the whole step's own, whose record has the value of a number, and of a factory's.
+
+        Args:
+            shape: of what a factory gives, where it is another.
+        """
+        node, value = add_call(self.graph, target, args, kwargs), self.record.value
+        has_operand = any(next(tensors_of(info(one).value), None) is not None for one in node.all_input_nodes)
+        if has_operand and next(tensors_of(value), None) is not None:
+            value = evaluate(target, args, kwargs)
+        elif shape is not None:
+            with value.fake_mode:
+                value = value.new_empty(shape)
+        return set_info(node, replace(self.record, value=value))
+
+    def viewable(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        """A value that can be seen in another shape, copied where its strides do not allow it."""
+        try:
+            evaluate(aten.view.default, (node, list(shape)), {})
+        except (RuntimeError, ValueError):  # operators of torch written in Python raise the second
+            return self.clone(node)
+        return node
 
     def collective(self, name: str, *args: Any, names: tuple[str, ...] = ()) -> fx.Node:
-        """A collective over the axis, waited for at once; ``names`` of what is sent are for its record."""
-        started = self.call(getattr(collectives, name).default, *args, self.group.name)
-        set_info(started, replace(info(started), placement=names or None))
+        """A collective over the axis, waited for at once; ``names`` are of what is sent."""
+        started = self.call(getattr(collectives, name).default, *args, self.group.name, names=names)
         return self.call(collectives.wait.default, started)
 
     def all_reduce(self, node: fx.Node, op: Op = "sum") -> fx.Node:
@@ -68,17 +96,16 @@ class Build:
 
     def shard(self, node: fx.Node, dim: int) -> fx.Node:
         """This rank's shard of a whole value."""
-        start, stop = self.piece(info(node).value.shape[dim])
-        return self.call(torch.ops.aten.slice.Tensor, node, dim, start, stop)
+        return self.call(aten.slice.Tensor, node, dim, *self.piece(info(node).value.shape[dim]))
+
+    def pad(self, node: fx.Node, dim: int, before: int, after: int, value: float = 0) -> fx.Node:
+        """More elements of a dimension, before and after those there are."""
+        below = [0, 0] * (info(node).value.dim() - 1 - dim)
+        return self.call(aten.constant_pad_nd.default, node, [*below, before, after], value)
 
     def piece(self, length: int) -> tuple[int, int]:
         """Where this rank's piece of a dimension of the whole starts and stops."""
         return piece(length, self.group.size, self.group.rank)
-
-    def pick(self, node: fx.Node, index: int) -> fx.Node:
-        """One item of a call's results."""
-        picked = self.graph.call_function(GETITEM, (node, index))
-        return set_info(picked, replace(self.record, value=info(node).value[index], ends=None))
 
     def picks(self, node: fx.Node) -> list[fx.Node]:
         """The tensors of a call's results."""
@@ -93,7 +120,7 @@ class Decomposed:
     """As a strategy's `emit`: the call comes down to others, each of which is expanded by rules of its own.
 
     Attributes:
-        function: gives what the call gives, of the same arguments; None for torch's decomposition of the operator.
+        function: gives what a call gives, of the call and its arguments; None: torch's decomposition of the operator.
     """
 
     function: Callable[..., Any] | None = None
@@ -186,22 +213,17 @@ def beside(call: Call, *dims: int) -> Iterator[Strategy]:
     yield from Dims([letters] * len(call.values), [letters] * len(call.results)).strategies(call)
 
 
-def dims_rule(names: Callable[[Call], tuple[Sequence[Names], Sequence[Names]]], *linear: tuple[int, ...]) -> Rule:
-    """A rule of letters for operands and results, and of the groups of operands in which the call is linear."""
+def linear(rule: Rule, *groups: tuple[int, ...], when: Callable[[Call], bool] = lambda call: True) -> Rule:
+    """A rule's strategies, and those that pass addends on: for what is linear in groups of operands, or the first.
 
-    def rule(call: Call) -> Iterator[Strategy]:
-        yield from Dims(*names(call)).strategies(call)
-        yield from linear_strategies(call, linear)
-
-    return rule
-
-
-def linear(rule: Rule, *groups: tuple[int, ...]) -> Rule:
-    """A rule's strategies, and those that pass addends on: for what is linear in groups of operands, or the first."""
+    Args:
+        when: it is.
+    """
 
     def both(call: Call) -> Iterator[Strategy]:
         yield from rule(call)
-        yield from linear_strategies(call, [group for group in groups or [(0,)] if max(group) < len(call.values)])
+        if when(call):
+            yield from linear_strategies(call, [group for group in groups or [(0,)] if max(group) < len(call.values)])
 
     return both
 

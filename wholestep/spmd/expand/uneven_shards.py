@@ -9,6 +9,7 @@ smallest; a node's record names its counterparts there (`NodeInfo.ends`), and ch
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,8 +22,6 @@ aten = torch.ops.aten
 
 # What one rank makes of a value where another one copies it, or takes it as it is.
 COPIES = (aten.clone.default, aten.constant_pad_nd.default, aten.full_like.default, aten.new_zeros.default)
-
-Pairs = dict[fx.Node, fx.Node]
 
 
 def on_largest(node: fx.Node) -> torch.Tensor:
@@ -57,7 +56,7 @@ def in_lockstep(step: StepGraph, own: Sequence[Pass], first: Sequence[Pass], las
         if not others:
             return made
         if index == len(own) - 1:
-            return without_counterparts(made)
+            return with_counterparts(made)
         for each in (made, *others):
             with_counterparts(each, *others)
         return made
@@ -65,40 +64,27 @@ def in_lockstep(step: StepGraph, own: Sequence[Pass], first: Sequence[Pass], las
     return [functools.wraps(getattr(p, "func", p))(functools.partial(run, i)) for i, p in enumerate(own)]
 
 
-def with_counterparts(step: StepGraph, first: StepGraph, last: StepGraph) -> StepGraph:
-    """Writes the counterparts of each node into its record; none where the graphs do not correspond."""
-    of_first, of_last = _counterparts(step, first), _counterparts(step, last)
-    if of_first is None or of_last is None:
-        return without_counterparts(step)
+def with_counterparts(step: StepGraph, *others: StepGraph) -> StepGraph:
+    """Writes the counterparts of each node into its record; none without other graphs, or where these differ."""
+    pairs = [_counterparts(step, other) for other in others]
     for node in step.graph.nodes:
         if node.op != "output":
-            ends = (of_first[node], of_last[node]) if node in of_first and node in of_last else None
-            set_info(node, replace(info(node), ends=ends))
+            set_info(node, replace(info(node)))
+            if pairs and all(node in found for found in pairs):
+                info(node).ends = pairs[0][node], pairs[1][node]
     return step
 
 
-def without_counterparts(step: StepGraph) -> StepGraph:
-    """Lets go of other ranks' graphs."""
-    for node in step.graph.nodes:
-        if node.op != "output" and info(node).ends is not None:
-            set_info(node, replace(info(node), ends=None))
-    return step
-
-
-def _counterparts(step: StepGraph, other: StepGraph) -> Pairs | None:
+def _counterparts(step: StepGraph, other: StepGraph) -> dict[fx.Node, fx.Node]:
     """Nodes of one graph -> the same of another rank's; copies that only one of them makes have none."""
-    found: Pairs = {}
-    theirs = iter([*other.graph.nodes, None])
-    counterpart = next(theirs)
+    found, theirs = {}, deque(other.graph.nodes)
     for node in step.graph.nodes:
-        while counterpart is not None and counterpart.target in COPIES and node.target not in COPIES:
-            counterpart = next(theirs)
         copied = node.target in COPIES
-        if counterpart is None or (counterpart.op, counterpart.target) != (node.op, node.target):
-            if not copied:
-                return None
-            if counterpart is None or counterpart.target not in COPIES:
-                continue
-        found[node] = counterpart
-        counterpart = next(theirs)
-    return found if counterpart is None else None
+        while theirs and theirs[0].target in COPIES and not copied:
+            theirs.popleft()
+        here = (node.op, node.target)
+        if theirs and ((theirs[0].op, theirs[0].target) == here or (copied and theirs[0].target in COPIES)):
+            found[node] = theirs.popleft()
+        elif not copied:
+            return {}
+    return {} if theirs else found

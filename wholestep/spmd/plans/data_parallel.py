@@ -8,16 +8,17 @@ later readers a sharding constraint: `Partial -> Replicate`, or `Partial -> Shar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from wholestep.errors import PlanError
-from wholestep.ir import Gradient, Input, StepGraph, info, is_dense, nbytes
+from wholestep.ir import Gradient, Input, NodeInfo, StepGraph, ancestors, info, is_collective, is_dense, nbytes
 from wholestep.spmd.expand.calls import R
 from wholestep.spmd.expand.expand import expand
-from wholestep.spmd.expand.graph_edits import call, copy_step, is_view, readers, reroute
+from wholestep.spmd.expand.graph_edits import Writer, copy_step, is_view, readers, reroute
 from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_memory, sharding_constraint
 from wholestep.spmd.expand.uneven_shards import on_largest, on_smallest
 from wholestep.spmd.mesh import AxisGroup
@@ -25,7 +26,6 @@ from wholestep.spmd.placements import Partial, Placement, Shard
 from wholestep.spmd.plans.elementwise_updates import ElementwiseUpdates
 from wholestep.spmd.plans.global_view import owner_of
 from wholestep.spmd.plans.state_placements import state_placements
-from wholestep.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
@@ -55,32 +55,10 @@ def data_parallel(step: StepGraph, *, group: AxisGroup, reduce: str, min_bytes: 
     return expand(step, group=group, placements=state_placements(step, placement_of), local=True)
 
 
-class Runs:
-    """The backward passes of a step: stretches of nodes of phase "backward".
-
-    Attributes:
-        position: place of a node among all; new ones have none.
-    """
-
-    def __init__(self, step: StepGraph) -> None:
-        self.position = {node: place for place, node in enumerate(step.graph.nodes)}
-        self._runs: dict[fx.Node, int] = {}
-        run, inside = -1, False
-        for node in self.position:
-            backward = node.op == "call_function" and info(node).phase == "backward"
-            run += backward and not inside
-            inside = backward
-            if backward:
-                self._runs[node] = run
-
-    def of(self, node: fx.Node) -> int | None:
-        """Number of the backward pass that a node belongs to, None when it belongs to none."""
-        return self._runs.get(node)
-
-    def inside(self, node: fx.Node, reader: fx.Node) -> bool:
-        """True when the backward that made a gradient reads it."""
-        mine, other = self.of(node), self.of(reader)
-        return other is not None and mine in (other, None)
+def backward_passes(step: StepGraph) -> dict[fx.Node, int]:
+    """Numbers the backward passes of a step, stretches of nodes of phase "backward"; other nodes are in none."""
+    stretches = itertools.groupby(step.graph.nodes, lambda n: n.op == "call_function" and info(n).phase == "backward")
+    return {node: number for number, (inside, nodes) in enumerate(stretches) if inside for node in nodes}
 
 
 class _Reductions:
@@ -88,7 +66,7 @@ class _Reductions:
 
     def __init__(self, step: StepGraph, group: AxisGroup, reduce: str) -> None:
         self.step, self.group, self.addends = step, group, Partial("avg" if reduce == "mean" else "sum")
-        self.runs = Runs(step)
+        self.passes = backward_passes(step)
         self.nodes = {node.name: node for node in step.graph.nodes}
         self.gradients = step.signature.gradients
 
@@ -130,11 +108,16 @@ class _Reductions:
         source, parameter = gradients[0].parameter, found.get(gradients[0].parameter)
         if parameter is None or len({g.parameter for g in gradients}) > 1 or self._is_result(node):
             return R
-        value, wanted = info(node).value, in_memory(Shard(0), info(node).value, gradients[0].place)
+        value, wanted = on_largest(node), in_memory(Shard(0), gradients[0])
         if not isinstance(wanted, Shard) or not value.is_contiguous() or any(n > 1 for n in value.shape[: wanted.dim]):
             return R
-        later = [user for user in node.users if not self.runs.inside(node, user)]
+        later = [user for user in node.users if not self._inside(node, user)]
         return wanted if updates.of(source, parameter, {node: later}) else R
+
+    def _inside(self, node: fx.Node, reader: fx.Node) -> bool:
+        """True when the backward that made a gradient reads it."""
+        mine, other = self.passes.get(node), self.passes.get(reader)
+        return other is not None and mine in (other, None)
 
     # Which gradients
 
@@ -148,9 +131,9 @@ class _Reductions:
                 if self._is_read_outside(node) or (in_whole_step and self._is_result(node))}  # fmt: skip
 
     def _is_read_outside(self, node: fx.Node) -> bool:
-        adds = {self.runs.of(self.nodes[g.after]) for g in self.gradients if g.before == node.name} - {None}
+        adds = {self.passes.get(self.nodes[g.after]) for g in self.gradients if g.before == node.name} - {None}
         others = [r for r in readers(node) if r.op != "output" or not self.step.signature.of_part]
-        return any(not self.runs.inside(node, r) and self.runs.of(r) not in adds for r in others)
+        return any(not self._inside(node, r) and self.passes.get(r) not in adds for r in others)
 
     def _is_result(self, node: fx.Node) -> bool:
         """A gradient that was made from nothing, hoisted, is left to the user in the input's own memory."""
@@ -163,30 +146,23 @@ class _Reductions:
         if before is None:
             return
         makers = [g for g in self.gradients if g.after == gradient.before]
-        if any(g not in reduced for g in makers) or (not makers and self.runs.of(before) is not None):
+        if any(g not in reduced for g in makers) or (not makers and before in self.passes):
             return  # local: another backward of this step made it
-        run = self._run_that_adds(before, self.nodes[gradient.after])
-        adding = [reader for reader in readers(before) if self.runs.of(reader) == run]
-        if run is None or not adding:  # done for another parameter whose gradient lies there
+        number = self._pass_that_adds(before, self.nodes[gradient.after])
+        if number is None:  # done for another parameter whose gradient lies there
             return
-        first = min(adding, key=self.runs.position.__getitem__)
+        first = min(reader for reader in readers(before) if self.passes.get(reader) == number)
         with self.step.graph.inserting_before(first):
-            part = call(self.step.graph, aten.mul.Tensor, before, 1 / self.group.size, phase="backward")
-        reroute(before, part, lambda r: r is not part and self.runs.of(r) == run, "backward")
+            write = Writer(self.step.graph, NodeInfo(None, "backward"))
+            part = write.call(aten.mul.Tensor, before, 1 / self.group.size)
+        reroute(before, part, lambda r: r is not part and self.passes.get(r) == number, "backward")
 
-    def _run_that_adds(self, before: fx.Node, after: fx.Node) -> int | None:
+    def _pass_that_adds(self, before: fx.Node, after: fx.Node) -> int | None:
         """The backward that adds to a gradient; plans along other axes may have reduced the sum since."""
-        adding = {reader for reader in readers(before) if self.runs.of(reader) is not None}
-        seen, reached, ahead = set(), [], [after]
-        start = min(map(self.runs.position.__getitem__, adding), default=0)
-        while ahead and adding:
-            node = ahead.pop()
-            if node in seen or self.runs.position.get(node, -1) < start:
-                continue
-            seen.add(node)
-            reached += [node] if node in adding else []
-            ahead += node.all_input_nodes
-        return self.runs.of(max(reached, key=self.runs.position.__getitem__)) if reached else None
+        adding = {reader for reader in readers(before) if reader in self.passes}
+        first = min(adding, default=before)  # nodes compare by their place in the graph
+        reached = adding & ancestors([after], until=lambda node: node < first)
+        return self.passes[max(reached)] if reached else None
 
     # How
 
@@ -200,7 +176,7 @@ class _Reductions:
             signature.mutations[signature.n_outputs] = self.step.placeholders.index(node)
             signature.n_outputs += 1
         names = tuple(gradient.parameter for gradient in gradients)
-        constrain(node, Constraint(to, self.addends, names), "backward", lambda r: not self.runs.inside(node, r))
+        constrain(node, Constraint(to, self.addends, names), "backward", lambda r: not self._inside(node, r))
 
 
 def refuse_sparse(step: StepGraph, plans: str) -> StepGraph:
@@ -238,7 +214,7 @@ def _check_updates(step: StepGraph) -> None:
     """Refuses a step that changes a parameter by values of a backward that are never reduced."""
     local: dict[fx.Node, str] = {}
     for node in step.graph.nodes:
-        if node.op != "call_function" or _is_collective(node) or node.target is sharding_constraint:
+        if node.op != "call_function" or is_collective(node) or node.target is sharding_constraint:
             continue
         source = next((local[operand] for operand in node.all_input_nodes if operand in local), None)
         if source is None and info(node).phase == "backward" and not is_view(node):
@@ -254,7 +230,3 @@ def _check_updates(step: StepGraph) -> None:
                 f"from rank to rank\n  at: {where}\n  to do: let backward() leave the gradient in .grad, and let the "
                 "optimizer step after it; torch.autograd.grad and optimizers in hooks are not reduced"
             )
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep"

@@ -16,7 +16,7 @@ from wholestep.spmd.expand.graph_edits import copy_step
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Placement, Replicate, Shard
 from wholestep.spmd.plans.global_view import ParameterPlan, check_placements
-from wholestep.spmd.plans.patterns import check_patterns, matches, parameter_path, parameter_paths
+from wholestep.spmd.plans.patterns import check_patterns, matches, parameter_path, paths_of
 from wholestep.spmd.plans.sharding_constraints import (
     cheaper_to_keep,
     constrain_gradients,
@@ -90,7 +90,7 @@ def fully_shard(step: StepGraph, *, group: AxisGroup, plan: FullyShard) -> StepG
         PlanError: a pattern of the plan matches nothing.
     """
     if not step.signature.of_part:
-        check_patterns("FullyShard", plan.patterns, parameter_paths(step))
+        check_patterns("FullyShard", plan.patterns, paths_of(step, "parameter"))
     if group.size == 1:
         return step
     placements = state_placements(step, plan.placement_of)

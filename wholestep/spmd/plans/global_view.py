@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from wholestep.capture import TensorInput
 from wholestep.errors import PlanError
 from wholestep.ir import Input, Pass
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
@@ -139,16 +140,23 @@ class GlobalView:
                 raise PlanError(f"{plan!r} places {item.source} as {placement}: Shard or Replicate() is required")
         return tuple(found)
 
-    def check_batch(self, sources: Sequence[str]) -> None:
-        """See `ParameterPlan`."""
+    def parts(self, tensors: Sequence[TensorInput]) -> list[Part | None]:
+        """What tensors that carry no mark are of whole ones: this rank's of the batch, each an equal piece.
+
+        Raises:
+            PlanError: a pattern of a plan for tensors of the batch fits none.
+        """
         for plan in self.plans:
             if isinstance(plan, ParameterPlan):
-                plan.check_batch(sources)
+                plan.check_batch([found.source.text for found in tensors if found.kind == "batch"])
+        return [self._part(found) for found in tensors]
 
-    def given(self, item: Input, mine: torch.Tensor) -> Part | None:
-        """What this rank's tensor of the batch is of the whole one, of which each rank gives an equal piece."""
-        shape, placements = list(mine.shape), self.placements(item, mine)
-        for placement, group in zip(placements, self.groups, strict=True):
+    def _part(self, found: TensorInput) -> Part | None:
+        if found.kind != "batch":
+            return None
+        shape, item = list(found.tensor.shape), Input("", found.source.text, found.kind)
+        placements = self.placements(item, found.tensor) if shape else ()
+        for placement, group in zip(placements, self.groups, strict=False):
             if isinstance(placement, Shard):
                 shape[placement.dim] *= group.size
-        return None if shape == list(mine.shape) else cut(shape, placements, self.groups)
+        return None if shape == list(found.tensor.shape) else cut(shape, placements, self.groups)

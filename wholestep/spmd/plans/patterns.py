@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 
 from wholestep.errors import PlanError
-from wholestep.ir import StepGraph
+from wholestep.ir import InputKind, StepGraph
 
 
 def parameter_path(source: str) -> str:
@@ -21,14 +21,9 @@ def argument_path(source: str) -> str:
     return ".".join(re.findall(r"[^\[\]'\".]+", source.removeprefix("L")))
 
 
-def parameter_paths(step: StepGraph) -> list[str]:
-    """The paths of all parameters that a step reads."""
-    return [parameter_path(item.source) for item in step.signature.inputs if item.kind == "parameter"]
-
-
-def tensor_paths(step: StepGraph) -> list[str]:
-    """The paths of all parameters and buffers that a step reads."""
-    return [parameter_path(i.source) for i in step.signature.inputs if i.kind in ("parameter", "buffer")]
+def paths_of(step: StepGraph, *kinds: InputKind) -> list[str]:
+    """The paths of all parameters, or buffers, that a step reads."""
+    return [parameter_path(item.source) for item in step.signature.inputs if item.kind in kinds]
 
 
 def matches(path: str, pattern: str) -> bool:

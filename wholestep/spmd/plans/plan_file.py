@@ -12,7 +12,6 @@ import difflib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,14 +44,12 @@ def save_plan(path: str | os.PathLike[str], plan: Any) -> None:
     rows = ",\n".join(f"    {json.dumps(entry)}" for entry in entries)
     text = f'{{\n  "wholestep": {VERSION},\n  "plans": [\n{rows}\n  ]\n}}\n'
     target = Path(path)
-    with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_plan(path: str | os.PathLike[str]) -> list[Any]:

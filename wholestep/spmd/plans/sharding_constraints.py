@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import fx
@@ -14,6 +16,7 @@ from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_
 from wholestep.spmd.expand.uneven_shards import COPIES, on_largest
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.plans.patterns import matches
+from wholestep.spmd.rules.foreach import is_on_lists
 from wholestep.torch_compat import OpOverload
 
 # How much smaller what a parameter is used with must be for it to stay sharded: collectives have latency, and what is
@@ -32,18 +35,13 @@ def constrain_parameters(step: StepGraph, *, placements: Sequence[Placement], ag
         again: gather in a backward what its forward had gathered, so that it is free between.
     """
     stretch = _stretches(step, again)
-    phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items()) if n is not None}
-    for node, placement in _parameters(step, placements):
-        for number in sorted(phases):
-            like = on_largest(node).shape
-
-            def computes(reader: fx.Node, number: int = number, like: torch.Size = like) -> bool:
-                return stretch.get(reader) == number and not _is_elementwise(reader, like)
-
-            if isinstance(placement, Shard):
-                constraint = constrain(node, Constraint(R), phases[number], computes)
-                if constraint is not None:
-                    _move_late(constraint, stretch)
+    phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items())}
+    for (node, placement), number in itertools.product(_parameters(step, placements), sorted(phases)):
+        if isinstance(placement, Shard):
+            computes = partial(_computes, stretch, number, on_largest(node).shape)
+            constraint = constrain(node, Constraint(R), phases[number], computes)
+            if constraint is not None:
+                _move_late(constraint, stretch)
     return step
 
 
@@ -61,7 +59,7 @@ def cheaper_to_keep(step: StepGraph, *, placements: Sequence[Placement], again: 
         if item.kind != "parameter" or not isinstance(placements[index], Shard):
             continue
         value = on_largest(node)
-        used = [r for r in readers(node) if stretch.get(r) is not None and not _is_elementwise(r, value.shape)]
+        used = [r for r in readers(node) if _computes(stretch, stretch.get(r) or 0, value.shape, r)]
         gathered = nbytes(value) * (len({stretch[reader] for reader in used}) + 1)  # and the gradient, once
         if used and MUCH_SMALLER * sum(_beside(reader, node) for reader in used) <= gathered:
             found[index] = R
@@ -87,7 +85,7 @@ def constrain_gradients(step: StepGraph, *, placements: Sequence[Placement]) -> 
     done: set[fx.Node] = set()
     for gradient in step.signature.gradients:
         node = nodes[gradient.after]
-        wanted = in_memory(where.get(gradient.parameter, R), info(node).value, gradient.place)
+        wanted = in_memory(where.get(gradient.parameter, R), gradient)
         if node.op == "call_function" and node not in done and wanted is not None:
             done.add(node)
             constrain(node, Constraint(wanted), "backward",
@@ -149,25 +147,19 @@ def _parameters(step: StepGraph, placements: Sequence[Placement]) -> list[tuple[
     return found
 
 
-def _stretches(step: StepGraph, again: bool) -> dict[fx.Node, int | None]:
+def _stretches(step: StepGraph, again: bool) -> dict[fx.Node, int]:
     """Numbers the stretches of forward and backward; the optimizer's calls are in none."""
-    found: dict[fx.Node, int | None] = {}
-    number, last = 0, "forward"
+    found: dict[fx.Node, int] = {}
+    number, last = 1, "forward"
     for node in step.graph.nodes:
-        if node.op != "call_function":
-            continue
-        phase = info(node).phase
-        if phase == "optimizer":
-            found[node] = None
-            continue
-        if phase != last and (again or phase == "forward"):
-            number += 1
-        last = phase
-        found[node] = number
+        phase = info(node).phase if node.op == "call_function" else "optimizer"
+        if phase != "optimizer":
+            number += phase != last and (again or phase == "forward")
+            found[node], last = number, phase
     return found
 
 
-def _move_late(constraint: fx.Node, stretch: Mapping[fx.Node, int | None]) -> None:
+def _move_late(constraint: fx.Node, stretch: Mapping[fx.Node, int]) -> None:
     """Moves a constraint, and the views of it, to right before the first call that reads it."""
     views = _views(constraint)
     first = min(user for node in (constraint, *views) for user in node.users if user not in views)
@@ -182,12 +174,10 @@ def _views(node: fx.Node) -> list[fx.Node]:
     return found[1:]
 
 
-def _is_elementwise(reader: fx.Node, like: torch.Size) -> bool:
-    """True for a call that gives values of the parameter's shape, each from those at its place."""
-    if reader.op == "output":
-        return True
+def _computes(stretch: Mapping[fx.Node, int], number: int, like: torch.Size, reader: fx.Node) -> bool:
+    """True for a reader in a stretch, unless it gives values of the parameter's shape, each from those at its place."""
+    if stretch.get(reader) != number or is_on_lists(reader.target):
+        return False
     target, value = reader.target, on_largest(reader)
-    if isinstance(target, OpOverload) and target._schema.name.split("::")[-1].startswith(("_foreach_", "_fused_")):
-        return True
     pointwise = isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in COPIES)
-    return pointwise and isinstance(value, torch.Tensor) and value.shape == like
+    return not (pointwise and isinstance(value, torch.Tensor) and value.shape == like)

@@ -16,7 +16,7 @@ from wholestep.spmd.expand.graph_edits import copy_step
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Placement, Replicate, Shard
 from wholestep.spmd.plans.global_view import ParameterPlan, check_placements
-from wholestep.spmd.plans.patterns import check_patterns, matches, parameter_path, tensor_paths
+from wholestep.spmd.plans.patterns import check_patterns, matches, parameter_path, paths_of
 from wholestep.spmd.plans.sharding_constraints import constrain_gradients, constrain_results
 from wholestep.spmd.plans.state_placements import state_placements
 
@@ -116,7 +116,8 @@ def tensor_parallel(step: StepGraph, *, group: AxisGroup, plan: TensorParallel) 
 
 
 def _check_patterns(step: StepGraph, plan: TensorParallel) -> None:
-    paths, modules = tensor_paths(step), {info(node).module for node in step.graph.nodes if node.op == "call_function"}
+    paths = paths_of(step, "parameter", "buffer")
+    modules = {info(node).module for node in step.graph.nodes if node.op == "call_function"}
     check_patterns("TensorParallel", list(plan.roles), [*paths, *(path.rpartition(".")[0] for path in paths)])
     check_patterns("TensorParallel, results", list(plan.results), sorted(modules - {""}), "module of the step")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -56,6 +55,13 @@ class PlanExecutor:
 
     Attributes:
         view: the plans of the global view; None when there are none.
+        plain: True without plans: steps stay as they are traced.
+        keeps_whole: whether the plans leave every tensor whole on each rank.
+        reduces: whether gradients are each rank's own before they are reduced: in the local view.
+        groups: the ranks that a step is spread over, along each axis of several.
+        broadcasting: the ranks to which buffers are broadcast, along the axes of the local view.
+        is_distributed: whether the step has ranks that wait for each other.
+        axes: name of each group of the mesh -> its axis.
 
     Raises:
         PlanError: plans without a mesh, a mesh without plans, or an axis that the mesh does not have.
@@ -69,30 +75,33 @@ class PlanExecutor:
             raise PlanError(
                 f"ws.compile: {mesh!r} without a plan: pass plan=ws.DataParallel({mesh.mesh_dim_names[0]!r})"
             )
-        self._passes: tuple[list[Pass], ...] = ([], [], [])  # also of the first and the last rank
-        groups: list[comm.ProcessGroup] = []
         for one in plans:
             if not callable(getattr(one, "passes", None)):
                 raise TypeError(f"ws.compile: a plan such as ws.DataParallel is required, found {type(one).__name__}")
-            assert mesh is not None
             before = next((other for other in plans[: plans.index(one)] if other.axis == one.axis), None)
             if before is not None:
                 raise PlanError(
                     f"ws.compile: {type(before).__name__} and {type(one).__name__} both spread the step over axis "
                     f"{one.axis!r}\n  to do: one plan for each axis; a mesh may have several axes"
                 )
-            for passes, seen in zip(self._passes, (mesh, *map(mesh.seen_from_end, (True, False))), strict=True):
-                passes += one.passes(seen)
-            groups.append(mesh.get_group(one.axis))
+        self._mesh, self._plans = mesh, plans
+        self._names = ", ".join(type(one).__name__ for one in plans)
+        # this rank's own, and those of the first and the last rank
+        seen = (mesh, *map(mesh.seen_from_end, (True, False))) if mesh else ()
+        self._passes: list[list[Pass]] = [[a_pass for one in plans for a_pass in one.passes(m)] for m in seen]
+        self._groups = [mesh.get_group(one.axis) for one in plans] if mesh else []
+        several = [group for group in dict.fromkeys(self._groups) if group.size() > 1]
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
         self.view = GlobalView(spread, tuple(mesh.axis_group(one.axis) for one in spread)) if mesh and spread else None
-        for passes in self._passes:
-            passes += [wait_late, start_early, coalesce] if self.view else []
-        self._mesh, self._plans = mesh, plans
-        self._local_plans = [one for one in plans if not isinstance(one, GlobalPlan)]
-        self._axes = {group.group_name: one.axis for one, group in zip(plans, groups, strict=True)}
-        several = [group for group in dict.fromkeys(groups) if group.size() > 1]
-        self._preflight = PreflightCheck(several, self._axes, self.view is not None)
+        for passes in self._passes if self.view else ():
+            passes += [wait_late, start_early, coalesce]
+        self.plain, self.keeps_whole = not plans, all(type(one) is DataParallel for one in plans)
+        self.reduces, self.groups, self.is_distributed = len(spread) < len(plans), several, bool(several)
+        self.broadcasting = [group for one, group in zip(plans, self._groups, strict=True)
+                             if group in several and getattr(one, "broadcast_buffers", False)]  # fmt: skip
+        self.axes = mesh.axes if mesh is not None else {}
+        axes = {group.group_name: one.axis for one, group in zip(plans, self._groups, strict=True)}
+        self._preflight = PreflightCheck(several, axes, self.view is not None)
         self._agreed: set[Contract] = set()
         self._synchronized: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -101,55 +110,23 @@ class PlanExecutor:
 
     def passes_of(self, step: StepGraph) -> list[Pass]:
         """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
-        if self._preflight.groups:
+        if self.groups:
             refuse_sparse(step, self._names)
-        return in_lockstep(step, *self._passes)
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(type(one).__name__ for one in self._plans)
+        return in_lockstep(step, *self._passes) if self._passes else []
 
     def sparse_gradient(self, parameter: str, where: str) -> PlanError:
         """The error of a gradient that no plan can reduce."""
         return sparse_gradient(self._names, parameter, where)
 
     @property
-    def keeps_whole(self) -> bool:
-        """Whether the plans leave every tensor whole on each rank."""
-        return all(type(one) is DataParallel for one in self._plans)
-
-    @property
-    def plain(self) -> bool:
-        """True without plans: steps stay as they are traced."""
-        return not self._plans
-
-    @property
     def parts(self) -> Callable[[Sequence[TensorInput]], list[Part | None]] | None:
         """What tensors that carry no mark are of whole ones; None outside of the global view."""
-        view = self.view
-        if view is None:
-            return None
-
-        def of(tensors: Sequence[TensorInput]) -> list[Part | None]:
-            view.check_batch([found.source.text for found in tensors if found.kind == "batch"])
-            return [_given(view, found) for found in tensors]
-
-        return of
-
-    @property
-    def groups(self) -> list[comm.ProcessGroup]:
-        """The ranks that a step is spread over, along each axis of several."""
-        return self._preflight.groups
+        return self.view.parts if self.view else None
 
     @property
     def buffer_broadcast(self) -> BufferBroadcast | None:
         """For one capture: what broadcasts buffers along the axes of the local view; None where nothing is to."""
         return BufferBroadcast(self.broadcasting) if self.broadcasting else None
-
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients are each rank's own before they are reduced: in the local view."""
-        return bool(self._local_plans)
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         """Reduces gradients of each rank's own, in place, along the axes of the local view.
@@ -159,11 +136,11 @@ class PlanExecutor:
         """
         sizes = [list(gradient.shape) for gradient in gradients]
         self.meet(f"gradients of shapes {sizes} that are to be reduced")
-        for plan, gradient in itertools.product(self._local_plans, gradients):
-            if self._mesh is not None:
-                group = self._mesh.get_group(plan.axis)
+        for plan, group in zip(self._plans, self._groups, strict=True):
+            if not isinstance(plan, GlobalPlan):
                 op = comm.premul_sum(1 / group.size()) if plan.reduce == "mean" else comm.ReduceOp.SUM
-                comm.all_reduce(gradient, op, group)
+                for gradient in gradients:
+                    comm.all_reduce(gradient, op, group)
 
     def meet(self, what: str) -> None:
         """Before collectives that are in no program.
@@ -172,18 +149,6 @@ class PlanExecutor:
             PlanError: on every rank, when they do not all come here for the same.
         """
         self.check_call(Contract((Call("", what, ""),)))
-
-    @property
-    def broadcasting(self) -> list[comm.ProcessGroup]:
-        """The ranks to which buffers are broadcast, along the axes of the local view."""
-        groups = [self._mesh.get_group(one.axis) for one in self._plans
-                  if self._mesh and getattr(one, "broadcast_buffers", False)]  # fmt: skip
-        return [group for group in groups if group.size() > 1]
-
-    @property
-    def axes(self) -> dict[str, str]:
-        """Name of each group of the mesh -> its axis."""
-        return self._mesh.axes if self._mesh is not None else {}
 
     def __str__(self) -> str:
         if self._mesh is None:
@@ -223,10 +188,10 @@ class PlanExecutor:
         Raises:
             PlanError: on every rank, when the ranks' programs do not fit each other.
         """
-        if not self._preflight.groups:
+        if not self.groups:
             return Contract(())
         plans = ", ".join(map(_in_words, self._plans))
-        contract = contract_of(step(), inputs, tensors, self._axes, plans, whole, self.view is not None)
+        contract = contract_of(step(), inputs, tensors, self._preflight.axes, plans, whole, self.view is not None)
         new = self._unsynchronized(inputs, tensors, parts)
         if contract in self._agreed and not self.view and not new:
             self.check_call(contract)
@@ -240,7 +205,7 @@ class PlanExecutor:
         if self._preflight.all_compared:  # else this rank alone captures anew
             self._broadcast_from_first(new, initial)
         if self.view and not self._agreed:
-            _share_randomness(self._preflight.groups)
+            _share_randomness(self.groups)
         self._agreed.add(contract)
         return contract
 
@@ -259,17 +224,17 @@ class PlanExecutor:
     def _broadcast_from_first(self, new: Sequence[tuple[Input, torch.Tensor]], initial: InitialState) -> None:
         self._synchronized |= {id(tensor): weakref.ref(tensor) for _, tensor in new}
         there = torch.tensor([any(item.kind == "state" and not initial.owns(tensor) for item, tensor in new)])
-        for group in self._preflight.groups:
+        for group in self.groups:
             comm.all_reduce(there, comm.ReduceOp.MAX, group)
         if there:
             initial.fill()
         else:  # no rank has any but such as begins with a number
             new = [(item, tensor) for item, tensor in new if item.kind != "state"]
-        for plan in self._plans:
+        for plan, group in zip(self._plans, self._groups, strict=True):
             own = "" if getattr(plan, "broadcast_buffers", True) else "buffer"
             for item, tensor in new:
-                if item.kind != own and self._mesh is not None:
-                    comm.broadcast(tensor.detach(), group=self._mesh.get_group(plan.axis), group_src=0)
+                if item.kind != own:
+                    comm.broadcast(tensor.detach(), group=group, group_src=0)
 
     def enter_call(self, name: str) -> None:
         """A call of the step begins."""
@@ -287,18 +252,12 @@ class PlanExecutor:
         if not self._preflight.agree(contract):
             self._compare(contract.with_random_state() if contract.random else contract)
 
-    @property
-    def is_distributed(self) -> bool:
-        """Whether the step has ranks that wait for each other."""
-        return bool(self._preflight.groups)
-
     def abort_group(self, error: BaseException) -> None:
         """This rank's program has failed in the middle: the others, which wait for its collectives, are told."""
-        if isinstance(error, comm.DistMismatchError) and len(self._preflight.groups) == 1:
+        if isinstance(error, comm.DistMismatchError) and len(self.groups) == 1:
             return  # all of them have seen it
-        what = f"its call {self._preflight.call} of {self._preflight.step}"
-        reason = f"{what} failed with {type(error).__name__}: {error}"
-        for group in self._preflight.groups:
+        reason = f"its {self._here} failed with {type(error).__name__}: {error}"
+        for group in self.groups:
             group.abort(reason)
 
     def announce_capture(self, compare: bool = False) -> None:
@@ -317,20 +276,24 @@ class PlanExecutor:
         Returns:
             False where other ranks do not come along: the error is the step's own, and only some have it.
         """
-        if not self.is_distributed:
-            return True
+        breaks = isinstance(error, CaptureError)
+        return not self._tell(error, breaks) or breaks or self._preflight.all_failed
+
+    def _tell(self, error: Exception, breaks: bool = False) -> bool:
+        """Tells the other ranks that this one has no program, and why; False where they do not meet for that."""
         self.announce_capture(compare=any(not contract.is_local for contract in self._agreed))
         if not self._preflight.must_compare:
-            return True
-        if isinstance(error, CaptureError):
-            self._preflight.compare(Contract(()), f"{BREAKS} on rank {comm.get_rank()}: {error}")
-            return True
-        self._preflight.compare(Contract(()), self._could_not_capture(error))
-        return self._preflight.all_failed
+            return False
+        why = f"{BREAKS} on rank {comm.get_rank()}: {error}"
+        if not breaks:
+            what = f"could not capture the step: {type(error).__name__}: {error}\n  in: {self._here}"
+            why = f"rank {comm.get_rank()} {what}"
+        self._preflight.compare(Contract(()), why)
+        return True
 
-    def _could_not_capture(self, error: BaseException) -> str:
-        what = f"rank {comm.get_rank()} could not capture the step: {type(error).__name__}: {error}"
-        return f"{what}\n  in: call {self._preflight.call} of {self._preflight.step}"
+    @property
+    def _here(self) -> str:
+        return f"call {self._preflight.call} of {self._preflight.step}"
 
     def shard_inputs(
         self, placements: Sequence[Any], inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
@@ -345,30 +308,27 @@ class PlanExecutor:
             PlanError: a tensor holds another part than the program keeps.
         """
         kept = [
-            (part if isinstance(part, Part) else None, item, tensor)
+            (part if isinstance(part, Part) else None, parts.get(id(tensor)) or Part.whole(tensor.shape), item, tensor)
             for part, item, tensor in zip(placements[: len(inputs)], inputs, tensors, strict=True)
             if isinstance(tensor, torch.Tensor) and item.kind != "batch"
         ]
-        for part, item, tensor in kept:
-            held = parts.get(id(tensor))
-            if held not in (None, part) and (part is None or held is None or part.inside(held) is None):
+        for part, held, item, _ in kept:
+            if (part or Part.whole(held.shape)).inside(held) is None:
                 raise PlanError(
                     f"{item.source} holds {held}; this step needs {part or 'the whole tensor'}\n"
                     "  to do: load ws.full_state_dict(optimizer or model, group), taken before, or compile the step "
                     "with the mesh and plan that cut it"
                 )
         before: list[bool] = []
-        for part, _, tensor in kept:
+        for part, held, _, tensor in kept:
             if part is None or isinstance(tensor, FakeTensor):
                 continue
-            held = parts.get(id(tensor))
             if held == part:
                 mark_part(tensor, part)
                 continue
             before.append(tensor.is_contiguous())
             narrow_to(tensor, part, held)  # of a part, when an optimizer's state is shared out after its first step
-            shape = part.shape if held is None else held.size
-            if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == shape:
+            if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == held.size:
                 narrow_to(tensor.grad, part, held)
         return ShardedInputs(bool(before), not all(before))
 
@@ -379,9 +339,7 @@ class PlanExecutor:
             preflight.call += not preflight.announced
             return
         with suppress(comm.DistError):  # another rank has gone: this one's own error says more
-            self.announce_capture(compare=any(not contract.is_local for contract in self._agreed))
-            if preflight.must_compare:
-                preflight.compare(Contract(()), self._could_not_capture(error))
+            self._tell(error)
 
     def _same_values(
         self, inputs: Sequence[Input], values: Sequence[Any], words: Sequence[str]
@@ -390,7 +348,7 @@ class PlanExecutor:
         batch the plan of its axis does not split."""
         pairs = [(i, v) for i, v in zip(inputs, values, strict=True) if not isinstance(v, FakeTensor)]
         settings = [*words] + [values_of(item, value) for item, value in pairs if is_setting(item)]
-        found = {group.group_name: settings for group in self._preflight.groups}
+        found = {group.group_name: settings for group in self.groups}
         for plan, group in zip(self.view.plans, self.view.groups, strict=True) if self.view else ():
             found[group.name] = settings + [
                 values_of(item, value)
@@ -410,12 +368,6 @@ class PlanExecutor:
     def _is_synchronized(self, tensor: torch.Tensor) -> bool:
         known = self._synchronized.get(id(tensor))
         return known is not None and known() is tensor
-
-
-def _given(view: GlobalView, found: TensorInput) -> Part | None:
-    if found.kind != "batch" or not found.tensor.dim():
-        return None
-    return view.given(Input("", found.source.text, found.kind), found.tensor)
 
 
 def _in_words(plan: Any) -> str:

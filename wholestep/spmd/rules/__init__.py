@@ -20,7 +20,6 @@ from wholestep.spmd.rules import (
     dimwise,
     indexing,
     losses,
-    mean_variance,
     mesh_collectives,
     norm_layers,
     pointwise,
@@ -28,15 +27,13 @@ from wholestep.spmd.rules import (
     recurrent,
     reductions,
     slicing,
-    softmax,
-    vector_norms,
     view_ops,
 )
 from wholestep.spmd.rules.foreach import is_on_lists
 from wholestep.torch_compat import OpOverload
 
 _FILES = (
-    contractions, reductions, vector_norms, mean_variance, softmax, dimwise, norm_layers, convolutions, attention,
+    contractions, reductions, dimwise, norm_layers, convolutions, attention,
     losses, indexing, view_ops, slicing, pointwise, random_ops, recurrent, mesh_collectives,
 )  # fmt: skip
 TABLE: dict[str, Rule] = {name: rule for file in _FILES for name, rule in file.RULES.items()}

@@ -27,21 +27,11 @@ def _names(call: Call) -> dict[str, Names]:
 
 
 def _attention(call: Call) -> Iterator[Strategy]:
-    names = _names(call)
-    dims = Dims([names[n] for n in call.by_name(call.values)], [names["query"], names["logsumexp"]])
-    yield from _rows(dims, call)
-
-
-def _attention_backward(call: Call) -> Iterator[Strategy]:
-    names = _names(call)
-    ins = [names[n] for n in call.by_name(call.values)]
-    yield from _rows(Dims(ins, [names["query"], names["key"], names["value"]], {"t": "sum"}), call)
-
-
-def _rows(dims: Dims, call: Call) -> Iterator[Strategy]:
-    """Heads of keys may be fewer: each serves some heads of queries, and goes with them."""
+    """Forward and backward. Heads of keys may be fewer: each serves some heads of queries, and goes with them."""
+    names, values = _names(call), call.by_name(call.values)
+    results = ["query", "key", "value"] if "grad_out" in values else ["query", "logsumexp"]
+    dims = Dims([names[name] for name in values], [names[name] for name in results], {"t": "sum"})
     yield from dims.strategies(call)
-    values = call.by_name(call.values)
     few, by_heads = values["key"].shape[1], dims.strategy("h")
     if few != values["query"].shape[1] and few % call.group.size == 0 and by_heads is not None:
         yield by_heads
@@ -51,5 +41,5 @@ _KERNELS = ["_scaled_dot_product_flash_attention_for_cpu"]
 
 RULES: dict[str, Rule] = {
     **{f"aten.{kernel}": _attention for kernel in _KERNELS},
-    **{f"aten.{kernel}_backward": linear(_attention_backward) for kernel in _KERNELS},
+    **{f"aten.{kernel}_backward": linear(_attention) for kernel in _KERNELS},
 }

@@ -8,7 +8,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, linear, linear_strategies
+from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear, linear_strategies
 from wholestep.spmd.placements import Partial, Shard
 from wholestep.spmd.rules.norm_layers import present
 
@@ -68,12 +68,10 @@ def planes(count: int) -> Rule:
     """Works on the last dimensions of each operand; those before can be split."""
 
     def rule(call: Call) -> Iterator[Strategy]:
-        letters = alphabet(call.values[0].dim() - count)
-        whole: list[None] = [None] * count
-        names = [
-            letter if holds_on_all(call, call.values[0].shape[dim]) else None for dim, letter in enumerate(letters)
-        ]
-        yield from Dims([[*names, *whole]] * len(call.values), [[*names, *whole]] * len(call.results)).strategies(call)
+        sizes, whole = call.values[0].shape[: call.values[0].dim() - count], [None] * count
+        letters = zip(alphabet(len(sizes)), sizes, strict=True)
+        names: Names = [*[a if holds_on_all(call, size) else None for a, size in letters], *whole]
+        yield from Dims([names] * len(call.values), [names] * len(call.results)).strategies(call)
 
     return rule
 

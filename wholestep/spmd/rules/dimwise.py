@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from wholestep.comm.ops.rows import piece
 from wholestep.ir import info
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.strategy import Build, Dims, Rule, Strategy, alphabet, beside, linear
+from wholestep.spmd.expand.decompositions import can_decompose
+from wholestep.spmd.expand.strategy import Build, Decomposed, Dims, Rule, Strategy, alphabet, beside, linear
 from wholestep.spmd.placements import Op, Shard
 from wholestep.spmd.rules.reductions import reduction
 
@@ -44,11 +44,24 @@ def _product_gradient(call: Call) -> Iterator[Strategy]:
         yield from along(call)
 
 
-def _beside_dims(call: Call) -> Iterator[Strategy]:
-    """`flip`, `roll`: along several dimensions; all when none is named."""
-    dims = call.argument("dims")
-    if dims is not None and len(dims):
-        yield from beside(call, *dims)
+def _beside_dims(name: str) -> Rule:
+    """`flip`, `roll`, Fourier transforms: along several dimensions; all when none is named."""
+
+    def rule(call: Call) -> Iterator[Strategy]:
+        dims = call.argument(name)
+        if dims is not None and len(dims):
+            yield from beside(call, *dims)
+
+    return rule
+
+
+def _softmax(call: Call) -> Iterator[Strategy]:
+    """Along a dimension by other calls."""
+    if call.values[0].dim():
+        dim = int(call.argument("dim")) % call.values[0].dim()
+        yield from beside(call, dim)
+        if can_decompose(call):
+            yield Strategy((Shard(dim),) * len(call.values), (Shard(dim),), Decomposed())
 
 
 def _triangle(call: Call) -> Iterator[Strategy]:
@@ -62,7 +75,7 @@ def _triangle(call: Call) -> Iterator[Strategy]:
 def _shifted_triangle(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
     whole, mine = call.values[0].shape, info(ins[0]).value.shape
     rows = mine[-1] == whole[-1]
-    start, _ = piece(whole[-2 if rows else -1], build.group.size, build.group.rank)
+    start, _ = build.piece(whole[-2 if rows else -1])
     diagonal = int(call.argument("diagonal", 0))
     return [build.same(call, ins, diagonal=diagonal + (start if rows else -start))]
 
@@ -79,11 +92,6 @@ def _matrices(call: Call) -> Iterator[Strategy]:
         yield from Dims([names(v) for v in call.values], [names(v) for v in call.results]).strategies(call)
 
 
-def _transform(call: Call) -> Iterator[Strategy]:
-    """Fourier transforms: along the dimensions in ``dim``."""
-    yield from beside(call, *call.argument("dim"))
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.cumsum", "aten.glu_backward"], linear(along)),
     **dict.fromkeys(
@@ -91,10 +99,12 @@ RULES: dict[str, Rule] = {
                                      "kthvalue", "mode", "median", "nanmedian", "glu")],
         along,
     ),
+    **dict.fromkeys(["aten._softmax", "aten._safe_softmax", "aten._log_softmax"], _softmax),
+    **dict.fromkeys(["aten._softmax_backward_data", "aten._log_softmax_backward_data"], linear(_softmax)),
     "aten.max": _extreme("max"),
     "aten.min": _extreme("min"),
     "wholestep_formulas.product_gradient": _product_gradient,
-    **dict.fromkeys(["aten.flip", "aten.roll"], linear(_beside_dims)),
+    **dict.fromkeys(["aten.flip", "aten.roll"], linear(_beside_dims("dims"))),
     **dict.fromkeys(["aten.tril", "aten.triu"], linear(_triangle)),
     **dict.fromkeys(
         [f"aten.{name}" for name in ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh",
@@ -102,5 +112,5 @@ RULES: dict[str, Rule] = {
                                      "linalg_lu_factor_ex", "_cdist_forward")],
         _matrices,
     ),
-    **dict.fromkeys(["aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"], linear(_transform)),
+    **dict.fromkeys(["aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"], linear(_beside_dims("dim"))),
 }  # fmt: skip

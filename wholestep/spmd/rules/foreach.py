@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.expand.calls import Call
+from wholestep.spmd.expand.calls import Call, exchanged
+from wholestep.spmd.expand.strategy import Build
 from wholestep.torch_compat import OpOverload
 
 _PREFIXES = ("_foreach_", "_fused_")
@@ -21,35 +22,19 @@ def is_on_lists(target: object) -> bool:
     return isinstance(target, OpOverload) and target._schema.name.split("::")[-1].startswith(_PREFIXES)
 
 
-@dataclass(frozen=True)
-class Column:
-    """What an operator on lists does at one place of the lists, as a call on single tensors."""
-
-    index: int
-    call: Call
-
-
-def columns_of(call: Call) -> Iterator[Column]:
-    """The columns of a call on lists."""
+def columns_of(call: Call) -> Iterator[Call]:
+    """What an operator on lists does at each place of the lists, as calls on single tensors."""
     count = next(len(argument) for argument in call.args if isinstance(argument, (list, tuple)))
     ends = zip(*map(columns_of, call.ends), strict=True) if call.ends is not None else None
     for index in range(count):
-        most_and_least = None if ends is None else tuple(column.call for column in next(ends))
         args = tuple(_at(argument, index) for argument in call.args)
         kwargs = {name: _at(argument, index) for name, argument in call.kwargs.items()}
         operands = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Node) and _is_tensor(a))
-        values = tuple(info(node).value for node in operands)
-        yield Column(
-            index, replace(call, args=args, kwargs=kwargs, operands=operands, values=values,
-                           result=result_at(call.result, index), ends=most_and_least)
-        )  # fmt: skip
-
-
-def result_at(result: Any, index: int) -> Any:
-    """The result of one column: of a list of results, or of several lists."""
-    if result and isinstance(result[0], (list, tuple)):
-        return tuple(one[index] for one in result if one)
-    return result[index]
+        values, result = tuple(info(node).value for node in operands), call.result
+        several = bool(result) and isinstance(result[0], (list, tuple))
+        result = tuple(one[index] for one in result if one) if several else result[index]
+        yield replace(call, args=args, kwargs=kwargs, operands=operands, values=values, result=result,
+                      ends=next(ends) if ends is not None else None)  # fmt: skip
 
 
 def _at(argument: Any, index: int) -> Any:
@@ -60,3 +45,34 @@ def _at(argument: Any, index: int) -> Any:
 
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(info(node).value, torch.Tensor)
+
+
+def of_columns(
+    build: Build, whole: Call, columns: Sequence[Call], local: Sequence[Sequence[fx.Node]]
+) -> list[list[fx.Node]]:
+    """An operator on lists, on some of its columns.
+
+    Args:
+        whole: the call on all of them.
+        columns, local: these columns, and the local operands of each.
+
+    Returns:
+        The results of each column.
+    """
+    if not columns:
+        return []
+    each = [exchanged(c.args, c.kwargs, nodes, build.number_of) for c, nodes in zip(columns, local, strict=True)]
+
+    def joined(old: Any, found: Sequence[Any]) -> Any:
+        if not isinstance(old, (list, tuple)):
+            return found[0]
+        return list(found) if old else []
+
+    args = tuple(joined(old, found) for old, *found in zip(whole.args, *(args for args, _ in each), strict=True))
+    kwargs = {name: joined(old, [given[name] for _, given in each]) for name, old in whole.kwargs.items()}
+    made = build.as_recorded(whole.target, args, kwargs)
+    value = info(made).value
+    if value and isinstance(value[0], (list, tuple)):
+        rows = [build.pick(made, i) for i, one in enumerate(value) if one]
+        return [[build.pick(row, place) for row in rows] for place in range(len(columns))]
+    return [[build.pick(made, place)] if value is not None else [] for place in range(len(columns))]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx
@@ -36,25 +35,22 @@ def _is_number(value: torch.Tensor) -> bool:
     return value.dtype != torch.bool
 
 
-def _letters(count: int, dim: int, at_dim: str | None = None) -> list[str | None]:
-    return [at_dim if i == dim else a for i, a in enumerate(alphabet(count))]
-
-
-def _dim(call: Call) -> int:
-    return int(call.argument("dim")) % max(1, call.values[0].dim())
-
-
 # This rank's indices ----------------------------------------------------------------------------------------------
+
+
+def own(build: Build, index: fx.Node, length: int) -> tuple[fx.Node, fx.Node]:
+    """Indices counted from where this rank's piece starts, and which are others'."""
+    start, stop = build.piece(length)
+    others = build.call(aten.logical_or.default, build.call(aten.lt.Scalar, index, start),
+                        build.call(aten.ge.Scalar, index, stop))  # fmt: skip
+    return build.call(aten.sub.Scalar, index, start), others
 
 
 def _own(build: Build, index: fx.Node, length: int, instead: int) -> tuple[fx.Node, fx.Node]:
     """Indices into this rank's piece, and which are others': those become ``instead``."""
-    start, stop = build.piece(length)
-    index = build.call(aten.remainder.Scalar, index, max(1, length))  # negative ones count from the end
-    others = build.call(aten.logical_or.default, build.call(aten.lt.Scalar, index, start),
-                        build.call(aten.ge.Scalar, index, stop))  # fmt: skip
-    local = build.call(aten.masked_fill.Scalar, build.call(aten.sub.Scalar, index, start), others, instead)
-    return local, others
+    # negative ones count from the end
+    local, others = own(build, build.call(aten.remainder.Scalar, index, max(1, length)), length)
+    return build.call(aten.masked_fill.Scalar, local, others, instead), others
 
 
 def _picked(
@@ -76,20 +72,14 @@ def _picked(
 
 def _with_some(build: Build, call: Call, node: fx.Node, dim: int) -> fx.Node:
     """What the call's first operand is here, with something to pick where a rank may have nothing of it."""
-    return _longer(build, node, dim) if some_hold_none(call, 0, dim) else node
+    return build.pad(node, dim, 0, 1) if some_hold_none(call, 0, dim) else node
 
 
 def _placed(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int, at: int = 1) -> list[fx.Node]:
     here = info(ins[0]).value.shape[dim]
     local, _ = _own(build, ins[at], call.values[0].shape[dim], here)
-    made = build.same(call, [_longer(build, ins[0], dim), *ins[1:at], local, *ins[at + 1 :]])
+    made = build.same(call, [build.pad(ins[0], dim, 0, 1), *ins[1:at], local, *ins[at + 1 :]])
     return [build.call(aten.slice.Tensor, made, dim, 0, here)]
-
-
-def _longer(build: Build, node: fx.Node, dim: int) -> fx.Node:
-    """One more row at the end of a dimension."""
-    pads = [0, 0] * (info(node).value.dim() - 1 - dim) + [0, 1]
-    return build.call(aten.constant_pad_nd.default, node, pads)
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
@@ -125,39 +115,32 @@ def _own_rows_of_table(build: Build, call: Call, ins: Sequence[fx.Node]) -> list
 # Along one dimension ----------------------------------------------------------------------------------------------
 
 
-def picking(*, rows: bool) -> Rule:
-    """Picks elements along a dimension, or whole rows: then the indices have that dimension alone."""
+def along(*, rows: bool, puts: bool = False, adds: bool = False, is_linear: bool = True) -> Rule:
+    """Picks elements along a dimension, or whole rows: then the indices have that dimension alone.
+
+    Args:
+        puts: elements, or one value, there instead.
+        adds: onto what is there.
+        is_linear: in both tensors.
+    """
 
     def rule(call: Call) -> Iterator[Strategy]:
-        count, dim = call.values[0].dim(), _dim(call)
+        count = call.values[0].dim()
         if count == 0 or not (rows or call.values[1].dim()):
             return
-        result = _letters(count, dim, "along")
-        index: Names = ["along"] * call.values[1].dim() if rows else result
-        yield from Dims([_letters(count, dim), index], [result]).strategies(call)
-        if _is_number(call.values[0]):
-            picked = partial(_picked, dim=dim, after=count - 1 - dim if rows else None)
-            yield Strategy((Shard(dim), R), (Partial(),), picked)
-
-    return rule
-
-
-def placing(*, rows: bool, adds: bool = False, is_linear: bool = True) -> Rule:
-    """Places elements along a dimension, or whole rows, of a tensor or one value; with ``adds`` onto what is there."""
-
-    def rule(call: Call) -> Iterator[Strategy]:
-        count, dim = call.values[0].dim(), _dim(call)
-        if count == 0 or not (rows or call.values[1].dim()):
-            return
-        beside, source = _letters(count, dim), _letters(count, dim, "along")
-        index: Names = ["along"] * call.values[1].dim() if rows else source
-        rest: list[Names] = [source if value.dim() == count else [] for value in call.values[2:]]
+        dim = int(call.argument("dim")) % count
+        beside, other = ([at if i == dim else a for i, a in enumerate(alphabet(count))] for at in (None, "along"))
+        index: Names = ["along"] * call.values[1].dim() if rows else other
+        rest: list[Names] = [other if value.dim() == count else [] for value in call.values[2:]]
         how: dict[str, Op] = {"along": "sum"} if adds else {}
-        yield from Dims([beside, index, *rest], [beside], how, frozenset([0])).strategies(call)
+        dims = Dims([beside, index, *rest], [beside if puts else other], how, frozenset([0] if puts else []))
+        yield from dims.strategies(call)
         if _is_number(call.values[0]):
-            yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim),), partial(_placed, dim=dim))
-        if is_linear and len(call.values) == 3:
-            yield from linear_strategies(call, [(0, 2)])
+            after = count - 1 - dim if rows else None
+            emit = partial(_placed, dim=dim) if puts else partial(_picked, dim=dim, after=after)
+            yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim) if puts else Partial(),), emit)
+        if is_linear and (not puts or len(call.values) == 3):
+            yield from linear_strategies(call, [(0, 2) if puts else (0,)])
 
     return rule
 
@@ -165,54 +148,30 @@ def placing(*, rows: bool, adds: bool = False, is_linear: bool = True) -> Rule:
 # Several at once: x[:, i, j] --------------------------------------------------------------------------------------
 
 
-def _plan(call: Call) -> tuple[list[int], list[str | None], list[str], list[Any]] | None:
-    """Indexed dimensions; names for the operand, for the indices together, and for what they pick."""
-    indices = call.argument("indices")
+def _several(call: Call) -> Iterator[Strategy]:
+    """Picks by several indices, or puts there what is the last operand."""
+    whole, indices = call.values[0], call.argument("indices")
     places = [dim for dim, index in enumerate(indices) if index is not None]
     values = [info(indices[dim]).value for dim in places]
     if not places or any(value.dtype in (torch.bool, torch.uint8) for value in values):
-        return None
-    names = [None if dim in places else a for dim, a in enumerate(alphabet(call.values[0].dim()))]
-    inner = [f"i{k}" for k in range(max(value.dim() for value in values))]
-    if places == list(range(places[0], places[-1] + 1)):
-        picked = [*names[: places[0]], *inner, *names[places[-1] + 1 :]]
-    else:
-        picked = [*inner, *[a for dim, a in enumerate(names) if dim not in places]]
-    return places, names, inner, picked
-
-
-def _index(call: Call) -> Iterator[Strategy]:
-    plan = _plan(call)
-    if plan is None:
         return
-    places, names, inner, picked = plan
-    shape = torch.broadcast_shapes(*[value.shape for value in call.values[1:]])
-    yield from Dims([names, *[trailing(v, inner, shape) for v in call.values[1:]]], [picked]).strategies(call)
-    if _is_number(call.values[0]):
-        after = len(picked) - picked.index(inner[-1]) - 1 if inner else 0
-        for number, dim in enumerate(places):
-            ins = tuple(Shard(dim) if i == 0 else R for i in range(len(call.values)))
-            yield Strategy(ins, (Partial(),), partial(_picked, dim=dim, at=1 + number, after=after))
-    yield from linear_strategies(call, [(0,)])
-
-
-def _index_put(call: Call) -> Iterator[Strategy]:
-    plan = _plan(call)
-    if plan is None:
-        return
-    places, names, inner, picked = plan
-    whole, *indices, _ = call.values
-    shape = torch.broadcast_shapes(*[value.shape for value in indices])
-    outer = dict(zip(alphabet(whole.dim()), whole.shape, strict=True)) | dict(zip(inner, shape, strict=True))
-    values = trailing(call.values[-1], picked, [outer[str(name)] for name in picked])
-    how: dict[str, Op] = dict.fromkeys(inner, "sum") if call.argument("accumulate") else {}
-    yield from Dims([names, *[trailing(v, inner, shape) for v in indices], values], [names], how,
-                    frozenset([0])).strategies(call)  # fmt: skip
-    if _is_number(whole):
-        for number, dim in enumerate(places):
-            ins = tuple(Shard(dim) if i == 0 else R for i in range(len(call.values)))
-            yield Strategy(ins, (Shard(dim),), partial(_placed, dim=dim, at=1 + number))
-    yield from linear_strategies(call, [(0, len(call.values) - 1)])
+    puts, shape = len(call.values) > 1 + len(places), torch.broadcast_shapes(*[value.shape for value in values])
+    letters, inner = alphabet(whole.dim()), [f"i{k}" for k in range(len(shape))]
+    names = [None if dim in places else a for dim, a in enumerate(letters)]
+    rest = [a for dim, a in enumerate(letters) if dim not in places]
+    at = places[0] if places == list(range(places[0], places[-1] + 1)) else 0  # the indices' own among the others
+    picked = [*rest[:at], *inner, *rest[at:]]
+    ins = [names, *[trailing(value, inner, shape) for value in values]]
+    if puts:
+        sizes = dict(zip((*letters, *inner), (*whole.shape, *shape), strict=True))
+        ins.append(trailing(call.values[-1], picked, [sizes[name] for name in picked]))
+    how: dict[str, Op] = dict.fromkeys(inner, "sum") if puts and call.argument("accumulate") else {}
+    yield from Dims(ins, [names if puts else picked], how, frozenset([0] if puts else [])).strategies(call)
+    for number, dim in enumerate(places if _is_number(whole) else [], 1):
+        after = len(rest) - at if inner else 0
+        emit = partial(_placed, dim=dim, at=number) if puts else partial(_picked, dim=dim, at=number, after=after)
+        yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim) if puts else Partial(),), emit)
+    yield from linear_strategies(call, [(0, len(call.values) - 1) if puts else (0,)])
 
 
 def _sought(call: Call) -> Iterator[Strategy]:
@@ -225,15 +184,14 @@ def _sought(call: Call) -> Iterator[Strategy]:
 RULES: dict[str, Rule] = {
     "aten.embedding": linear(_embedding),
     "aten.embedding_dense_backward": linear(_embedding_backward),
-    "aten.gather": linear(picking(rows=False)),
-    "aten.index_select": linear(picking(rows=True)),
-    "aten.scatter": placing(rows=False),
-    "aten.scatter_add": placing(rows=False, adds=True),
-    "aten.scatter_reduce": placing(rows=False, is_linear=False),
-    "aten.index_add": placing(rows=True, adds=True),
-    "aten.index_copy": placing(rows=True),
-    "aten.index_fill": placing(rows=True, is_linear=False),
-    "aten.index": _index,
-    "aten.index_put": _index_put,
+    "aten.gather": along(rows=False),
+    "aten.index_select": along(rows=True),
+    "aten.scatter": along(rows=False, puts=True),
+    "aten.scatter_add": along(rows=False, puts=True, adds=True),
+    "aten.scatter_reduce": along(rows=False, puts=True, is_linear=False),
+    "aten.index_add": along(rows=True, puts=True, adds=True),
+    "aten.index_copy": along(rows=True, puts=True),
+    "aten.index_fill": along(rows=True, puts=True, is_linear=False),
+    **dict.fromkeys(["aten.index", "aten.index_put"], _several),
     **dict.fromkeys(["aten.bucketize", "aten.isin"], _sought),
 }

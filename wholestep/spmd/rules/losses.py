@@ -8,18 +8,9 @@ import torch
 from torch import fx
 
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.strategy import (
-    Build,
-    Decomposed,
-    Dims,
-    Names,
-    Rule,
-    Strategy,
-    alphabet,
-    linear,
-    trailing,
-)
-from wholestep.spmd.placements import Op, Partial, Placement, Shard
+from wholestep.spmd.expand.strategy import Build, Decomposed, Dims, Rule, Strategy, alphabet, linear, trailing
+from wholestep.spmd.placements import Partial, Placement, Shard
+from wholestep.spmd.rules.indexing import own
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # values of `reduction`
@@ -52,12 +43,9 @@ def _own_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> dict[str, 
     """The target among this rank's classes; all others are ignored."""
     given, ignored = call.by_name(ins), int(call.argument("ignore_index"))
     whole = call.by_name(call.values)["self"]
-    start, stop = build.piece(whole.shape[_classes(call).dim])
-    target = given["target"]
-    others = build.call(aten.logical_or.default, build.call(aten.lt.Scalar, target, start),
-                        build.call(aten.ge.Scalar, target, stop))  # fmt: skip
-    others = build.call(aten.logical_or.default, others, build.call(aten.eq.Scalar, target, ignored))
-    local = build.call(aten.masked_fill.Scalar, build.call(aten.sub.Scalar, target, start), others, -100)
+    local, others = own(build, given["target"], whole.shape[_classes(call).dim])
+    others = build.call(aten.logical_or.default, others, build.call(aten.eq.Scalar, given["target"], ignored))
+    local = build.call(aten.masked_fill.Scalar, local, others, -100)
     return {"target": local, "ignore_index": -100}
 
 
@@ -79,28 +67,17 @@ def _nll_backward_of_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -
 # Of elements ------------------------------------------------------------------------------------------------------
 
 
-def _whole_shape(call: Call, *names: str) -> list[int]:
-    values = call.by_name(call.values)
-    return list(torch.broadcast_shapes(*[value.shape for name, value in values.items() if name in names]))
-
-
 def _elementwise(call: Call) -> Iterator[Strategy]:
-    shape = _whole_shape(call, "self", "target", "weight", "pos_weight")
-    letters, reduction = alphabet(len(shape)), call.argument("reduction")
+    """Losses and their gradients."""
+    values, reduction = call.by_name(call.values), call.argument("reduction")
+    whole = [name for name in ("self", "target", "weight", "pos_weight") if name in values]
+    shape = torch.broadcast_shapes(*[values[name].shape for name in whole])
+    letters, emit = alphabet(len(shape)), Decomposed() if reduction == MEAN else None
     ins = [trailing(value, letters, shape) for value in call.values]
-    if reduction == NONE:
-        yield from Dims(ins, [letters]).strategies(call)
-        return
-    added: dict[str, Op] = dict.fromkeys(letters, "sum")
-    yield from Dims(ins, [[]], added, emit=Decomposed() if reduction == MEAN else None).strategies(call)
-
-
-def _elementwise_backward(call: Call) -> Iterator[Strategy]:
-    shape = _whole_shape(call, "self", "target")
-    letters: Names = alphabet(len(shape))
-    ins = [trailing(value, list(letters), shape) for value in call.values]
-    emit = Decomposed() if call.argument("reduction") == MEAN else None
-    yield from Dims(ins, [letters], emit=emit).strategies(call)
+    if reduction == NONE or "grad_output" in values:
+        yield from Dims(ins, [letters], emit=emit).strategies(call)
+    else:
+        yield from Dims(ins, [[]], dict.fromkeys(letters, "sum"), emit=emit).strategies(call)
 
 
 _ELEMENTWISE = ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"]
@@ -109,5 +86,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.nll_loss_forward", "aten.nll_loss2d_forward"], _nll),
     **dict.fromkeys(["aten.nll_loss_backward", "aten.nll_loss2d_backward"], linear(_nll_backward)),
     **{f"aten.{name}": _elementwise for name in [*_ELEMENTWISE, "binary_cross_entropy_with_logits"]},
-    **dict.fromkeys([f"aten.{name}_backward" for name in _ELEMENTWISE], linear(_elementwise_backward)),
+    **dict.fromkeys([f"aten.{name}_backward" for name in _ELEMENTWISE], linear(_elementwise)),
 }

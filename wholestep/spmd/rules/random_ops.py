@@ -57,9 +57,7 @@ def _by_rows(call: Call) -> Iterator[Strategy]:
 
 def _draw_amid(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
     start, stop = build.piece(call.values[0].shape[dim])
-    below = [0, 0] * (call.values[0].dim() - 1 - dim)
-    pads = [*below, start, call.values[0].shape[dim] - stop]
-    whole = [build.call(aten.constant_pad_nd.default, one, pads, 1) for one in ins]
+    whole = [build.pad(one, dim, start, call.values[0].shape[dim] - stop, 1) for one in ins]
     return [build.shard(_drawn(build, call, whole), dim)]
 
 

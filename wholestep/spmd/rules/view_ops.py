@@ -11,37 +11,16 @@ from torch import fx
 from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear
 from wholestep.spmd.placements import Shard
+from wholestep.spmd.rules.pointwise import pointwise
 
 
-def _permutation(call: Call, order: Sequence[int]) -> Iterator[Strategy]:
-    letters = alphabet(len(order))
-    yield from Dims([letters], [[letters[i] for i in order]]).strategies(call)
-
-
-def _t(call: Call) -> Iterator[Strategy]:
-    yield from _permutation(call, list(reversed(range(call.values[0].dim()))))
-
-
-def _transpose(call: Call) -> Iterator[Strategy]:
-    order = list(range(call.values[0].dim()))
-    if order:
-        one, two = (int(call.args[i]) % len(order) for i in (1, 2))
-        order[one], order[two] = order[two], order[one]
-    yield from _permutation(call, order)
-
-
-def _permute(call: Call) -> Iterator[Strategy]:
+def _permutation(call: Call) -> Iterator[Strategy]:
+    """`t`, `transpose`, `permute`: where dimensions of different sizes go."""
     count = call.values[0].dim()
-    yield from _permutation(call, [int(i) % count for i in call.args[1]])
-
-
-def _expand(call: Call) -> Iterator[Strategy]:
-    old, new = call.values[0], call.results[0]
-    letters = alphabet(new.dim())
-    skipped = new.dim() - old.dim()
-    ins: Names = [a if s == w else None
-                  for a, s, w in zip(letters[skipped:], old.shape, new.shape[skipped:], strict=True)]  # fmt: skip
-    yield from Dims([ins], [letters]).strategies(call)
+    probe = torch.empty([*range(2, 2 + count)], device="meta")
+    order = [size - 2 for size in call.target(probe, *call.args[1:], **call.kwargs).shape]
+    letters = alphabet(count)
+    yield from Dims([letters], [[letters[i] for i in order]]).strategies(call)
 
 
 def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -101,10 +80,8 @@ def _complex(call: Call) -> Iterator[Strategy]:
 RULES: dict[str, Rule] = {
     name: linear(rule)
     for names, rule in {
-        ("aten.t",): _t,
-        ("aten.transpose",): _transpose,
-        ("aten.permute",): _permute,
-        ("aten.expand",): _expand,
+        ("aten.t", "aten.transpose", "aten.permute"): _permutation,
+        ("aten.expand",): pointwise,
         ("aten.view", "aten._unsafe_view", "aten.unsqueeze"): _reshape,
         ("aten.squeeze",): _squeeze,
         ("aten.view_as_real", "aten.view_as_complex"): _complex,

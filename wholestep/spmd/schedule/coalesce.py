@@ -8,15 +8,15 @@ local view in buckets as DistributedDataParallel fills them, in which they are c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.comm import get_group
-from wholestep.ir import NodeInfo, StepGraph, info, nbytes, set_info
-from wholestep.spmd.expand.graph_edits import call, copy_step
+from wholestep.ir import StepGraph, info, nbytes, set_info
+from wholestep.spmd.expand.graph_edits import Writer, copy_step
 from wholestep.spmd.expand.uneven_shards import on_largest
 
 aten = torch.ops.aten
@@ -62,20 +62,6 @@ class Collective:
         return self.start.target, self.start.args[1:], dtype, self.value.device, info(self.start).phase
 
 
-@dataclass
-class Bucket:
-    """Collectives that are packed into one."""
-
-    members: list[Collective] = field(default_factory=list)
-    nbytes: int = 0
-
-    def takes(self, one: Collective, cap: int | None) -> bool:
-        """True when another one fits: ready before any is needed, within the cap."""
-        everybody = [*self.members, one]
-        in_time = max(m.ready for m in everybody) < min(m.needed for m in everybody)
-        return in_time and (cap is None or self.nbytes + one.sends <= cap)
-
-
 def coalesce(step: StepGraph, *, each: int = 64 * KIB, together: int = 1024 * KIB) -> StepGraph:
     """Packs small all-reduces, all-gathers and reduce-scatters.
 
@@ -86,14 +72,14 @@ def coalesce(step: StepGraph, *, each: int = 64 * KIB, together: int = 1024 * KI
     """
     step = copy_step(step, "coalesce")
     several = [one for one in found(step) if one.start.target in _PACKS and 0 < one.sends <= each]
-    return _packed(step, [bucket for bucket in buckets_of(several, (together, together)) if len(bucket.members) > 1])
+    return _packed(step, [bucket for bucket in buckets_of(several, (together, together)) if len(bucket) > 1])
 
 
 def pack_broadcasts(step: StepGraph) -> StepGraph:
     """Sends as one what one rank broadcasts to the same ranks before any of it is needed, of whatever dtypes."""
     step = copy_step(step, "pack_broadcasts")
     several = [one for one in found(step) if one.start.target is collectives.broadcast.default]
-    return _packed(step, [bucket for bucket in buckets_of(several, (None, None)) if len(bucket.members) > 1])
+    return _packed(step, [bucket for bucket in buckets_of(several, (None, None)) if len(bucket) > 1])
 
 
 def bucket_gradients(step: StepGraph, *, group: str, caps: tuple[int, int]) -> StepGraph:
@@ -124,28 +110,33 @@ def found(step: StepGraph) -> list[Collective]:
     return result
 
 
-def buckets_of(several: Sequence[Collective], caps: tuple[int | None, int | None]) -> list[Bucket]:
-    """Packs collectives in their order.
+def buckets_of(several: Sequence[Collective], caps: tuple[int | None, int | None]) -> list[list[Collective]]:
+    """Packs collectives in their order: into one what is ready before any of it is needed.
 
     Args:
         caps: bytes of the first bucket and of all others.
     """
-    buckets: list[Bucket] = []
-    latest: dict[Any, Bucket] = {}
+    buckets: list[list[Collective]] = []
+    latest: dict[Any, list[Collective]] = {}
     for one in several:
         bucket = latest.get(one.key)
-        if bucket is None or not bucket.takes(one, caps[bucket is not buckets[0]]):
-            buckets.append(bucket := Bucket())
-            latest[one.key] = bucket
-        bucket.members.append(one)
-        bucket.nbytes += one.sends
+        if bucket is None or not _takes(bucket, one, caps[bucket is not buckets[0]]):
+            latest[one.key] = bucket = []
+            buckets.append(bucket)
+        bucket.append(one)
     return buckets
 
 
-def _packed(step: StepGraph, buckets: Sequence[Bucket]) -> StepGraph:
+def _takes(bucket: Sequence[Collective], one: Collective, cap: int | None) -> bool:
+    several = [*bucket, one]
+    in_time = max(m.ready for m in several) < min(m.needed for m in several)
+    return in_time and (cap is None or sum(m.sends for m in several) <= cap)
+
+
+def _packed(step: StepGraph, buckets: Sequence[Sequence[Collective]]) -> StepGraph:
     renamed: dict[str, str] = {}
-    for bucket in buckets:
-        renamed |= _pack(step.graph, bucket.members)
+    for members in buckets:
+        renamed |= _pack(step.graph, members)
     signature = step.signature  # plans along other axes look for gradients where they are now
     signature.gradients = [
         replace(g, before=g.before and renamed.get(g.before, g.before), after=renamed.get(g.after, g.after))
@@ -156,20 +147,13 @@ def _packed(step: StepGraph, buckets: Sequence[Bucket]) -> StepGraph:
     return step
 
 
-class _Packer:
+class _Packer(Writer):
     """Adds the calls of one bucket: before the collective at one place, after it at another."""
-
-    def __init__(self, graph: fx.Graph, record: NodeInfo) -> None:
-        self.graph = graph
-        self.record: dict[str, Any] = {"phase": record.phase, "where": record.where, "module": record.module}
-
-    def call(self, target: Any, *args: Any, names: tuple[str, ...] = (), **keywords: Any) -> fx.Node:
-        return call(self.graph, target, *args, keywords=keywords, placement=names or None, **self.record)
 
     def rows(self, node: fx.Node, shape: Sequence[int], dtype: torch.dtype | None = None) -> fx.Node:
         """A value in another shape; its bytes as elements of another type."""
         if not info(node).value.is_contiguous():
-            node = self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+            node = self.clone(node)
         if dtype not in (None, info(node).value.dtype):
             node = self.call(aten.view.dtype, self.rows(node, [info(node).value.numel()]), dtype)
         return node if list(info(node).value.shape) == list(shape) else self.call(aten.view.default, node, list(shape))
@@ -212,7 +196,7 @@ def _pack(graph: fx.Graph, members: Sequence[Collective]) -> dict[str, str]:
     group: Any = last.start.args[-1]
     ranks = get_group(group).size() if _by_rank in (to_send, received) else 1
     names = tuple(name for m in members for name in (m.names or ((str(m.sent),) if in_bytes else ())))
-    packer = _Packer(graph, info(members[0].start))
+    packer = _Packer(graph, replace(info(members[0].start), seq=None))
     with graph.inserting_before(reader if in_bytes else last.start):
         packed = [packer.rows(m.sent, to_send(ranks, m.value), in_bytes) for m in members]
         joined = packed[0]
@@ -220,7 +204,7 @@ def _pack(graph: fx.Graph, members: Sequence[Collective]) -> dict[str, str]:
             joined = packer.call(aten.cat.default, packed, len(to_send(ranks, last.value)) - 1)
         started = packer.call(last.start.target, joined, *last.start.args[1:], names=names)
     if reader.op == "call_function":
-        packer.record["phase"] = info(reader).phase
+        packer.record.phase = info(reader).phase
     with graph.inserting_before(reader):
         done = packer.call(collectives.wait.default, started)
         done = packer.rows(done, received(ranks, info(done).value))
