@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -40,33 +40,21 @@ Names = Mapping[Any, Named]
 
 
 @dataclass(frozen=True)
-class BackwardBegins:
-    """Called in a segment with the gradients that there are before a backward."""
-
-    def __call__(self, *grads: torch.Tensor) -> None:
-        _replaying.record.begin_backward(grads)
-
-
-@dataclass(frozen=True)
-class BackwardEnds:
-    """Called in a segment with parameters, each followed by the gradient that a backward has left it.
+class Mark:
+    """Called in a segment with tensors of which note is taken when the segment is captured.
 
     Attributes:
-        before: for each of them, which of the gradients before was its own.
+        event: "segment begins", with parameters, each followed by the gradient that earlier segments have left each
+            rank's own; "backward begins", with the gradients that there are before; "backward ends", with parameters,
+            each followed by the gradient that it has left.
+        before: when a backward ends, for each parameter which of the gradients before was its own.
     """
 
-    before: tuple[int | None, ...]
+    event: Literal["segment begins", "backward begins", "backward ends"]
+    before: tuple[int | None, ...] = ()
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        _replaying.record.end_backward(self.before, tensors[1::2])
-
-
-@dataclass(frozen=True)
-class Unreduced:
-    """Called in a segment, at its beginning, with gradients that earlier ones have left each rank's own."""
-
-    def __call__(self, *grads: torch.Tensor) -> None:
-        _replaying.record.begin_segment(grads)
+        _replaying.record.note(self, tensors)
 
 
 class Replay:
@@ -88,23 +76,19 @@ class Replay:
         """One of the calls begins."""
         self._recorder.builder.replayed, self._place = self._segment.notes[place], place
 
-    def begin_segment(self, grads: Sequence[torch.Tensor]) -> None:
-        """See `Unreduced`."""
-        for place, grad in zip(self._segment.marked[self._place][::2], grads[1::2], strict=True):
-            if _is_parameter(self._names.get(place)):
-                self._recorder.inputs.ref(grad)
-                note_gradient(self._recorder, self._names[place].source, None, None, grad)
-
-    def begin_backward(self, grads: Sequence[torch.Tensor]) -> None:
-        """See `BackwardBegins`."""
-        self._backwards.append([(grad, gradient_memory(self._recorder, grad)) for grad in grads])
-
-    def end_backward(self, before: Sequence[int | None], grads: Sequence[torch.Tensor]) -> None:
-        """See `BackwardEnds`."""
-        there = self._backwards.pop() if self._backwards else []  # none where it began in an earlier segment
-        for index, place, grad in zip(before, self._segment.marked[self._place][::2], grads, strict=True):
+    def note(self, mark: Mark, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Mark`."""
+        if mark.event == "backward begins":
+            self._backwards.append([(grad, gradient_memory(self._recorder, grad)) for grad in tensors])
+            return
+        ends = mark.event == "backward ends"
+        there = self._backwards.pop() if ends and self._backwards else []  # none where it began in an earlier segment
+        before = mark.before if ends else (None,) * (len(tensors) // 2)
+        for index, place, grad in zip(before, self._segment.marked[self._place][::2], tensors[1::2], strict=True):
             if _is_parameter(self._names.get(place)):
                 old, memory = there[index] if index is not None and there else (None, None)
+                if not ends:
+                    self._recorder.inputs.ref(grad)
                 note_gradient(self._recorder, self._names[place].source, old, memory, grad)
 
 
@@ -157,7 +141,7 @@ class RankProgram(CapturedSegment):
         self.run = lower(program, options.backend)
         self._placements = [program.signature.state_outputs[out].placements for _, out in self._results]
         leaves = dict.fromkeys(
-            place for at, places in segment.marked.items() if segment.calls[at][0] != BackwardBegins()
+            place for at, places in segment.marked.items() if segment.calls[at][0] != Mark("backward begins")
             for place in places[::2]
         )  # fmt: skip
         unreduced = {*program.signature.unreduced, *unread}
@@ -192,9 +176,7 @@ class RankProgram(CapturedSegment):
         values: list[Any] = []
         for bind, index, part in zip(self.binds, self.indices, self.program.placements, strict=True):
             value = bind(tensors, numbers)
-            if index >= 0 and self._shards.concerns(value, part):
-                value = self._shards.local(value, part if isinstance(part, Part) else None)
-            values.append(value)
+            values.append(self._shards.local(value, part if isinstance(part, Part) else None) if index >= 0 else value)
         outputs = self.run(*values)
         for (index, out), placements in zip(self._results, self._placements, strict=True):
             part = self.program.kept[out]

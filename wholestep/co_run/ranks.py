@@ -11,7 +11,7 @@ import torch
 from wholestep.capture import Call, InitialState, Snapshot
 from wholestep.co_run.operators import Facts, Kind
 from wholestep.co_run.prefix_tree import Results, Unknown, described, place_of, storage_of
-from wholestep.co_run.rank_program import BackwardBegins, BackwardEnds, Named, RankProgram, Unreduced
+from wholestep.co_run.rank_program import Mark, Named, RankProgram
 from wholestep.co_run.segment import Segment
 from wholestep.co_run.shards import Shards
 from wholestep.errors import DistError, PlanError
@@ -151,7 +151,7 @@ class Ranks:
         left = [(leaf, leaf.grad) for leaf in self._unreduced.values() if leaf.grad is not None]
         if left:
             self._graded |= {id(leaf): leaf for leaf, _ in left}
-            self._queue.mark(Unreduced(), [tensor for pair in left for tensor in pair])
+            self._queue.mark(Mark("segment begins"), [tensor for pair in left for tensor in pair])
 
     def dropped(self) -> None:
         """A segment ends that has marks, but nothing to run: what it noted stays each rank's own."""
@@ -203,7 +203,7 @@ class Ranks:
 
         def backward(*args: Any, **kwargs: Any) -> None:
             old = {key: (leaf.grad, leaf.grad._version) for key, leaf in self._leaves.items() if leaf.grad is not None}
-            mark(BackwardBegins(), [grad for grad, _ in old.values()])
+            mark(Mark("backward begins"), [grad for grad, _ in old.values()])
             run(*args, **kwargs)
             there = {key: index for index, key in enumerate(old)}
             new = {key: (leaf, leaf.grad) for key, leaf in self._leaves.items() if leaf.grad is not None}
@@ -215,7 +215,8 @@ class Ranks:
                     raise self._executor.sparse_gradient(self._source(leaf), user_line())
             self._graded |= {key: leaf for key, (leaf, _) in new.items()}
             self._since |= dict.fromkeys(new, self._provenance.updates)
-            mark(BackwardEnds(tuple(map(there.get, new))), [tensor for pair in new.values() for tensor in pair])
+            left = [tensor for pair in new.values() for tensor in pair]
+            mark(Mark("backward ends", tuple(map(there.get, new))), left)
 
         return backward
 

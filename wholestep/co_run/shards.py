@@ -70,20 +70,16 @@ class Shards:
         Args:
             part: that it is made for; None: all of it.
         """
-        key = storage_id(storage_of(tensor))
-        held = self.held.get(key)
+        held = self.of(tensor)
         if held is not None and held.part != part:
-            self.fill(key, writes=True)
-            held = None
-        if held is None and part is not None:
-            local = tensor.detach()[part.slices].clone(memory_format=torch.contiguous_format)
-            self.add(tensor, local, part)
-            return local
-        return tensor if held is None else held.local
-
-    def concerns(self, tensor: torch.Tensor, part: Any) -> bool:
-        """Whether a program that takes a part, or has none, takes something else than the tensor."""
-        return isinstance(part, Part) or self.of(tensor) is not None
+            self.fill(storage_id(storage_of(tensor)), writes=True)
+        elif held is not None:
+            return held.local
+        if part is None:
+            return tensor
+        local = tensor.detach()[part.slices].clone(memory_format=torch.contiguous_format)
+        self.add(tensor, local, part)
+        return local
 
     def fill(self, key: int, writes: bool) -> None:
         """Gathers all of a memory from the ranks, if it is not there; a collective.

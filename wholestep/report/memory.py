@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from wholestep.lower.plan.peak_memory import peak_usage
 from wholestep.report.traffic import collective_name, origin
 
 Kind = Literal["parameters", "gradients", "states", "activations", "buffers", "batch", "other"]
-KINDS: tuple[Kind, ...] = ("parameters", "gradients", "states", "activations", "buffers", "batch", "other")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _INPUTS: dict[InputKind, Kind] = {
     "parameter": "parameters",

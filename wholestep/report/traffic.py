@@ -10,9 +10,8 @@ from torch import fx
 
 from wholestep import comm
 from wholestep.errors import GraphError
-from wholestep.ir import Phase, StepGraph, info, is_effectful
+from wholestep.ir import Phase, StepGraph, info, is_collective
 from wholestep.nested import tensors_of
-from wholestep.torch_compat import OpOverload
 
 
 @dataclass(frozen=True)
@@ -76,26 +75,30 @@ def collective_traffic(step: StepGraph, axes: Mapping[str, str]) -> list[Traffic
     Raises:
         GraphError: an operator without a row in `COSTS`: our mistake.
     """
-    rows: dict[tuple[Any, ...], Traffic] = {}
-    for node in step.graph.nodes:
-        if not (name := collective_name(node)):
-            continue
-        group = comm.get_group(_argument(node, "group"))
-        record, (where, module) = info(node), origin(node)
-        axis, nbytes = axes.get(group.group_name, group.group_name), _cost(node, name, group)
-        tensors = len(record.placement) if isinstance(record.placement, tuple) else 1
-        row = Traffic(name, axis, group.size(), 1, nbytes, record.phase, where, module, tensors)
-        key = (name, group.group_name, record.phase, where, module)
-        rows[key] = rows[key] + row if key in rows else row
-    return list(rows.values())
+    return _together(_traffic(node, axes) for node in step.graph.nodes if collective_name(node))
+
+
+def _traffic(node: fx.Node, axes: Mapping[str, str]) -> Traffic:
+    name, group, record = collective_name(node), comm.get_group(_argument(node, "group")), info(node)
+    axis, cost = axes.get(group.group_name, group.group_name), _cost(node, name, group)
+    tensors = len(record.placement) if isinstance(record.placement, tuple) else 1
+    return Traffic(name, axis, group.size(), 1, cost, record.phase, *origin(node), tensors)
+
+
+def _together(rows: Iterable[Traffic]) -> list[Traffic]:
+    """Those of equal kind, axis, phase and place in one row, where the first of them is."""
+    found: dict[tuple[Any, ...], Traffic] = {}
+    for row in rows:
+        key = row.kind, row.axis, row.phase, row.where, row.module
+        found[key] = found[key] + row if key in found else row
+    return list(found.values())
 
 
 def collective_name(node: fx.Node) -> str:
     """The name of the collective that a call starts; "" for any other call."""
-    target = node.target
-    if not isinstance(target, OpOverload) or target.namespace != "wholestep" or not is_effectful(node):
+    if not is_collective(node):
         return ""
-    name = target._schema.name.split("::")[1].removesuffix("_")
+    name = node.target._schema.name.split("::")[1].removesuffix("_")  # type: ignore[union-attr]
     return "" if name == "wait" else name
 
 
@@ -136,8 +139,8 @@ def _nearest(node: fx.Node, beside: Callable[[fx.Node], list[fx.Node]]) -> tuple
 
 def per_axis(rows: Iterable[Traffic]) -> dict[str, list[Traffic]]:
     """By axis, those of one kind together, whatever place they come from."""
-    found: dict[str, dict[str, Traffic]] = {}
-    for row in rows:
-        kinds = found.setdefault(row.axis, {})
-        kinds[row.kind] = kinds[row.kind] + row if row.kind in kinds else replace(row, where="", module="")
-    return {axis: list(kinds.values()) for axis, kinds in found.items()}
+    found: dict[str, list[Traffic]] = {}
+    phase: Phase = "forward"  # of all, whenever they begin
+    for row in _together(replace(row, phase=phase, where="", module="") for row in rows):
+        found.setdefault(row.axis, []).append(row)
+    return found
