@@ -70,23 +70,23 @@ class Change(Build):
         return self.clone(node) if self.unequal or not info(node).value.is_contiguous() else node
 
 
-Emit = Callable[[Change, fx.Node, Any, Any], fx.Node]
-Cost = Callable[[int, int], float]  # (bytes of the whole, ranks) -> bytes that a rank sends
-
-
 @dataclass(frozen=True)
 class Rule:
     """One row of the table.
 
     Attributes:
-        collective: its name; "" when nothing is sent.
-        sends: bytes that each rank sends.
+        collective: its name; "" when nothing is sent, "none" where none would do.
         emit: adds the calls; takes the change, the local value, from and to.
     """
 
     collective: str
-    sends: Cost
-    emit: Emit
+    emit: Callable[[Change, fx.Node, Any, Any], fx.Node]
+
+    def sends(self, size: int, ranks: int) -> float:
+        """Bytes that each rank sends for a whole of so many bytes."""
+        once = size * (ranks - 1) / ranks
+        others = {"": 0, "all_reduce": 2 * once, "all_to_all": once / ranks, "none": math.inf}
+        return others.get(self.collective, once)
 
 
 def _same(change: Change, node: fx.Node, src: Any, dst: Any) -> fx.Node:
@@ -183,32 +183,16 @@ def _partial(change: Change, node: fx.Node, src: Partial, dst: Partial) -> fx.No
     return _as_part(change, _all_reduce(change, node, src, Replicate()), Replicate(), dst)
 
 
-def _nothing(size: int, ranks: int) -> float:
-    return 0
-
-
-def _once(size: int, ranks: int) -> float:
-    return size * (ranks - 1) / ranks
-
-
-def _twice(size: int, ranks: int) -> float:
-    return 2 * _once(size, ranks)
-
-
-def _part_of_part(size: int, ranks: int) -> float:
-    return _once(size, ranks) / ranks
-
-
 RULES: dict[tuple[type, type], Rule] = {
-    (Replicate, Replicate): Rule("", _nothing, _same),
-    (Replicate, Shard): Rule("", _nothing, _slice),
-    (Replicate, Partial): Rule("", _nothing, _as_part),
-    (Shard, Replicate): Rule("all_gather", _once, _all_gather),
-    (Shard, Shard): Rule("all_to_all", _part_of_part, _all_to_all),
-    (Shard, Partial): Rule("", _nothing, _embed),  # avg, max and min have no neutral element: gathered
-    (Partial, Replicate): Rule("all_reduce", _twice, _all_reduce),
-    (Partial, Shard): Rule("reduce_scatter", _once, _reduce_scatter),
-    (Partial, Partial): Rule("all_reduce", _twice, _partial),
+    (Replicate, Replicate): Rule("", _same),
+    (Replicate, Shard): Rule("", _slice),
+    (Replicate, Partial): Rule("", _as_part),
+    (Shard, Replicate): Rule("all_gather", _all_gather),
+    (Shard, Shard): Rule("all_to_all", _all_to_all),
+    (Shard, Partial): Rule("", _embed),  # avg, max and min have no neutral element: gathered
+    (Partial, Replicate): Rule("all_reduce", _all_reduce),
+    (Partial, Shard): Rule("reduce_scatter", _reduce_scatter),
+    (Partial, Partial): Rule("all_reduce", _partial),
 }
 
 
@@ -216,15 +200,12 @@ def _refuse(change: Change, node: fx.Node, src: Any, dst: Any) -> fx.Node:
     raise AssertionError(f"{node} is {src} and cannot be {dst}")
 
 
-_NEVER = Rule("", lambda size, ranks: math.inf, _refuse)
-
-
 def rule_of(src: Placement, dst: Placement) -> Rule:
     """The row for a change along one axis."""
     if src == dst:
         return RULES[Replicate, Replicate]
     if Opaque in (type(src), type(dst)):
-        return _NEVER
+        return Rule("none", _refuse)
     if isinstance(src, Shard) and isinstance(dst, Partial) and _NEUTRAL[dst.op] is None:
-        return Rule("all_gather", _once, _embed)
+        return Rule("all_gather", _embed)
     return RULES[type(src), type(dst)]

@@ -9,7 +9,7 @@ ranks hold unequal parts those of the largest.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -62,40 +62,11 @@ def replicated(call: Call) -> Strategy:
     return Strategy((R,) * len(call.operands), (R,) * len(call.results))
 
 
-def choose(
-    call: Call,
-    strategies: Iterable[Strategy],
-    sharded: Sequence[ShardedValue],
-    preferred: Placement | None = None,
-    pending: float = 1.0,
-) -> Strategy:
-    """The best strategy for a call.
-
-    Args:
-        strategies: one of whole operands may be among them, which then says how the call runs on these.
-        sharded: the operands.
-        preferred: where the first result would best be, as far as that is free.
-        pending: how much of the reduction that addends among the results still need is charged here.
-    """
-    offered = list(strategies)
-    whole = replicated(call)
-    best = next((one for one in offered if one.ins == whole.ins and one.emit is not None), whole)
-    cost = _cost(best, call, sharded, pending)
-    for strategy in offered:
-        is_preferred = preferred is not None and bool(strategy.outs) and strategy.outs[0] == preferred
-        if not is_preferred and not _is_offered(strategy, sharded):
-            continue
-        other = _cost(strategy, call, sharded, pending)
-        if other < cost or (is_preferred and other == cost):
-            best, cost = strategy, other
-    return best
-
-
 class Choices:
-    """Chooses rows for calls; what was chosen for equal calls on operands that lie alike is chosen again.
+    """Chooses strategies for calls; what was chosen for equal calls on operands placed alike is chosen again.
 
     Args:
-        pending: see `choose`.
+        pending: how much of the reduction that addends among the results still need is charged where they are made.
     """
 
     def __init__(self, pending: float) -> None:
@@ -103,19 +74,36 @@ class Choices:
         self._known: dict[Any, Strategy] = {}
 
     def best(self, call: Call, sharded: Sequence[ShardedValue], preferred: Placement | None) -> Strategy:
-        """The best strategy for a call; see `choose`."""
+        """The best strategy for a call.
+
+        Args:
+            sharded: the operands.
+            preferred: where the first result would best be, as far as that is free.
+        """
         places = [id(one) for one in sharded]
         lie = tuple([(places.index(id(one)), *one.versions) for one in sharded])
         ends = tuple([(one.args, one.kwargs) for one in (call, *(call.ends or ()))])
         key = call.target, key_of(ends, []), lie, preferred
-        try:
+        with contextlib.suppress(KeyError, TypeError):  # not met before, or with an argument that has no hash
             return self._known[key]
-        except (KeyError, TypeError):  # not met before, or with an argument that has no hash
-            strategy = choose(call, strategies(call), sharded, preferred, self._pending)
+        strategy = self._choose(call, sharded, preferred)
         if _serves_all(strategy):
             with contextlib.suppress(TypeError):
                 self._known[key] = strategy
         return strategy
+
+    def _choose(self, call: Call, sharded: Sequence[ShardedValue], preferred: Placement | None) -> Strategy:
+        offered, whole = list(strategies(call)), replicated(call)
+        # a rule may say how a call runs on whole operands
+        best = next((one for one in offered if one.ins == whole.ins and one.emit is not None), whole)
+        cost = _cost(best, call, sharded, self._pending)
+        for strategy in offered:
+            is_preferred = preferred is not None and bool(strategy.outs) and strategy.outs[0] == preferred
+            if is_preferred or _is_offered(strategy, sharded):
+                other = _cost(strategy, call, sharded, self._pending)
+                if other < cost or (is_preferred and other == cost):
+                    best, cost = strategy, other
+        return best
 
 
 def _serves_all(strategy: Strategy) -> bool:

@@ -26,13 +26,18 @@ _GRAD = re.compile(r"(?P<owner>.+)\.grad")
 _STATE = re.compile(r".+?\.state\[(?P<owner>.*)\]\[[^\[\]]*\]")
 
 
-@runtime_checkable
-class GlobalPlan(Protocol):
-    """What a step does along one axis of a mesh, in the global view."""
+class Plan(Protocol):
+    """What a step does along one axis of a mesh."""
 
     @property
     def axis(self) -> str: ...
     def passes(self, mesh: DeviceMesh) -> list[Pass]: ...
+
+
+@runtime_checkable
+class GlobalPlan(Plan, Protocol):
+    """The same, in the global view."""
+
     def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
         """Where a tensor lies along the axis when no step runs, `Shard` or `Replicate`.
 

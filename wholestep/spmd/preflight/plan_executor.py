@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from wholestep import comm
-from wholestep.capture import InitialState, TensorInput
+from wholestep.capture import InitialState
 from wholestep.errors import BreakError, CaptureError, PlanError
 from wholestep.ir import Input, Pass, StepGraph
 from wholestep.spmd.expand.uneven_shards import in_lockstep
@@ -18,7 +18,7 @@ from wholestep.spmd.mesh import DeviceMesh
 from wholestep.spmd.placements import Replicate
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.data_parallel import refuse_sparse, sparse_gradient
-from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView
+from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, Plan
 from wholestep.spmd.plans.plan import DataParallel
 from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, contract_of, is_setting, values_of
 from wholestep.spmd.preflight.preflight_check import PreflightCheck
@@ -28,14 +28,6 @@ from wholestep.tensor_parts import Part, mark_part, narrow_to
 from wholestep.torch_compat import FakeTensor
 
 BREAKS = "the step cannot be replayed"
-
-
-class Plan(Protocol):
-    """What a step does along one axis of a mesh."""
-
-    @property
-    def axis(self) -> str: ...
-    def passes(self, mesh: DeviceMesh) -> list[Pass]: ...
 
 
 class ShardedInputs(NamedTuple):
@@ -55,6 +47,7 @@ class PlanExecutor:
 
     Attributes:
         view: the plans of the global view; None when there are none.
+        parts: what tensors that carry no mark are of whole ones; None outside of the global view.
         plain: True without plans: steps stay as they are traced.
         keeps_whole: whether the plans leave every tensor whole on each rank.
         reduces: whether gradients are each rank's own before they are reduced: in the local view.
@@ -93,6 +86,7 @@ class PlanExecutor:
         several = [group for group in dict.fromkeys(self._groups) if group.size() > 1]
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
         self.view = GlobalView(spread, tuple(mesh.axis_group(one.axis) for one in spread)) if mesh and spread else None
+        self.parts = self.view.parts if self.view else None
         for passes in self._passes if self.view else ():
             passes += [wait_late, start_early, coalesce]
         self.plain, self.keeps_whole = not plans, all(type(one) is DataParallel for one in plans)
@@ -117,11 +111,6 @@ class PlanExecutor:
     def sparse_gradient(self, parameter: str, where: str) -> PlanError:
         """The error of a gradient that no plan can reduce."""
         return sparse_gradient(self._names, parameter, where)
-
-    @property
-    def parts(self) -> Callable[[Sequence[TensorInput]], list[Part | None]] | None:
-        """What tensors that carry no mark are of whole ones; None outside of the global view."""
-        return self.view.parts if self.view else None
 
     @property
     def buffer_broadcast(self) -> BufferBroadcast | None:
@@ -193,10 +182,9 @@ class PlanExecutor:
         plans = ", ".join(map(_in_words, self._plans))
         contract = contract_of(step(), inputs, tensors, self._preflight.axes, plans, whole, self.view is not None)
         new = self._unsynchronized(inputs, tensors, parts)
-        if contract in self._agreed and not self.view and not new:
+        known = contract in self._agreed or (contract.is_local and self._agreed)  # nothing that others have a part in
+        if known and not self.view and not new:
             self.check_call(contract)
-            return contract
-        if contract.is_local and self._agreed and not self.view and not new:  # nothing that others have a part in
             return contract
         self.announce_capture(compare=True)
         shared = self._agreed and contract.random  # one state of the random generator since the first meeting
@@ -205,7 +193,10 @@ class PlanExecutor:
         if self._preflight.all_compared:  # else this rank alone captures anew
             self._broadcast_from_first(new, initial)
         if self.view and not self._agreed:
-            _share_randomness(self.groups)
+            state = torch.get_rng_state()  # of rank 0, for all
+            for group in self.groups:
+                comm.broadcast(state, group=group, group_src=0)
+            torch.set_rng_state(state)
         self._agreed.add(contract)
         return contract
 
@@ -214,11 +205,13 @@ class PlanExecutor:
     ) -> list[tuple[Input, torch.Tensor]]:
         """What rank 0 gives to the others: parameters, buffers, states, and gradients that are there at the start."""
         first = ("grad",) if self.view and not self._agreed else ()
+        known = self._synchronized
         return [
             (item, tensor)
             for item, tensor in zip(inputs, tensors, strict=True)
             if item.kind in (*SHARED_KINDS, "state", *first) and isinstance(tensor, torch.Tensor)
-            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts and not self._is_synchronized(tensor)
+            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts
+            if id(tensor) not in known or known[id(tensor)]() is not tensor
         ]
 
     def _broadcast_from_first(self, new: Sequence[tuple[Input, torch.Tensor]], initial: InitialState) -> None:
@@ -365,19 +358,7 @@ class PlanExecutor:
         if trouble:
             raise PlanError(trouble)
 
-    def _is_synchronized(self, tensor: torch.Tensor) -> bool:
-        known = self._synchronized.get(id(tensor))
-        return known is not None and known() is tensor
-
 
 def _in_words(plan: Any) -> str:
     """A plan in words that are the same on all ranks; of a user's own, its name."""
     return repr(plan) if type(plan).__module__.startswith("wholestep.") else f"{type(plan).__name__}({plan.axis!r})"
-
-
-def _share_randomness(groups: Sequence[comm.ProcessGroup]) -> None:
-    """Gives all ranks rank 0's random generator."""
-    state = torch.get_rng_state()
-    for group in groups:
-        comm.broadcast(state, group=group, group_src=0)
-    torch.set_rng_state(state)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.spmd.expand.calls import Call, holds_on_all
-from wholestep.spmd.expand.strategy import Dims, Names, Rule, Strategy, linear, trailing
+from wholestep.spmd.expand.calls import Call
+from wholestep.spmd.expand.strategy import Dims, Names, Rule, Strategy, linear, nonempty, trailing
 
 
 def _names(call: Call) -> dict[str, Names]:
@@ -13,16 +13,13 @@ def _names(call: Call) -> dict[str, Names]:
     values = call.by_name(call.values)
     query = values["query"]
     batch, heads, length = query.shape[:3]
-    b, h, t = (
-        name if holds_on_all(call, size) else None for name, size in (("b", batch), ("h", heads), ("t", length))
-    )
-    t = None if call.argument("is_causal") else t  # which keys a query sees is a matter of its place
-    ours, theirs = [b, h, t, None], [b, h, None, None]
+    t = None if call.argument("is_causal") else "t"  # which keys a query sees is a matter of its place
+    ours, theirs = ["b", "h", t, None], ["b", "h", None, None]
     found: dict[str, Names] = {"query": ours, "out": ours, "grad_out": ours, "key": theirs, "value": theirs,
-                               "logsumexp": [b, h, t]}  # fmt: skip
+                               "logsumexp": ["b", "h", t]}  # fmt: skip
     if "attn_mask" in values:
         mask, keys = values["attn_mask"], values["key"].shape[2]
-        found["attn_mask"] = trailing(mask, [b, h, t, None], [batch, heads, length, keys])
+        found["attn_mask"] = trailing(mask, ours, [batch, heads, length, keys])
     return found
 
 
@@ -40,6 +37,6 @@ def _attention(call: Call) -> Iterator[Strategy]:
 _KERNELS = ["_scaled_dot_product_flash_attention_for_cpu"]
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{kernel}": _attention for kernel in _KERNELS},
-    **{f"aten.{kernel}_backward": linear(_attention) for kernel in _KERNELS},
+    **{f"aten.{kernel}": nonempty(_attention) for kernel in _KERNELS},
+    **{f"aten.{kernel}_backward": linear(nonempty(_attention)) for kernel in _KERNELS},
 }

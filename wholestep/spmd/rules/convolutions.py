@@ -7,8 +7,18 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.expand.calls import Call, R, holds_on_all
-from wholestep.spmd.expand.strategy import Build, Dims, Names, Rule, Strategy, alphabet, linear, linear_strategies
+from wholestep.spmd.expand.calls import Call, R
+from wholestep.spmd.expand.strategy import (
+    Build,
+    Dims,
+    Names,
+    Rule,
+    Strategy,
+    alphabet,
+    linear,
+    linear_strategies,
+    nonempty,
+)
 from wholestep.spmd.placements import Partial, Shard
 from wholestep.spmd.rules.norm_layers import present
 
@@ -21,14 +31,10 @@ def _sides(call: Call) -> tuple[Shard, Shard, int]:
 
 def _convolution(call: Call) -> Iterator[Strategy]:
     come, go, groups = _sides(call)
-    x, weight = call.values[:2]
-    if holds_on_all(call, x.shape[0]):
-        yield Strategy(call.placed(input=Shard(0)), (Shard(0),))
+    yield Strategy(call.placed(input=Shard(0)), (Shard(0),))
     if groups == 1:
-        if holds_on_all(call, x.shape[1]):
-            yield Strategy(call.placed(input=Shard(1), weight=come, bias=Partial()), (Partial(),))
-        if holds_on_all(call, weight.shape[go.dim]):
-            yield Strategy(call.placed(weight=go, bias=Shard(0)), (Shard(1),))
+        yield Strategy(call.placed(input=Shard(1), weight=come, bias=Partial()), (Partial(),))
+        yield Strategy(call.placed(weight=go, bias=Shard(0)), (Shard(1),))
     elif groups % call.group.size == 0:
         yield Strategy(call.placed(input=Shard(1), weight=Shard(0), bias=Shard(0)), (Shard(1),), _some_groups)
     has_bias = len(call.values) == 3
@@ -41,15 +47,11 @@ def _some_groups(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.No
 
 def _convolution_backward(call: Call) -> Iterator[Strategy]:
     come, go, groups = _sides(call)
-    grad, x, _ = call.values
-    if holds_on_all(call, x.shape[0]):
-        yield Strategy(call.placed(grad_output=Shard(0), input=Shard(0)), present(call, Shard(0), Partial(), Partial()))
+    yield Strategy(call.placed(grad_output=Shard(0), input=Shard(0)), present(call, Shard(0), Partial(), Partial()))
     if groups == 1:
-        if holds_on_all(call, grad.shape[1]):
-            outs = present(call, Partial(), go, Shard(0))
-            yield Strategy(call.placed(grad_output=Shard(1), weight=go), outs, _backward_of_some)
-        if holds_on_all(call, x.shape[1]):
-            yield Strategy(call.placed(input=Shard(1), weight=come), present(call, Shard(1), come, R))
+        outs = present(call, Partial(), go, Shard(0))
+        yield Strategy(call.placed(grad_output=Shard(1), weight=go), outs, _backward_of_some)
+        yield Strategy(call.placed(input=Shard(1), weight=come), present(call, Shard(1), come, R))
     elif groups % call.group.size == 0:
         ins = call.placed(grad_output=Shard(1), input=Shard(1), weight=Shard(0))
         yield Strategy(ins, present(call, Shard(1), Shard(0), Shard(0)), _backward_of_some)
@@ -68,18 +70,15 @@ def planes(count: int) -> Rule:
     """Works on the last dimensions of each operand; those before can be split."""
 
     def rule(call: Call) -> Iterator[Strategy]:
-        sizes, whole = call.values[0].shape[: call.values[0].dim() - count], [None] * count
-        letters = zip(alphabet(len(sizes)), sizes, strict=True)
-        names: Names = [*[a if holds_on_all(call, size) else None for a, size in letters], *whole]
+        names: Names = [*alphabet(call.values[0].dim() - count), *[None] * count]
         yield from Dims([names] * len(call.values), [names] * len(call.results)).strategies(call)
 
-    return rule
+    return nonempty(rule)
 
 
 def _first(call: Call) -> Iterator[Strategy]:
     """By the samples of a batch, which are dimension 0 of each operand and result."""
-    if holds_on_all(call, call.values[0].shape[0]):
-        yield Strategy((Shard(0),) * len(call.values), (Shard(0),) * len(call.results))
+    yield Strategy((Shard(0),) * len(call.values), (Shard(0),) * len(call.results))
 
 
 _KINDS = ["avg_pool", "_adaptive_avg_pool", "reflection_pad", "replication_pad", "upsample_nearest",
@@ -89,12 +88,12 @@ _MAXIMA = ["max_pool{}d_with_indices", "adaptive_max_pool{}d", "fractional_max_p
 _ON, _LINEAR_ON = {n: planes(n) for n in (1, 2, 3)}, {n: linear(planes(n)) for n in (1, 2, 3)}
 
 RULES: dict[str, Rule] = {
-    "aten.convolution": _convolution,
-    "aten.convolution_backward": linear(_convolution_backward),
+    "aten.convolution": nonempty(_convolution),
+    "aten.convolution_backward": linear(nonempty(_convolution_backward)),
     **{f"aten.{kind}{n}d{end}": _LINEAR_ON[n] for kind in _KINDS for n in (1, 2, 3) for end in ("", "_backward")},
     **{f"aten.{kind.format(n)}": _ON[n] for kind in _MAXIMA for n in (2, 3)},
     **{f"aten.{kind.format(n)}_backward": _LINEAR_ON[n] for kind in _MAXIMA for n in (2, 3)},
     **{f"aten._upsample_{k}2d_aa{end}": _LINEAR_ON[2] for k in ("bilinear", "bicubic") for end in ("", "_backward")},
     **dict.fromkeys(["aten.pixel_shuffle", "aten.pixel_unshuffle"], _LINEAR_ON[3]),
-    **dict.fromkeys(["aten.im2col", "aten.col2im", "aten.grid_sampler_2d", "aten.grid_sampler_3d"], _first),
+    **dict.fromkeys(["aten.im2col", "aten.col2im", "aten.grid_sampler_2d", "aten.grid_sampler_3d"], nonempty(_first)),
 }

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.expand.calls import Call, R, holds_on_all
+from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.decompositions import can_decompose
-from wholestep.spmd.expand.strategy import Build, Decomposed, Rule, Strategy, linear
+from wholestep.spmd.expand.strategy import Build, Decomposed, Rule, Strategy, linear, nonempty
 from wholestep.spmd.placements import Partial, Placement, Shard
 
 aten = torch.ops.aten
@@ -66,15 +66,13 @@ def _batch_norm(call: Call) -> Iterator[Strategy]:
     values, backward = call.by_name(call.values), _is_backward(call)
     whole, trains = values["input"].shape, bool(call.argument("train" if backward else "training"))
     count = len(call.result) - 1
-    if holds_on_all(call, whole[1]):
-        some = [
-            name for name in _OF_CHANNELS if name in values and values[name].numel()
-        ]  # in evaluation none are saved
-        ins = call.placed(grad_out=Shard(1), input=Shard(1), **dict.fromkeys(some, Shard(0)))
-        saved = Shard(0) if backward or call.results[1].numel() else R
-        yield Strategy(ins, present(call, Shard(1), *([saved] * 2 + [Shard(0)] * count)[:count]))
+    # in evaluation saved ones are empty
+    some = [name for name in _OF_CHANNELS if name in values and values[name].numel()]
+    ins = call.placed(grad_out=Shard(1), input=Shard(1), **dict.fromkeys(some, Shard(0)))
+    saved = Shard(0) if backward or call.results[1].numel() else R
+    yield Strategy(ins, present(call, Shard(1), *([saved] * 2 + [Shard(0)] * count)[:count]))
     for dim in (dim for dim in range(len(whole)) if dim != 1):
-        if can_decompose(call) if trains else holds_on_all(call, whole[dim]):
+        if not trains or can_decompose(call):
             rest = Partial() if backward and not trains else R
             ins = call.placed(grad_out=Shard(dim), input=Shard(dim))
             yield Strategy(ins, present(call, Shard(dim), *[rest] * count), Decomposed() if trains else None)
@@ -85,6 +83,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"], linear(_over_last)),
     "aten.native_group_norm": _groups,
     "aten.native_group_norm_backward": linear(_groups),
-    **dict.fromkeys(["functional(aten.native_batch_norm)", "aten.native_batch_norm"], _batch_norm),
-    "aten.native_batch_norm_backward": linear(_batch_norm),
+    **dict.fromkeys(["functional(aten.native_batch_norm)", "aten.native_batch_norm"], nonempty(_batch_norm)),
+    "aten.native_batch_norm_backward": linear(nonempty(_batch_norm)),
 }

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholestep.spmd.expand.calls import Call, holds_on_all
-from wholestep.spmd.expand.strategy import Rule, Strategy
+from wholestep.spmd.expand.calls import Call
+from wholestep.spmd.expand.strategy import Rule, Strategy, nonempty
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
 
 _SEQUENCES = ["input", "output", "grad_output"]  # [time, batch, features], whatever `batch_first` says
 _STATES = ["hx_", "cx_", "cx_tmp", "hy_", "cy_", "grad_hy", "grad_cy"]  # [batch, features]
 
 
-def _by_batch(call: Call) -> tuple[Placement, ...]:
-    where = dict.fromkeys(_SEQUENCES, Shard(1)) | dict.fromkeys(_STATES, Shard(0))
-    return call.placed(**where, workspace=Opaque())
-
-
 def _layer(call: Call) -> Iterator[Strategy]:
-    if holds_on_all(call, call.values[0].shape[1]):
-        yield Strategy(_by_batch(call), (Shard(1), Shard(0), Shard(0), Opaque()))
+    """Forward and backward."""
+    ins = call.placed(**dict.fromkeys(_SEQUENCES, Shard(1)), **dict.fromkeys(_STATES, Shard(0)), workspace=Opaque())
+    weights: list[Placement] = [Partial()] * 4 if "grad_output" in call.by_name(ins) else []
+    last = (Shard(0), Shard(0)) if weights else (Shard(0), Shard(0), Opaque())
+    yield Strategy(ins, (Shard(1), *weights, *last))
 
 
-def _layer_backward(call: Call) -> Iterator[Strategy]:
-    if holds_on_all(call, call.values[0].shape[1]):
-        yield Strategy(_by_batch(call), (Shard(1), *[Partial()] * 4, Shard(0), Shard(0)))
-
-
-RULES: dict[str, Rule] = {
-    "aten.mkldnn_rnn_layer": _layer,
-    "under_grad(aten.mkldnn_rnn_layer)": _layer,
-    "aten.mkldnn_rnn_layer_backward": _layer_backward,
-}
+RULES: dict[str, Rule] = dict.fromkeys(
+    ["aten.mkldnn_rnn_layer", "under_grad(aten.mkldnn_rnn_layer)", "aten.mkldnn_rnn_layer_backward"], nonempty(_layer)
+)
