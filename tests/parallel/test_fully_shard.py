@@ -41,6 +41,12 @@ def test_whole_parameters_saved_and_loaded(tmp_path):
         assert all(torch.allclose(torch.tensor(each[n]), torch.tensor(final[n]), atol=1e-10) for n in final)
 
 
+@pytest.mark.filterwarnings("ignore:module forward hook with ``always_call")
+def test_compiled_steps_have_the_losses_of_eager():
+    for eager, compiled in run_ranks(programs.compiled, 2):
+        assert eager == compiled
+
+
 def test_details():
     for each in run_ranks(programs.details, 2):
         assert each == dict.fromkeys(each, True)

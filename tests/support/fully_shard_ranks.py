@@ -264,6 +264,26 @@ def resumed(folder: str) -> dict[str, Any]:
     return {name: one.tolist() for name, one in ws.full_state_dict(model).items()}
 
 
+def compiled_step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def compiled() -> list[list[float]]:
+    """Losses of a step in eager and under `ws.compile`."""
+    losses = []
+    for step in (compiled_step, ws.compile(compiled_step)):
+        model = shard_all(drawn(Stack().double()))
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        randoms = [torch.Generator().manual_seed(10 * i + comm.get_rank()) for i in range(3)]
+        batches = [torch.randn(4, WIDE, generator=random, dtype=torch.float64) for random in randoms]
+        losses.append([step(model, opt, batch).item() for batch in batches])
+    return losses
+
+
 def details() -> dict[str, Any]:
     """Smaller promises, each with what was found."""
     found: dict[str, Any] = {}
