@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import fx
 
 from wholestep import pipeline
-from wholestep.capture import ExternalEffects, Guard, GuardFailure, Snapshot, materialize_fakes, no_collection, snapshot
+from wholestep.capture import Guard, GuardFailure, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
 from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
@@ -99,7 +98,6 @@ class Compiled:
         self.recompiles: list[str] = []
         self.breaks: list[str] = []
         self._co_run: CoRun | None = None
-        self._effects: ExternalEffects | None = None  # of the capture under way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # part of another step, or of a transform of `torch.func`, or of what TorchScript traces
@@ -267,7 +265,7 @@ class Compiled:
         for program in self._known.programs.values():
             program.release_memory()  # their arenas are empty between calls, and tracing needs memory too
         try:
-            with no_collection(), self._watching():  # hundreds of thousands of small objects, few of them garbage
+            with no_collection():  # hundreds of thousands of small objects, few of them garbage
                 entry = self._build(args, kwargs, failure.varying - self._fixed)
         except BaseException as error:
             self._undo()
@@ -284,18 +282,6 @@ class Compiled:
             self.recompiles.append(reason)
         self._prefer(entry)
         return entry
-
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Refuses what a replay would not do again."""
-        effects = self._effects = ExternalEffects(pipeline.is_tracing)
-        try:
-            yield
-        finally:
-            self._effects = None
-        if effects.refused:
-            raise effects.refused.pop(0)  # with it goes what its traceback holds
-        effects.log()
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
         """Captures with a number that was another before as an input, or as it is where that cannot be."""
@@ -320,15 +306,8 @@ class Compiled:
 
     def _taking(self, overrides: Overrides | None = None) -> pipeline.TakeSnapshot:
         """How this step takes snapshots, in which modules are replaced; by default as they were so far."""
-        replacing, effects = overrides or self._overrides, self._effects
-
-        def take(*args: Any, **kwargs: Any) -> Snapshot:
-            given = {"replace": replacing.replace} if replacing.overrides else {}
-            world = self._take(*args, **given, **kwargs)
-            world.reachable.outside.effects = effects
-            return world
-
-        return take
+        replacing = overrides or self._overrides
+        return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
 
     def _can_vary(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
@@ -372,8 +351,7 @@ class Compiled:
             if self._co_run is not None:
                 return explain_segments(self._title, self._co_run.segments, self._co_run.eager, self.breaks)
             try:
-                with self._watching():
-                    traced, real = self._dry_capture(args, kwargs)
+                traced, real = self._dry_capture(args, kwargs)
             except CaptureError as error:
                 if not self._may_break:
                     raise

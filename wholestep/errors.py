@@ -81,14 +81,10 @@ class LeakError(CaptureError):
     Attributes:
         held: the tensor or number, by which tracing finds the line that made it.
         grown: paths of the lists that it was appended to, when that is all that happened.
-        optional: whether the step can be captured all the same, anew for each length of these lists.
-        read: whether the step read such a list.
     """
 
     held: object = None
     grown: frozenset[str] = frozenset()
-    optional: bool = False
-    read: bool = False
 
 
 class GraphError(WholestepError, AssertionError):

@@ -203,7 +203,7 @@ def is_effectful(node: fx.Node) -> bool:
     return target in (get_rng_state, set_rng_state, manual_seed)
 
 
-def is_collective(node: fx.Node) -> bool:
+def is_communication(node: fx.Node) -> bool:
     """True for a call of one of our collectives, or of the wait for one."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "wholestep"
 

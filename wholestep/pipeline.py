@@ -20,7 +20,6 @@ from wholestep.capture import (
     PartsOf,
     Snapshot,
     forget,
-    imports_apart,
     new_objects,
     read_by,
     refuse_shared_parts,
@@ -133,7 +132,7 @@ def build(
             initial.fill()
         how = options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
         world, traced = capture_for(fn, args, kwargs, varying, *how)
-        known.traced = True
+        known.traced, logged = True, world.reachable.outside
         original, parts, signature = world.substitutes.original, world.substitutes.parts, traced.step.signature
         read = {id(original(item.value)) for item in traced.inputs}
         dropped = initial.drop(kept=read)
@@ -166,6 +165,7 @@ def build(
     sizeless = traced.many.paths if traced.many is not None else frozenset[str]()
     binder = Binder(world, bound, mutated, traced.effects, traced.result, sizeless)
     forget(traced.effects, traced.result)
+    logged.log()
     return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, donated=donated)
 
 
@@ -272,7 +272,7 @@ def capture(
         sync: in the local view, what broadcasts buffers.
         sizes: those of tensors among the arguments that are symbols.
     """
-    with _capturing, imports_apart(), new_objects() as new_ids:
+    with _capturing, new_objects() as new_ids:
         world = take(fn, args, kwargs, varying=varying)
         backward = differentiate if differentiable and world.differentiable else None
         attempt = _Attempt(varying)
@@ -286,7 +286,7 @@ def capture(
                 _tracing.active = True
                 world.substitutes.put(parts, world.differentiable, attempt.reshaped)
                 step = collecting(world.substitutes.aliases.exchange(fn))
-                traced = world.run(_traced, step, args, kwargs, world, attempt.shared, *how)
+                traced = _traced(step, args, kwargs, world, attempt.shared, *how)
                 if sync is None or not sync.again():
                     return world, traced
             except (SharedMemory, ReshapedInput, ReentrantCheckpoint, LeakError) as request:
@@ -296,7 +296,6 @@ def capture(
                 world.restore()
             if following.varying != attempt.varying:
                 world = take(fn, args, kwargs, varying=following.varying)
-                world.read_lists = following.optional - following.varying
             attempt = following
 
 
@@ -306,16 +305,12 @@ class _Attempt:
 
     Attributes:
         varying: paths of numbers that are inputs, and of lists that are only appended to.
-        optional: those of these lists that could be looked into.
-        leak: why lists are among them.
         shared: memories that several inputs share.
         reshaped: ids of inputs that the step makes views of what they were.
         reentrant: whether checkpoints run as written.
     """
 
     varying: frozenset[str]
-    optional: frozenset[str] = frozenset()
-    leak: LeakError | None = None
     shared: frozenset[int] = frozenset()
     reshaped: frozenset[int] = frozenset()
     reentrant: bool = True
@@ -332,12 +327,9 @@ class _Attempt:
             return replace(self, reshaped=self.reshaped | {id(request.tensor)})
         if not isinstance(request, LeakError):
             return replace(self, reentrant=False)
-        if request.read and self.optional & self.varying:
-            return replace(self, varying=self.varying - self.optional, leak=None)
         if request.grown <= self.varying:  # none, or none that can stay unseen
-            raise (self.leak or request) if request.read else request
-        optional = request.grown if request.optional else self.optional
-        return replace(self, varying=self.varying | request.grown, optional=optional, leak=request)
+            raise request
+        return replace(self, varying=self.varying | request.grown)
 
 
 def _traced(*given: Any) -> Traced:

@@ -10,8 +10,6 @@ from wholestep.capture.effects.differences import outcome
 from wholestep.capture.effects.effects import Effect, forget, new_values, read_by, state_outputs
 from wholestep.capture.guards.binder import Binder, refuse_shared_parts, sharing
 from wholestep.capture.guards.guards import Guard, GuardFailure, compare
-from wholestep.capture.outside.external_effects import ExternalEffects
-from wholestep.capture.outside.imports import imports_apart
 from wholestep.capture.outside.torch_settings import setters
 from wholestep.capture.snapshot.new_objects import new_objects
 from wholestep.capture.snapshot.reachable import TensorInput

@@ -7,7 +7,6 @@ A source is a chain from the step's function or arguments down to the value. ``t
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import weakref
@@ -15,7 +14,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -53,11 +51,9 @@ def is_exact(container: Any) -> bool:
 
 
 def referent(reference: Any) -> Any:
-    """What a weak reference leads to, None when it is gone; the mapping that a read-only one shows."""
+    """What a weak reference leads to, None when it is gone."""
     if isinstance(reference, weakref.ref):
         return reference()
-    if isinstance(reference, MappingProxyType):
-        return gc.get_referents(reference)[0]
     try:
         return reference.__init__.__self__  # a proxy's own attributes are those of what it stands for
     except ReferenceError:
@@ -261,20 +257,6 @@ class Referent(Child):
 
     paths = "inside({0.path})"
     step = staticmethod(lambda reference, key: referent(reference))
-
-
-class ContextValue(Child):
-    """The value of a context variable."""
-
-    paths, texts = "{0.path}.get()", "{0.text}.get()"
-    step = staticmethod(lambda variable, key: variable.get())
-
-
-class Element(Child):
-    """A member of a deque, by position."""
-
-    paths, texts = "{0.path}[{1}]", "{0.text}[{1}]"
-    step = staticmethod(item)
 
 
 class Nth(Child):

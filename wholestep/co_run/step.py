@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -115,66 +115,51 @@ class CoRun:
                 self.eager = f"it calls {queue.watch.found[0]} of a C extension, which may read memory of tensors"
 
     def _serve(self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]) -> None:
-        """Runs a segment: by a program, or one operator after the other."""
+        """Runs a segment: by a program, which is one of all ranks with plans, or one operator after the other."""
+        program, varying = node.programs.get(tuple(segment.alive)), frozenset[int]()
+        if program is not None and not program.serves(numbers):
+            program, varying = None, program.varying_with(numbers)
         if self._ranks is not None:
-            return self._serve_on_ranks(self._ranks, node, segment, tensors, numbers)
-        program = self._program(node, segment, tensors, numbers)
+            self._ranks.begin(program)
+        if program is None:
+            program = self._compiled(node, segment, tensors, numbers, varying)
         if program is None:
             with below_autograd():  # which counted the writes when they were deferred
                 segment.run(tensors, numbers)
-        else:
+        elif self._ranks is None:
             program(tensors, numbers)
+        else:
+            self._ranks.run(program, tensors, numbers)
 
-    def _serve_on_ranks(
-        self, ranks: Ranks, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]
-    ) -> None:
-        """Runs a segment by a program of all ranks, which is compiled where there is none."""
-        key = tuple(segment.alive)
-        program: RankProgram | None = node.programs.get(key)
-        varying = frozenset[int]()
-        if program is not None and not program.serves(numbers):
-            varying = program.varying_with(numbers)
-            program = None
-        ranks.begin(program)
-        if program is None:
-            if len(self.segments) >= MAX_PROGRAMS:
+    def _compiled(
+        self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float], varying: frozenset[int]
+    ) -> SegmentProgram | RankProgram | None:
+        """A new program for a segment; None for one that stays without."""
+        key, full = tuple(segment.alive), len(self.segments) >= MAX_PROGRAMS
+        program: SegmentProgram | RankProgram
+        if self._ranks is not None:
+            if full:
                 raise CaptureError(
                     f"the step's segments needed {MAX_PROGRAMS} programs; operators differ from call to call again",
                     user_line(),
                     "keep the number of branches and sizes small, or compile a smaller part of the step",
                 )
-            program = node.programs[key] = ranks.compile(segment, tensors, numbers, varying)
-            self._count(segment, tensors)
-        ranks.run(program, tensors, numbers)
-
-    def _count(self, segment: Segment, tensors: Sequence[torch.Tensor]) -> None:
+            program = self._ranks.compile(segment, tensors, numbers, varying)
+        else:
+            if key not in node.seen:  # compiled when it comes again, and it is known which numbers are others each time
+                node.seen[key] = list(numbers)
+                return None
+            if key in node.refused or full:
+                return None
+            pairs = enumerate(zip(node.seen[key], numbers, strict=True))
+            varying |= frozenset(index for index, (a, b) in pairs if not same(a, b))
+            try:
+                program = SegmentProgram(segment, tensors, numbers, varying, self._options)
+            except Exception as error:  # nothing has run yet: a segment that cannot be compiled runs as it is
+                self.refused.append(f"{type(error).__name__}: {error}")
+                node.refused.add(key)
+                return None
+        node.programs[key] = program
         kept = sum(t.nbytes for t in tensors[len(segment.externals) :])
         self.segments.append((len(segment.calls), kept, user_line()))
-
-    def _program(
-        self, node: Node, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float]
-    ) -> SegmentProgram | None:
-        """The program of a segment; None for one that stays without."""
-        key = tuple(segment.alive)
-        found = node.programs.get(key)
-        if found is not None:
-            if found.serves(numbers):
-                return found
-            varying = found.varying_with(numbers)
-        elif key not in node.seen:  # compiled when it comes again, when it is known which numbers are others each time
-            node.seen[key] = list(numbers)
-            return None
-        else:
-            pairs = enumerate(zip(node.seen[key], numbers, strict=True))
-            varying = frozenset(index for index, (a, b) in pairs if not same(a, b))
-        if key in node.refused or len(self.segments) >= MAX_PROGRAMS:
-            return None
-        try:
-            program = SegmentProgram(segment, tensors, numbers, varying, self._options)
-        except Exception as error:  # nothing has run yet: a segment that cannot be compiled runs as it is
-            self.refused.append(f"{type(error).__name__}: {error}")
-            node.refused.add(key)
-            return None
-        node.programs[key] = program
-        self._count(segment, tensors)
         return program

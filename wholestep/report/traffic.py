@@ -10,7 +10,7 @@ from torch import fx
 
 from wholestep import comm
 from wholestep.errors import GraphError
-from wholestep.ir import Phase, StepGraph, info, is_collective
+from wholestep.ir import Phase, StepGraph, info, is_communication
 from wholestep.nested import tensors_of
 
 
@@ -96,7 +96,7 @@ def _together(rows: Iterable[Traffic]) -> list[Traffic]:
 
 def collective_name(node: fx.Node) -> str:
     """The name of the collective that a call starts; "" for any other call."""
-    if not is_collective(node):
+    if not is_communication(node):
         return ""
     name = node.target._schema.name.split("::")[1].removesuffix("_")  # type: ignore[union-attr]
     return "" if name == "wait" else name

@@ -13,7 +13,7 @@ from wholestep.capture.effects import effects as changes
 from wholestep.capture.effects.recipes import recipe
 from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.guards.compared_values import is_plain
-from wholestep.capture.outside.append_only_lists import REMEDY, AppendOnlyList
+from wholestep.capture.outside.append_only_lists import REMEDY, AppendOnlyList, taken
 from wholestep.capture.outside.iterators import Stopped
 from wholestep.capture.outside.lr_schedulers import Deferred, Pending
 from wholestep.capture.snapshot import container_kinds as kinds
@@ -43,11 +43,7 @@ def outcome(
         LeakError: a new tensor is held where a replay cannot put its successor.
     """
     reached = snap.reachable
-    for array in reached.arrays.values():
-        array.refuse_changed()
-    reached.stoppers.refuse_moved()
-    for error in reached.outside.settings.refused:  # the step went on past it
-        raise error
+    reached.outside.raise_refused()  # the step went on past it
     snap.names |= reached.outside.names
     snap.substitutes.hand_back()
     described = _Described(snap, is_new)
@@ -55,8 +51,10 @@ def outcome(
     for alias in snap.substitutes.aliases.found.values():
         effects += _autograd_effects(alias, snap.substitutes.original(alias.tensor))
     described.refuse_growth()
-    for source, taken in reached.lists.taken():
-        effects.append(changes.Extend(source, described.tree(list, dict(enumerate(taken)), source.text)))
+    for stand_in in reached.lists:
+        source, new = vars(stand_in)["source"], taken(stand_in)
+        if new:
+            effects.append(changes.Extend(source, described.tree(list, dict(enumerate(new)), source.text)))
     outcome = described.value(result, "the step's result")
     return [*effects, *(changes.CallMethod(n.source, "step", n.args) for n in snap.substitutes.noted)], outcome
 
@@ -73,8 +71,7 @@ class _Described:
         self.open: set[int] = set()
         self.new_ids: set[int] = set()
         self.cells: list[tuple[Made, tuple[Any, ...], str]] = []  # closure cells, to be filled
-        self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many new values, and the first of them
-        self.longer: set[str] = set()  # lists that grew by what is the same in each call
+        self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many values, and the first that is new
         self.made: dict[int, tuple[Any, Value]] = {}  # a container that is held twice is made once
 
     def value(self, value: Any, where: str) -> Value:
@@ -166,13 +163,9 @@ class _Described:
         """Refuses lists that are longer at each call, and asks for another capture where that may do without them."""
         if self.grown:
             source, count, held = self.grown[0]
-            what = f"{source} grows by {count} values made in the step, at each call, and the step reads it"
+            what = f"{source} grows by {count} values, at each call, and the step reads it"
             leak = _leak(held, what, REMEDY)
             leak.grown = frozenset(source.path for source, _, _ in self.grown)
-            raise leak
-        if not self.longer <= self.snap.read_lists:
-            leak = LeakError("the step appends to a list at each call", remedy=REMEDY)
-            leak.grown, leak.optional = frozenset(self.longer - self.snap.read_lists), True
             raise leak
 
 
@@ -208,10 +201,8 @@ def _new_contents(container: Container, now: Contents, before: Contents, describ
     added = tree.values[len(before):] if grown and kind is not kinds.MAPPING else ()
     new = [v.value for v in nested(added) if isinstance(v, New)]
     new += [v.value for v in added if isinstance(v, Existing) and v.late]
-    if new:
-        described.grown.append((source, len(now) - len(before), new[0]))
-    elif added and kind is not kinds.SET:
-        described.longer.add(source.path)
+    if new or (added and kind is not kinds.SET):
+        described.grown.append((source, len(now) - len(before), [*new, None][0]))
     return changes.SetContents(source, kind, tree)
 
 
@@ -231,8 +222,6 @@ def _entry_differences(
         new = described.value(value, snap.reachable.child(container, key).text)
         if is_mapping:
             yield changes.SetItem(source, described.value(key, source.text), new)
-        elif container.kind is kinds.CONTEXT:
-            yield changes.SetContext(source, new)
         else:
             yield changes.SetAttr(source, key, new)
 

@@ -77,15 +77,6 @@ class SetAttr(Effect):
 
 
 @dataclass(frozen=True, eq=False)
-class SetContext(Effect):
-    """``source.set(value)``, for context variables."""
-
-    value: Value
-    text = "{source}.set({value})"
-    code = "{container}.set({value})"
-
-
-@dataclass(frozen=True, eq=False)
 class DelAttr(Effect):
     """``del source.name``."""
 

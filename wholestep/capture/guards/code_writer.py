@@ -30,7 +30,6 @@ class CodeWriter:
         self.space: dict[str, Any] = {
             "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
             "call": call, "global_state": global_state, "STATE": state, "memory": memory,
-            "context": kinds.CONTEXT.read,
         }
         self.spaces = [self.space]
         self.lines: list[str] = []
@@ -60,9 +59,14 @@ class CodeWriter:
 
     def require_absent(self, container: Container, expression: str) -> None:
         """Has it return None where a container has more than it had, as one may of which not all is there."""
-        kind, before = container.kind, container.before
-        if kind in (kinds.SLOTS, kinds.CELL, kinds.CONTEXT) and not kinds.is_complete(container.value, before):
+        kind, before, value = container.kind, container.before, container.value
+        if kind in (kinds.SLOTS, kinds.CELL) and not kinds.is_complete(value, before):
             self.require(f"len({self.constant(kind.read)}({expression})) == {len(before)}")
+        elif kind is kinds.CLASS:
+            self.require(f"len({expression}.__dict__) == {len(vars(value))}")
+        elif kind is kinds.GLOBALS and len(value.names) > len(before):
+            absent = [name for name in value.names if name not in before]
+            self.require(f"{self.name(value.table)}.keys().isdisjoint({self.constant(absent)})")
 
     def at(self, container: Container, key: Any) -> str:
         """An expression for what a container has at a key."""
@@ -82,7 +86,7 @@ class CodeWriter:
 
 
 _ACCESS = {
-    kinds.CELL: "{0}.cell_contents", kinds.CONTEXT: "context({0})['value']", kinds.GLOBALS: "{0}[{1!r}]",
+    kinds.CELL: "{0}.cell_contents", kinds.GLOBALS: "{0}[{1!r}]",
     kinds.SLOTS: "{0}.{1}", kinds.FUNCTION: "{0}.{1}", kinds.CLASS: "{0}.__dict__[{1!r}]",
 }
 

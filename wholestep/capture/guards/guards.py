@@ -178,9 +178,6 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
-    elif id(value) in reached.arrays:
-        found.append(Guard(source, "type", type(value)))
-        found.append(Guard(source, "array", reached.arrays[id(value)].stamp))
     elif first is None:
         found.append(Guard(source, "type", type(value)))
         found.append(_of_object(source, value))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from types import FunctionType
 from typing import Any
 
@@ -15,9 +15,8 @@ import torch
 
 from wholestep.capture.guards.code_writer import CodeWriter
 from wholestep.capture.guards.compared_values import is_plain
-from wholestep.capture.outside.external_calls import variables
+from wholestep.capture.outside.calls import variables
 from wholestep.capture.snapshot import container_kinds as kinds
-from wholestep.capture.snapshot.numpy_arrays import as_stamped
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import REGISTRIES, contents, is_exact
@@ -25,6 +24,7 @@ from wholestep.torch_compat import HOOK_TABLES
 
 PERSISTENT = (torch.nn.Module, torch.optim.Optimizer)
 _NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.CELL, kinds.GLOBALS)
+_SEQUENCES = (kinds.LIST, kinds.TUPLE, kinds.SET, kinds.FROZENSET, kinds.DEQUE)
 _CONTAINERS = (dict, list, tuple, deque)
 
 
@@ -105,11 +105,7 @@ class PerCallObjects:
         write.require(f"len(args) == {len(call.args)} and " +
                       (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs"))
         write.require("global_state() == STATE")
-        arrays, environment = reached.arrays.values(), reached.outside.environment
-        if arrays:  # each is the very same, or the guards are compared one by one
-            write.space["as_stamped"] = as_stamped
-            write.require(f"as_stamped({write.constant([a.value for a in arrays])}, "
-                          f"{write.constant([a.stamp for a in arrays])})")
+        environment = reached.outside.environment
         if environment:
             write.space["variables"] = variables
             write.require(f"variables({write.constant([*environment])}) == {write.constant([*environment.values()])}")
@@ -118,15 +114,20 @@ class PerCallObjects:
             if source.path not in numbers:
                 self.compare_value(source.path, value)
 
-    def compare_value(self, expression: str, value: Any) -> None:
-        """Requires that an expression gives an equal of ``value``."""
+    def compare_value(self, expression: str, value: Any, keeps: bool = False) -> None:
+        """Requires that an expression gives an equal of ``value``.
+
+        Args:
+            keeps: whether the code may keep an object alive that is the same in each call.
+        """
         write = self._writer
         if is_plain(value):
-            write.require(f"same({expression}, {write.constant(value)})")
+            known = write.constant(value)
+            write.require(f"{expression} is {known} or same({expression}, {known})")
         elif isinstance(value, torch.Tensor):
             self._compare_tensor(expression, value)
         elif id(value) not in self.ids:
-            write.require(f"{expression} is {self.weakly(value)}")
+            write.require(f"{expression} is {write.name(value) if keeps else self._weakly(value)}")
         elif id(value) in write.names:
             write.require(f"{expression} is {write.names[id(value)]}")
         elif isinstance(value, FunctionType):
@@ -134,7 +135,7 @@ class PerCallObjects:
         else:
             self._compare_containers(expression, value)
 
-    def weakly(self, value: Any) -> str:
+    def _weakly(self, value: Any) -> str:
         """An expression for an object that a call is given, by which the code does not keep it alive.
 
         With it goes all that the code holds of it, and so the code itself.
@@ -170,30 +171,36 @@ class PerCallObjects:
         name = write.variable(value, expression)
         write.require(f"type({name}) is {write.name(type(value))}")
         for container in self._containers[id(value)]:
-            kind, before, variable = container.kind, container.before, name
-            if not is_exact(container.value):
-                variable = f"{name}_c"
-                write.lines.append(f"{variable} = {write.name(contents)}({name})")
             if container.value is not value:  # its attributes
-                variable = write.names[id(container.value)] = f"{name}_d"
-                write.lines.append(f"{variable} = {name}.__dict__")
-            if kind in (kinds.MAPPING, kinds.ATTRIBUTES):
-                strings = all(type(key) in (str, int) for key in before)
-                keys = write.constant(list(before))
-                write.require(f"[*{variable}] == {keys}" if strings else
-                              f"len({variable}) == {len(before)} and identical({variable}, {keys})")
-            elif kind is kinds.SLOTS:
-                write.require_absent(container, variable)
-            else:
-                write.require(f"len({variable}) == {len(before)}")
-            if kind in (kinds.SET, kinds.FROZENSET):
-                write.require(f"{variable} == {write.constant(type(value)(value))}")
-            elif len(before) > 8 and not container.ignored and all(is_plain(v) for v in before.values()):
-                values = f"{variable}.values()" if isinstance(container.value, dict) else variable
-                write.require(f"all(map(same, {values}, {write.constant(list(before.values()))}))")
-            else:
-                for key in container.compared:
-                    self.compare_value(write.at(container, key), before[key])
+                write.names[id(container.value)] = f"{name}_d"
+                write.lines.append(f"{name}_d = {name}.__dict__")
+            self.compare_contents(container, write.names[id(container.value)])
+
+    def compare_contents(self, container: Container, name: str, keeps: Callable[[Any], bool] = lambda _: False) -> None:
+        """Compares what a container holds, which stands under a name; see `compare_value`."""
+        write, kind, before = self._writer, container.kind, container.before
+        if not is_exact(container.value):
+            copied = f"{name}_c"
+            write.lines.append(f"{copied} = {write.name(contents)}({name})")
+            name = copied
+        if kind in (kinds.MAPPING, kinds.ATTRIBUTES):
+            strings = all(type(key) in (str, int) for key in before)
+            keys = write.constant(list(before))
+            write.require(f"[*{name}] == {keys}" if strings else
+                          f"len({name}) == {len(before)} and identical({name}, {keys})")
+        elif kind in _SEQUENCES:
+            write.require(f"len({name}) == {len(before)}")
+        else:
+            write.require_absent(container, name)
+        if kind in (kinds.SET, kinds.FROZENSET):
+            write.require(f"{{*{name}}} == {write.constant({*contents(container.value)})}")
+        elif len(before) > 8 and not container.ignored and all(is_plain(v) for v in before.values()) and \
+                kind in (*_SEQUENCES, kinds.MAPPING, kinds.ATTRIBUTES):
+            values = f"{name}.values()" if isinstance(container.value, dict) else name
+            write.require(f"all(map(same, {values}, {write.constant(list(before.values()))}))")
+        else:
+            for key in container.compared:
+                self.compare_value(write.at(container, key), before[key], keeps(before[key]))
 
     def _compare_tensor(self, expression: str, tensor: torch.Tensor) -> None:
         write = self._writer

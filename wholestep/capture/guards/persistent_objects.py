@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from wholestep.capture.guards.code_writer import CodeWriter
-from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.per_call_objects import PERSISTENT, PerCallObjects
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources import REGISTRIES, Attr, Source, contents, is_exact
+from wholestep.capture.sources import REGISTRIES, Attr, Source, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
 _SHAPE, _CONTIGUOUS = attrgetter("shape"), torch.Tensor.is_contiguous
@@ -173,10 +172,7 @@ class PersistentObjects:
                 continue
             special = [key for key in container.compared if self._is_special(before[key], container)]
             if not is_exact(value) and kind in (kinds.MAPPING, kinds.LIST):
-                copied = f"{write.name(contents)}({write.name(value)})"
-                expected = write.constant([*before]) if kind is kinds.MAPPING else copied
-                write.require(f"len({copied}) == {len(before)} and identical({copied}, {expected})")
-                self._one_by_one(container, container.compared)
+                self._one_by_one(container)
             elif not before and kind in (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SET, kinds.LIST):
                 empty.append(value)
             elif kind in (kinds.MAPPING, kinds.ATTRIBUTES, kinds.MODULE):
@@ -195,12 +191,13 @@ class PersistentObjects:
                     stable.append(value)
                 elif plain:
                     parts.append((itemgetter(*plain, plain[0]), value))
-                if id(value) not in self._whole:
-                    self._one_by_one(container, special)
-            elif kind is kinds.LIST and not special and not container.ignored:
+                for key in special if id(value) not in self._whole else ():
+                    keeps = self._keeps(container)(before[key])
+                    self._per_call.compare_value(write.at(container, key), before[key], keeps)
+            elif kind is kinds.SET or (kind in (kinds.LIST, kinds.DEQUE) and not special and not container.ignored):
                 lists.append(value)
             else:
-                self._compare_odd(container, special)
+                self._one_by_one(container)
         if self._inner:
             keys = [*chain.from_iterable(self._inner.values())]
             write.require(f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "
@@ -238,42 +235,15 @@ class PersistentObjects:
         if isinstance(value, torch.Tensor):  # a list may be where it is read from, or another way to reach it
             read_here = self._snap.tensors[id(value)].source.path.startswith(container.source.path)
             return container.kind is not kinds.LIST or read_here
-        return id(value) in self._per_call.ids or self._is_deletable(value, container)
+        return id(value) in self._per_call.ids or not self._keeps(container)(value)
 
-    def _is_deletable(self, value: Any, container: Container) -> bool:
-        """True for a module or optimizer in a variable, an attribute or a list of the user's, who may drop it there."""
+    def _one_by_one(self, container: Container) -> None:
+        self._per_call.compare_contents(container, self._writer.name(container.value), self._keeps(container))
+
+    def _keeps(self, container: Container) -> Callable[[Any], bool]:
+        """Tells what is kept alive: but modules and optimizers in places of the user's, who may drop them there."""
         theirs = isinstance(container.owner, torch.nn.Module) or getattr(container.source, "key", "") in REGISTRIES
-        return isinstance(value, PERSISTENT) and not theirs
-
-    def _one_by_one(self, container: Container, keys: Sequence[Any]) -> None:
-        write = self._writer
-        for key in keys:
-            value, expression = container.before[key], write.at(container, key)
-            if id(value) in self._per_call.ids:
-                self._per_call.compare_value(expression, value)
-            elif isinstance(value, torch.Tensor):
-                write.require(f"{expression} is {write.tensors[id(value)]}")
-            elif self._is_deletable(value, container):
-                write.require(f"{expression} is {self._per_call.weakly(value)}")
-            else:
-                write.require(f"{expression} is {write.constant(value) if is_plain(value) else write.name(value)}")
-
-    def _compare_odd(self, container: Container, special: Sequence[Any]) -> None:
-        """Compares a container that is neither a dict nor a plain list."""
-        write, kind = self._writer, container.kind
-        if kind in (kinds.SET, kinds.DEQUE, kinds.LIST):
-            write.require(f"len({write.name(container.value)}) == {len(container.before)}")
-        if kind is kinds.SET or (kind is kinds.DEQUE and not special):
-            write.require(f"identical({write.name(container.value)}, {self._expected(list(container.value))})")
-            return
-        self._one_by_one(container, container.compared)
-        if kind is kinds.CLASS:
-            write.require(f"len({write.name(container.value)}.__dict__) == {len(vars(container.value))}")
-        write.require_absent(container, write.name(container.value) if kind is not kinds.GLOBALS else "")
-        if kind is kinds.GLOBALS:
-            absent = [name for name in container.value.names if name not in container.before]
-            if absent:
-                write.require(f"{write.name(container.value.table)}.keys().isdisjoint({write.constant(absent)})")
+        return lambda value: theirs or not isinstance(value, PERSISTENT)
 
 
 def _picker(positions: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:

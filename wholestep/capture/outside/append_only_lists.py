@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from wholestep.errors import LeakError
+from wholestep.errors import CaptureError, LeakError
 
 REMEDY = "read it outside of the step, clear it first, or return the values and append them outside"
 
@@ -18,14 +18,18 @@ REMEDY = "read it outside of the step, clear it first, or return the values and 
 class AppendOnlyList:
     """Stands for a list or deque that a step appends to.
 
+    Args:
+        refused: takes the error by which the step is refused when it reads the list.
+
     Attributes:
         original: the list itself, which stays as it is.
+        before: what it holds.
         taken: what was appended.
-        refusal: why the step cannot be captured, once it has read the list.
     """
 
-    def __init__(self, container: Any, source: Any) -> None:
-        self.__dict__.update(original=container, source=source, taken=[], refusal=None)
+    def __init__(self, container: Any, source: Any, refused: list[CaptureError]) -> None:
+        before = [*container]
+        self.__dict__.update(original=container, source=source, refused=refused, before=before, taken=[])
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -43,11 +47,9 @@ class AppendOnlyList:
 
 
 def _refuse(self: Any) -> LeakError:
-    state = self.__dict__
-    error = LeakError(f"{state['source']} grows by values made in the step, at each call, and the step reads it",
-                      remedy=REMEDY)
-    error.read = True
-    state["refusal"] = state["refusal"] or error
+    what = f"{self.__dict__['source']} grows by values made in the step, at each call, and the step reads it"
+    error = LeakError(what, remedy=REMEDY)
+    self.__dict__["refused"].append(error)
     return error
 
 
@@ -64,45 +66,22 @@ for _name in ({*dir(list), *dir(deque), "__bool__", "__copy__", "__deepcopy__"} 
     setattr(AppendOnlyList, _name, _reading(_name))
 
 
-class AppendOnlyLists:
-    """The lists that one snapshot does not look into.
+def taken(stand_in: AppendOnlyList) -> list[Any]:
+    """What the step has appended to a list.
 
-    Attributes:
-        found: id of a list -> the list and its source.
-        standing: what stands in their place while the step is traced.
+    Raises:
+        LeakError: it has reached the list past its stand-in.
     """
+    state = vars(stand_in)
+    if [*map(id, state["original"])] != [*map(id, state["before"])]:
+        raise _refuse(stand_in)
+    return state["taken"]  # type: ignore[no-any-return]
 
-    def __init__(self) -> None:
-        self.found: dict[int, tuple[Any, Any]] = {}
-        self.standing: dict[int, AppendOnlyList] = {}
-        self._before: dict[int, list[Any]] = {}
 
-    def put(self) -> dict[int, AppendOnlyList]:
-        """Makes a stand-in for each; gives them by the id of the list."""
-        self.standing = {key: AppendOnlyList(container, source) for key, (container, source) in self.found.items()}
-        self._before = {key: list(container) for key, (container, _) in self.found.items()}
-        return self.standing
-
-    def taken(self) -> list[tuple[Any, list[Any]]]:
-        """Source and new values of each list that the step has appended to.
-
-        Raises:
-            LeakError: it has read one of them, or has reached one past its stand-in.
-        """
-        for key, stand_in in self.standing.items():
-            container, before = self.found[key][0], self._before[key]
-            if len(container) != len(before) or any(a is not b for a, b in zip(container, before, strict=True)):
-                raise _refuse(stand_in)
-            if vars(stand_in)["refusal"] is not None:
-                raise vars(stand_in)["refusal"]
-        states = [vars(stand_in) for stand_in in self.standing.values()]
-        return [(state["source"], state["taken"]) for state in states if state["taken"]]
-
-    def restore(self) -> None:
-        """Puts the lists back as they were."""
-        for key, before in self._before.items():
-            container = self.found[key][0]
-            if len(container) != len(before):
-                container.clear()
-                container.extend(before)
-        self.standing, self._before = {}, {}
+def restore(stand_in: AppendOnlyList) -> None:
+    """Puts a list back as it was."""
+    state = vars(stand_in)
+    state["taken"] = []
+    if len(state["original"]) != len(state["before"]):
+        state["original"].clear()
+        state["original"].extend(state["before"])

@@ -33,13 +33,13 @@ def setters() -> list[tuple[Any, str]]:
 class Settings:
     """The settings that one step reads.
 
-    Attributes:
-        refused: what the step was met with, whether it let it pass or not.
+    Args:
+        refused: takes the errors that the step was met with, whether it let them pass or not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, refused: list[CaptureError]) -> None:
         self.read: dict[str, Any] = {}
-        self.refused: list[CaptureError] = []
+        self.refused = refused
         self._before = {name: read() for name, read in READERS.items()}
 
     def ask(self, name: str, now: Any = None) -> Any:

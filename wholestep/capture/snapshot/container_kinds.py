@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any
@@ -108,8 +107,8 @@ def slot_names(kind: type) -> list[str]:
 
 
 def is_complete(container: Any, contents: Contents) -> bool:
-    """Whether nothing can be added to what slots, a closure's cell or a context variable has."""
-    return len(contents) == (1 if isinstance(container, (CellType, ContextVar)) else len(slot_names(type(container))))
+    """Whether nothing can be added to what slots or a closure's cell has."""
+    return len(contents) == (1 if isinstance(container, CellType) else len(slot_names(type(container))))
 
 
 def _read_slots(owner: Any) -> Contents:
@@ -139,10 +138,6 @@ class UsedGlobals:
     def table(self) -> dict[str, Any]:
         """All global variables of the module."""
         return self.function.__globals__  # type: ignore[no-any-return]
-
-
-def _read_exception(error: BaseException) -> Contents:
-    return {name: getattr(error, name) for name in ("args", "__cause__", "__context__")}
 
 
 def _read_module(table: dict[str, Any]) -> Contents:
@@ -197,11 +192,6 @@ def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:
             setattr(tensor, name, value)
 
 
-def _read_context(variable: Any) -> Contents:
-    value = variable.get(_MISSING)
-    return {} if value is _MISSING else {"value": value}
-
-
 _TABLE = dict.__setitem__, dict.__delitem__
 MAPPING = ContainerKind("dict", _read_dict, _write_dict, sources.Item)
 ATTRIBUTES = ContainerKind("attributes", dict, _write_dict, sources.Item)
@@ -210,15 +200,12 @@ LIST = ContainerKind("list", _numbered, _anew(list, list.extend), sources.Item)
 TUPLE = ContainerKind("tuple", _numbered, _constant, sources.Item)
 SET = ContainerKind("set", _numbered, _anew(set, set.update), sources.Member)
 FROZENSET = ContainerKind("frozenset", _numbered, _constant, sources.Member)
-DEQUE = ContainerKind("deque", _numbered, _anew(deque, deque.extend), sources.Element)
+DEQUE = ContainerKind("deque", _numbered, _anew(deque, deque.extend), sources.Item)
 _write_slots = _one_by_one(_read_slots, object.__setattr__, object.__delattr__)
 SLOTS = ContainerKind("slots", _read_slots, _write_slots, sources.Attr)
 CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), sources.CellContents)
 _write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.table)
 GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.Global)
 FUNCTION = ContainerKind("function", _read_function, _one_by_one(_read_function), sources.Attr)
-EXCEPTION = ContainerKind("exception", _read_exception, _one_by_one(_read_exception), sources.Attr)
 CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Method)
-_write_context = _one_by_one(_read_context, lambda variable, _, value: variable.set(value))
-CONTEXT = ContainerKind("context variable", _read_context, _write_context, sources.ContextValue)
 TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, sources.Attr)

@@ -7,9 +7,12 @@ that a guard could see, save through objects that are walked anyway.
 from __future__ import annotations
 
 import argparse
+import array
 import configparser
 import contextvars
+import ctypes
 import functools
+import mmap
 import queue
 import threading
 import types
@@ -29,12 +32,12 @@ from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
-from wholestep.capture.outside import external_calls
-from wholestep.capture.outside.iterators import MOVING, RANDOM
+from wholestep.capture.outside.append_only_lists import AppendOnlyList
+from wholestep.capture.outside.calls import RANDOM, looked_up
+from wholestep.capture.outside.iterators import Cached, Stopped
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
 from wholestep.capture.snapshot.names_read import global_names, named, set_on_entry
-from wholestep.capture.snapshot.numpy_arrays import BUFFERS, Array, stamp
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorInput
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
 from wholestep.errors import LazyError, UnsupportedError
@@ -68,45 +71,36 @@ def _tensor(found: Reachable, tensor: torch.Tensor, source: sources.Source) -> N
         found.add(attributes, sources.Vars(source), kinds.ATTRIBUTES, tensor)
 
 
-def _array(found: Reachable, array: numpy.ndarray[Any, Any], source: sources.Source) -> None:
-    found.arrays[id(array)] = Array(array, source, stamp(array))
+def _unguarded(found: Reachable, value: Any, source: sources.Source) -> None:
+    """What a step reads of it would be the same in each replay."""
+    kind = "NumPy array" if isinstance(value, numpy.ndarray) else type(value).__name__
+    what = f"the step can read {source}, a {kind}, whose contents may be others at each call"
+    found.outside.refused.append(UnsupportedError(what, remedy="pass a tensor: torch.from_numpy(batch)"))
 
 
 def _generator(found: Reachable, generator: torch.Generator, source: sources.Source) -> None:
     found.generators[generator_id(generator)] = generator, source
 
 
-def _random(found: Reachable, generator: Any, source: sources.Source) -> None:
-    found.stoppers.randoms.setdefault(id(generator), (generator, source))
-    _plain_attributes(found, generator, source)
-
-
 def _iterator(found: Reachable, iterator: Any, source: sources.Source) -> None:
-    found.stoppers.iterators[id(iterator)] = iterator, source
+    found.stand_ins[id(iterator)] = functools.partial(Stopped, iterator, source, found.outside.refused)
 
 
 def _builtin(found: Reachable, function: Any, source: sources.Source) -> None:
-    if id(function) in external_calls.NAMES:
-        found.names_read.names.add(external_calls.NAMES[id(function)])
+    found.names_read.names.add(function.__name__)  # by which a table knows it; code may have it under another
     _held(found, function, source)
 
 
 def _held(found: Reachable, method: Any, source: sources.Source) -> None:
     """A bound method of a random generator, whose class is asked for it at each call while the step is traced."""
     if isinstance(getattr(method, "__self__", None), (*RANDOM, torch.Generator)):
-        found.stoppers.held[id(method)] = method
+        found.stand_ins[id(method)] = functools.partial(looked_up, method)
         found.queue(method.__self__, sources.Attr(source, "__self__"))
 
 
 def _cached(found: Reachable, function: Any, source: sources.Source) -> None:
-    found.stoppers.caches[id(function)] = function, source
+    found.stand_ins[id(function)] = functools.partial(Cached, function, source)
     found.queue(function.__wrapped__, sources.Attr(source, "__wrapped__"))
-
-
-def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: sources.Source) -> None:
-    inner = sources.referent(proxy)
-    if isinstance(inner, dict):
-        found.queue(inner, sources.Referent(source))
 
 
 def _weak(found: Reachable, reference: Any, source: sources.Source) -> None:
@@ -162,7 +156,7 @@ def _attributes(*names: str) -> Handler:
 def _sequence(kind: ContainerKind) -> Handler:
     def handle(found: Reachable, value: Any, source: sources.Source) -> None:
         if source.path in found.varying and type(value) in (list, deque):
-            found.lists.found[id(value)] = value, source
+            found.lists.append(AppendOnlyList(value, source, found.outside.refused))
             return
         found.add(value, source, kind)
         _fields(found, value, source)
@@ -270,7 +264,7 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
         if fresh:
             found.add(UsedGlobals(function, fresh), sources.Globals(source, function.__module__ or ""), kinds.GLOBALS)
     else:
-        _builtin(found, function, source)
+        found.names_read.names.add(function.__name__)
 
 
 def _asks_types(found: Reachable, function: types.FunctionType) -> None:
@@ -299,17 +293,17 @@ def _method(found: Reachable, method: types.MethodType, source: sources.Source) 
     found.queue(method.__func__, sources.Attr(source, "__func__"))
 
 
-def _exception(found: Reachable, error: BaseException, source: sources.Source) -> None:
-    found.add(error, source, kinds.EXCEPTION)
-    _object(found, error, source)
-
-
+# What no guard compares: all that lets its memory be read as a buffer and is no tensor, and what holds values unseen.
+UNGUARDED: tuple[type, ...] = (
+    numpy.ndarray, bytearray, array.array, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.Union,
+    ctypes.c_int.__mro__[1],  # the base of all single numbers
+    contextvars.ContextVar, queue.SimpleQueue, types.MappingProxyType, BaseException,
+)  # fmt: skip
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
-    numpy.ndarray: _array,
-    **dict.fromkeys(BUFFERS, _array),
+    **dict.fromkeys(UNGUARDED, _unguarded),
     torch.Generator: _generator,
-    **dict.fromkeys(RANDOM, _random),
+    **dict.fromkeys(RANDOM, _plain_attributes),
     torch.optim.Optimizer: _optimizer,
     LRScheduler: _scheduler,
     dict: _mapping,
@@ -327,7 +321,6 @@ HANDLERS: dict[type, Handler] = {
     BackwardCFunction: _context,
     BackwardHook: _object,
     types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
-    BaseException: _exception,
     types.SimpleNamespace: _object,
     argparse.Namespace: _object,
     UserDict: _object,
@@ -338,10 +331,7 @@ HANDLERS: dict[type, Handler] = {
     weakref.ref: _weak,
     weakref.ProxyType: _weak,
     weakref.CallableProxyType: _weak,
-    types.MappingProxyType: _proxy,
-    contextvars.ContextVar: lambda found, value, source: found.add(value, source, kinds.CONTEXT),
     type(functools.cache(len)): _cached,
-    **dict.fromkeys(MOVING, _iterator),
     type: _class,
 }
 DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do

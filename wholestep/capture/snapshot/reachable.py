@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, global_state
-from wholestep.capture.outside.append_only_lists import AppendOnlyLists
-from wholestep.capture.outside.external_calls import Outside
-from wholestep.capture.outside.iterators import Stoppers
+from wholestep.capture.outside.append_only_lists import AppendOnlyList
+from wholestep.capture.outside.calls import Outside
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, Contents
 from wholestep.capture.snapshot.names_read import NamesRead, hideable
-from wholestep.capture.snapshot.numpy_arrays import Array
 from wholestep.capture.sources import FUNCTION, Attr, Call, Item, Nth, Source
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES
@@ -108,6 +106,8 @@ class Reachable:
         first: id of an object -> the first source that led to it.
         owners: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
         used_globals: globals met: id of the module's table, name.
+        lists: what stands for those that the step is known to append to.
+        stand_ins: id of an object -> makes what stands in its place while the step is traced.
         asking: by their ids, globals of functions that ask for types.
         hidden: attributes that no code named so far.
         trained: ids of the tensors that optimizers train.
@@ -123,9 +123,10 @@ class Reachable:
         self.tensors: dict[int, TensorInput] = {}
         self.state = global_state()
         self.metadata: dict[int, tuple[Any, ...]] = {}
-        self.arrays: dict[int, Array] = {}
         self.generators: dict[int, tuple[torch.Generator, Source]] = {}
-        self.lists, self.stoppers, self.outside = AppendOnlyLists(), Stoppers(), Outside(names)
+        self.lists: list[AppendOnlyList] = []
+        self.outside = Outside(names)
+        self.stand_ins: dict[int, Callable[[], Any]] = {}
         self.numbers: list[NumberInput] = []
         self.owners: set[str] = set()
         self.used_globals: set[tuple[int, str]] = set()

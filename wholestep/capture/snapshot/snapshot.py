@@ -8,7 +8,6 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import copy_context
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,6 @@ from wholestep.capture.guards import guards as guarding
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.guards import Guard
 from wholestep.capture.guards.identity_checks import memory
-from wholestep.capture.snapshot.container_kinds import CONTEXT
 from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.walk import reachable, walk
 from wholestep.capture.sources import Attr, Call, Replacement, Root, Source, lineage
@@ -41,7 +39,6 @@ class Snapshot:
         substitutes: what stands in the place of others while the step is traced.
         differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
         replaced_gradients: paths of gradients that the step replaces, and that nothing in it reads.
-        read_lists: paths of lists that the step appends to and is known to read.
         new_ids: gives the ids of what was made since tracing began; None for all that the walk has not met.
     """
 
@@ -58,7 +55,6 @@ class Snapshot:
         if replace is not None:
             self._replace(replace)
         self.substitutes = Substitutes(self.reachable, self.replaced)
-        self.read_lists: frozenset[str] = frozenset()
         self.replaced_gradients: frozenset[str] = frozenset()
         self._hidden: dict[int, str] | None = None
         self._versions: list[tuple[torch.Tensor, int, Any]] = []
@@ -140,11 +136,6 @@ class Snapshot:
         """The value of a setting when the step begins, which becomes a guard."""
         return self.reachable.outside.settings.ask(setting)
 
-    def run(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function for which alone context variables come to be set that are not: nothing could undo that."""
-        unset = any(c.kind is CONTEXT and not c.before for c in self.containers)
-        return copy_context().run(fn, *args) if unset else fn(*args)
-
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""
         names: dict[int, str] = {}
@@ -202,8 +193,6 @@ class Snapshot:
         torch.set_grad_enabled(self._grad_mode)
         torch.clear_autocast_cache()
         self.substitutes.shard()
-        for array in self.reachable.arrays.values():
-            array.restore()
         failures: list[Exception] = []
         for container in self.containers:
             try:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.outside.append_only_lists import AppendOnlyList
+from wholestep.capture.outside.append_only_lists import AppendOnlyList, restore
 from wholestep.capture.outside.iterators import Cached, Stopped
 from wholestep.capture.outside.lr_schedulers import Deferred, Noted, Pending, all_of, is_of_numbers
 from wholestep.capture.snapshot import container_kinds as kinds
@@ -77,6 +77,7 @@ class Substitutes:
             reshaped: ids of other tensors that need an alias: the step makes them views of what they were.
         """
         found = self._reachable
+        found.outside.raise_refused()
         self.spread = parts is not None
         self._unsharded = UnshardedViews(found.tensors.values(), parts)
         self._unsharded.put()
@@ -87,7 +88,8 @@ class Substitutes:
                 self._originals[id(aliases.of[key])] = aliases.of[key], tensor.tensor
                 if key in self.parts:
                     self.parts[id(aliases.of[key])] = self.parts[key]
-        aliases.of.update(found.lists.put() | found.stoppers.put() | self._patch())
+        lists = {id(vars(stand_in)["original"]): stand_in for stand_in in found.lists}
+        aliases.of.update({key: make() for key, make in found.stand_ins.items()} | lists | self._patch())
         if aliases.of:
             self._exchange()
         self.match_training()
@@ -96,7 +98,7 @@ class Substitutes:
         """Patches what asks the world outside, for this thread; gives what is there now by the id of what modules had,
         which the step may hold too."""
         found, thread = self._reachable, threading.get_ident()
-        replacements = [*found.outside.replacements(found.names_read.settle()), *found.stoppers.replacements()]
+        replacements = [*found.outside.replacements(found.names_read.settle())]
         before = [vars(owner).get(name) for owner, name, _ in replacements]
         self._patches.put(replacements, lambda: threading.get_ident() == thread)
         pairs = zip(before, replacements, strict=True)
@@ -115,8 +117,6 @@ class Substitutes:
         if len(stand_ins) != len(found.numbers):
             raise ValueError(f"{len(stand_ins)} stand-ins for {len(found.numbers)} numbers; give one for each")
         self.stand_ins = list(stand_ins)
-        for array in found.arrays.values():
-            array.keep()
         args = [self.aliases.exchange(value) for value in found.call.args]
         kwargs = {name: self.aliases.exchange(value) for name, value in found.call.kwargs.items()}
         for number, stand_in in zip(found.numbers, stand_ins, strict=True):
@@ -201,7 +201,8 @@ class Substitutes:
 
     def restore(self) -> None:
         """Takes everything out of its place but what containers hold, which the snapshot puts back."""
-        self._reachable.lists.restore()
+        for stand_in in self._reachable.lists:
+            restore(stand_in)
         self._patches.restore()
         self.lifted.clear()
         self.stand_ins.clear()

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import PlanError
-from wholestep.ir import Gradient, Input, NodeInfo, StepGraph, ancestors, info, is_collective, is_dense, nbytes
+from wholestep.ir import Gradient, Input, NodeInfo, StepGraph, ancestors, info, is_communication, is_dense, nbytes
 from wholestep.spmd.expand.calls import R
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.expand.graph_edits import Writer, copy_step, is_view, readers, reroute
@@ -214,7 +214,7 @@ def _check_updates(step: StepGraph) -> None:
     """Refuses a step that changes a parameter by values of a backward that are never reduced."""
     local: dict[fx.Node, str] = {}
     for node in step.graph.nodes:
-        if node.op != "call_function" or is_collective(node) or node.target is sharding_constraint:
+        if node.op != "call_function" or is_communication(node) or node.target is sharding_constraint:
             continue
         source = next((local[operand] for operand in node.all_input_nodes if operand in local), None)
         if source is None and info(node).phase == "backward" and not is_view(node):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from wholestep.ir import Input, Phase, StepGraph, info, is_collective, is_effectful
+from wholestep.ir import Input, Phase, StepGraph, info, is_communication, is_effectful
 from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import FakeTensor, OpOverload
 
@@ -136,11 +136,11 @@ def communication(step: StepGraph, axes: Mapping[str, str]) -> list[Call]:
     Args:
         axes: group's name -> axis, for words that are the same on all ranks.
     """
-    return [_collective(node, axes) for node in step.graph.nodes if is_collective(node) and is_effectful(node)]
+    return [_collective(node, axes) for node in step.graph.nodes if is_communication(node) and is_effectful(node)]
 
 
 def _draws(node: fx.Node) -> bool:
-    return node.op == "call_function" and is_effectful(node) and not is_collective(node)
+    return node.op == "call_function" and is_effectful(node) and not is_communication(node)
 
 
 def generator_state() -> int:

@@ -122,7 +122,7 @@ def _recorded(
         effects, value = outcome(world, is_made, result)
     except LeakError as error:
         leak = LeakError(error.what, error.where or made_at(error.held) or made_at(fn) or line_of(error), error.remedy)
-        leak.grown, leak.optional = error.grown, error.optional
+        leak.grown = error.grown
         raise leak from None
     new = new_values(effects, value)
     collector.observe(new)

@@ -1,0 +1,250 @@
+"""Calls into the world outside: clocks, files, the environment, random numbers, lines printed and logged.
+
+A replay would repeat the first answer, and not act again. So a table says what a call of each function by which Python
+asks or acts means, and while a step is traced, in its thread, it is refused before it has done anything. What is read
+of the environment becomes a guard. What libraries log, perhaps once, is logged when the step has been captured; when it
+is not, the step's Python comes there again. Modules that a step is the first to import are executed as ever, whatever
+becomes of the trace: a replay owes them nothing, and one of which half was executed fails for good.
+"""
+
+from __future__ import annotations
+
+import builtins
+import datetime
+import decimal
+import gc
+import importlib._bootstrap as machinery
+import io
+import locale
+import logging
+import os
+import pathlib
+import random
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Set
+from multiprocessing import connection, queues
+from types import ClassMethodDescriptorType
+from typing import Any, NamedTuple
+
+import numpy
+
+from wholestep import patches
+from wholestep.capture.outside.torch_settings import READERS, Settings
+from wholestep.capture.snapshot.user_code import is_library, is_system
+from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
+from wholestep.patches import Replacement, original, suspended
+from wholestep.torch_compat import dispatch_modes_off, function_modes_disabled
+
+
+class Verdict(NamedTuple):
+    """What a call means for a step.
+
+    Attributes:
+        error, what, remedy: how it is refused.
+        applies: whether it is, by what has the function and the file that calls it.
+    """
+
+    error: type[CaptureError]
+    what: str
+    remedy: str
+    applies: Callable[[Any, str], bool]
+
+
+# Kinds of files that are also memory, which torch and Python write to for purposes of their own.
+IN_MEMORY = (io.StringIO, io.BytesIO)
+# Code whose acts are none of the step's: warnings, which are said once, and imports.
+_LET_PASS = (warnings.__file__, "<frozen")
+# Code between what a user calls and what asks.
+_BETWEEN = (patches.__file__, random.__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>")
+
+
+def _acts(owner: Any, file: str) -> bool:
+    """Whether a call is the step's, and none that torch, the import system or a warning makes for itself."""
+    return not file.startswith(_LET_PASS) and not (owner in IN_MEMORY and is_system(file))
+
+
+ASKS = Verdict(
+    DataDependentError, "whose answer may be another at each call; a replay would repeat the first",
+    "call it outside of the step, and pass what depends on it as an argument", lambda _, file: not is_library(file),
+)  # fmt: skip
+ACTS = Verdict(UnsupportedError, "which a replay would not do again",
+               "call it after the step, or by ws.log(fn, **values)", _acts)  # fmt: skip
+DRAWS = Verdict(
+    DataDependentError, "a random generator's, whose numbers a replay would repeat",
+    "draw with torch, or draw outside of the step and pass the number as an argument; what a library draws is switched "
+    "off in its settings (SpecAugment: a probability of 0)", lambda *_: True,
+)  # fmt: skip
+
+_CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_OF_C: Any = random.Random.__mro__[1]  # the class of C in whose methods those of Python's generators end
+RANDOM: tuple[type, ...] = (random.Random, numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator)
+
+
+def _methods(owner: Any) -> tuple[str, ...]:
+    """The methods by which a random generator draws, is seeded or set."""
+    return tuple(name for name, method in vars(owner).items() if callable(method) and not name.startswith("_")
+                 and name not in ("getstate", "get_state"))  # fmt: skip
+
+
+SYSTEMS = random.SystemRandom  # in whose methods others of it end
+
+# By what has them, names of functions and methods.
+TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
+    (ASKS, {
+        time: (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS), "clock_gettime", "clock_gettime_ns", "localtime",
+               "gmtime", "ctime", "asctime", "strftime"),
+        os: ("urandom", "getrandom", "times", "getloadavg", "getcwd", "listdir", "scandir", "stat"),
+        os.path: ("exists", "isfile", "isdir", "getmtime", "getsize"),
+        pathlib.Path: ("read_text", "read_bytes", "exists", "is_file", "is_dir", "stat", "iterdir"),
+        builtins: ("open",),
+        uuid: ("uuid1", "uuid4"),
+        secrets: ("token_bytes", "token_hex", "token_urlsafe", "randbits", "randbelow", "choice"),
+        SYSTEMS: ("random", "getrandbits"),
+        datetime.datetime: ("now", "utcnow"),
+        datetime.date: ("today",),
+        sys: ("getrecursionlimit", "getswitchinterval", "get_int_max_str_digits", "gettrace", "getprofile"),
+        gc: ("isenabled", "get_threshold", "get_count"),
+        threading: ("current_thread", "active_count", "enumerate"),
+        socket.socket: ("recv", "recv_into", "recvfrom", "accept"),
+        queues.Queue: ("get", "qsize", "empty"), queues.SimpleQueue: ("get", "empty"),
+        connection.Connection: ("recv", "recv_bytes", "poll"),
+        decimal: ("getcontext",), locale: ("getlocale", "localeconv"), numpy: ("geterr", "get_printoptions"),
+    }),
+    (ACTS, {
+        builtins: ("print", "input"),
+        io.TextIOWrapper: ("write", "writelines"),
+        io.BufferedWriter: ("write",), io.FileIO: ("write",),
+        io.StringIO: ("write",), io.BytesIO: ("write",),
+        os: ("write", "system", "remove", "unlink", "rename", "replace", "mkdir", "makedirs", "rmdir", "kill",
+             "putenv"),
+        subprocess.Popen: ("__init__",),
+        socket.socket: ("send", "sendall", "sendto", "connect"),
+        time: ("sleep",),
+    }),
+    # `gauss` gives every other number from an attribute
+    (DRAWS, {owner: _methods(owner) for owner in (_OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),
+]  # fmt: skip
+# These ask for the time unless they are given one, as an argument at this place.
+_GIVEN = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
+# What modules have bound to the random generators of all, which are looked up in their classes anew at each call.
+_SHARED: tuple[Any, ...] = random.random.__self__, numpy.random.rand.__self__  # type: ignore[attr-defined]
+_BOUND = [(module, name, method) for module in (random, numpy.random) for name, method in vars(module).items()
+          if any(getattr(method, "__self__", None) is generator for generator in _SHARED)]  # fmt: skip
+_SHORT = {os.path: "os.path."}
+ENVIRONMENT = "os.environ "  # before the name of a variable, among the names that a step uses
+
+
+def looked_up(method: Any) -> Callable[..., Any]:
+    """A bound method that is looked up anew at each call."""
+    return lambda *args, **kwargs: getattr(method.__self__, method.__name__)(*args, **kwargs)
+
+
+def variables(names: Iterable[str]) -> list[Any]:
+    """The values of variables of the environment, and of settings."""
+    return [READERS[name]() if name in READERS else os.environ.get(name) for name in names]
+
+
+def _caller() -> str:
+    """The file of the code that calls what is patched."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, *_BETWEEN):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _import(name: str, importer: Any) -> Any:
+    """Imports a module that is not there yet, of C too, with real tensors."""
+    with suspended(), function_modes_disabled(), dispatch_modes_off():
+        return original(machinery, "_find_and_load")(name, importer)
+
+
+class Outside:
+    """What one step asks of the world outside, and would do there.
+
+    Args:
+        names: those that are known to be used; with `ENVIRONMENT` before them, variables that are known to be read.
+
+    Attributes:
+        refused: why it cannot be replayed; code of its own may have caught that.
+        environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.refused: list[CaptureError] = []
+        self.settings = Settings(self.refused)
+        self.environment: dict[str, Any] = self.settings.read
+        read = [name.removeprefix(ENVIRONMENT) for name in names if name.startswith(ENVIRONMENT)]
+        self.environment.update(zip(read, variables(read), strict=True))
+        self._logged: list[tuple[logging.Logger, logging.LogRecord]] = []
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The variables in the form of names."""
+        return frozenset(ENVIRONMENT + name for name in self.environment)
+
+    def replacements(self, named: Set[str]) -> Iterator[Replacement]:
+        """What stands in the place of functions that ask and act.
+
+        Args:
+            named: names that the step's code uses, among which are those of all that it asks.
+        """
+        for verdict, owners in TABLE:
+            yield from ((owner, name, self._refusing(verdict, owner, name))
+                        for owner, names in owners.items() for name in names
+                        if name in vars(owner) and (verdict is not ASKS or name in named or owner is SYSTEMS))
+        yield from ((module, name, looked_up(method)) for module, name, method in _BOUND)
+        yield type(os.environ), "__getitem__", lambda environ, key: self._read(environ, key)
+        yield logging.Logger, "handle", lambda logger, record: self._log(logger, record)
+        yield machinery, "_find_and_load", _import
+        yield from self.settings.replacements()
+
+    def raise_refused(self) -> None:
+        """Raises what the step was refused with first."""
+        if self.refused:
+            raise self.refused.pop(0)  # with it goes what its traceback holds
+
+    def log(self) -> None:
+        """Logs what libraries have logged meanwhile."""
+        while self._logged:
+            logger, record = self._logged.pop(0)
+            logger.handle(record)
+
+    def _refuse(self, verdict: Verdict, name: str) -> None:
+        error = verdict.error(f"the step calls {name}(), {verdict.what}", remedy=verdict.remedy)
+        self.refused.append(error)
+        raise error
+
+    def _refusing(self, verdict: Verdict, owner: Any, name: str) -> Any:
+        found, place = original(owner, name), _GIVEN.get(name)
+        says = f"{_SHORT.get(owner, owner.__name__ + '.')}{name}".removeprefix("builtins.")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
+                self._refuse(verdict, says)
+            return found(*args, **kwargs)
+
+        def of_class(kind: type, *args: Any, **kwargs: Any) -> Any:
+            if verdict.applies(owner, _caller()):
+                self._refuse(verdict, says)
+            return found.__get__(None, kind)(*args, **kwargs)
+
+        return classmethod(of_class) if isinstance(found, (classmethod, ClassMethodDescriptorType)) else call
+
+    def _read(self, environ: Any, key: Any) -> Any:
+        asked = not is_library(_caller())
+        with suspended():
+            if asked:
+                self.environment[os.fsdecode(key)] = os.environ.get(os.fsdecode(key))
+            return environ[key]
+
+    def _log(self, logger: logging.Logger, record: logging.LogRecord) -> None:
+        if not is_library(record.pathname):
+            self._refuse(ACTS, f"logging.{record.levelname.lower()}")
+        self._logged.append((logger, record))
