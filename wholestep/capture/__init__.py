@@ -1,8 +1,13 @@
 """Capture: a Python callable and its arguments -> a guarded view of what the step can see.
 
-Takes a function and one call's arguments. Gives a `Snapshot` (tensors and numbers with their sources, everything
-in reach put back by `restore`, changes described by `effects`), the guards that must hold later, and a `Binder`:
-the fast check that a call passes before a captured program serves it.
+Takes a function and one call's arguments. Gives a `Snapshot` of all that the step can see, the guards that must hold
+later, and a `Binder`, the fast check that a call passes before a captured program serves it. In the order of a capture:
+`snapshot/` walks from function and arguments to all within reach, by a table from type to handler; each value has a
+source (`sources.py`), as a user would write it. `substitutes/` puts stand-ins in the place of numbers, of parts, and of
+tensors with a history while the step is traced. `outside/` says what a call into the world outside means: a guard or a
+refusal. `effects/` compares what there was with what the step left, and generates the code that does it again.
+`guards/` derives what must hold from the walk, and generates the code that checks it and fetches a program's inputs.
+What no guard compares and no effect does again is refused here, with line and remedy; `compiled.py` runs its Python.
 May import: errors, functional, ir, nested, patches, tensor_parts, torch_compat.
 """
 

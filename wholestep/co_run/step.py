@@ -116,9 +116,10 @@ class CoRun:
 
     def _serve(self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]) -> None:
         """Runs a segment: by a program, which is one of all ranks with plans, or one operator after the other."""
-        program, varying = node.programs.get(tuple(segment.alive)), frozenset[int]()
-        if program is not None and not program.serves(numbers):
-            program, varying = None, program.varying_with(numbers)
+        found, varying = node.programs.get(tuple(segment.alive)), frozenset[int]()
+        program: Any = found
+        if found is not None and not found.serves(numbers):
+            program, varying = None, found.varying_with(numbers)
         if self._ranks is not None:
             self._ranks.begin(program)
         if program is None:

@@ -56,7 +56,7 @@ class Guard:
 
     def holds(self, found: Any) -> bool:
         """True when a value found later is as expected; plain values are equal only within one type."""
-        if self.kind in ("identity", "hook"):
+        if self.kind == "identity":
             return self.expected is found
         if isinstance(self.expected, Hooks):
             return self.expected.fit(found)

@@ -236,8 +236,6 @@ def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sourc
             place = sources.Item(where, key) if i is None else sources.Item(sources.Item(where, key), i)
             found.numbers.append(NumberInput(place, number, container, key, i, setting=True))
     found.add(vars(optimizer), sources.Vars(source), kinds.ATTRIBUTES, optimizer, BOOKKEEPING)
-    if isinstance(optimizer, torch.optim.SparseAdam):  # the one that counts steps in ints
-        found.counting |= set(map(id, optimizer.state.values()))
     _classes(found, optimizer, source)
 
 
@@ -278,15 +276,6 @@ def _module(found: Reachable, module: types.ModuleType, source: sources.Source) 
         found.add(vars(module), sources.Vars(source), kinds.MODULE, module)
 
 
-def _context(found: Reachable, context: Any, source: sources.Source) -> None:
-    """What an `autograd.Function` keeps for its backward, which is code that may run."""
-    _plain_attributes(found, context, source)
-    forward = sources.Attr(sources.Attr(source, "__class__"), "_forward_cls")
-    found.queue(context._forward_cls, forward)
-    for name in ("backward", "vjp"):
-        found.queue(getattr(context._forward_cls, name), sources.Attr(forward, name))
-
-
 def _method(found: Reachable, method: types.MethodType, source: sources.Source) -> None:
     _held(found, method, source)
     found.queue(method.__self__, sources.Attr(source, "__self__"))
@@ -297,7 +286,7 @@ def _method(found: Reachable, method: types.MethodType, source: sources.Source) 
 UNGUARDED: tuple[type, ...] = (
     numpy.ndarray, bytearray, array.array, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.Union,
     ctypes.c_int.__mro__[1],  # the base of all single numbers
-    contextvars.ContextVar, queue.SimpleQueue, types.MappingProxyType, BaseException,
+    contextvars.ContextVar, queue.SimpleQueue, types.MappingProxyType, BaseException, BackwardCFunction,
 )  # fmt: skip
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
@@ -318,7 +307,6 @@ HANDLERS: dict[type, Handler] = {
     types.ModuleType: _module,
     **dict.fromkeys((functools.partial, functools.partialmethod), _attributes("func", "args", "keywords")),
     **dict.fromkeys((functools.cached_property, functools.singledispatchmethod), _attributes("func")),
-    BackwardCFunction: _context,
     BackwardHook: _object,
     types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
     types.SimpleNamespace: _object,

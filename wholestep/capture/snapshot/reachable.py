@@ -111,7 +111,6 @@ class Reachable:
         asking: by their ids, globals of functions that ask for types.
         hidden: attributes that no code named so far.
         trained: ids of the tensors that optimizers train.
-        counting: ids of the dicts whose ``"step"`` is another number at each call.
         waiting: what is walked when all else is: classes, then optimizers and schedulers.
     """
 
@@ -135,7 +134,6 @@ class Reachable:
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Container, Any, Source]] = []
         self.trained: set[int] = set()
-        self.counting: set[int] = set()
         self.kept: list[Any] = []  # ids stay valid while this lives
         self.queued: list[tuple[Any, Source]] = []
         self.waiting: tuple[deque[tuple[Any, Source]], ...] = (deque(), deque())

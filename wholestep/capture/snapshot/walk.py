@@ -65,7 +65,7 @@ def reachable(call: Call, names: Iterable[str] = (), varying: frozenset[str] = f
     walk(found)
     if not found.names_read.settle().isdisjoint(ASKS_ANY):
         _add_empty(found)
-    if varying or found.counting:
+    if varying:
         _vary(found)
     return found
 
@@ -88,11 +88,10 @@ def _vary(found: Reachable) -> None:
         if type(value) in (int, float) and source.path in found.varying:
             found.numbers.append(NumberInput(source, value))
     for container in found.containers:
-        counting = id(container.value) in found.counting
         for key, value in container.before.items() if container.kind in _VARYING else ():
             if type(value) in (int, float) and key not in container.ignored:
                 source = found.child(container, key)
-                if source.path in found.varying or (key == "step" and counting):
+                if source.path in found.varying:
                     found.numbers.append(NumberInput(source, value, container, key))
                     container.lifted |= {key}
                     container.ignored |= {key}
