@@ -13,9 +13,8 @@ from wholestep.capture.effects import effects as changes
 from wholestep.capture.effects.recipes import recipe
 from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.guards.compared_values import is_plain
-from wholestep.capture.outside.append_only_lists import REMEDY, AppendOnlyList, taken
-from wholestep.capture.outside.iterators import Stopped
 from wholestep.capture.outside.lr_schedulers import Deferred, Pending
+from wholestep.capture.outside.stand_ins import REMEDY, AppendOnlyList, Stopped, taken
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import Contents
 from wholestep.capture.snapshot.names_read import entered_with
@@ -51,7 +50,7 @@ def outcome(
     for alias in snap.substitutes.aliases.found.values():
         effects += _autograd_effects(alias, snap.substitutes.original(alias.tensor))
     described.refuse_growth()
-    for stand_in in reached.lists:
+    for stand_in in snap.substitutes.lists:
         source, new = vars(stand_in)["source"], taken(stand_in)
         if new:
             effects.append(changes.Extend(source, described.tree(list, dict(enumerate(new)), source.text)))

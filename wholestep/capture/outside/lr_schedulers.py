@@ -14,20 +14,22 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from wholestep.capture.outside.stand_ins import refusing
 from wholestep.capture.sources import Item, Source
-from wholestep.errors import UnsupportedError
+from wholestep.errors import CaptureError, UnsupportedError
 
 
 class Pending:
     """Stands for what a scheduler sets at the end of the step: to be kept or returned; computing with it is an error.
 
-    Attributes:
+    Args:
         before: what stood there before: a number, or a list or tuple of numbers.
+        refused: takes the error by which the step is refused when it computes with it.
     """
 
-    def __init__(self, source: Source, before: Any) -> None:
-        self.source = source
-        self.before: Any = before.before if isinstance(before, Pending) else before
+    def __init__(self, source: Source, before: Any, refused: list[CaptureError]) -> None:
+        self.source, self.refused = source, refused
+        self.original: Any = before.original if isinstance(before, Pending) else before
 
     def __repr__(self) -> str:
         return f"<{self.source}, set when the step ends>"
@@ -37,22 +39,17 @@ class Pending:
 
     def __getitem__(self, index: int) -> Pending:
         several = self._several()
-        return Pending(Item(self.source, range(len(several))[index]), several[index])
+        return Pending(Item(self.source, range(len(several))[index]), several[index], self.refused)
 
     def _several(self) -> Sequence[Any]:
-        return self.before if isinstance(self.before, (list, tuple)) else _refuse(self)
+        return self.original if isinstance(self.original, (list, tuple)) else _compute(self)
 
 
-def _refuse(self: Pending, *args: object) -> Any:
-    raise UnsupportedError(
-        f"{self.source} was read after scheduler.step() in the same step",
-        remedy="call scheduler.step() last, or after the compiled step",
-    )
-
-
+_compute = refusing(UnsupportedError, "{} was read after scheduler.step() in the same step",
+                    "call scheduler.step() last, or after the compiled step")  # fmt: skip
 for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg pos abs float int bool index "
               "eq ne lt le gt ge round trunc format hash array").split():
-    setattr(Pending, f"__{_name}__", _refuse)
+    setattr(Pending, f"__{_name}__", _compute)
 
 
 @dataclass(frozen=True, eq=False)

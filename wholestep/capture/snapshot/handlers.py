@@ -32,9 +32,8 @@ from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
-from wholestep.capture.outside.append_only_lists import AppendOnlyList
 from wholestep.capture.outside.calls import RANDOM, looked_up
-from wholestep.capture.outside.iterators import Cached, Stopped
+from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
 from wholestep.capture.snapshot.names_read import global_names, named, set_on_entry
@@ -156,7 +155,7 @@ def _attributes(*names: str) -> Handler:
 def _sequence(kind: ContainerKind) -> Handler:
     def handle(found: Reachable, value: Any, source: sources.Source) -> None:
         if source.path in found.varying and type(value) in (list, deque):
-            found.lists.append(AppendOnlyList(value, source, found.outside.refused))
+            found.stand_ins[id(value)] = functools.partial(AppendOnlyList, value, source, found.outside.refused)
             return
         found.add(value, source, kind)
         _fields(found, value, source)

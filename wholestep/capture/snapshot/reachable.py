@@ -11,7 +11,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, global_state
-from wholestep.capture.outside.append_only_lists import AppendOnlyList
 from wholestep.capture.outside.calls import Outside
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, Contents
@@ -106,7 +105,6 @@ class Reachable:
         first: id of an object -> the first source that led to it.
         owners: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
         used_globals: globals met: id of the module's table, name.
-        lists: what stands for those that the step is known to append to.
         stand_ins: id of an object -> makes what stands in its place while the step is traced.
         asking: by their ids, globals of functions that ask for types.
         hidden: attributes that no code named so far.
@@ -123,7 +121,6 @@ class Reachable:
         self.state = global_state()
         self.metadata: dict[int, tuple[Any, ...]] = {}
         self.generators: dict[int, tuple[torch.Generator, Source]] = {}
-        self.lists: list[AppendOnlyList] = []
         self.outside = Outside(names)
         self.stand_ins: dict[int, Callable[[], Any]] = {}
         self.numbers: list[NumberInput] = []

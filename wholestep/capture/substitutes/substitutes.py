@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.outside.append_only_lists import AppendOnlyList, restore
-from wholestep.capture.outside.iterators import Cached, Stopped
 from wholestep.capture.outside.lr_schedulers import Deferred, Noted, Pending, all_of, is_of_numbers
+from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped, restore
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container, Reachable
 from wholestep.capture.sources import Item, Replacement, Root, Vars, lineage
@@ -34,6 +33,7 @@ class Substitutes:
         aliases: what takes the place of tensors.
         stand_ins: what stands for the numbers that are inputs, in their order.
         lifted: (id of a container, key) -> what is there now.
+        lists: what stands for those that the step is known to append to.
         noted: calls of schedulers.
         spread: whether each rank may come to hold a part of any tensor.
     """
@@ -43,6 +43,7 @@ class Substitutes:
         self.aliases = DetachedAliases(())
         self.stand_ins: list[object] = []
         self.lifted: dict[tuple[int, Any], Any] = {}
+        self.lists: list[AppendOnlyList] = []
         self.noted: list[Noted] = []
         self.spread = False
         self._patches = Patches()
@@ -88,8 +89,9 @@ class Substitutes:
                 self._originals[id(aliases.of[key])] = aliases.of[key], tensor.tensor
                 if key in self.parts:
                     self.parts[id(aliases.of[key])] = self.parts[key]
-        lists = {id(vars(stand_in)["original"]): stand_in for stand_in in found.lists}
-        aliases.of.update({key: make() for key, make in found.stand_ins.items()} | lists | self._patch())
+        stand_ins = {key: make() for key, make in found.stand_ins.items()}
+        self.lists = [stand_in for stand_in in stand_ins.values() if type(stand_in) is AppendOnlyList]
+        aliases.of.update(stand_ins | self._patch())
         if aliases.of:
             self._exchange()
         self.match_training()
@@ -181,19 +183,19 @@ class Substitutes:
     def _note(self, noted: Noted) -> None:
         """A scheduler's step was called: until it really is, nobody may read what it sets."""
         self.noted.append(noted)
-        found = self._reachable
+        found, refused = self._reachable, self._reachable.outside.refused
         for number in found.numbers:
             group: Any = number.container.value if number.container is not None else None
             if any(group is g for g in noted.scheduler.optimizer.param_groups):
                 source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
-                self.lifted[id(group), number.key] = group[number.key] = Pending(source, group[number.key])
+                self.lifted[id(group), number.key] = group[number.key] = Pending(source, group[number.key], refused)
         kinds_of = {int, float, *map(type, self.stand_ins)}
         moved = set(map(id, all_of(noted.scheduler)))
         for scheduler, source in found.schedulers:
             state = vars(scheduler) if id(scheduler) in moved else {}
             for key, value in state.items():
                 if is_of_numbers(value, kinds_of):
-                    self.lifted[id(state), key] = state[key] = Pending(Item(Vars(source), key), value)
+                    self.lifted[id(state), key] = state[key] = Pending(Item(Vars(source), key), value, refused)
 
     def shard(self) -> None:
         """Gives tensors their own data back."""
@@ -201,8 +203,8 @@ class Substitutes:
 
     def restore(self) -> None:
         """Takes everything out of its place but what containers hold, which the snapshot puts back."""
-        for stand_in in self._reachable.lists:
-            restore(stand_in)
+        while self.lists:
+            restore(self.lists.pop())
         self._patches.restore()
         self.lifted.clear()
         self.stand_ins.clear()

@@ -1,0 +1,153 @@
+"""Stand-ins for what a replay cannot look into: iterators, lists that the step appends to, caches of functions.
+
+`itertools.count`, a generator, an open file or an iterator over a list gives another value at each call, where a replay
+would repeat the first; a list of losses is longer at each call, and yet the step is the same. So while a step is traced
+a stand-in takes their place. That of an iterator refuses to move; that of a list is empty, takes what is appended, and
+refuses to be read. What is merely passed on comes back as itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from wholestep.capture.guards.compared_values import is_plain
+from wholestep.errors import CaptureError, LeakError, UnsupportedError
+
+REMEDY = "read it outside of the step, clear it first, or return the values and append them outside"
+
+
+def refusing(error: type[CaptureError], what: str, remedy: str) -> Callable[..., Any]:
+    """A method that refuses the step, also where code of its own catches that.
+
+    Args:
+        what: a format, given source and type.
+    """
+
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        state = vars(self)
+        refused = error(what.format(state["source"], type(state["original"]).__name__), remedy=remedy)
+        state["refused"].append(refused)
+        raise refused
+
+    return refuse
+
+
+class StandIn:
+    """Stands for an object, with its type.
+
+    Args:
+        source: where the object is.
+        refused: takes the error by which the step is refused.
+    """
+
+    def __init__(self, original: Any, source: Any, refused: list[CaptureError]) -> None:
+        vars(self).update(original=original, source=source, refused=refused)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(vars(self)["original"])
+
+
+_move = refusing(
+    UnsupportedError,
+    "the step takes the next value of {}, a {}, which moves on at each call; a replay would repeat the first value",
+    "call next() outside of the step and pass the value as an argument, or pass a list",
+)
+_read = refusing(LeakError, "{} grows by values made in the step, at each call, and the step reads it", REMEDY)
+# Methods by which iterators move on, and files, which are iterators over lines.
+_MOVING = frozenset({"send", "throw", "close", "__setstate__", "read", "read1", "readline", "readlines", "readall",
+                     "readinto", "readinto1", "peek", "getvalue", "getbuffer", "tell"})  # fmt: skip
+
+
+class Stopped(StandIn):
+    """Stands for an iterator: has its attributes, and refuses to move it."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(vars(self)["original"], name)
+        return functools.partial(_move, self) if name in _MOVING else value
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __enter__(self) -> Any:
+        vars(self)["original"].__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        return vars(self)["original"].__exit__(*error)
+
+
+for _name in ("__next__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__"):
+    setattr(Stopped, _name, _move)
+
+
+class AppendOnlyList(StandIn):
+    """Stands for a list or deque that a step appends to."""
+
+    def __init__(self, original: Any, source: Any, refused: list[CaptureError]) -> None:
+        super().__init__(original, source, refused)
+        vars(self).update(before=[*original], taken=[])
+
+    def append(self, value: Any) -> None:
+        vars(self)["taken"].append(value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        vars(self)["taken"].extend(values)
+
+    def __iadd__(self, values: Iterable[Any]) -> Any:
+        self.extend(values)
+        return self
+
+
+_READ = {"__eq__", "__ne__", "__repr__", "__str__", "__reduce_ex__"}
+_OWN = {*vars(AppendOnlyList), *vars(StandIn), *vars(object), "__class_getitem__"} - _READ
+for _name in ({*dir(list), *dir(deque), "__bool__", "__copy__", "__deepcopy__"} - _OWN):
+    setattr(AppendOnlyList, _name, _read)
+
+
+def taken(stand_in: AppendOnlyList) -> list[Any]:
+    """What the step has appended to a list.
+
+    Raises:
+        LeakError: it has reached the list past its stand-in.
+    """
+    state = vars(stand_in)
+    if [*map(id, state["original"])] != [*map(id, state["before"])]:
+        _read(stand_in)
+    return state["taken"]  # type: ignore[no-any-return]
+
+
+def restore(stand_in: AppendOnlyList) -> None:
+    """Puts a list back as it was."""
+    original, before = vars(stand_in)["original"], vars(stand_in)["before"]
+    if len(original) != len(before):
+        original.clear()
+        original.extend(before)
+
+
+class Cached:
+    """Stands for a function with `functools.cache`: what is made while the step is traced must not stay in there."""
+
+    def __init__(self, function: Any, source: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.source = function, source
+        self.cache_info, self.cache_clear = function.cache_info, function.cache_clear
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        missed = self.function.cache_info().misses
+        value = self.function(*args, **kwargs)
+        if not is_plain(value):
+            if self.function.cache_info().misses == missed:
+                what = f"a value that {self.source} keeps in its cache, where no guard sees it"
+            else:
+                self.function.cache_clear()
+                what = f"{self.source} keeps in its cache what it makes in the step"
+            raise UnsupportedError(what, remedy="keep it in an attribute or a dict, or call it outside of the step")
+        return value
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
