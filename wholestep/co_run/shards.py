@@ -1,16 +1,18 @@
-"""What one rank has of tensors that the step's Python sees whole, while its operators are deferred."""
+"""What one rank has of tensors that the step's Python sees whole, and how their views were made, to be made anew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from wholestep import comm
 from wholestep.capture import Call, PartsOf, Snapshot, TensorInput, UnshardedViews
+from wholestep.co_run.operators import Facts
 from wholestep.co_run.prefix_tree import place_of, storage_of
+from wholestep.nested import map_leaves, tensors_of
 from wholestep.spmd import gather_parts
 from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to
 from wholestep.torch_compat import storage_id, storage_uses
@@ -161,3 +163,50 @@ def _gathered(local: torch.Tensor, part: Part, group: comm.ProcessGroup) -> tupl
     parts: list[Any] = [None] * group.size()
     comm.all_gather_object(parts, part, group)
     return (local, part) if all(other == part for other in parts) else gather_parts(local, parts, group)
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Stands for a tensor, by its place, in the call that made a view."""
+
+    place: Any
+
+
+class ViewCall(NamedTuple):
+    """A call that made views, with places for tensors."""
+
+    facts: Facts
+    args: Any
+    kwargs: Any
+    found: Any
+
+
+class PartViews:
+    """The calls that first made the views of one call of a step, by storage and place."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, dict[Any, ViewCall]] = {}
+
+    def remember(self, facts: Facts, args: Any, kwargs: Any, found: Any) -> None:
+        """A call has made views; those that are laid out as what they are of are none."""
+        call = ViewCall(facts, *[map_leaves(_placed, tree) for tree in (args, kwargs, found)])
+        operands = [place_of(tensor) for tensor in tensors_of((args, kwargs))]
+        for place in map(place_of, tensors_of(found)):
+            if place not in operands:
+                self._calls.setdefault(place[0], {}).setdefault(place, call)
+
+    def call_of(self, place: Any) -> ViewCall | None:
+        """The call that made a view."""
+        return self._calls.get(place[0], {}).get(place)
+
+    def forget(self, storage: int) -> None:
+        """A new storage has the address of one that is gone."""
+        self._calls.pop(storage, None)
+
+    def keep(self, storages: Container[int]) -> None:
+        """Lets go of all views but those of some storages."""
+        self._calls = {storage: views for storage, views in self._calls.items() if storage in storages}
+
+
+def _placed(value: Any) -> Any:
+    return At(place_of(value)) if isinstance(value, torch.Tensor) else value
