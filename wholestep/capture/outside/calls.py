@@ -173,11 +173,13 @@ class Outside:
 
     Attributes:
         refused: why it cannot be replayed; code of its own may have caught that.
+        generators: random generators of Python and NumPy that were there before, by their ids.
         environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.refused: list[CaptureError] = []
+        self.generators: dict[int, Any] = {id(generator): generator for generator in _SHARED}
         self.settings = Settings(self.refused)
         self.environment: dict[str, Any] = self.settings.read
         read = [name.removeprefix(ENVIRONMENT) for name in names if name.startswith(ENVIRONMENT)]
@@ -226,7 +228,8 @@ class Outside:
         says = f"{_SHORT.get(owner, owner.__name__ + '.')}{name}".removeprefix("builtins.")
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
+            concerns = verdict is not DRAWS or id(args[0]) in self.generators
+            if concerns and (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
                 self._refuse(verdict, says)
             return found(*args, **kwargs)
 

@@ -81,6 +81,11 @@ def _generator(found: Reachable, generator: torch.Generator, source: sources.Sou
     found.generators[generator_id(generator)] = generator, source
 
 
+def _random(found: Reachable, generator: Any, source: sources.Source) -> None:
+    found.outside.generators[id(generator)] = generator
+    _plain_attributes(found, generator, source)
+
+
 def _iterator(found: Reachable, iterator: Any, source: sources.Source) -> None:
     found.stand_ins[id(iterator)] = functools.partial(Stopped, iterator, source, found.outside.refused)
 
@@ -291,7 +296,7 @@ HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
     **dict.fromkeys(UNGUARDED, _unguarded),
     torch.Generator: _generator,
-    **dict.fromkeys(RANDOM, _plain_attributes),
+    **dict.fromkeys(RANDOM, _random),
     torch.optim.Optimizer: _optimizer,
     LRScheduler: _scheduler,
     dict: _mapping,
