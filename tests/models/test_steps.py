@@ -8,7 +8,7 @@ import torch
 import wholestep as ws
 from tests.support.equal import assert_same_run
 from tests.zoo.arguments import ARGUMENTS
-from tests.zoo.bookkeeping import BOOKKEEPING
+from tests.zoo.bookkeeping import BOOKKEEPING, arrays_of_numpy
 from tests.zoo.gradients import GRADIENTS
 from tests.zoo.hooks import HOOKS
 from tests.zoo.numbers import NUMBERS
@@ -43,6 +43,11 @@ def test_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", BOOKKEEPING)
 def test_as_others_write_them(name: str) -> None:
     assert_same_run(BOOKKEEPING[name])
+
+
+def test_arrays_of_numpy_are_read_at_each_call() -> None:
+    run = assert_same_run(arrays_of_numpy, compile=ws.compile)
+    assert "L['x'], a NumPy array" in run.step.breaks[0]  # type: ignore[attr-defined]
 
 
 def test_numbers_that_vary_are_inputs() -> None:

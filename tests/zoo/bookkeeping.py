@@ -74,7 +74,6 @@ def flag_and_name_in_parameter_groups(seed: int) -> World:
     return World(step, labelled(), {"model": model, "opt": opt}, after, changing=True)
 
 
-@register(BOOKKEEPING)
 def arrays_of_numpy(seed: int) -> World:
     """A batch of arrays, weights that change in place, and a number read from an array."""
     model = MLP()
