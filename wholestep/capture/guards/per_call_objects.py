@@ -15,7 +15,7 @@ import torch
 
 from wholestep.capture.guards.code_writer import CodeWriter
 from wholestep.capture.guards.compared_values import is_plain
-from wholestep.capture.outside.calls import variables
+from wholestep.capture.outside.external_calls import variables
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, global_state
-from wholestep.capture.outside.calls import Outside
+from wholestep.capture.outside.external_calls import Outside
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, Contents
 from wholestep.capture.snapshot.names_read import NamesRead, hideable
