@@ -252,6 +252,27 @@ class Decided:
             raise Diverged(self, found)
 
 
+class Required:
+    """Raises where its operand is not true. Effectful.
+
+    Args:
+        what: the error's words.
+    """
+
+    __name__ = "required"
+    __module__ = "wholestep.functional"
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __repr__(self) -> str:
+        return f"required({self.what!r})"
+
+    def __call__(self, operand: torch.Tensor) -> None:
+        if not operand:
+            raise ValueError(self.what)
+
+
 def same_value(found: Any, expected: Any) -> bool:
     """Equality, with each NaN like any other and the two zeros apart, as code that divides by them sees them."""
     return type(found) is type(expected) and repr(found) == repr(expected)

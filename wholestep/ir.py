@@ -7,7 +7,7 @@ Inside the graph
 - a *get_attr* is a constant tensor that the step built from Python numbers;
 - a *call_function* is a pure ATen overload, a `wholestep::` operator, a `Functionalized` operator,
   `operator.getitem` for operators of several results, a Python function on host numbers
-  (`operator.mul`, `math.sqrt`, `max`), a `Decided` or `get_rng_state`, `set_rng_state`, `manual_seed`;
+  (`operator.mul`, `math.sqrt`, `max`), a `Decided`, `Required` or `get_rng_state`, `set_rng_state`, `manual_seed`;
   an offset of `as_strided` and its kin counts from the operand's first element, not from the start of its memory;
 - the *output* is one flat tuple: results, new values of mutated inputs, tensors the step created.
 
@@ -27,6 +27,7 @@ from torch import fx
 from wholestep.errors import GraphError
 from wholestep.functional import (
     Decided,
+    Required,
     Waited,
     get_rng_state,
     is_collective,
@@ -194,7 +195,7 @@ def is_effectful(node: fx.Node) -> bool:
     """
     if node.op != "call_function":
         return node.op in ("placeholder", "output")
-    if isinstance(node.target, (Waited, Decided)):
+    if isinstance(node.target, (Waited, Decided, Required)):
         return True
     target = operator_of(node.target)
     if isinstance(target, OpOverload):

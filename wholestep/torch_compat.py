@@ -347,6 +347,9 @@ def generator_id(generator: torch.Generator) -> int:
 # The reading of a tensor's version counter, as function modes see it.
 GET_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
+# By which `torch.distributions` checks what it is given.
+IS_ALL_TRUE: Any = torch._is_all_true
+
 # A tensor's hook tables, by the attribute names that set them again; None where no hook was ever added.
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -471,6 +474,11 @@ def mkl_square_root() -> int:
 
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """Identifies a storage, also one without memory, as long as it lives; equal for all that Python holds of it."""
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is zeros without memory, as forward-mode differentiation makes them."""
+    return tensor._is_zerotensor()
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:

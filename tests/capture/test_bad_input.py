@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -23,7 +24,7 @@ import wholestep as ws
 from tests.support.equal import World, assert_refused, assert_same_run
 from tests.zoo.models import labelled, training
 from tests.zoo.nets import MLP
-from wholestep.errors import DataDependentError, LeakError, UnsupportedError
+from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 
 KEPT: list[Any] = []
 
@@ -558,3 +559,34 @@ def test_tensors_in_a_set_that_is_new_at_each_call() -> None:
         ws.compile(step, fullgraph=True)({torch.full((2,), 2.0), torch.full((2,), 3.0)})
     served = ws.compile(step, fullgraph=False)
     assert all(served({torch.full((2,), 2.0), torch.full((2,), 3.0)}).tolist() == [6.0, 6.0] for _ in range(3))
+
+
+QUANTIZED = torch.quantize_per_tensor(torch.ones(2, 2), 0.5, 0, torch.qint8)
+OPAQUE: dict[str, Callable[[Tensor], Any]] = {
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.qint8).dequantize(),
+    "by channels": lambda x: torch.quantize_per_channel(x, x[0] + 1, x[0].int(), 0, torch.qint8).int_repr(),
+    "compressed": lambda x: x.to_sparse_csr() @ x,
+    "of oneDNN": lambda x: x.to_mkldnn().to_dense(),
+    "quantized outside": lambda x: QUANTIZED.dequantize() @ x,
+}
+
+
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_tensors_for_which_no_fake_one_stands(kind: str) -> None:
+    step = OPAQUE[kind]
+    with pytest.raises(UnsupportedError, match="quantized"):
+        ws.compile(step, fullgraph=True)(torch.eye(2))
+    compiled = ws.compile(step)
+    for x in torch.arange(12.0).reshape(3, 2, 2):
+        assert torch.equal(compiled(x), step(x))
+
+
+def test_an_error_of_what_a_step_leaves_behind_names_the_steps_line() -> None:
+    holder = SimpleNamespace()
+
+    def step(x: Tensor) -> Tensor:
+        holder.made = SimpleNamespace(x=x)
+        return x
+
+    with pytest.raises(CaptureError, match=f"at: {__file__}:{step.__code__.co_firstlineno}"):
+        ws.compile(step, fullgraph=True)(torch.ones(2))

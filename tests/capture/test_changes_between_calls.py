@@ -36,6 +36,31 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str, str]] = {
 }
 
 
+CONVERSIONS: list[Callable[[nn.Module], Any]] = [
+    nn.Module.double, nn.Module.bfloat16, nn.Module.float, lambda model: model.to(memory_format=torch.channels_last),
+]  # fmt: skip
+
+
+def test_a_module_is_converted_in_place() -> None:
+    """Its parameters stay the same objects, and what is contiguous may be so in two memory formats."""
+
+    def make(seed: int) -> World:
+        model = nn.Conv2d(3, 3, 1)
+
+        def step(x: Tensor) -> Tensor:
+            out: Tensor = model(x.to(model.weight.dtype).contiguous())
+            out.sum().backward()
+            return out
+
+        def after(i: int, result: Tensor) -> None:
+            model.zero_grad()
+            CONVERSIONS[i % 4](model)
+
+        return World(step, [(torch.randn(2, 3, 2, 2),) for _ in range(6)], {"model": model}, after, changing=True)
+
+    assert_same_run(make, 6)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_arguments_recompile_and_say_why(change: str) -> None:
     alter, source, word = CHANGES[change]

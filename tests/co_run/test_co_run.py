@@ -427,3 +427,32 @@ def test_a_model_under_torch_compile_in_a_step_that_reads(deferring):
             losses = [step(torch.full((3, 4), float(call))) for call in range(6)]
         found.append((torch.stack(losses), out.getvalue()))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_quantized_tensors_are_not_deferred(deferring):
+    def step(x):
+        print("quantizes")
+        quantized = torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+        return quantized.dequantize(), quantized.int_repr()
+
+    compiled = ws.compile(step)
+    for x in torch.randn(4, 3):
+        assert all(map(torch.equal, compiled(x), step(x)))
+
+
+def test_forward_mode_differentiation_makes_zeros_without_memory(deferring):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def step(x):
+        print("differentiates")
+        out, tangent = torch.func.jvp(model, (x,), (x.flip(0),))
+        curvature = torch.func.vmap(torch.func.hessian(lambda z: model(z)[0]))(x)
+        (out.sum() + tangent.square().sum() + curvature.square().sum()).backward()
+        found = out.detach(), curvature.detach(), *[p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    compiled = ws.compile(step)
+    for x in torch.randn(4, 2, 3):
+        assert all(map(torch.equal, compiled(x), step(x)))

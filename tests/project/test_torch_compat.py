@@ -35,6 +35,7 @@ from wholestep.torch_compat import (
     FOREACH_SUPPORT,
     GET_VERSION,
     HOOK_TABLES,
+    IS_ALL_TRUE,
     PACKED_SEQUENCES,
     UNSCALE_GRADIENTS,
     BatchNorm,
@@ -79,6 +80,7 @@ from wholestep.torch_compat import (
     is_inside,
     is_one_of_several,
     is_one_operator,
+    is_zero_tensor,
     kernel_settings,
     lazy_graph_module,
     make_one_of_several,
@@ -675,6 +677,20 @@ def test_a_function_mode_sees_a_version_counter_read():
     assert version == 1 and read == [True]
 
 
+def test_distributions_check_by_one_function():
+    asked = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        normal = torch.distributions.Normal(torch.zeros(2), torch.ones(2), validate_args=True)
+        made, _ = asked.count(IS_ALL_TRUE), normal.log_prob(torch.zeros(2))
+    assert made == 2 and asked.count(IS_ALL_TRUE) == 3
+
+
 def test_a_strict_fake_tensor_gives_no_address():
     fake = empty_fake(strict_fake_mode(), torch.ones(3))
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
@@ -925,3 +941,7 @@ def test_subclasses_are_taken_for_plain_tensors():
     found = torch.zeros(1)
     UNSCALE_GRADIENTS([infinite], found, torch.ones(1))
     assert found.item() == 1
+
+
+def test_zeros_without_memory_are_told_from_others():
+    assert is_zero_tensor(torch._efficientzerotensor((2,))) and not is_zero_tensor(torch.zeros(2))

@@ -18,8 +18,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import wholestep as ws
+from tests.support.equal import World, assert_same_run
 from tests.support.operators import OPERATORS, UNDEFINED, gapped, operator_cases, turned
 from wholestep import fake_layouts
+from wholestep.errors import CaptureError
 from wholestep.nested import tensors_of
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
@@ -360,3 +362,19 @@ def test_operators_that_keep_contiguous_what_is(shape: tuple[int, ...]) -> None:
     for op, args in calls:
         results = tensors_of(op(*args))
         assert all(one.stride() == torch.empty(one.shape).stride() for one in results), op
+
+
+def test_statistics_of_fake_quantisation_take_their_size_at_once() -> None:
+    def make(seed: int) -> World:
+        on, low, high = torch.ones(1, dtype=torch.long), torch.tensor([]), torch.tensor([])
+        scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int)
+
+        def step(x: Tensor) -> Tensor:
+            settings = on, on, low, high, scale, zero, 0.1, -8, 7, 0, True, False
+            return torch.fused_moving_avg_obs_fake_quant(x, *settings)
+
+        return World(step, [(torch.randn(3, 4),) for _ in range(4)], {"s": [low, high, scale, zero]}, versions=False)
+
+    assert_same_run(make, 4, ws.compile)
+    with pytest.raises(CaptureError, match="by rows resizes its statistics"):
+        assert_same_run(make)

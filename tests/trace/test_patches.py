@@ -166,7 +166,8 @@ def test_every_patch_of_a_capture_is_of_its_thread() -> None:
         def forward(self, x: Tensor) -> Tensor:
             if not met:
                 met.extend(found())
-                assert elsewhere(found) == [] and len(clocks) == 9
+                with patches.suspended():  # as a step may start no thread
+                    assert elsewhere(found) == [] and len(clocks) == 9
             return super().forward(x)
 
     model = Looks(3, 3)
@@ -252,7 +253,7 @@ def test_two_threads_that_capture_at_once() -> None:
 
         def own(x: Tensor) -> Tensor:
             nn.utils.clip_grad_norm_([weight], 1.0)
-            return torch.distributions.Normal(x * scale, -1.0).mean + math.sqrt(scale)
+            return torch.distributions.Normal(x * scale, 1.0).mean + math.sqrt(scale)
 
         return [ws.compile(own, fullgraph=True)(torch.ones(3)) for _ in range(3)]
 

@@ -18,7 +18,7 @@ from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.outside.torch_settings import setters
 from wholestep.capture.snapshot.new_objects import new_objects
 from wholestep.capture.snapshot.reachable import TensorInput
-from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
+from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot, unguarded_in_sight
 from wholestep.capture.sources import Call
 from wholestep.capture.substitutes.optimizer_state import InitialState
 from wholestep.capture.substitutes.unbacked import materialize_fakes

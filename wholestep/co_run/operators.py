@@ -17,6 +17,7 @@ from wholestep.trace.operators.tables import (
     SHAPE_FROM_DATA,
     is_differentiated_inside,
 )
+from wholestep.trace.record.caught_errors import refuses
 
 aten = torch.ops.aten
 
@@ -40,7 +41,8 @@ _AT_ONCE = {
     aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_same_size.default,
     aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.default,
     aten.resize_.default, aten.resize_as_.default, aten._pack_padded_sequence.default, aten.record_stream.default,
-    aten.lift_fresh.default, aten.lift.default, aten.empty.memory_format, *SHAPE_FROM_DATA, *GRAD_SENSITIVE,
+    aten.lift_fresh.default, aten.lift.default, aten.empty.memory_format, aten._efficientzerotensor.default,
+    *SHAPE_FROM_DATA, *GRAD_SENSITIVE,
 }  # fmt: skip
 
 # Of these, those that only read, so that what they do not read may stay deferred. C++ may write to what `empty` gives.
@@ -66,6 +68,7 @@ class Facts:
         only_reads: runs at once, and needs only what it reads.
         random: draws from a generator.
         any_float: floats among its arguments do not decide how its results are laid out.
+        refuses: the error that its kernel may raise on data.
         differentiated_inside: autograd sees what its kernel calls.
     """
 
@@ -76,6 +79,7 @@ class Facts:
     only_reads: bool
     random: bool
     any_float: bool
+    refuses: type[Exception] | None = None
     differentiated_inside: bool = False
 
     def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int) -> Any:
@@ -100,7 +104,9 @@ def facts_of(op: Any) -> Facts:
         any_float |= name.endswith("_") and not name.endswith("__")
         random = torch.Tag.nondeterministic_seeded in op.tags
         inside = is_differentiated_inside(op)
-        found = _known[id(op)] = Facts(op, _kind(op), written, names, only_reads, random, any_float, inside)
+        kind, refused = _kind(op), refuses(op)
+        found = Facts(op, kind, written, names, only_reads, random, any_float, refused, inside)
+        _known[id(op)] = found
     return found
 
 

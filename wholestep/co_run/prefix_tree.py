@@ -139,7 +139,7 @@ def _layout(value: Any, memories: set[int]) -> Results:
         return tuple([_layout(item, memories) for item in value])
     if type(value) not in (torch.Tensor, FakeTensor) or value.layout is not torch.strided or value.is_nested:
         raise Unknown
-    if value.storage_offset():
+    if value.storage_offset() or value.is_quantized:
         raise Unknown
     memory = storage_id(storage_of(value))
     if memory in memories or value.dtype.is_complex or value.is_neg():

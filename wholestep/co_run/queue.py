@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from wholestep.co_run.exposed_memory import ExposedMemory
 from wholestep.co_run.operators import Facts, Kind, facts_of
 from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, place_of, storage_of
 from wholestep.co_run.ranks import Ranks
@@ -21,11 +22,13 @@ from wholestep.torch_compat import (
     dispatching,
     function_modes,
     function_modes_disabled,
+    is_zero_tensor,
     no_modes,
     skipped_by_dynamo,
     storage_id,
     storage_uses,
 )
+from wholestep.trace.record.caught_errors import is_caught
 from wholestep.trace.record.provenance import user_line
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
@@ -52,14 +55,16 @@ class Queue(UnwrappedDispatchMode):
         signatures: what was recorded in earlier calls of the step.
         run: runs what was deferred.
         ranks: those of a step with plans, which run each segment together, as a program.
+        exposed: memory to which all is written at once.
 
     Attributes:
         known: whether no call was recorded so far.
         watch: sees calls of C extensions.
     """
 
-    def __init__(self, signatures: Signatures, run: Run, ranks: Ranks | None = None) -> None:
+    def __init__(self, signatures: Signatures, run: Run, ranks: Ranks | None, exposed: ExposedMemory) -> None:
         super().__init__()
+        self.exposed = exposed
         self._ranks, self._held = ranks, ranks.held if ranks is not None else {}
         self._views = PartViews()
         self._signatures, self._run, self._running, self.known = signatures, run, False, True
@@ -101,7 +106,9 @@ class Queue(UnwrappedDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         facts = facts_of(func)
-        if facts.kind is AT_ONCE:
+        if facts.kind is AT_ONCE or (facts.refuses is not None and is_caught(facts.refuses)):
+            return self._at_once(facts, args, kwargs)
+        if facts.written and self.exposed and self.exposed.holds(self._written(facts, args, kwargs)):
             return self._at_once(facts, args, kwargs)
         if self._undeferred:
             return func(*args, **kwargs)
@@ -139,13 +146,15 @@ class Queue(UnwrappedDispatchMode):
                 self._views.remember(facts, args, kwargs, found)
         else:
             found, results = self._answer(facts, args, kwargs, node.results)
-            for position in facts.written:
-                written = facts.argument(args, kwargs, position)
-                for tensor in (written,) if isinstance(written, torch.Tensor) else written or ():
-                    self._pending.add(storage_id(storage_of(tensor)))
+            if facts.written:
+                self._pending.update(storage_id(storage_of(tensor)) for tensor in self._written(facts, args, kwargs))
         self._calls.append((func, parts, named, results))
         self._path.append(node)
         return found
+
+    @staticmethod
+    def _written(facts: Facts, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+        return tensors_of([facts.argument(args, kwargs, position) for position in facts.written])
 
     def _described(self, ranks: Ranks, facts: Facts, args: Any, kwargs: Any) -> Any:
         self._running = True  # what a fake tensor is asked for flushes nothing
@@ -268,7 +277,7 @@ class Queue(UnwrappedDispatchMode):
         found = self._slots.get(place)
         if found is not None:
             return found
-        if storage in self._own or dtype.is_complex or not storage:
+        if storage in self._own or dtype.is_complex or not storage or is_zero_tensor(tensor):
             raise _Opaque  # such as a view of memory to be written that no recorded call made
         if self._ranks is not None:
             self._ranks.meet(tensor, place)
@@ -388,6 +397,11 @@ class Queue(UnwrappedDispatchMode):
         self.flush()
         if self._ranks is not None:
             self._ranks.end()
+
+    def run_at_once(self) -> None:
+        """Flushes; without plans, nothing is deferred any more in this call."""
+        self.flush()
+        self._paused = self._ranks is None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -24,13 +24,15 @@ TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", 
           "storage", "untyped_storage", "_typed_storage", "__reduce_ex__", "__deepcopy__", "__setstate__",
           "__cuda_array_interface__", "share_memory_")  # fmt: skip
 
+ARRAYS = ("numpy", "__array__")  # of these, what gives arrays
+
 # Methods of random generators, whose state deferred operators have not moved yet.
 GENERATOR = ("get_state", "set_state", "manual_seed", "seed", "get_offset", "set_offset", "clone_state",
              "graphsafe_get_state", "graphsafe_set_state")  # fmt: skip
 
 # Functions that hand objects to other threads, and memory to other libraries.
 FUNCTIONS = (
-    (threading.Thread, "start"), (threading.Condition, "notify"), (queue.SimpleQueue, "put"), (dlpack, "to_dlpack"),
+    (threading.Condition, "notify"), (queue.SimpleQueue, "put"), (dlpack, "to_dlpack"),
     (torch, "set_default_dtype"),
 )  # fmt: skip
 
@@ -49,15 +51,28 @@ INDEXING = ((torch.Tensor, "__getitem__"), (torch.Tensor, "__setitem__"))
 WITHOUT_MODES = (COMPILED_OPERATORS, (torch.jit, "trace"), (torch.jit, "trace_module"))
 
 
-def flushing(read: Callable[[Any], None]) -> list[Replacement]:
-    """Replacements for all of these, and for what sets how kernels compute, that call ``read(arguments)`` first."""
+def flushing(
+    read: Callable[[Any], None], expose: Callable[[Any, Any], None], run_at_once: Callable[[], None]
+) -> list[Replacement]:
+    """Replacements for all of these, and for what sets how kernels compute, that call ``read(arguments)`` first.
+
+    Args:
+        expose: called with each array that is made of a tensor, and the tensor.
+        run_at_once: called before a thread begins, which may be handed tensors in ways that nobody sees.
+    """
     owners = [(torch.Tensor, name) for name in TENSOR] + [(torch.Generator, name) for name in GENERATOR]
     always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS, *setters()])
     anything = [(*one, lambda args: True) for one in WITHOUT_MODES]
     asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING), *anything]
-    found = [(owner, name, _after(read, owner, name, reads)) for owner, name, reads in [*always, *asked]
+    found = [(owner, name, _after(read, owner, name, reads, expose)) for owner, name, reads in [*always, *asked]
              if hasattr(owner, name)]  # fmt: skip
-    return [*found, (torch.Tensor, "__new__", staticmethod(_new(read)))]
+    start = original(threading.Thread, "start")
+
+    def begin(thread: threading.Thread) -> None:
+        run_at_once()
+        start(thread)
+
+    return [*found, (torch.Tensor, "__new__", staticmethod(_new(read))), (threading.Thread, "start", begin)]
 
 
 def _new(read: Callable[[Any], None]) -> Callable[..., torch.Tensor]:
@@ -85,7 +100,10 @@ def _has_sequence(args: Sequence[Any]) -> bool:
     return any(type(a) in (list, tuple) and _has_tensor(a) for a in nested)
 
 
-def _after(read: Callable[[Any], None], owner: Any, name: str, reads: Callable[[Any], bool] | None) -> Any:
+def _after(
+    read: Callable[[Any], None], owner: Any, name: str, reads: Callable[[Any], bool] | None,
+    expose: Callable[[Any, Any], None],
+) -> Any:  # fmt: skip
     found = original(owner, name)
     if not callable(found):  # a property, of Python or of C
 
@@ -101,6 +119,10 @@ def _after(read: Callable[[Any], None], owner: Any, name: str, reads: Callable[[
     def call(*args: Any, **kwargs: Any) -> Any:
         if reads is None:
             read((args, kwargs))
+            if name in ARRAYS:
+                array = found(*args, **kwargs)
+                expose(array, args[0])
+                return array
         elif reads([*args[own:], *kwargs.values()]):
             read((args, kwargs))
             with dispatch_modes_off():  # under a mode, C++ takes lists of tensors for other lists

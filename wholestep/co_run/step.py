@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from wholestep.co_run.exposed_memory import ExposedMemory
 from wholestep.co_run.prefix_tree import Node, Signatures
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.rank_program import RankProgram
@@ -57,7 +58,8 @@ class CoRun:
     """
 
     def __init__(self, fn: Callable[..., Any], run: Callable[..., Any], options: Options) -> None:
-        self._fn, self._options = run, options
+        self._step, self._fn, self._options = fn, run, options
+        self._exposed: ExposedMemory | None = None
         self._ranks = None if options.executor.plain else Ranks(fn, options)
         self._signatures = Signatures()
         self.refused: list[str] = []
@@ -77,7 +79,9 @@ class CoRun:
             if len(plain) == TIMED and min(plain) < min(deferred):
                 self.eager = "that was faster than deferring its operators"
             return result
-        queue = Queue(self._signatures, self._serve, self._ranks)
+        if self._exposed is None:
+            self._exposed = ExposedMemory(self._step, args, kwargs)
+        queue = Queue(self._signatures, self._serve, self._ranks, self._exposed)
         programs, begin = len(self.segments), time.perf_counter()
         try:
             return self._deferred(queue, args, kwargs)
@@ -87,6 +91,10 @@ class CoRun:
 
     def _deferred(self, queue: Queue, args: Any, kwargs: Any) -> Any:
         thread, ranks = threading.get_ident(), self._ranks
+
+        def here() -> bool:
+            return threading.get_ident() == thread
+
         _active.queue = queue
         begun: AbstractContextManager[list[Replacement]] = nullcontext([])
         if ranks is not None:
@@ -94,7 +102,7 @@ class CoRun:
         try:
             with (
                 begun as replaced,
-                patched([*flushing(queue.read), *replaced], lambda: threading.get_ident() == thread),
+                patched([*flushing(queue.read, queue.exposed.add, queue.run_at_once), *replaced], here),
             ):
                 try:
                     with queue:

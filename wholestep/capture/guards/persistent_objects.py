@@ -21,7 +21,8 @@ from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import REGISTRIES, Attr, Source, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
-_SHAPE, _CONTIGUOUS = attrgetter("shape"), torch.Tensor.is_contiguous
+_METADATA = attrgetter("shape", "dtype", "device", "requires_grad")  # `module.double()` keeps the parameters themselves
+_CONTIGUOUS, _STRIDE = torch.Tensor.is_contiguous, torch.Tensor.stride
 _GRAD_AND_HOOKS = attrgetter("grad", *HOOK_TABLES)
 _KIND = attrgetter("layout", "requires_grad", "dtype")
 
@@ -149,11 +150,13 @@ class PersistentObjects:
         write.lines.append("if not identical(t, LAST) and not rebind(t): return None")
         state = {id(f.tensor) for f in self._snap.tensors.values() if f.kind in ("state", "grad")}
         checked = [i for i, t in enumerate(tensors) if id(t) not in state]
-        if checked:
-            write.lines.append(f"p = {write.constant(_picker(checked))}(t)")
-            for getter in (_SHAPE, _CONTIGUOUS, attrgetter("requires_grad")):
-                expected = [getter(tensors[i]) for i in checked]
-                write.require(f"list(map({write.constant(getter)}, p)) == {write.constant(expected)}")
+        # contiguous in more than one memory format
+        either = [i for i in checked if 1 in tensors[i].shape and tensors[i].layout is torch.strided]
+        for getter, places in ((_METADATA, checked), (_CONTIGUOUS, checked), (_STRIDE, either)):
+            if places:
+                expected = [getter(tensors[i]) for i in places]
+                picked = f"{write.constant(_picker(places))}(t)"
+                write.require(f"list(map({write.constant(getter)}, {picked})) == {write.constant(expected)}")
 
     # what they hold ------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import locale
 import logging
 import os
 import pathlib
+import queue
 import random
 import secrets
 import socket
@@ -127,6 +128,7 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         subprocess.Popen: ("__init__",),
         socket.socket: ("send", "sendall", "sendto", "connect"),
         time: ("sleep",),
+        threading.Thread: ("start",), threading.Event: ("set",), queue.Queue: ("put",), queue.SimpleQueue: ("put",),
     }),
     # `gauss` gives every other number from an attribute
     (DRAWS, {owner: _methods(owner) for owner in (_OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),

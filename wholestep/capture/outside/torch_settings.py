@@ -25,6 +25,21 @@ GETTERS, SETTERS = setting_functions()
 READERS: dict[str, Callable[[], Any]] = {"torch.initial_seed()": torch.initial_seed}
 
 
+def distributions_validate() -> bool:
+    """Whether `torch.distributions` check what they are given."""
+    return bool(original(torch.distributions.Distribution, "_validate_args"))
+
+
+class _Read:
+    """An attribute of a class that is read by a function."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self.read()
+
+
 def setters() -> list[tuple[Any, str]]:
     """The functions that change a setting, each as a module that has it and its name there."""
     return [(module, name) for module, name, function in _holders(len(sys.modules)) if function.__name__ in SETTERS]
@@ -55,6 +70,7 @@ class Settings:
         found: list[Replacement] = [
             (ContextProp, "__get__", lambda *given: self._property(*given)),  # functions, which a class binds
             (ContextProp, "__set__", lambda *given: self._set_property(*given)),
+            (torch.distributions.Distribution, "_validate_args", _Read(self._reading(distributions_validate))),
         ]
         for module, name, function in _holders(len(sys.modules)):
             setter = SETTERS.get(function.__name__)

@@ -61,6 +61,8 @@ def _tensor(found: Reachable, tensor: torch.Tensor, source: sources.Source) -> N
     try:
         found.metadata[id(tensor)] = metadata(tensor)
     except RuntimeError as error:  # of a view whose base was written since, as FullyShardedDataParallel writes it
+        if tensor.is_nested:
+            raise UnsupportedError(f"{source} is a nested tensor", remedy="use padded tensors and masks") from error
         what = f"{source} is a view of memory that was written since, of which autograd will not speak"
         raise UnsupportedError(what, remedy="copy it; of FSDP, compile the plain module with ws.FullyShard") from error
     # hooks of a tensor that an earlier computation made belong to that computation, not to the step
@@ -74,6 +76,7 @@ def _unguarded(found: Reachable, value: Any, source: sources.Source) -> None:
     """What a step reads of it would be the same in each replay."""
     kind = "NumPy array" if isinstance(value, numpy.ndarray) else type(value).__name__
     what = f"the step can read {source}, a {kind}, whose contents may be others at each call"
+    found.unguarded.append(value)
     found.outside.refused.append(UnsupportedError(what, remedy="pass a tensor: torch.from_numpy(batch)"))
 
 

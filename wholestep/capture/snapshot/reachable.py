@@ -109,6 +109,7 @@ class Reachable:
         asking: by their ids, globals of functions that ask for types.
         hidden: attributes that no code named so far.
         trained: ids of the tensors that optimizers train.
+        unguarded: what holds values that no guard compares.
         waiting: what is walked when all else is: classes, then optimizers and schedulers.
     """
 
@@ -131,6 +132,7 @@ class Reachable:
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Container, Any, Source]] = []
         self.trained: set[int] = set()
+        self.unguarded: list[Any] = []
         self.kept: list[Any] = []  # ids stay valid while this lives
         self.queued: list[tuple[Any, Source]] = []
         self.waiting: tuple[deque[tuple[Any, Source]], ...] = (deque(), deque())

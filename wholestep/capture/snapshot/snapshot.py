@@ -273,3 +273,11 @@ def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping
     """
     with no_collection():
         return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names, varying, replace, differentiable)
+
+
+def unguarded_in_sight(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a call could see whose contents no guard compares, as NumPy arrays; nothing where it cannot be walked."""
+    try:
+        return snapshot(fn, args, kwargs).reachable.unguarded
+    except Exception:
+        return []

@@ -36,6 +36,11 @@ GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
 # What to do instead of making nested tensors, for which no fake tensors stand.
 NO_NESTED = "use padded tensors and masks, or compile without fullgraph=True"
 
+# How the names begin of operators that make quantized tensors and such of oneDNN, for which no fake ones stand.
+OPAQUE = ("quantize_per_", "_make_per_", "_empty_affine_quantized", "_empty_per_channel_affine_quantized", "to_mkldnn")
+# The layouts of those for which they do.
+LAYOUTS = {torch.strided, torch.sparse_coo}
+
 # Operators on sparse tensors for which fake tensors make up the number of values.
 SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
 

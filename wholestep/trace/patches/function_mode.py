@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.functional import Count
+from wholestep.functional import Count, Required
 from wholestep.nested import leaves, map_leaves
 from wholestep.patches import Replacement
 from wholestep.torch_compat import (
     DESCRIBING_MODULES,
     GET_VERSION,
+    IS_ALL_TRUE,
     PACKED_SEQUENCES,
     FakeTensor,
     dispatching,
@@ -44,6 +45,7 @@ from wholestep.trace.operators.data_dependent_formulas import as_eager_sums
 from wholestep.trace.operators.tables import ESCAPES, MEMORY_READS
 from wholestep.trace.outputs.replaced_gradients import DELETE, GET, SET, ReplacedGradients
 from wholestep.trace.patches.tensor_sequences import COMPRESSED, CONSTRUCTORS, indexed, stacked
+from wholestep.trace.record.caught_errors import is_caught
 from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
 
@@ -176,6 +178,18 @@ class TorchCalls(TorchFunctionMode):
         if func in OF_DATA and isinstance(data, torch.Tensor) and not any(data is a for a in (*args, *kwargs.values())):
             return data.requires_grad_(kwargs.get("requires_grad", False))
         return self.call(func, given, named)
+
+    def _all_true(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Whether all is true, where `torch.distributions` checks what it is given: when the step runs."""
+        out, frame = self.call(func, args, kwargs), sys._getframe(3)
+        checks = frame.f_globals.get("__name__", "").startswith("torch.distributions.") and len(args) == 1
+        if not checks or kwargs or is_caught(ValueError):
+            return out
+        of = frame.f_locals.get("self")
+        name = frame.f_locals.get("param", "value")
+        what = f"Expected {name} of {type(of).__name__} to be within its constraint, but found invalid values"
+        self.recorder.builder.emit(Required(f"{what} (at {user_line()})"), (self.inputs.read(out),), value=())
+        return True
 
     def _compressed(self, func: Any, args: Any, kwargs: Any) -> Any:
         what = f"{func.__name__} inside of a captured step, whose result no fake tensor can stand for"
@@ -318,6 +332,7 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     GET_VERSION: TorchCalls._version,
     **dict.fromkeys(CONSTRUCTORS, TorchCalls._constructor),
     **dict.fromkeys(COMPRESSED, TorchCalls._compressed),
+    **dict.fromkeys((IS_ALL_TRUE, torch.Tensor.all), TorchCalls._all_true),
     functional.one_hot: TorchCalls._one_hot,
     **dict.fromkeys(BY_VALUE, TorchCalls._by_value),
     **dict.fromkeys((*PACKED_SEQUENCES, *RECURRENT), TorchCalls._packed),

@@ -235,7 +235,6 @@ def patched_python(
         (torch.overrides, "has_torch_function", _is_overridden),
         (torch.overrides, "has_torch_function_unary", lambda value: _is_overridden((value,))),
         (torch.overrides, "has_torch_function_variadic", lambda *values: _is_overridden(values)),
-        (torch.distributions.Distribution, "_validate_args", False),
         unseen_fakes(),
         # fake tensors report each of eager's own errors as their own
         (logging.getLogger(FakeTensor.__module__), "handle", lambda record: None),

@@ -183,8 +183,9 @@ class Inputs:
                 user_line(),
                 "pass the tensor to the step as an argument; if a library keeps it, compile the parts beside it",
             )
-        if tensor.layout != torch.strided:
-            what = f"{found.source} holds a {'nested' if tensor.is_nested else 'sparse'} tensor between calls"
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
+            what = f"{found.source} holds a {kind} tensor between calls"
             raise UnsupportedError(what, user_line(), "use dense tensors")
         begins_inside = found.detached or tensor._base is not None or id(tensor) in self.world.substitutes.ids
         if tensor.requires_grad and not tensor.is_leaf and not begins_inside:

@@ -19,7 +19,7 @@ from torch import fx
 
 from wholestep.capture import Snapshot
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.functional import UnderGrad, Waited
+from wholestep.functional import UnderGrad, Waited, base_name
 from wholestep.ir import set_info
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
@@ -38,6 +38,7 @@ from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
 from wholestep.trace.operators import tables, torch_collectives
 from wholestep.trace.operators.kernel_checks import check, kernels_error
+from wholestep.trace.record.caught_errors import is_caught, refuses
 from wholestep.trace.record.graph_builder import GraphBuilder
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import Provenance, user_line
@@ -101,6 +102,9 @@ class Recorder(TorchDispatchMode):
             if self.numbers.tokens:
                 args, kwargs = self.numbers.with_numbers(func, args, kwargs)
             check(func, args, kwargs)
+            if (error := refuses(func)) is not None and is_caught(error):
+                what = f"the step catches the {error.__name__} that {func} raises on some data"
+                raise UnsupportedError(what, user_line(), "check the data before it, or compile without fullgraph=True")
             if tables.is_differentiated_inside(func):
                 _refuse_gradients(func, args, kwargs)
             if func in tables.HIDDEN_WRITES and tables.all_args(func, args, kwargs)[tables.TRAINING_FLAG]:
@@ -179,7 +183,10 @@ class Recorder(TorchDispatchMode):
         if func in tables.SHAPE_FROM_DATA:
             what = f"the shape of the result of {func} depends on data"
             raise UnsupportedError(what, user_line(), "use dense tensors, or compile without fullgraph=True")
-        out = self.inputs.run(func, args, kwargs)
+        out = OPAQUE if base_name(func).startswith(tables.OPAQUE) else self.inputs.run(func, args, kwargs)
+        if out is OPAQUE or any(isinstance(t, torch.Tensor) and t.layout not in tables.LAYOUTS for t in leaves(out)):
+            what = f"{func} makes a tensor that is quantized or in a layout of its own, which no fake one stands for"
+            raise UnsupportedError(what, user_line(), "use plain dense tensors, or compile without fullgraph=True")
         if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref") and func.namespace != "wholestep":
             return out  # gave its argument back; so does a collective's wait, which is a step of its own all the same
         args = self.inputs.counted_from_first(func, args)
@@ -259,6 +266,8 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
         "register one with torch.library.register_fake",
     )
 
+
+OPAQUE = object()  # what no fake tensor stands for
 
 # Zeros without memory, which autograd makes for gradients that are not there; C++ asks fakes what they are made of.
 MATERIALIZED = {aten._efficientzerotensor.default: aten.zeros.default}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -121,7 +122,8 @@ def _recorded(
     try:
         effects, value = outcome(world, is_made, result)
     except LeakError as error:
-        leak = LeakError(error.what, error.where or made_at(error.held) or made_at(fn) or line_of(error), error.remedy)
+        where = error.where or made_at(error.held) or made_at(inspect.unwrap(fn)) or line_of(error)
+        leak = LeakError(error.what, where, error.remedy)
         leak.grown = error.grown
         raise leak from None
     new = new_values(effects, value)

@@ -1,0 +1,111 @@
+"""What kernels and `torch.distributions` refuse, depending on data: caught where eager's is, raised where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import wholestep as ws
+from tests.support.equal import World, assert_same_run
+from wholestep.co_run import CoRun
+from wholestep.errors import CaptureError
+from wholestep.pipeline import Options
+from wholestep.spmd import PlanExecutor
+from wholestep.trace.record.caught_errors import is_caught
+
+GOOD, BAD = (torch.tensor([0, 1]),), (torch.tensor([0, 9]),)
+
+
+def embeds(weight: Tensor, index: Tensor, log: list[str]) -> Tensor:
+    try:
+        out = F.embedding(index, weight)
+    except IndexError as error:
+        log.append(str(error))
+        out = weight[:2]
+    log.append("after")
+    return out.sum()
+
+
+def factors(weight: Tensor, index: Tensor, log: list[str]) -> Tensor:
+    matrix = torch.eye(2) * (5 - index[1])
+    with suppress(RuntimeError):
+        log.append("tries")
+        matrix = torch.linalg.cholesky(matrix)
+        log.append("did")
+    return matrix + weight.sum()
+
+
+def distributes(weight: Tensor, index: Tensor, log: list[str]) -> Tensor:
+    try:
+        return torch.distributions.Bernoulli(probs=index / 2.0).log_prob(torch.ones(2))
+    except ValueError:
+        log.append("invalid")
+        return weight
+
+
+@pytest.mark.parametrize("step", [embeds, factors, distributes])
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_step_catches_decides_as_in_eager(step: Callable[..., Tensor], reads: bool) -> None:
+    def make(seed: int) -> World:
+        weight, log = torch.arange(6.0).reshape(3, 2), list[str]()
+
+        def whole(index: Tensor) -> Tensor:
+            if reads:
+                log.append(str(float(weight.sum())))
+            return step(weight, index, log)
+
+        return World(whole, [GOOD, GOOD, GOOD, BAD, GOOD, BAD], {"weight": weight, "log": log})
+
+    assert_same_run(make, 6, ws.compile)
+
+
+def test_whole_graphs_name_the_line_that_may_fail() -> None:
+    with pytest.raises(CaptureError, match="catches the IndexError that aten.embedding") as caught:
+        ws.compile(embeds, fullgraph=True)(torch.ones(3, 2), *GOOD, [])
+    assert f"{__file__}:{embeds.__code__.co_firstlineno + 2}" in str(caught.value)
+
+
+def test_which_clauses_catch() -> None:
+    def around(error: type[Exception]) -> list[bool]:
+        found = []
+        try:
+            found.append(is_caught(error))
+            with torch.no_grad():
+                found.append(is_caught(error))
+            try:
+                found.append(is_caught(error))
+            except (TypeError, torch.OutOfMemoryError):
+                raise
+            except LookupError as other:
+                print(other)
+        except KeyError:
+            found.append(is_caught(error))
+        finally:
+            found.append(is_caught(error))
+        return found
+
+    served = CoRun(around, around, Options(PlanExecutor(None, None)))
+    assert served(IndexError) == [False, False, True, False]
+    assert served(RuntimeError) == [False] * 4
+    assert served(KeyError) == [True, True, True, False]
+
+
+def test_distributions_check_what_they_are_given() -> None:
+    def step(scale: Tensor) -> Tensor:
+        return torch.distributions.Normal(0.0, scale).log_prob(scale)
+
+    compiled = ws.compile(step, fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), step(torch.ones(2)))
+    with pytest.raises(ValueError, match="Expected scale of Normal to be within its constraint"):
+        compiled(-torch.ones(2))
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        assert compiled(-torch.ones(2)).isnan().all()
+        assert "distributions_validate" in compiled.recompiles[-1]
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(True)
