@@ -149,6 +149,7 @@ READ: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "event": (lambda: 1 + STOP.is_set(), STOP.set),
     "weak reference": (lambda: WEAK().scale, lambda: setattr(HELD, "scale", 2.0)),  # type: ignore[union-attr]
     "weak proxy": (lambda: PROXY.scale, lambda: setattr(HELD, "scale", 3.0)),
+    "read-only mapping": (lambda: SHOWN["a"], lambda: TABLE.__setitem__("a", 5.0)),
     "cache": (cached, lambda: (setattr(HELD, "scale", 4.0), cached.cache_clear())),
     "environment": (lambda: float(os.environ.get("WHOLESTEP_SCALE", "1")),
                     lambda: os.environ.__setitem__("WHOLESTEP_SCALE", "5")),
@@ -180,7 +181,6 @@ UNGUARDED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "WEIGHTS": (lambda: WEIGHTS[0], lambda: WEIGHTS.__setitem__(0, WEIGHTS[0] + 1)),
     "WAITING": (lambda: WAITING.qsize(), lambda: WAITING.put(1)),
     "CONTEXT": (lambda: CONTEXT.get(), lambda: CONTEXT.set(CONTEXT.get() + 1)),
-    "SHOWN": (lambda: SHOWN["a"], lambda: TABLE.__setitem__("a", TABLE["a"] + 1)),
 }
 
 

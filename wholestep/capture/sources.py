@@ -7,6 +7,7 @@ A source is a chain from the step's function or arguments down to the value. ``t
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import weakref
@@ -14,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -51,9 +53,11 @@ def is_exact(container: Any) -> bool:
 
 
 def referent(reference: Any) -> Any:
-    """What a weak reference leads to, None when it is gone."""
+    """What a weak reference leads to, None when it is gone; the mapping that a read-only one shows."""
     if isinstance(reference, weakref.ref):
         return reference()
+    if isinstance(reference, MappingProxyType):
+        return gc.get_referents(reference)[0]
     try:
         return reference.__init__.__self__  # a proxy's own attributes are those of what it stands for
     except ReferenceError:

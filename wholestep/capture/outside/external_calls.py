@@ -78,7 +78,7 @@ ASKS = Verdict(
 ACTS = Verdict(UnsupportedError, "which a replay would not do again",
                "call it after the step, or by ws.log(fn, **values)", _acts)  # fmt: skip
 DRAWS = Verdict(
-    DataDependentError, "a random generator's, whose numbers a replay would repeat",
+    DataDependentError, "whose numbers a replay would repeat",
     "draw with torch, or draw outside of the step and pass the number as an argument; what a library draws is switched "
     "off in its settings (SpecAugment: a probability of 0)", lambda *_: True,
 )  # fmt: skip
@@ -136,16 +136,26 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
 # These ask for the time unless they are given one, as an argument at this place.
 _GIVEN = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 # What modules have bound to the random generators of all, which are looked up in their classes anew at each call.
-_SHARED: tuple[Any, ...] = random.random.__self__, numpy.random.rand.__self__  # type: ignore[attr-defined]
+_PYTHONS: Any = random.random
+_NUMPYS: Any = numpy.random.rand
+_SHARED = (_PYTHONS.__self__, "random"), (_NUMPYS.__self__, "numpy.random")
 _BOUND = [(module, name, method) for module in (random, numpy.random) for name, method in vars(module).items()
-          if any(getattr(method, "__self__", None) is generator for generator in _SHARED)]  # fmt: skip
-_SHORT = {os.path: "os.path."}
+          if any(getattr(method, "__self__", None) is generator for generator, _ in _SHARED)]  # fmt: skip
+_SHORT = {os.path: "os.path"}
 ENVIRONMENT = "os.environ "  # before the name of a variable, among the names that a step uses
 
 
 def looked_up(method: Any) -> Callable[..., Any]:
     """A bound method that is looked up anew at each call."""
     return lambda *args, **kwargs: getattr(method.__self__, method.__name__)(*args, **kwargs)
+
+
+def _moves(name: str, generator: Any, *args: Any) -> bool:
+    """Whether a method moves a random generator: it does not where it puts back what is there."""
+    if name not in ("setstate", "set_state"):
+        return True
+    state = _OF_C.getstate(generator) if isinstance(generator, _OF_C) else generator.get_state()
+    return str(state) != str(args[0])
 
 
 def variables(names: Iterable[str]) -> list[Any]:
@@ -175,13 +185,13 @@ class Outside:
 
     Attributes:
         refused: why it cannot be replayed; code of its own may have caught that.
-        generators: random generators of Python and NumPy that were there before, by their ids.
+        generators: random generators of Python and NumPy that were there before, and their sources, by their ids.
         environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.refused: list[CaptureError] = []
-        self.generators: dict[int, Any] = {id(generator): generator for generator in _SHARED}
+        self.generators: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in _SHARED}
         self.settings = Settings(self.refused)
         self.environment: dict[str, Any] = self.settings.read
         read = [name.removeprefix(ENVIRONMENT) for name in names if name.startswith(ENVIRONMENT)]
@@ -220,18 +230,20 @@ class Outside:
             logger, record = self._logged.pop(0)
             logger.handle(record)
 
-    def _refuse(self, verdict: Verdict, name: str) -> None:
-        error = verdict.error(f"the step calls {name}(), {verdict.what}", remedy=verdict.remedy)
+    def _refuse(self, verdict: Verdict, does: str) -> None:
+        error = verdict.error(f"the step {does}, {verdict.what}", remedy=verdict.remedy)
         self.refused.append(error)
         raise error
 
     def _refusing(self, verdict: Verdict, owner: Any, name: str) -> Any:
         found, place = original(owner, name), _GIVEN.get(name)
-        says = f"{_SHORT.get(owner, owner.__name__ + '.')}{name}".removeprefix("builtins.")
+        says = f"calls {f'{_SHORT.get(owner, owner.__name__)}.{name}'.removeprefix('builtins.')}()"
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            concerns = verdict is not DRAWS or id(args[0]) in self.generators
-            if concerns and (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
+            if verdict is DRAWS:
+                if id(args[0]) in self.generators and _moves(name, *args):
+                    self._refuse(verdict, f"draws from {self.generators[id(args[0])][1]}, a {type(args[0]).__name__}")
+            elif (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
                 self._refuse(verdict, says)
             return found(*args, **kwargs)
 
@@ -251,5 +263,5 @@ class Outside:
 
     def _log(self, logger: logging.Logger, record: logging.LogRecord) -> None:
         if not is_library(record.pathname):
-            self._refuse(ACTS, f"logging.{record.levelname.lower()}")
+            self._refuse(ACTS, f"calls logging.{record.levelname.lower()}()")
         self._logged.append((logger, record))

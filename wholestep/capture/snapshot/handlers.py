@@ -85,7 +85,7 @@ def _generator(found: Reachable, generator: torch.Generator, source: sources.Sou
 
 
 def _random(found: Reachable, generator: Any, source: sources.Source) -> None:
-    found.outside.generators[id(generator)] = generator
+    found.outside.generators.setdefault(id(generator), (generator, source))
     _plain_attributes(found, generator, source)
 
 
@@ -108,6 +108,12 @@ def _held(found: Reachable, method: Any, source: sources.Source) -> None:
 def _cached(found: Reachable, function: Any, source: sources.Source) -> None:
     found.stand_ins[id(function)] = functools.partial(Cached, function, source)
     found.queue(function.__wrapped__, sources.Attr(source, "__wrapped__"))
+
+
+def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: sources.Source) -> None:
+    inner = sources.referent(proxy)
+    if isinstance(inner, dict):
+        found.queue(inner, sources.Referent(source))
 
 
 def _weak(found: Reachable, reference: Any, source: sources.Source) -> None:
@@ -293,7 +299,7 @@ def _method(found: Reachable, method: types.MethodType, source: sources.Source) 
 UNGUARDED: tuple[type, ...] = (
     numpy.ndarray, bytearray, array.array, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.Union,
     ctypes.c_int.__mro__[1],  # the base of all single numbers
-    contextvars.ContextVar, queue.SimpleQueue, types.MappingProxyType, BaseException, BackwardCFunction,
+    contextvars.ContextVar, queue.SimpleQueue, BaseException, BackwardCFunction,
 )  # fmt: skip
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
@@ -309,6 +315,7 @@ HANDLERS: dict[type, Handler] = {
     frozenset: _sequence(kinds.FROZENSET),
     deque: _sequence(kinds.DEQUE),
     types.FunctionType: _function,
+    types.MappingProxyType: _proxy,
     types.BuiltinFunctionType: _builtin,
     types.MethodType: _method,
     types.ModuleType: _module,
