@@ -77,7 +77,10 @@ def emit(plan: Plan, moving: Container[int] = ()) -> Generated:
     kernels, total = sum(how in KERNELS for how in plan.reuse.how.values()), sum(plan.arena.values())
     sizes = f"{kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})"
     text = source.text(f"after {plan.step.stage}: {sizes}")
-    scratch = {(info(s.values[0]).value.dtype, s.index) for s in plan.reuse.stores if s.kind == "scratch"}
+    # chains have scratch memory of their own
+    tiled = {node for item in plan.items if item.kind == "tile" for node in item.nodes}
+    in_cache = [s for s in plan.reuse.stores if s.kind == "scratch" and s.values[0] in tiled]
+    scratch = {(info(s.values[0]).value.dtype, s.index) for s in in_cache}
     return Generated(text, source.text_of_sizes(), source.namespace, viewed, scratch)
 
 

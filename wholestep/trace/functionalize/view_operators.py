@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from wholestep.errors import UnsupportedError
 from wholestep.nested import map_leaves
 from wholestep.torch_compat import below_autograd, no_modes
-from wholestep.trace.functionalize.aliases import Geometry, Ref
+from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.kernel_checks import check_strided, check_view
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 
 # Views of the whole tensor, of the same shape: the result is the same `Ref`.
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+RESIZES = {aten.resize_.default, aten.resize_as_.default}
 
 
 class Views:
@@ -76,7 +78,8 @@ class Views:
             self.inputs.run(view, args, kwargs)  # eager's own error first, if there is one
         if not is_made(tensor):
             return self._reshape_input(func, view, args, kwargs)
-        if view is None:
+        resized = func in RESIZES and self._fits(tensor, args[1])
+        if view is None and not resized:
             raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
         base = self.inputs.ref(tensor)
         before = replace(base)
@@ -86,7 +89,8 @@ class Views:
             self.inputs.read_offset(tensor)
         self.inputs.run(func, args, kwargs)
         geometry = Geometry.of(tensor)
-        if view is aten.as_strided.default:
+        if resized or view is aten.as_strided.default:
+            # `resize_` within the memory that there is gives a strided view of all of it
             self.inputs.check_reach(geometry, base.whole)
             ref = base.strided(geometry)
         else:
@@ -116,6 +120,13 @@ class Views:
         item.fake = fake
         item.reshaped = Ref(base.storage, Geometry.of(fake), base, view, tuple(args[1:]), kwargs)
         return tensor
+
+    def _fits(self, tensor: torch.Tensor, wanted: Any) -> bool:
+        """Whether a tensor can take another shape inside of the memory that it has."""
+        whole = self.inputs.ref(tensor).whole.geometry
+        count = math.prod(wanted.shape if isinstance(wanted, torch.Tensor) else wanted)
+        end = tensor.storage_offset() - whole.offset + count
+        return whole.is_dense and not whole.lazy and end <= elements(whole.shape)
 
 
 def _can_have_an_alias(tensor: torch.Tensor) -> bool:
