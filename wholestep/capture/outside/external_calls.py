@@ -38,7 +38,7 @@ import numpy
 
 from wholestep import patches
 from wholestep.capture.outside.torch_settings import READERS, Settings
-from wholestep.capture.snapshot.user_code import is_library, is_system
+from wholestep.capture.snapshot.user_code import is_library, is_system, origin
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.patches import Replacement, original, suspended
 from wholestep.torch_compat import dispatch_modes_off, function_modes_disabled
@@ -77,6 +77,8 @@ ASKS = Verdict(
 )  # fmt: skip
 ACTS = Verdict(UnsupportedError, "which a replay would not do again",
                "call it after the step, or by ws.log(fn, **values)", _acts)  # fmt: skip
+# Not by installed packages, whose threads are their own: the monitor of tqdm.
+STARTS = ACTS._replace(applies=lambda _, file: origin(file) != "installed")
 DRAWS = Verdict(
     DataDependentError, "whose numbers a replay would repeat",
     "draw with torch, or draw outside of the step and pass the number as an argument; what a library draws is switched "
@@ -128,6 +130,8 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         subprocess.Popen: ("__init__",),
         socket.socket: ("send", "sendall", "sendto", "connect"),
         time: ("sleep",),
+    }),
+    (STARTS, {
         threading.Thread: ("start",), threading.Event: ("set",), queue.Queue: ("put",), queue.SimpleQueue: ("put",),
     }),
     # `gauss` gives every other number from an attribute

@@ -289,6 +289,15 @@ def _module(found: Reachable, module: types.ModuleType, source: sources.Source) 
         found.add(vars(module), sources.Vars(source), kinds.MODULE, module)
 
 
+def _context(found: Reachable, context: Any, source: sources.Source) -> None:
+    """What an `autograd.Function` keeps for its backward, which is code that a captured `backward()` runs."""
+    _plain_attributes(found, context, source)
+    forward = sources.Attr(sources.Attr(source, "__class__"), "_forward_cls")
+    found.queue(context._forward_cls, forward)
+    for name in ("backward", "vjp"):
+        found.queue(getattr(context._forward_cls, name), sources.Attr(forward, name))
+
+
 def _method(found: Reachable, method: types.MethodType, source: sources.Source) -> None:
     _held(found, method, source)
     found.queue(method.__self__, sources.Attr(source, "__self__"))
@@ -299,7 +308,7 @@ def _method(found: Reachable, method: types.MethodType, source: sources.Source) 
 UNGUARDED: tuple[type, ...] = (
     numpy.ndarray, bytearray, array.array, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.Union,
     ctypes.c_int.__mro__[1],  # the base of all single numbers
-    contextvars.ContextVar, queue.SimpleQueue, BaseException, BackwardCFunction,
+    contextvars.ContextVar, queue.SimpleQueue, BaseException,
 )  # fmt: skip
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
@@ -321,6 +330,7 @@ HANDLERS: dict[type, Handler] = {
     types.ModuleType: _module,
     **dict.fromkeys((functools.partial, functools.partialmethod), _attributes("func", "args", "keywords")),
     **dict.fromkeys((functools.cached_property, functools.singledispatchmethod), _attributes("func")),
+    BackwardCFunction: _context,
     BackwardHook: _object,
     types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
     types.SimpleNamespace: _object,
