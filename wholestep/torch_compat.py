@@ -39,6 +39,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._sympy.printers import PythonPrinter
 
 below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowADInplaceOrView

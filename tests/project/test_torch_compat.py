@@ -6,6 +6,7 @@ import ast
 import ctypes
 import sys
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -106,6 +107,8 @@ from wholestep.torch_compat import (
     storage_id,
     storage_uses,
     transforms_active,
+    tree_map,
+    tree_map_only,
     unseen_fakes,
     wait_collective,
     with_autograd,
@@ -945,3 +948,11 @@ def test_subclasses_are_taken_for_plain_tensors():
 
 def test_zeros_without_memory_are_told_from_others():
     assert is_zero_tensor(torch._efficientzerotensor((2,))) and not is_zero_tensor(torch.zeros(2))
+
+
+def test_trees_keep_the_kinds_of_their_branches() -> None:
+    Pair = namedtuple("Pair", "a b")
+    tree = Pair([1], {"x": (2, "y")})
+    assert tree_map(str, tree) == Pair(["1"], {"x": ("2", "y")})
+    assert tree_map_only(int, lambda n: n + 1, tree) == Pair([2], {"x": (3, "y")})
+    assert tree_map(type, [tree], is_leaf=lambda value: isinstance(value, Pair)) == [Pair]

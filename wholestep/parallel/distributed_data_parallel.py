@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from wholestep import comm
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
@@ -16,6 +15,7 @@ from wholestep.parallel.comm_hooks.ordered import Hook
 from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.outputs import joined_in_one_node
 from wholestep.parallel.reducer import GradientReducer
+from wholestep.torch_compat import tree_map_only
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module: names that ranks keep for themselves
 

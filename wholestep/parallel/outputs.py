@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from wholestep.torch_compat import tree_map
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
