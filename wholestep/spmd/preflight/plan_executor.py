@@ -304,6 +304,7 @@ class PlanExecutor:
             (part if isinstance(part, Part) else None, parts.get(id(tensor)) or Part.whole(tensor.shape), item, tensor)
             for part, item, tensor in zip(placements[: len(inputs)], inputs, tensors, strict=True)
             if isinstance(tensor, torch.Tensor) and item.kind != "batch"
+            and (isinstance(part, Part) or id(tensor) in parts)
         ]
         for part, held, item, _ in kept:
             if (part or Part.whole(held.shape)).inside(held) is None:
