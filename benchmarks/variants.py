@@ -116,12 +116,19 @@ class Variant:
     slow_start: bool = False
 
 
+def _of_fused(name: str, plan: Plan) -> Variant:
+    """Our step by a plan with the fused optimizer, beside DDP with the same."""
+    title = f"wholestep, {name}, AdamW(fused=True)"
+    return Variant(title, 2, "ddp-of-fused", step=_spread(plan), optimizer=_fused_adamw)
+
+
 VARIANTS = {
     "eager": Variant("eager"),
     "eager-fused": Variant("eager, AdamW(fused=True)", optimizer=_fused_adamw),
     "torch-compile": Variant("torch.compile(model)", model=_compiled, slow_start=True),
     "ours": Variant("wholestep", step=_ours),
     "ours-fused": Variant("wholestep, fuse_optimizer", step=_ours_fused),
+    "ours-of-fused": Variant("wholestep, AdamW(fused=True)", 1, "eager-fused", step=_ours, optimizer=_fused_adamw),
     "ddp": Variant("DDP, Gloo", 2, "ddp", model=_ddp),
     "compiled-ddp": Variant("torch.compile(DDP), Gloo", 2, "ddp", model=_compiled_ddp, slow_start=True),
     "fsdp2": Variant("FSDP2, Gloo", 2, "ddp", model=_fsdp2),
@@ -136,6 +143,10 @@ VARIANTS = {
         "wholestep, ShardedOptimizer, fuse_optimizer", 2, "ddp", step=_spread(ws.ShardedOptimizer("dp"), fuse_optimizer)
     ),
     "ours-fs": Variant("wholestep, FullyShard", 2, "ddp", step=_spread(ws.FullyShard("dp"))),
+    "ddp-of-fused": Variant("DDP, Gloo, AdamW(fused=True)", 2, "ddp-of-fused", model=_ddp, optimizer=_fused_adamw),
+    "ours-dp-of-fused": _of_fused("DataParallel", ws.DataParallel("dp")),
+    "ours-so-of-fused": _of_fused("ShardedOptimizer", ws.ShardedOptimizer("dp")),
+    "ours-fs-of-fused": _of_fused("FullyShard", ws.FullyShard("dp")),
     "ours-fs-always": Variant(
         "wholestep, FullyShard(gather='always')", 2, "ddp", step=_spread(ws.FullyShard("dp", gather="always"))
     ),
