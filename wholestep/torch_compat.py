@@ -379,7 +379,7 @@ BatchNorm = _BatchNorm
 
 # Names of functions that read settings, and among these of those that say how torch itself is at work just now.
 _GETTER = re.compile(r"(^|_)(get|is|are)_|[eE]nabled|Always|^_check_sparse")
-_OF_WORK = re.compile(r"function|grad|inference|autocast|default_d|thread(ing|_name)|priv|types|exec|mps|stats|view")
+_OF_WORK = re.compile(r"function|grad|inference|autocast|default_d|thread_name|priv|types|group|mps|stats")
 _WITHOUT_ARGUMENTS = 4  # METH_NOARGS
 
 
@@ -394,7 +394,7 @@ def setting_functions() -> tuple[list[Callable[..., Any]], dict[str, Any]]:
     functions: dict[str, Any] = {n: f for n, f in vars(torch._C).items() if isinstance(f, BuiltinFunctionType)}
     read = {n: f for n, f in functions.items() if _GETTER.search(n) and flags(f) & _WITHOUT_ARGUMENTS}
     precision = "_get_fp32_precision_getter", "_set_fp32_precision_setter"
-    read |= {n: functions[n] for n in precision[:1] if n in functions}
+    read |= {n: functions[n] for n in (precision[0], "_get_graph_executor_optimize") if n in functions}
     read["_profiler_enabled"] = torch._C._autograd._profiler_enabled
     read = {n: f for n, f in read.items() if not _OF_WORK.search(n)}
     of_python = torch.__future__, torch.backends.mha, torch.hub, torch.multiprocessing

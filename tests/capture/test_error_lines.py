@@ -93,6 +93,23 @@ def test_cond_takes_the_branch_of_the_call_and_what_eager_takes(by_name: bool) -
             run(x, 3)
 
 
+@pytest.mark.filterwarnings("ignore")  # Dynamo's, which eager's cond asks
+def test_cond_whose_branch_has_no_gradients_requires_grad_as_in_eager() -> None:
+    w, factor = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+
+    def step(taken: torch.Tensor) -> Any:
+        results = torch.cond(taken, lambda w: w * factor, lambda w: torch.ones(2), (w,))
+        return results, results.requires_grad
+
+    compiled = ws.compile(step)
+    for taken in (torch.tensor(False), torch.tensor(True)):
+        (got, graded), (wanted, expected) = compiled(taken), step(taken)
+        assert torch.equal(got, wanted) and graded == expected and got.requires_grad
+    assert "its other branch says" in compiled.breaks[0]
+    with torch.no_grad():
+        assert not ws.compile(step, fullgraph=True)(torch.tensor(False))[1]
+
+
 class Scaled(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return dict.__getitem__(self, key) * 10

@@ -1,5 +1,6 @@
 """Modules that a step is the first to import: executed once, with real tensors, as in eager."""
 
+import importlib
 import subprocess
 import sys
 
@@ -58,6 +59,41 @@ def test_a_first_import_is_executed_once_with_real_tensors(step, fullgraph, tmp_
     module = sys.modules["imported_by_a_step"]
     assert type(module.kept) is torch.Tensor and module.kept.tolist() == [1, 1, 1]
     assert module.doubled.requires_grad and torch.equal(module.doubled, module.weight * 2)
+
+
+def by_its_name(x):
+    import imported_by_a_step as module  # noqa: PLC0415 - what is tested
+
+    return x * module.K
+
+
+def what_it_holds(x):
+    from imported_by_a_step import K  # noqa: PLC0415 - what is tested
+
+    return x * K
+
+
+def by_its_function(x):
+    from imported_by_a_step import scale  # noqa: PLC0415 - what is tested
+
+    return scale(x)
+
+
+def looked_up(x):
+    return x * sys.modules["imported_by_a_step"].K
+
+
+@pytest.mark.parametrize("step", [by_its_name, what_it_holds, by_its_function, looked_up])
+def test_what_a_step_reads_of_a_module_that_it_imports_is_a_guard(step, tmp_path, monkeypatch):
+    (tmp_path / "imported_by_a_step.py").write_text("K = 2.0\ndef scale(x):\n    return x * K\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("imported_by_a_step", None)
+    module = importlib.import_module("imported_by_a_step")
+    compiled = ws.compile(step, fullgraph=True)
+    assert compiled(torch.ones(1)) == 2
+    module.K = 3.0
+    assert compiled(torch.ones(1)) == 3
+    assert len(compiled.recompiles) == 1 and "imported_by_a_step.K" in compiled.recompiles[0]
 
 
 FRESH = """

@@ -74,6 +74,17 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
     "get_sharing_strategy()": (
         torch.multiprocessing.get_sharing_strategy, lambda: torch.multiprocessing.set_sharing_strategy("file_system"),
         lambda: torch.multiprocessing.set_sharing_strategy("file_descriptor")),
+    "is_multithreading_enabled()": (
+        torch._C._is_multithreading_enabled, lambda: torch._C._set_multithreading_enabled(False),
+        lambda: torch._C._set_multithreading_enabled(True)),
+    "get_graph_executor_optimize()": (
+        torch._C._get_graph_executor_optimize, lambda: torch._C._set_graph_executor_optimize(False),
+        lambda: torch._C._set_graph_executor_optimize(True)),
+    "torch._tensor_str.PRINT_OPTS.precision": (
+        lambda: torch._tensor_str.PRINT_OPTS.precision, lambda: torch.set_printoptions(precision=7),
+        lambda: torch.set_printoptions(profile="default")),
+    "torch.nn.utils.parametrize._cache_enabled": (
+        lambda: nn.utils.parametrize._cache_enabled, *attribute(nn.utils.parametrize, "_cache_enabled", 1)[1:]),
     "profiler_enabled()": (
         lambda: torch.autograd._profiler_enabled(), lambda: PROFILER.__enter__(),
         lambda: PROFILER.__exit__(None, None, None)),
@@ -122,6 +133,7 @@ SET: dict[str, Callable[[], Any]] = {
     "a property of torch.backends.mkldnn": lambda: setattr(backends.mkldnn, "enabled", False),
     "set_anomaly_enabled": anomaly,
     "set_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "set_multithreading_enabled": lambda: torch.autograd.set_multithreading_enabled(False),
     "set_warnAlways": lambda: torch.set_warn_always(True),
     "set_flush_denormal": lambda: torch.set_flush_denormal(True),
 }

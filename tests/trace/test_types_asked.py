@@ -66,6 +66,8 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "made": lambda n: type(n)(3) / 2,
     "class": lambda n: (n.__class__ is float, n.__class__.__name__ == "int"),
     "instance": lambda n: (isinstance(n, float), isinstance(n, (int, str)), isinstance(n, complex)),
+    "symbolic": lambda n: (isinstance(n, torch.SymFloat), isinstance(n, (torch.SymInt, float)), isinstance(n, float)),
+    "node": lambda n: (hasattr(n, "node"), getattr(n, "node", None) is None, getattr(n, "real", 7) == n),
     "numbers": lambda n: (isinstance(n, numbers.Number), isinstance(n, numbers.Integral), isinstance(n, numbers.Real)),
     "match": matched,
     "dispatch": dispatched,

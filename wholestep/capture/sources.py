@@ -144,10 +144,9 @@ def variable(name: str) -> Root:
     return Root(path, path, lambda call: os.environ.get(name))
 
 
-def in_module(module: str, name: str) -> Root:
-    """What a module, of a library as a rule, holds under a name."""
-    path = f"sys.modules[{module!r}].{name}"
-    return Root(path, path, lambda call: getattr(sys.modules[module], name))
+def module(name: str) -> Root:
+    """A module that has been imported."""
+    return Root(f"sys.modules[{name!r}]", name, lambda call: sys.modules[name])
 
 
 # One step further ---------------------------------------------------------------------------------------
@@ -308,3 +307,8 @@ class Global(Child):
 
     paths, texts = "globals({0.key!r})[{1!r}]", "G[{1!r}]"
     step = staticmethod(item)
+
+
+def of_module(base: Source, name: str) -> Source:
+    """A global variable, given the table: of a function, or of a module itself."""
+    return Global(base, name) if isinstance(base, Globals) else Item(base, name)

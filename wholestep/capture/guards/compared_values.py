@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import enum
 import uuid
+from dataclasses import is_dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePath
@@ -49,6 +50,15 @@ def is_plain(value: Any) -> bool:
     if type(value) is slice and not (is_plain(value.start) and is_plain(value.stop) and is_plain(value.step)):
         return False  # of tensors: another object in each call
     return type(value) in EXACT_PLAIN or issubclass(type(value), PLAIN)  # a host number says it is a float
+
+
+def is_data(value: Any) -> bool:
+    """True for plain values, and containers and records of nothing but these."""
+    if is_dataclass(type(value)):
+        value = getattr(value, "__dict__", {})
+    if type(value) is dict:
+        value = [*value.values()]
+    return is_plain(value) or (type(value) in (list, tuple, set) and all(map(is_data, value)))
 
 
 def is_one_of_a_kind(kind: type) -> bool:

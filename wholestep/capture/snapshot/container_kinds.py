@@ -129,15 +129,10 @@ def _read_function(function: Any) -> Contents:
 
 @dataclass(frozen=True)
 class UsedGlobals:
-    """The global variables of one module that user code names, and the function that named them."""
+    """The global variables of one module that user code names, and all that the module has."""
 
-    function: Any
+    table: dict[str, Any]
     names: tuple[str, ...]
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """All global variables of the module."""
-        return self.function.__globals__  # type: ignore[no-any-return]
 
 
 def _read_module(table: dict[str, Any]) -> Contents:
@@ -205,7 +200,7 @@ _write_slots = _one_by_one(_read_slots, object.__setattr__, object.__delattr__)
 SLOTS = ContainerKind("slots", _read_slots, _write_slots, sources.Attr)
 CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), sources.CellContents)
 _write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.table)
-GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.Global)
+GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.of_module)
 FUNCTION = ContainerKind("function", _read_function, _one_by_one(_read_function), sources.Attr)
 CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Method)
 TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, sources.Attr)

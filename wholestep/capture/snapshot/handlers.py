@@ -14,12 +14,14 @@ import ctypes
 import functools
 import mmap
 import queue
+import sys
 import threading
 import types
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
+from itertools import accumulate
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
@@ -31,12 +33,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
-from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_one_of_a_kind, metadata
+from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_data, is_one_of_a_kind, metadata
 from wholestep.capture.outside.external_calls import RANDOM, looked_up
 from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
-from wholestep.capture.snapshot.names_read import global_names, named, set_on_entry
+from wholestep.capture.snapshot.names_read import global_names, imports, named, set_on_entry
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorInput
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
 from wholestep.errors import LazyError, UnsupportedError
@@ -273,15 +275,48 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
         fresh = tuple(name for name in names if (table, name) not in found.used_globals)
         found.used_globals.update((table, name) for name in fresh)
         if fresh:
-            found.add(UsedGlobals(function, fresh), sources.Globals(source, function.__module__ or ""), kinds.GLOBALS)
+            of_module = sources.Globals(source, function.__module__ or "")
+            found.add(UsedGlobals(function.__globals__, fresh), of_module, kinds.GLOBALS)
+        _modules(found, function)
     else:
         found.names_read.names.add(function.__name__)
 
 
+def _modules(found: Reachable, function: types.FunctionType) -> None:
+    """The modules of the user's that a function imports, and the data that it names in those of libraries."""
+    table, names = function.__globals__, named(function.__code__)
+    modules = [table.get(name) for name in global_names(function.__code__)]
+    if imports(function.__code__):
+        packages = accumulate(str(table.get("__package__") or "").split("."), "{}.{}".format)
+        above = ["", *(f"{package}." for package in packages)]
+        imported = [sys.modules.get(package + name) for package in above for name in names]
+        modules += imported
+        found.queued += [(m, sources.module(m.__name__)) for m in imported if m is not None and is_user_module(m)]
+    met: dict[int, Any] = {}
+    while modules:
+        module = modules.pop()
+        if id(module) in met or not isinstance(module, types.ModuleType) or is_user_module(module):
+            continue
+        met[id(module)] = held = vars(module)
+        modules += [held[name] for name in names & held.keys()]
+        fresh = tuple(name for name in sorted(names & held.keys())
+                      if (id(held), name) not in found.used_globals and is_data(held[name]))
+        if fresh:
+            found.used_globals.update((id(held), name) for name in fresh)
+            found.add(UsedGlobals(held, fresh), sources.Vars(sources.module(module.__name__)), kinds.GLOBALS)
+
+
+# Functions that tell symbolic numbers from Python's, and names beside which alone they do.
+_ASKING: dict[str, tuple[str, ...]] = {
+    "type": ("type",), "isinstance": ("SymFloat", "SymInt", "SymBool"), "hasattr": ("node",), "getattr": ("node",),
+}  # fmt: skip
+
+
 def _asks_types(found: Reachable, function: types.FunctionType) -> None:
-    table = function.__globals__
-    if "type" in named(function.__code__) and "type" not in table and not is_system(function.__code__.co_filename):
-        found.asking[id(table)] = table
+    table, names = function.__globals__, named(function.__code__)
+    for asks, beside in _ASKING.items() if not is_system(function.__code__.co_filename) else ():
+        if asks in names and asks not in table and not names.isdisjoint(beside):
+            found.asking[id(table), asks] = table, asks
 
 
 def _module(found: Reachable, module: types.ModuleType, source: sources.Source) -> None:

@@ -68,6 +68,12 @@ def named(code: types.CodeType) -> frozenset[str]:
     return names if "builtins" in names else names - (_BUILT_IN - {*global_names(code)})
 
 
+def imports(code: types.CodeType) -> bool:
+    """Whether code imports modules, or may look them up."""
+    found = any(dis.opmap["IMPORT_NAME"] in inner.co_code[::2] for inner in _codes(code))
+    return found or not named(code).isdisjoint(("import_module", "__import__", "modules"))
+
+
 @functools.cache
 def set_on_entry(kind: type) -> frozenset[str]:
     """The attributes of one of torch's context managers that only tell `__exit__` what `__enter__` found.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from wholestep.capture.sources import Source, in_module
+from wholestep.capture.sources import Attr, Source, module
 
 
 @contextmanager
@@ -29,8 +29,8 @@ def new_objects() -> Iterator[Callable[[], set[int]]]:
 
 def kept_in_module(value: Any) -> Source | None:
     """The name under which a module holds an object, such as ``sys.stdout``, which may be another in a later call."""
-    for module in list(sys.modules.values()):
-        for name, held in list(getattr(module, "__dict__", {}).items()):
+    for holder in list(sys.modules.values()):
+        for name, held in list(getattr(holder, "__dict__", {}).items()):
             if held is value and name.isidentifier():
-                return in_module(module.__name__, name)
+                return Attr(module(holder.__name__), name)
     return None

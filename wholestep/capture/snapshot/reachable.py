@@ -106,7 +106,7 @@ class Reachable:
         owners: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
         used_globals: globals met: id of the module's table, name.
         stand_ins: id of an object -> makes what stands in its place while the step is traced.
-        asking: by their ids, globals of functions that ask for types.
+        asking: globals of functions that ask for types, and the function by which they ask.
         hidden: attributes that no code named so far.
         trained: ids of the tensors that optimizers train.
         unguarded: what holds values that no guard compares.
@@ -127,7 +127,7 @@ class Reachable:
         self.numbers: list[NumberInput] = []
         self.owners: set[str] = set()
         self.used_globals: set[tuple[int, str]] = set()
-        self.asking: dict[int, dict[str, Any]] = {}
+        self.asking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.names_read = NamesRead(names)
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Container, Any, Source]] = []

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpoints
 
+from wholestep.capture.snapshot.snapshot import tensors_below
 from wholestep.capture.substitutes.detached_aliases import refuse_outside
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Gradient
@@ -147,7 +148,13 @@ SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv",
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
     """`torch.cond`: the branch of the call, a decision like any other."""
-    return (true_fn if pred else false_fn)(*operands)
+    results = (true_fn if pred else false_fn)(*operands)
+    held = [cell.cell_contents for branch in (true_fn, false_fn) for cell in getattr(branch, "__closure__", None) or ()]
+    plain = [r for r in tensors_below([results]) if r.is_floating_point() and not r.requires_grad]
+    if plain and torch.is_grad_enabled() and any(t.requires_grad for t in tensors_below([operands, held])):
+        what = "a result of torch.cond, of values that require grad, does not: whether it shall, its other branch says"
+        raise UnsupportedError(what, user_line(), "call it under torch.no_grad(), or have both branches require grad")
+    return results
 
 
 def _compiled_operator(operator: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:

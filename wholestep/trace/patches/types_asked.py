@@ -36,6 +36,20 @@ def _type(*args: Any, **kwargs: Any) -> Any:
     return _shown(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
 
 
+def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`isinstance`, `hasattr`, `getattr` of numbers as Python has them."""
+
+    def ask(value: Any, *args: Any) -> Any:
+        kind = NUMBERS.get(type(value))
+        stands = kind is not None and (function is not getattr or not hasattr(kind, args[0]))
+        return function(kind() if kind is not None and stands else value, *args)
+
+    return ask
+
+
+ASKED = {"type": _type} | {function.__name__: _asked(function) for function in (isinstance, hasattr, getattr)}
+
+
 def _asked_outside() -> bool:
     """Whether other code than torch's and this package's asks; the standard library does so for who called it."""
     frame: FrameType | None = sys._getframe(2)
@@ -63,15 +77,15 @@ def _printed(kind: type) -> Callable[[Any], str]:
     return shown
 
 
-def patches(asking: Iterable[dict[str, Any]], symbolic: bool) -> Iterator[Replacement]:
-    """What stands in for `type` in the globals of functions, and for ``__class__``.
+def patches(asking: Iterable[tuple[dict[str, Any], str]], symbolic: bool) -> Iterator[Replacement]:
+    """What stands in for `type` and the like in the globals of functions, and for ``__class__``.
 
     Args:
-        asking: globals of functions that ask for types.
+        asking: globals of functions that ask for types, and by which function.
         symbolic: sizes are symbols.
     """
-    for table in asking:
-        yield table, "type", _type
+    for table, name in asking:
+        yield table, name, ASKED[name]
     yield FakeTensor, "__class__", property(_class)
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool) if symbolic else ():
         yield kind, "__class__", property(_class)
