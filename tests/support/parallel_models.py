@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,23 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outer(self.inner(x).tanh())
+
+
+class SharedGradients(nn.Module):
+    """Gradients that have one memory: with each other, and with one that the backward reads later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.one, self.other = (
+            nn.Linear(8, 8),
+            nn.Parameter(torch.ones(1, 6, 8)),
+            nn.Parameter(torch.ones(48)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.early(x)
+        early.register_hook(lambda grad: time.sleep(0.01))  # time to reduce what must not be
+        return early + self.one.squeeze(0) + self.other.view(6, 8)
 
 
 class MixedDtypes(nn.Module):

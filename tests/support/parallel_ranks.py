@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
-from tests.support.parallel_models import Branches, Checkpointed, MixedDtypes, Net, Tied, loss_of, rows
+from tests.support.parallel_models import Branches, Checkpointed, MixedDtypes, Net, SharedGradients, Tied, loss_of, rows
 from wholestep import comm, parallel
-from wholestep.parallel import DistributedDataParallel, GradBucket, PowerSGDState
+from wholestep.parallel import DistributedDataParallel, GradBucket, PowerSGDState, reducer
 
 SMALL = 0.0005  # MiB: buckets of a layer each
+# from which size on gradients are sent from where they lie, and whether at the end or beside the backward
+WAYS = [(2**20, False), (0, True), (0, False)]
 
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "plain": (Net, {}),
@@ -28,6 +31,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "views": (Net, {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": True}),
     "no buffers": (Net, {"broadcast_buffers": False}),
     "tied": (Tied, {"bucket_cap_mb": SMALL}),
+    "shared gradients": (SharedGradients, {"bucket_cap_mb": 0.0001}),
     "mixed dtypes": (MixedDtypes, {"bucket_cap_mb": SMALL}),
     "mixed dtypes, views": (MixedDtypes, {"gradient_as_bucket_view": True}),
     "unused": (Branches, {"find_unused_parameters": True, "bucket_cap_mb": SMALL}),
@@ -172,14 +176,17 @@ def ignores_and_saves() -> list[Any]:
     return [*result, model[0].weight.unique().tolist()]
 
 
-def as_stock(store: str) -> dict[str, bool]:
-    """For each case: whether all that is seen of it has the bits of torch's wrapper."""
-    found = {}
+def as_stock(store: str) -> dict[str, list[bool]]:
+    """For each case and each way to send: whether all that is seen of it has the bits of torch's wrapper."""
+    found: dict[str, list[bool]] = {}
     with stock_world(store):
         for name, (make, settings) in CASES.items():
             stock = trained(lambda one, s=settings: StockDDP(one, **s), make)
-            ours = trained(lambda one, s=settings: DistributedDataParallel(one, **s), make)
-            found[name] = len(stock) == len(ours) and all(map(torch.equal, stock, ours))
+            for large_bytes, busy in WAYS:
+                with patch.multiple(reducer, LARGE_BYTES=large_bytes, cores_are_busy=lambda _, busy=busy: busy):
+                    ours = trained(lambda one, s=settings: DistributedDataParallel(one, **s), make)
+                same = len(stock) == len(ours) and all(map(torch.equal, stock, ours))
+                found.setdefault(name, []).append(same)
     return found
 
 

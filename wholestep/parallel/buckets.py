@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
 from wholestep import comm
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication begins early in the backward
+LARGE_BYTES = 2**20  # a gradient from this size on is reduced where it lies: four copies of its memory less
 
 
 def bucket_assignment(
@@ -46,13 +48,17 @@ def bucket_assignment(
     return [members for members, _ in buckets], [limit for _, limit in buckets]
 
 
+def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides of its gradient: its own, if they fill a block of memory."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
 def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """One view of a flat tensor for each parameter, with its strides where its memory has no gaps or overlaps."""
     views, offset = [], 0
     for parameter in parameters:
         part = flat.narrow(0, offset, parameter.numel())
-        strides = torch.empty_like(parameter, device="meta").stride()  # its own, if they fill a block of memory
-        views.append(part.as_strided(parameter.shape, strides))
+        views.append(part.as_strided(parameter.shape, _dense_strides(parameter)))
         offset += parameter.numel()
     return views
 
@@ -89,37 +95,47 @@ class GradBucket:
 
 
 class Bucket:
-    """Some parameters' gradients in one flat tensor.
+    """Some parameters whose gradients are sent together: large ones from where they lie, the others in a flat tensor.
 
     Attributes:
         members: indices of the parameters.
-        views: where each one's gradient stands in ``flat``.
+        large: places, among the members, of those whose gradients are sent by themselves, and these gradients' strides.
+        packed: places of those whose gradients are copied into ``flat``.
         pending: how many gradients are still to come in this backward.
-        result: the reduced gradients, once they are known.
+        results: for each member, where its reduced gradient will stand.
+        under_way: the collectives that have been started, or a hook's future.
     """
 
-    def __init__(self, members: list[int], parameters: list[torch.Tensor], shared: bool) -> None:
-        self.members, self.parameters = members, parameters
-        elements, like = sum(one.numel() for one in parameters), parameters[0]
-        if shared and like.device.type == "cpu":
-            self.flat = comm.empty(elements, dtype=like.dtype, shared=True)
-        else:
-            self.flat = torch.empty(elements, dtype=like.dtype, device=like.device)
-        self.views = views_of(self.flat, parameters)
-        self.pending = len(members)
-        self.under_way: comm.Work | torch.futures.Future | None = None
+    def __init__(self, members: list[int], parameters: list[torch.Tensor], large_bytes: float) -> None:
+        self.members, self.parameters, self.pending = members, parameters, len(members)
+        self.large = {k: _dense_strides(one) for k, one in enumerate(parameters) if one.nbytes >= large_bytes}
+        self.packed = [k for k in range(len(parameters)) if k not in self.large]
+        self.results: list[torch.Tensor] = []
+        self.under_way: list[comm.Work | None] | torch.futures.Future = []
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """Memory for the packed gradients, one after the other."""
+        count = sum(self.parameters[k].numel() for k in self.packed)
+        return torch.empty(count, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+
+    @cached_property
+    def views(self) -> list[torch.Tensor]:
+        """Where each packed gradient stands in ``flat``."""
+        return views_of(self.flat, [self.parameters[k] for k in self.packed])
 
     def reduced(self) -> list[torch.Tensor]:
-        """Waits for the communication; gives the reduced gradients.
+        """Waits for the communication; gives each member's reduced gradient.
 
         Raises:
             RuntimeError: a hook's future has something else than one tensor of the buffer's size.
         """
-        under_way, self.under_way = self.under_way, None
-        if under_way is None or isinstance(under_way, comm.Work):
-            if under_way is not None:
-                under_way.wait()
-            return self.views
+        (results, self.results), (under_way, self.under_way) = (self.results, []), (self.under_way, [])
+        if isinstance(under_way, list):
+            for work in under_way:
+                if work is not None:
+                    work.wait()
+            return results
         result = under_way.wait()
         result = result[0] if isinstance(result, (list, tuple)) and len(result) == 1 else result
         if not isinstance(result, torch.Tensor) or result.numel() != self.flat.numel():
@@ -128,4 +144,4 @@ class Bucket:
                 f"communication hook: the future must give one tensor of {self.flat.numel()} elements, the size of "
                 f"bucket.buffer(), found {found}: return the reduced gradients of the whole bucket"
             )
-        return self.views if result is self.flat else views_of(result.reshape(-1), self.parameters)
+        return results if result is self.flat else views_of(result.reshape(-1), self.parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 
 from wholestep import comm
-from wholestep.parallel.buckets import Bucket, GradBucket, bucket_assignment
+from wholestep.comm.ops.functional_collectives import cores_are_busy
+from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment
 from wholestep.parallel.comm_hooks.ordered import Hook
 from wholestep.parallel.outputs import nodes_behind
-from wholestep.torch_compat import at_end_of_backward
+from wholestep.torch_compat import at_end_of_backward, storage_uses
 
 
 class GradientReducer:
@@ -38,12 +40,12 @@ class GradientReducer:
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in named]
         self.group, self.as_view, self.static = group, as_view, static
         self.find_unused = find_unused and not static
-        self.divisor = group.size()
+        self.divisor, self._mean = group.size(), f"premul_sum:{1 / group.size()!r}"
         self.hook: tuple[Hook, Any] | None = None
         self.order = list(reversed(range(len(named))))
         self.rebuilt = False
         self.limits = limits
-        self._shared = comm.get_backend(group) == "shm"
+        self._overlaps = not cores_are_busy(group.group_name)
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in self.parameters]
         for index, node in enumerate(self._nodes):
             node.register_hook(_weak_hook(weakref.ref(self), index))
@@ -60,8 +62,10 @@ class GradientReducer:
         ordered = [self.parameters[i] for i in self.order]
         assigned, _ = bucket_assignment(ordered, self.limits)
         members = [[self.order[i] for i in bucket] for bucket in assigned]
-        self.buckets = [Bucket(own, [self.parameters[i] for i in own], self._shared) for own in members]
-        self._place = {i: (bucket, k) for bucket in self.buckets for k, i in enumerate(bucket.members)}
+        in_place = self.hook is None and not self.as_view and self.parameters[0].is_cpu
+        large = LARGE_BYTES if in_place else math.inf  # hooks are given all of a bucket in one tensor
+        self.buckets = [Bucket(own, [self.parameters[i] for i in own], large) for own in members]
+        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._next = 0
 
     def rebuild(self) -> None:
@@ -114,68 +118,99 @@ class GradientReducer:
             self._begun = True
             for unused in self._unused:
                 self._ready(unused)
+        if self.find_unused or not self.rebuilt or learning:
+            self._note(index, learning)
+        if not learning:
+            self._ready(index)
+
+    def _note(self, index: int, learning: bool) -> None:
+        """Keeps what is learnt from the arrival of a gradient: that it is used, how often, and in which order."""
         if (learning or self.find_unused) and self.parameters[index].grad is not None:
             self._used[index] = 1
         if not (self.rebuilt or self.find_unused or (learning and self._remaining[index])):
             self._arrived.append(index)
-        if learning:
-            self._remaining[index] += 1
-            return
-        self._ready(index)
+        self._remaining[index] += learning
 
     def _ready(self, index: int) -> None:
-        """One of a parameter's gradients is there: the last one goes into the bucket.
+        """One of a parameter's gradients is there: with the last one of a bucket, that can be sent.
 
         Raises:
             RuntimeError: it was there already.
         """
-        self._remaining[index] -= 1
-        if self._remaining[index] > 0:
+        self._remaining[index] = left = self._remaining[index] - 1
+        if left > 0:
             return
-        if self._remaining[index] < 0:
+        if left < 0:
             raise RuntimeError(
                 f"Expected to mark a variable ready only once. Parameter {self.names[index]} (index {index}) was "
                 "marked ready more than once in one backward: it is used outside of the forward, or by several "
                 "reentrant checkpoints; to do: pass static_graph=True if each iteration takes the same way, use "
                 "torch.utils.checkpoint with use_reentrant=False, or do not call forward between backwards"
             )
-        bucket, k = self._place[index]
-        self._fill(self.parameters[index], bucket.views[k])
+        bucket = self._bucket_of[index]
         bucket.pending -= 1
+        if bucket.pending == 0:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Buckets that are full go on their way, in one order on all ranks."""
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
-            self._send(self._next)
+            if self._overlaps:
+                self._send(self._next)
             self._next += 1
             if self._next == len(self.buckets) and self._begun:
                 at_end_of_backward(self._finish)
 
     @torch.no_grad()
-    def _fill(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Puts a gradient into its bucket, divided by the number of ranks unless a hook does that."""
-        grad = parameter.grad
-        if grad is None:
-            view.zero_()
-        elif grad is view:
-            if self.hook is None:
-                view.div_(self.divisor)
-        else:
-            if self.hook is None:
-                torch.mul(grad.detach(), 1.0 / self.divisor, out=view)
-            else:
-                view.copy_(grad)
-            if self.as_view:
-                parameter.grad = view
-
     def _send(self, number: int) -> None:
+        """Begins to reduce the gradients of a bucket."""
         bucket = self.buckets[number]
+        self._pack(bucket)
         if self.hook is None:
-            bucket.under_way = comm.all_reduce(bucket.flat, group=self.group, async_op=True)
+            sent = {k: self._reducible(bucket.members[k], strides) for k, strides in bucket.large.items()}
+            memory = [one.as_strided((one.numel(),), (1,)) for one in sent.values()]
+            memory += [bucket.flat] if bucket.packed else []
+            bucket.under_way = [comm.all_reduce(one, self._mean, self.group, async_op=self._overlaps) for one in memory]
+            sent |= zip(bucket.packed, bucket.views, strict=True)
+            bucket.results = [sent[k] for k in range(len(bucket.members))]
             return
         hook, state = self.hook
         given = GradBucket(number, number == len(self.buckets) - 1, bucket.flat, bucket.parameters)
         future = hook(state, given)
         if not hasattr(future, "then"):  # those that C++ makes are of another class
             raise TypeError(f"communication hook: must return a torch.futures.Future, found {type(future).__name__}")
-        bucket.under_way = future
+        bucket.under_way, bucket.results = future, bucket.views
+
+    def _pack(self, bucket: Bucket) -> None:
+        """Copies gradients into the flat tensor, except those that lie there."""
+        views, grads = [], []
+        for k, view in zip(bucket.packed, bucket.views, strict=True):
+            parameter = bucket.parameters[k]
+            grad = parameter.grad
+            if grad is None:
+                view.zero_()
+            elif grad is not view:
+                views.append(view)
+                grads.append(grad)
+                if self.as_view:
+                    parameter.grad = view
+        if views:
+            torch._foreach_copy_(views, grads)
+
+    def _reducible(self, index: int, strides: tuple[int, ...]) -> torch.Tensor:
+        """A large gradient itself where nothing else has its memory, or keeps it as it is; else a copy."""
+        parameter = self.parameters[index]
+        grad = parameter.grad
+        if (
+            grad is not None
+            and not grad.requires_grad
+            and (grad.dtype, grad.stride()) == (parameter.dtype, strides)
+            and index not in self._unused
+            and storage_uses(grad.untyped_storage()) <= 2 + self._overlaps  # its own, Python's, now the backward's
+        ):
+            return grad
+        copied = torch.zeros_like(parameter)
+        return copied if grad is None else copied.copy_(grad)
 
     def _end_of_first(self) -> None:
         """Ends the first backward of a static graph."""
@@ -192,6 +227,9 @@ class GradientReducer:
     def _finish(self, learns: bool = False) -> None:
         """Ends a backward: waits for all buckets and gives the parameters their gradients."""
         self._expecting = self._begun = False
+        if not self._overlaps:
+            for number in range(len(self.buckets)):
+                self._send(number)
         reduced = [bucket.reduced() for bucket in self.buckets]
         if self.find_unused or learns:
             comm.all_reduce(self._used, group=self.group)
@@ -201,23 +239,23 @@ class GradientReducer:
             self._give(bucket, grads)
 
     def _give(self, bucket: Bucket, reduced: list[torch.Tensor]) -> None:
-        targets, sources = [], []
+        targets, sources, in_place = [], [], []
         for k, index in enumerate(bucket.members):
             parameter, new = self.parameters[index], reduced[k]
             if index in self._untouched:  # by all ranks: keeps what it has
                 continue
-            if self.as_view:
-                if new is not bucket.views[k]:
-                    bucket.views[k].copy_(new)
-                if parameter.grad is not bucket.views[k]:
-                    parameter.grad = bucket.views[k]
-            elif parameter.grad is None:
-                parameter.grad = new.clone()
-            else:
+            if self.as_view and parameter.grad is None:
+                parameter.grad = bucket.views[k]
+            if parameter.grad is None:
+                parameter.grad = new.clone() if k in bucket.packed else new
+            elif parameter.grad is not new:
                 targets.append(parameter.grad)
                 sources.append(new)
+            else:
+                in_place.append(new)
         if targets:
             torch._foreach_copy_(targets, sources)
+        torch.autograd.graph.increment_version(in_place)
 
 
 def _weak_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[..., None]:

@@ -210,5 +210,3 @@ class Substitutes:
         self.stand_ins.clear()
         self.noted.clear()
         self.aliases = DetachedAliases(())
-
-
