@@ -231,7 +231,9 @@ class Compiled:
         for gone in self._entries.prefer(entry, templates is not None and bool(templates.known)):
             self._known.programs = {k: p for k, p in self._known.programs.items() if p is not gone.program}
 
-    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None) -> Any:
+    def _run(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None
+    ) -> Any:
         """Runs a program whose ranks wait for each other: all begin together, and learn when one fails on its way."""
         running = False
 
@@ -283,7 +285,6 @@ class Compiled:
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
         """Captures with a number that was another before as an input, or as it is where that cannot be."""
-
         def make(inputs: frozenset[str]) -> Entry:
             how = self._options, self._known, inputs, self._taking(), self._overrides.transforming
             entry = pipeline.build(self._fn, args, kwargs, *how)

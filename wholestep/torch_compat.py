@@ -426,14 +426,8 @@ def global_hooks() -> tuple[int, ...]:
     """The numbers, of which none is given twice, of hooks that all modules or optimizers have, but for our own."""
     if not any(_GLOBAL_HOOKS):
         return ()
-    return tuple(
-        [
-            number
-            for table in _GLOBAL_HOOKS
-            for number, hook in [*table.items()]
-            if callable(hook) and not str(getattr(hook, "__module__", "")).startswith("wholestep.")
-        ]
-    )
+    return tuple([number for table in _GLOBAL_HOOKS for number, hook in [*table.items()]
+                  if callable(hook) and not str(getattr(hook, "__module__", "")).startswith("wholestep.")])
 
 
 # The functions behind `torch.nn.utils.rnn.pack_padded_sequence` and `pad_packed_sequence`.

@@ -137,7 +137,9 @@ def structure(
     return Structure(key, shape.outside, tensors, hooks, packed)
 
 
-def free(call: Engine, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any], accumulate: bool) -> None:
+def free(
+    call: Engine, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any], accumulate: bool
+) -> None:
     """Lets go of what the graph of a backward saved, as running it does; arguments as for `structure`."""
     _walk(call, roots, grads, inputs, accumulate, False)
 
@@ -165,10 +167,8 @@ def _is_number(tensor: torch.Tensor) -> bool:
 def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """For each tensor the first one that begins at the same place of the same memory."""
     first: dict[Any, int] = {}
-    places = (
-        (storage_id(t.untyped_storage()), t.storage_offset()) if t.layout == torch.strided else i
-        for i, t in enumerate(tensors)
-    )
+    places = ((storage_id(t.untyped_storage()), t.storage_offset()) if t.layout == torch.strided else i
+              for i, t in enumerate(tensors))
     return tuple(first.setdefault(place, i) for i, place in enumerate(places))
 
 
@@ -184,3 +184,4 @@ _SMALLER = {
 # that nobody else has (on no device, of a type without kernels) keeps our structures apart from its.
 _MARK = torch.empty(0, dtype=torch.float8_e5m2fnuz, device="meta", requires_grad=True)
 _MARK_GRAD = torch.empty(0, dtype=torch.float8_e5m2fnuz, device="meta")
+

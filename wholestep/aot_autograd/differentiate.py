@@ -164,11 +164,8 @@ def _refuse(collector: OutputCollector, refused: list[tuple[Output, str]]) -> No
             collector.change(output.alias, refusal=why)
         elif why.startswith("Trying to backward"):
             assert output.input is not None
-            raise LeakError(
-                f"{output.input.source} {IN_PLACE}",
-                made_at(output.tensor),
-                "detach what you add, as in total += loss.detach()",
-            )
+            raise LeakError(f"{output.input.source} {IN_PLACE}", made_at(output.tensor),
+                            "detach what you add, as in total += loss.detach()")
 
 
 def _gradients(

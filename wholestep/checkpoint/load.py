@@ -97,7 +97,8 @@ class Loading:
         wrong = [
             f"{name} is {saved} there, {list(held.part.shape)} in the model"
             for name, held in self.held.tensors.items()
-            if name in common and (saved := self.saved["tensors"][self._source(name)]["shape"]) != list(held.part.shape)
+            if name in common
+            and (saved := self.saved["tensors"][self._source(name)]["shape"]) != list(held.part.shape)
         ]
         found += _some("of another shape", wrong)
         tied = self.held.tree["aliases"].items()

@@ -242,9 +242,7 @@ class Queue(UnwrappedDispatchMode):
         if not isinstance(first, torch.Tensor) or first.dim():
             return False
         return all(
-            not t.dim()
-            and t.device.type == "cpu"
-            and storage_id(storage_of(t)) not in self._storages
+            not t.dim() and t.device.type == "cpu" and storage_id(storage_of(t)) not in self._storages
             and storage_id(storage_of(t)) not in self._held
             for t in tensors_of(args)
         )

@@ -29,7 +29,6 @@ NO_DOUBLE_BACKWARD = (
     "compiled function. Call torch.autograd.grad(…, create_graph=True) and the second backward inside of it."
 )
 
-
 @dataclass(slots=True)
 class Ran:
     """A forward that has run.

@@ -64,12 +64,8 @@ def compiled_module(module: nn.Module, make: Callable[..., Any], again: Callable
     if isinstance(module, CompiledModule):
         return compiled_module(type(module)._compiled.__wrapped__, make, again)  # type: ignore[attr-defined]
     kind = type(module)
-    space = {
-        "_compiled": staticmethod(make(module)),
-        "_forward": staticmethod(make(module.forward)),
-        "_again": staticmethod(again),
-        "__module__": kind.__module__,
-    }
+    space = {"_compiled": staticmethod(make(module)), "_forward": staticmethod(make(module.forward)),
+             "_again": staticmethod(again), "__module__": kind.__module__}
     made: nn.Module = object.__new__(type(f"Compiled{kind.__name__}", (CompiledModule, kind), space))
     made.__dict__ = module.__dict__
     return made

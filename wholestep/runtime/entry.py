@@ -105,7 +105,9 @@ class Entry:
         """Whether the program may serve a call whose first decisions have these outcomes."""
         return self.early_exit is None or self.early_exit.outcomes[: len(outcomes)] == outcomes
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None) -> Any:
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
+    ) -> Any:
         """Runs the step, or says why this program does not serve the call (`GuardFailure`).
 
         Args:
@@ -221,12 +223,10 @@ class Entry:
             saved = [v.detach() if v is values[index] else v for v in saved]
         del outputs[derivative.n_forward :]
         new_value = {k: out for _, out, k in derivative.rewritten} if derivative.rewritten else {}
-        bare = tuple(
-            [
-                outputs[new_value[k]] if slot is None else remade(traced.aliases[slot], outputs, values, {}, None)
-                for k, slot in enumerate(derivative.outputs)
-            ]
-        )
+        bare = tuple([
+            outputs[new_value[k]] if slot is None else remade(traced.aliases[slot], outputs, values, {}, None)
+            for k, slot in enumerate(derivative.outputs)
+        ])
         slots = {k: remade(traced.aliases[k], outputs, values, {}, self.handle) for k in derivative.made}
         ran = Ran(bare, saved, [values[i] for i in derivative.late] if derivative.late else ())
         with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():

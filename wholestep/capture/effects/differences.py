@@ -102,10 +102,8 @@ class _Described:
         if id(value) in self.snap.reachable.first:
             return Existing(self.snap.reachable.first[id(value)], value)
         if id(value) in self.open:
-            raise LeakError(
-                f"{where} was given a value that contains itself, made in the step",
-                remedy="build such objects before the step, or return their tensors",
-            )
+            raise LeakError(f"{where} was given a value that contains itself, made in the step",
+                            remedy="build such objects before the step, or return their tensors")
         if id(value) not in self.made:
             self.open.add(id(value))
             try:
@@ -180,14 +178,8 @@ def _differences(snap: Snapshot, container: Container, described: _Described) ->
     """What has changed in one container."""
     kind, source, now = container.kind, container.source, container.kind.read(container.value)
     lifted = snap.substitutes.lifted
-    before = (
-        {
-            k: lifted.get((id(container.value), k), v) if type(k) in (str, int) else v
-            for k, v in container.before.items()
-        }
-        if lifted
-        else container.before
-    )
+    before = {k: lifted.get((id(container.value), k), v) if type(k) in (str, int) else v
+              for k, v in container.before.items()} if lifted else container.before
     if len(now) != len(before) or not all(map(_same_entry, now.items(), before.items())):
         container.changed = True
         if kind is kinds.TENSOR:
@@ -205,7 +197,7 @@ def _new_contents(container: Container, now: Contents, before: Contents, describ
     kind, source = container.kind, container.source
     tree = described.tree(dict if kind is kinds.MAPPING else list, now, source.text)
     grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
-    added = tree.values[len(before) :] if grown and kind is not kinds.MAPPING else ()
+    added = tree.values[len(before):] if grown and kind is not kinds.MAPPING else ()
     new = [v.value for v in nested(added) if isinstance(v, New)]
     new += [v.value for v in added if isinstance(v, Existing) and v.late]
     if new or (added and kind is not kinds.SET):

@@ -36,14 +36,8 @@ class Replay:
     def __init__(self, effects: Sequence[Effect], result: Value, path: FastPath) -> None:
         self.path, self.call = path, path.snap.call
         call = self.call
-        self.space: dict[str, Any] = {
-            "LAST": path.last.last,
-            "Call": Call,
-            "fn": call.fn,
-            "replaced": call.replaced,
-            "fill": fill,
-            **FUNCTIONS,
-        }
+        self.space: dict[str, Any] = {"LAST": path.last.last, "Call": Call, "fn": call.fn,
+                                      "replaced": call.replaced, "fill": fill, **FUNCTIONS}
         path.writer.spaces.append(self.space)
         self.dynamic = False
         self.built: dict[int, str] = {}  # id of a Tree or what is Made -> the variable that holds it
@@ -63,10 +57,8 @@ class Replay:
         exec(compiled(self.code), self.space)
         self.function: Apply = self.space["apply"]
         dropped = [tensor for grad, tensor in self.replaced.items() if grad not in self.kept]
-        exec(
-            compiled("def release():\n    " + "\n    ".join([f"{t}.grad = None" for t in dropped] or ["pass"]) + "\n"),
-            self.space,
-        )
+        exec(compiled("def release():\n    " + "\n    ".join([f"{t}.grad = None" for t in dropped] or ["pass"]) + "\n"),
+             self.space)
         self.release: Callable[[], None] = self.space["release"]
 
     def _constant(self, value: Any) -> str:

@@ -47,15 +47,9 @@ class Binder:
         ValueError: an input is not a tensor or number of the snapshot.
     """
 
-    def __init__(
-        self,
-        snap: Snapshot,
-        inputs: Sequence[Source],
-        mutated: Sequence[Source] = (),
-        effects: Sequence[Effect] = (),
-        result: Value = NOTHING,
-        sizeless: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, snap: Snapshot, inputs: Sequence[Source], mutated: Sequence[Source] = (),
+                 effects: Sequence[Effect] = (), result: Value = NOTHING,
+                 sizeless: frozenset[str] = frozenset()) -> None:
         self._fn, self.inputs, self.guards = snap.call.fn, list(inputs), snap.guards(sizeless)
         self._sizeless = sizeless
         self._names, self._varying, self._replace = snap.names, snap.varying, snap.replace
@@ -122,7 +116,7 @@ def sharing(snap: Snapshot, mutated: Container[str]) -> frozenset[tuple[str, str
     pairs: set[tuple[str, str]] = set()
     for group in sharing_memory.values():
         for i, a in enumerate(group):
-            pairs.update((a.text, b.text) for b in group[i + 1 :] if a.path in mutated or b.path in mutated)
+            pairs.update((a.text, b.text) for b in group[i + 1:] if a.path in mutated or b.path in mutated)
     return frozenset(pairs)
 
 

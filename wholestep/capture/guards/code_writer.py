@@ -28,14 +28,8 @@ class CodeWriter:
     def __init__(self, state: tuple[Any, ...]) -> None:
         self.names: dict[int, str] = {}
         self.space: dict[str, Any] = {
-            "identical": identical,
-            "same": same_plain,
-            "chain": chain.from_iterable,
-            "values": dict.values,
-            "call": call,
-            "global_state": global_state,
-            "STATE": state,
-            "memory": memory,
+            "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
+            "call": call, "global_state": global_state, "STATE": state, "memory": memory,
         }
         self.spaces = [self.space]
         self.lines: list[str] = []
@@ -85,20 +79,15 @@ class CodeWriter:
     def function(self, signature: str, name: str) -> Any:
         """The function of all lines."""
         body = "\n        ".join(self.lines)
-        self.code = (
-            f"def {name}({signature}):\n    try:\n        {body}\n    except (LookupError, AttributeError, "
-            "TypeError, ValueError, RuntimeError, NameError):\n        return None\n"
-        )
+        self.code = f"def {name}({signature}):\n    try:\n        {body}\n    except (LookupError, AttributeError, " \
+                    "TypeError, ValueError, RuntimeError, NameError):\n        return None\n"
         exec(compiled(self.code), self.space)
         return self.space[name]
 
 
 _ACCESS = {
-    kinds.CELL: "{0}.cell_contents",
-    kinds.GLOBALS: "{0}[{1!r}]",
-    kinds.SLOTS: "{0}.{1}",
-    kinds.FUNCTION: "{0}.{1}",
-    kinds.CLASS: "{0}.__dict__[{1!r}]",
+    kinds.CELL: "{0}.cell_contents", kinds.GLOBALS: "{0}[{1!r}]",
+    kinds.SLOTS: "{0}.{1}", kinds.FUNCTION: "{0}.{1}", kinds.CLASS: "{0}.__dict__[{1!r}]",
 }
 
 

@@ -18,32 +18,10 @@ import torch
 from wholestep.torch_compat import attention_kernels, default_device, einsum_flags, global_hooks
 
 PLAIN: tuple[type, ...] = (
-    int,
-    float,
-    bool,
-    str,
-    bytes,
-    complex,
-    type(None),
-    type(Ellipsis),
-    range,
-    slice,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
-    enum.Enum,
-    numpy.generic,
-    Fraction,
-    Decimal,
-    PurePath,
-    Pattern,
-    uuid.UUID,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    datetime.tzinfo,
+    int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
+    numpy.generic, Fraction, Decimal, PurePath, Pattern, uuid.UUID,
+    datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
 )
 EXACT_PLAIN = frozenset(PLAIN)
 META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape", "stride")
@@ -52,34 +30,18 @@ META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape"
 def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What a captured program relies on in a tensor, in the order of `META`."""
     strided = tensor.layout == torch.strided
-    return (
-        type(tensor),
-        tensor.dtype,
-        tensor.device,
-        tensor.layout,
-        tensor.requires_grad,
-        tensor.is_leaf,
-        tensor.shape,
-        tensor.stride() if strided else None,
-    )
+    return (type(tensor), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.is_leaf,
+            tensor.shape, tensor.stride() if strided else None)
 
 
 def global_state() -> tuple[Any, ...]:
     """The settings of torch that change what a step computes, in the order of `guards.STATE_NAMES`."""
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_autocast_dtype("cuda"),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        default_device(),
-        torch.are_deterministic_algorithms_enabled(),
-        einsum_flags(),
-        global_hooks(),
-        attention_kernels(),
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
+        torch.get_default_dtype(), default_device(), torch.are_deterministic_algorithms_enabled(),
+        einsum_flags(), global_hooks(), attention_kernels(),
     )
 
 

@@ -62,7 +62,8 @@ class Guard:
             return self.expected.fit(found)
         if self.kind != "value" or type(self.expected) is not type(found):
             return bool(type(self.expected) is type(found) and self.expected == found)
-        return bool(same_plain(found, self.expected) or (self.expected != self.expected and found != found))
+        return bool(same_plain(found, self.expected) or
+                    (self.expected != self.expected and found != found))
 
     def __str__(self) -> str:
         return self.where + (f" is {self.expected}" if self.kind == "is" else f" {self.kind}: {self._expectation()}")
@@ -95,18 +96,9 @@ class GuardFailure:
 
 
 STATE_NAMES = (
-    "grad mode",
-    "inference mode",
-    "autocast on cpu",
-    "autocast on cuda",
-    "autocast dtype on cpu",
-    "autocast dtype on cuda",
-    "autocast cache",
-    "default dtype",
-    "default device",
-    "deterministic algorithms",
-    "flags of torch.backends.opt_einsum",
-    "hooks of all modules and optimizers",
+    "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
+    "autocast dtype on cuda", "autocast cache", "default dtype", "default device", "deterministic algorithms",
+    "flags of torch.backends.opt_einsum", "hooks of all modules and optimizers",
     "kernels of attention",
 )
 
@@ -137,8 +129,7 @@ def _structure(reached: Reachable, container: Container) -> Any:
         return kind, len(container.before)
     return kind, tuple(
         key if is_plain(key) else reached.first.get(id(key), f"{type(key).__name__} object")
-        for key in container.before
-        if key not in container.ignored or key in container.lifted
+        for key in container.before if key not in container.ignored or key in container.lifted
     )
 
 
@@ -184,9 +175,8 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
         found.append(Guard(source, "value", value))
     elif isinstance(value, types.FunctionType):
         found.append(Guard(source, "code", value.__code__))
-    elif isinstance(
-        value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)
-    ) or is_one_of_a_kind(type(value)):
+    elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
+            is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
     elif first is None:
         found.append(Guard(source, "type", type(value)))
@@ -238,12 +228,8 @@ def _is_number(guard: Guard, match: Guard) -> bool:
 def _has_grown(guard: Guard, match: Guard) -> bool:
     """Whether a list of the step's own, none that it is given, is longer: one that it may not read."""
     before, now = guard.expected, match.expected
-    return (
-        guard.kind in (f"structure of {kinds.LIST.name}", f"structure of {kinds.DEQUE.name}")
-        and before[0] is now[0]
-        and before[1] < now[1]
-        and not guard.key[0].startswith(("args", "kwargs"))
-    )
+    return (guard.kind in (f"structure of {kinds.LIST.name}", f"structure of {kinds.DEQUE.name}")
+            and before[0] is now[0] and before[1] < now[1] and not guard.key[0].startswith(("args", "kwargs")))
 
 
 def _varying(old: list[Guard], later: dict[tuple[str, str], Guard]) -> frozenset[str]:

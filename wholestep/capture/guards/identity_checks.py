@@ -27,9 +27,8 @@ def identical(left: Any, right: Any) -> bool:
 
 def same_plain(found: Any, expected: Any) -> bool:
     """True for equal plain values of one type; 0.0 and -0.0 are two, NaN is one."""
-    return found is expected or (
-        type(found) is type(expected) and bool(found == expected) and (found != 0 or repr(found) == repr(expected))
-    )
+    return found is expected or (type(found) is type(expected) and bool(found == expected) and
+                                 (found != 0 or repr(found) == repr(expected)))
 
 
 def _weakly(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:

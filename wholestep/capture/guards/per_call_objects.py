@@ -102,10 +102,8 @@ class PerCallObjects:
     def compare(self) -> None:
         """Compares the arguments, and what the step has read of the world outside."""
         call, write, reached = self._snap.call, self._writer, self._snap.reachable
-        write.require(
-            f"len(args) == {len(call.args)} and "
-            + (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs")
-        )
+        write.require(f"len(args) == {len(call.args)} and " +
+                      (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs"))
         write.require("global_state() == STATE")
         environment = reached.outside.environment
         if environment:
@@ -156,11 +154,9 @@ class PerCallObjects:
     def _compare_function(self, expression: str, function: FunctionType) -> None:
         write = self._writer
         name = write.variable(function, expression)
-        write.require(
-            f"type({name}) is {write.name(FunctionType)} and {name}.__code__ is "
-            f"{write.name(function.__code__)} and {name}.__globals__ is {write.name(function.__globals__)}"
-            f" and not {name}.__dict__"
-        )
+        write.require(f"type({name}) is {write.name(FunctionType)} and {name}.__code__ is "
+                      f"{write.name(function.__code__)} and {name}.__globals__ is {write.name(function.__globals__)}"
+                      f" and not {name}.__dict__")
         for attribute in ("__defaults__", "__kwdefaults__"):
             self.compare_value(f"{name}.{attribute}", getattr(function, attribute))
         for index, cell in enumerate(function.__closure__ or ()):
@@ -190,21 +186,16 @@ class PerCallObjects:
         if kind in (kinds.MAPPING, kinds.ATTRIBUTES):
             strings = all(type(key) in (str, int) for key in before)
             keys = write.constant(list(before))
-            write.require(
-                f"[*{name}] == {keys}" if strings else f"len({name}) == {len(before)} and identical({name}, {keys})"
-            )
+            write.require(f"[*{name}] == {keys}" if strings else
+                          f"len({name}) == {len(before)} and identical({name}, {keys})")
         elif kind in _SEQUENCES:
             write.require(f"len({name}) == {len(before)}")
         else:
             write.require_absent(container, name)
         if kind in (kinds.SET, kinds.FROZENSET):
             write.require(f"{{*{name}}} == {write.constant({*contents(container.value)})}")
-        elif (
-            len(before) > 8
-            and not container.ignored
-            and all(is_plain(v) for v in before.values())
-            and kind in (*_SEQUENCES, kinds.MAPPING, kinds.ATTRIBUTES)
-        ):
+        elif len(before) > 8 and not container.ignored and all(is_plain(v) for v in before.values()) and \
+                kind in (*_SEQUENCES, kinds.MAPPING, kinds.ATTRIBUTES):
             values = f"{name}.values()" if isinstance(container.value, dict) else name
             write.require(f"all(map(same, {values}, {write.constant(list(before.values()))}))")
         else:
@@ -220,12 +211,10 @@ class PerCallObjects:
         name = write.variable(tensor, expression, "x")
         self.tensors.append((name, tensor))
         sized = self._snap.tensors[id(tensor)].source.path not in self._sizeless
-        write.require(
-            f"type({name}) is {write.name(type(tensor))} and {name}.dtype is {write.constant(tensor.dtype)}"
-            f" and {name}.device == {write.constant(tensor.device)}"
-            f" and {name}.requires_grad is {tensor.requires_grad} and {name}.is_leaf is {tensor.is_leaf}"
-            f" and {name}.layout is {write.constant(tensor.layout)}"
-        )
+        write.require(f"type({name}) is {write.name(type(tensor))} and {name}.dtype is {write.constant(tensor.dtype)}"
+                      f" and {name}.device == {write.constant(tensor.device)}"
+                      f" and {name}.requires_grad is {tensor.requires_grad} and {name}.is_leaf is {tensor.is_leaf}"
+                      f" and {name}.layout is {write.constant(tensor.layout)}")
         if sized:
             write.require(f"{name}.shape == {write.constant(tensor.shape)}")
         if sized and tensor.layout == torch.strided:

@@ -75,9 +75,8 @@ class PersistentObjects:
                 if isinstance(value, torch.Tensor) and id(value) not in known:
                     self._add(value)
                     singles.append(write.at(container, key))
-        by_path = {
-            id(c.before[key]) for c in self._snap.containers if id(c.owner) in self._per_call.ids for key in c.compared
-        }
+        by_path = {id(c.before[key]) for c in self._snap.containers if id(c.owner) in self._per_call.ids
+                   for key in c.compared}
         by_path |= {id(value) for _, value in self._snap.reachable.roots}
         for found in self._snap.tensors.values():  # in tuples, sets and keys, whose identity is compared elsewhere
             is_grad = isinstance(found.source, Attr) and found.source.key == "grad"
@@ -100,13 +99,9 @@ class PersistentObjects:
         taken = set(self._writer.tensors)
         for container in self._containers:
             values = list(container.before.values())
-            if (
-                container.kind in (kinds.MAPPING, kinds.ATTRIBUTES)
-                and values
-                and not container.ignored
-                and all(isinstance(v, torch.Tensor) and id(v) not in taken for v in values)
-                and len({id(v) for v in values}) == len(values)
-            ):
+            if container.kind in (kinds.MAPPING, kinds.ATTRIBUTES) and values and not container.ignored and \
+                    all(isinstance(v, torch.Tensor) and id(v) not in taken for v in values) and \
+                    len({id(v) for v in values}) == len(values):
                 found.append(container.value)
                 taken.update(map(id, values))
         return found
@@ -114,9 +109,8 @@ class PersistentObjects:
     def _compare_gradients(self) -> None:
         """Checks ``.grad`` and hooks of tensors that want gradients; grads join the list ``t``."""
         write, tensors = self._writer, self.tensors
-        self.watched = watched = [
-            i for i, t in enumerate(tensors) if t.is_leaf and (t.requires_grad or isinstance(t, torch.nn.Parameter))
-        ]
+        self.watched = watched = [i for i, t in enumerate(tensors)
+                                  if t.is_leaf and (t.requires_grad or isinstance(t, torch.nn.Parameter))]
         if not watched:
             return
         expected = [_GRAD_AND_HOOKS(tensors[i]) for i in watched]
@@ -137,14 +131,12 @@ class PersistentObjects:
     def _compare_present(self, grads: list[tuple[int, torch.Tensor]]) -> None:
         """Gradients that are there: those that the program reads join ``t``, others may be let go while it runs."""
         write, tensors = self._writer, self._snap.tensors
-        fresh = [
-            (j, grad, tensors[id(grad)].source.path in self._read) for j, grad in grads if id(grad) not in write.tensors
-        ]
+        fresh = [(j, grad, tensors[id(grad)].source.path in self._read) for j, grad in grads
+                 if id(grad) not in write.tensors]
         unread = [(j, _KIND(grad)) for j, grad, is_read in fresh if not is_read]
         if unread:
-            write.require(
-                f"[kind(g[j][0]) for j in {[j for j, _ in unread]}] == {write.constant([kind for _, kind in unread])}"
-            )
+            write.require(f"[kind(g[j][0]) for j in {[j for j, _ in unread]}] == "
+                          f"{write.constant([kind for _, kind in unread])}")
             write.space["kind"] = _KIND
         read = [(j, grad) for j, grad, is_read in fresh if is_read]
         if read:
@@ -192,10 +184,8 @@ class PersistentObjects:
                 elif all(type(key) in (str, int) for key in before):
                     dicts.append(value)
                 else:
-                    write.require(
-                        f"len({write.name(value)}) == {len(before)} and "
-                        f"identical({write.name(value)}, {self._expected([*before])})"
-                    )
+                    write.require(f"len({write.name(value)}) == {len(before)} and "
+                                  f"identical({write.name(value)}, {self._expected([*before])})")
                 if id(value) in self._nested:
                     continue
                 # not by the keys, which may be tensors: `in` would compare their elements
@@ -213,10 +203,8 @@ class PersistentObjects:
                 self._one_by_one(container)
         if self._inner:
             keys = [*chain.from_iterable(self._inner.values())]
-            write.require(
-                f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "
-                f"[*chain(inner)] == {write.constant(keys)}"
-            )
+            write.require(f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "
+                          f"[*chain(inner)] == {write.constant(keys)}")
         if dicts:
             write.require(f"[*chain({write.constant(dicts)})] == {write.constant([k for d in dicts for k in d])}")
         if sizes:
@@ -227,15 +215,11 @@ class PersistentObjects:
         if parts:
             getters, tables = zip(*parts, strict=True)
             taken = [v for get, table in parts for v in get(table)]
-            write.require(
-                f"identical(chain(map(call, {write.constant(getters)}, {write.constant(tables)})), "
-                f"{write.constant(taken)})"
-            )
+            write.require(f"identical(chain(map(call, {write.constant(getters)}, {write.constant(tables)})), "
+                          f"{write.constant(taken)})")
         if lists:
-            write.require(
-                f"list(map(len, {write.constant(lists)})) == {write.constant([len(x) for x in lists])} and "
-                f"identical(chain({write.constant(lists)}), {self._expected([v for x in lists for v in x])})"
-            )
+            write.require(f"list(map(len, {write.constant(lists)})) == {write.constant([len(x) for x in lists])} and "
+                          f"identical(chain({write.constant(lists)}), {self._expected([v for x in lists for v in x])})")
         if empty:
             write.require(f"not any({write.constant(empty)})")
 

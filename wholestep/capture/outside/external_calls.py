@@ -214,12 +214,9 @@ class Outside:
             named: names that the step's code uses, among which are those of all that it asks.
         """
         for verdict, owners in TABLE:
-            yield from (
-                (owner, name, self._refusing(verdict, owner, name))
-                for owner, names in owners.items()
-                for name in names
-                if name in vars(owner) and (verdict is not ASKS or name in named or owner is SYSTEMS)
-            )
+            yield from ((owner, name, self._refusing(verdict, owner, name))
+                        for owner, names in owners.items() for name in names
+                        if name in vars(owner) and (verdict is not ASKS or name in named or owner is SYSTEMS))
         yield from ((module, name, looked_up(method)) for module, name, method in _BOUND)
         yield type(os.environ), "__getitem__", lambda environ, key: self._read(environ, key)
         yield logging.Logger, "handle", lambda logger, record: self._log(logger, record)

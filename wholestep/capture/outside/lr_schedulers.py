@@ -47,10 +47,8 @@ class Pending:
 
 _compute = refusing(UnsupportedError, "{} was read after scheduler.step() in the same step",
                     "call scheduler.step() last, or after the compiled step")  # fmt: skip
-for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg pos abs float int bool index "
-    "eq ne lt le gt ge round trunc format hash array"
-).split():
+for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg pos abs float int bool index "
+              "eq ne lt le gt ge round trunc format hash array").split():
     setattr(Pending, f"__{_name}__", _compute)
 
 

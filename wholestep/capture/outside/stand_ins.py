@@ -105,7 +105,7 @@ class AppendOnlyList(StandIn):
 
 _READ = {"__eq__", "__ne__", "__repr__", "__str__", "__reduce_ex__"}
 _OWN = {*vars(AppendOnlyList), *vars(StandIn), *vars(object), "__class_getitem__"} - _READ
-for _name in {*dir(list), *dir(deque), "__bool__", "__copy__", "__deepcopy__"} - _OWN:
+for _name in ({*dir(list), *dir(deque), "__bool__", "__copy__", "__deepcopy__"} - _OWN):
     setattr(AppendOnlyList, _name, _read)
 
 

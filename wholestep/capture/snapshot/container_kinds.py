@@ -152,8 +152,7 @@ def class_values(kind: type) -> Contents:
     return {
         name: value
         for name, value in vars(kind).items()
-        if not (name.startswith("__") and name.endswith("__"))
-        and not name.startswith("_abc_")
+        if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
         and not isinstance(value, type)
         and (isinstance(value, _FUNCTIONS) or not hasattr(value, "__get__"))
         and (not callable(value) or isinstance(value, (torch.nn.Module, *_FUNCTIONS)) or is_user_class(type(value)))

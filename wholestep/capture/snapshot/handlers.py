@@ -47,14 +47,10 @@ from wholestep.torch_compat import HOOK_TABLES, generator_id
 
 # What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
 SCHEDULED = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})
-BOOKKEEPING = frozenset(
-    {
-        "_opt_called",
-        "_warned_capturable_if_run_uncaptured",
-        "_zero_grad_profile_name",
-        "_need_device_dtype_check_for_fused",
-    }
-)
+BOOKKEEPING = frozenset({
+    "_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
+    "_need_device_dtype_check_for_fused",
+})
 _BARE = frozenset({dict, list, tuple, set, frozenset, OrderedDict})
 
 Handler = Callable[[Reachable, Any, sources.Source], Any]
@@ -169,7 +165,6 @@ def _attributes(*names: str) -> Handler:
     def handle(found: Reachable, value: Any, source: sources.Source) -> None:
         for name in names:
             found.queue(getattr(value, name), sources.Attr(source, name))
-
     return handle
 
 
@@ -180,7 +175,6 @@ def _sequence(kind: ContainerKind) -> Handler:
             return
         found.add(value, source, kind)
         _fields(found, value, source)
-
     return handle
 
 

@@ -20,25 +20,8 @@ _READS = ("LOAD_ATTR", "LOAD_METHOD")
 _BUILT_IN = frozenset({"eval", "exec", "vars", "dir"})
 _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
 # Code that names one of these can read any attribute.
-READS_ANY = frozenset(
-    {
-        "getattr",
-        "vars",
-        "__dict__",
-        "asdict",
-        "astuple",
-        "fields",
-        "replace",
-        "attrgetter",
-        "eval",
-        "exec",
-        "deepcopy",
-        "copy",
-        "dir",
-        "__getattribute__",
-        "__getstate__",
-    }
-)
+READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "replace", "attrgetter", "eval",
+                       "exec", "deepcopy", "copy", "dir", "__getattribute__", "__getstate__"})
 # Code that names one of these can tell that an attribute is not there.
 ASKS_ANY = READS_ANY | {"hasattr", "AttributeError"}
 IMPLIED = {"get_last_lr": ("_last_lr",)}
@@ -73,11 +56,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 @functools.lru_cache(maxsize=8192)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """The global variables that a function's code, or a function nested in it, reads or writes."""
-    return tuple(
-        dict.fromkeys(
-            str(i.argval) for inner in _codes(code) for i in dis.get_instructions(inner) if i.opname in _GLOBAL_ACCESS
-        )
-    )
+    return tuple(dict.fromkeys(str(i.argval) for inner in _codes(code) for i in dis.get_instructions(inner)
+                               if i.opname in _GLOBAL_ACCESS))
 
 
 @functools.lru_cache(maxsize=8192)

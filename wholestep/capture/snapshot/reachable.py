@@ -22,16 +22,10 @@ from wholestep.torch_compat import HOOK_TABLES
 _NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.MODULE)
 
 # The tables of hooks that tensors, modules and optimizers have.
-HOOKS = frozenset(
-    {
-        *HOOK_TABLES,
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_pre_hooks",
-        "_optimizer_step_pre_hooks",
-        "_optimizer_step_post_hooks",
-    }
-)
+HOOKS = frozenset({
+    *HOOK_TABLES, "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+})
 
 
 @dataclass(eq=False)
@@ -147,9 +141,8 @@ class Reachable:
         """Has a value walked at its turn."""
         self.queued.append((value, source))
 
-    def add(
-        self, value: Any, source: Source, kind: ContainerKind, owner: Any = None, ignored: frozenset[Any] = frozenset()
-    ) -> Container:
+    def add(self, value: Any, source: Source, kind: ContainerKind, owner: Any = None,
+            ignored: frozenset[Any] = frozenset()) -> Container:
         """Records a container and queues what it contains."""
         contents = kind.read(value)
         owner = value if owner is None else owner
@@ -159,9 +152,8 @@ class Reachable:
         self.containers.append(container)
         self.first.setdefault(id(value), source)
         self.kept.append(value)
-        container.children = [
-            (key, self.child(container, key)) for key, inner in contents.items() if type(inner) not in EXACT_PLAIN
-        ]
+        container.children = [(key, self.child(container, key)) for key, inner in contents.items()
+                              if type(inner) not in EXACT_PLAIN]
         if out_of_sight:
             self.hidden += [(container, key, self.child(container, key)) for key in contents if key in out_of_sight]
         self.queued.extend((contents[key], child) for key, child in container.children if key not in container.ignored)
@@ -171,4 +163,6 @@ class Reachable:
         """The source of what a container holds, or may come to hold, at a key."""
         if container.numbered and key in container.before:
             return Nth(container.source, list(container.before).index(key))
-        return container.kind.child(container.source, key if type(key) in (str, int) else self.first.get(id(key), key))
+        return container.kind.child(
+            container.source, key if type(key) in (str, int) else self.first.get(id(key), key)
+        )

@@ -44,14 +44,8 @@ class Snapshot:
 
     new_ids: Callable[[], set[int]] | None = None
 
-    def __init__(
-        self,
-        call: Call,
-        names: frozenset[str] = frozenset(),
-        varying: frozenset[str] = frozenset(),
-        replace: Replace | None = None,
-        differentiable: bool = True,
-    ) -> None:
+    def __init__(self, call: Call, names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
+                 replace: Replace | None = None, differentiable: bool = True) -> None:
         self.call, self.names, self.varying, self.replace = call, names, varying, replace
         self.differentiable = differentiable
         self.reachable = reachable(call, names, varying)
@@ -243,14 +237,9 @@ def tensors_below(value: Any) -> Iterator[torch.Tensor]:
 
 def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     """True when two views of a container have the same keys in the same order with the very same values."""
-    return (
-        len(now) == len(before)
-        and all(
-            k is j or (type(k) is type(j) and type(k) in (str, int) and k == j)
-            for k, j in zip(now, before, strict=True)
-        )
-        and all(v is w for v, w in zip(now.values(), before.values(), strict=True))
-    )
+    return len(now) == len(before) and all(
+        k is j or (type(k) is type(j) and type(k) in (str, int) and k == j) for k, j in zip(now, before, strict=True)
+    ) and all(v is w for v, w in zip(now.values(), before.values(), strict=True))
 
 
 @contextmanager
@@ -268,15 +257,9 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def snapshot(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    names: frozenset[str] = frozenset(),
-    varying: frozenset[str] = frozenset(),
-    replace: Replace | None = None,
-    differentiable: bool = True,
-) -> Snapshot:
+def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+             names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
+             replace: Replace | None = None, differentiable: bool = True) -> Snapshot:
     """Walks what a call of ``fn`` could see and records it.
 
     Args:

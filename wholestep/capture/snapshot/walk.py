@@ -74,11 +74,8 @@ def _add_empty(found: Reachable) -> None:
     """Adds what has no attributes yet, of which code may ask whether there is one."""
     for value in [*found.kept]:
         source = found.first[id(value)]
-        if (
-            isinstance(value, torch.Tensor)
-            or isinstance(value, types.FunctionType)
-            and not is_library(value.__code__.co_filename)
-        ):
+        if isinstance(value, torch.Tensor) or isinstance(value, types.FunctionType) and not is_library(
+                value.__code__.co_filename):
             if not vars(value):
                 found.add(vars(value), Vars(source), kinds.ATTRIBUTES, value)
         elif isinstance(value, type) and is_user_class(value) and not kinds.class_values(value):

@@ -106,11 +106,8 @@ class DetachedAliases:
         above = self._above(tensor, base.tensor) if base is not None else None
         if above is not None:
             whole = self._alias(above)
-        elif (
-            base is not None
-            and type(base.tensor) is torch.Tensor
-            and not (base.tensor.requires_grad and base.tensor.is_leaf)
-        ):
+        elif base is not None and type(base.tensor) is torch.Tensor and not (base.tensor.requires_grad
+                                                                             and base.tensor.is_leaf):
             whole = self._alias(base)
         else:
             whole = base.tensor if base is not None else tensor

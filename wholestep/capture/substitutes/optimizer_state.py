@@ -45,10 +45,8 @@ class _Factories(TorchDispatchMode):
         random = torch.Tag.nondeterministic_seeded in func.tags
         nothing_read = not any(True for _ in tensors_of((args, kwargs)))
         copied = func is aten.clone.default and args[0].data_ptr() in self.made and not args[0]._version
-        if (
-            isinstance(out, torch.Tensor)
-            and out.numel()
-            and (func in _FACTORIES or copied or (nothing_read and not random))
+        if isinstance(out, torch.Tensor) and out.numel() and (
+            func in _FACTORIES or copied or (nothing_read and not random)
         ):
             self.made[out.data_ptr()] = out, out.clone()
         return out

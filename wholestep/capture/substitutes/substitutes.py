@@ -210,3 +210,5 @@ class Substitutes:
         self.stand_ins.clear()
         self.noted.clear()
         self.aliases = DetachedAliases(())
+
+

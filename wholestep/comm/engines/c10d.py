@@ -232,7 +232,9 @@ class C10dGroup(ProcessGroup):
         made, to, source = self._options(kind, opts), movable(outs), movable(ins)
         return self._call(op, words, outs, lambda: call(self._engine, to, source, made))
 
-    def _reduce(self, op: str, words: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
+    def _reduce(
+        self, op: str, words: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options
+    ) -> Work:
         """Gloo knows neither AVG nor PREMUL_SUM, so they scale after or before, and not every dtype. It has no
         reduce-scatter: an all-reduce of which one part is kept. Its reduce sums in the tensors of all ranks."""
         scratch = ins[0] if op == "all_reduce" else torch.stack(ins)

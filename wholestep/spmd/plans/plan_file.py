@@ -1,8 +1,8 @@
 """Plans as files that a person can read and review: JSON, one entry for each plan, with what is not as by default.
 
-{"wholestep": 1, "plans": [
-  {"plan": "TensorParallel", "axis": "tp", "roles": {"*.up": "column", "*.down": ["row", "sequence"]}},
-  {"plan": "FullyShard", "axis": "dp", "batch": {"batch.mask": "Replicate()"}}]}
+    {"wholestep": 1, "plans": [
+      {"plan": "TensorParallel", "axis": "tp", "roles": {"*.up": "column", "*.down": ["row", "sequence"]}},
+      {"plan": "FullyShard", "axis": "dp", "batch": {"batch.mask": "Replicate()"}}]}
 """
 
 from __future__ import annotations

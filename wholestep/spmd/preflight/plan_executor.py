@@ -303,8 +303,7 @@ class PlanExecutor:
         kept = [
             (part if isinstance(part, Part) else None, parts.get(id(tensor)) or Part.whole(tensor.shape), item, tensor)
             for part, item, tensor in zip(placements[: len(inputs)], inputs, tensors, strict=True)
-            if isinstance(tensor, torch.Tensor)
-            and item.kind != "batch"
+            if isinstance(tensor, torch.Tensor) and item.kind != "batch"
             and (isinstance(part, Part) or id(tensor) in parts)
         ]
         for part, held, item, _ in kept:

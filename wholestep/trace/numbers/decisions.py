@@ -146,6 +146,7 @@ def refuse_repeated(nodes: Any, line: str) -> None:
             raise DataDependentError(what, line, "use torch.where, or take the decision before it")
 
 
+
 def outcomes_of(graph: fx.Graph) -> tuple[str, ...]:
     """What Python went on with at each decision of a graph."""
     return tuple([repr(node.target.expected) for node in graph.nodes if isinstance(node.target, Decided)])

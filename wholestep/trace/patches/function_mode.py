@@ -290,8 +290,7 @@ class TorchCalls(TorchFunctionMode):
         if tensor.shape != new.shape or tensor.dtype != new.dtype or tensor.stride() != new.stride():
             raise UnsupportedError(
                 f"assigning .data of shape {list(new.shape)} and strides {list(new.stride())} to a tensor of shape "
-                f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step",
-                user_line(),
+                f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step", user_line()
             )
         ours = self.inputs.ref(tensor)
         if ref.storage is ours.storage and ref.geometry == ours.geometry:

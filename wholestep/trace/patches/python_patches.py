@@ -114,7 +114,6 @@ def _is_overridden(relevant_args: Any) -> bool:
 
 LBFGS_REMEDY = "use another optimizer: LBFGS evaluates its closure as often as the data ask for"
 
-
 def _size_aware(recorder: Recorder) -> list[Replacement]:
     """Functions of Python on numbers, which record what they do with host numbers.
 
@@ -213,10 +212,7 @@ def _inside(run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs:
 
 @contextmanager
 def patched_python(
-    recorder: Recorder,
-    parameters: list[torch.Tensor],
-    gradients: ReplacedGradients,
-    reentrant: bool = True,
+    recorder: Recorder, parameters: list[torch.Tensor], gradients: ReplacedGradients, reentrant: bool = True,
     more: Iterable[Replacement] = (),
 ) -> Iterator[None]:
     """Patches what must be seen while tracing; everything is as before on exit, however it ends.

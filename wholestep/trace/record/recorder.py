@@ -291,7 +291,6 @@ TRIED = (None, 0, 1, 2, 5, -3, 1000)
 # Operators whose result's shape depends on the data of other operands than the first.
 SHAPE_ALONE = {aten.index.Tensor, aten.masked_select.default}
 
-
 def _lift_fresh(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
@@ -317,9 +316,8 @@ def _conj(recorder: Recorder, tensor: Any) -> Any:
 SPECIAL: dict[Any, Callable[..., Any]] = {
     # no views to autograd, which they are in memory
     aten.unsafe_split.Tensor: lambda recorder, *args: _split(recorder, *args),
-    aten.unsafe_split_with_sizes.default: lambda recorder, *args: recorder.views.record(
-        aten.split_with_sizes.default, args, {}
-    ),
+    aten.unsafe_split_with_sizes.default:
+        lambda recorder, *args: recorder.views.record(aten.split_with_sizes.default, args, {}),
     aten._conj.default: _conj,
     aten.split.Tensor: _split,
     aten._local_scalar_dense.default: lambda recorder, tensor: recorder.numbers.item(tensor),
@@ -327,3 +325,4 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.lift_fresh.default: _lift_fresh,
     aten.lift.default: _lift_fresh,
 }
+
