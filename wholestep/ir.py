@@ -97,6 +97,7 @@ class Gradient:
         parameter: the parameter's source.
         place: (size, stride, offset in elements) of the gradient in the memory `after`, of whole tensors.
         dims: for each of its dimensions that of the memory, None where it is none; set by `spmd/`.
+        group: name of the group over which the step itself wants the mean from here on; None where it says nothing.
     """
 
     parameter: str
@@ -104,6 +105,17 @@ class Gradient:
     after: str
     place: tuple[tuple[int, ...], tuple[int, ...], int]
     dims: tuple[int | None, ...] = ()
+    group: str | None = None
+
+
+def want_mean(gradient: torch.Tensor, group: str) -> None:
+    """In a step that is traced, in a backward: all who read the gradient after it read its mean over a group."""
+    gradient.__dict__["wholestep_mean"] = group
+
+
+def wanted_mean(gradient: torch.Tensor | None) -> str | None:
+    """The group of which the mean is wanted, if it is; asked once."""
+    return None if gradient is None else gradient.__dict__.pop("wholestep_mean", None)
 
 
 @dataclass

@@ -36,6 +36,9 @@ def test_averages_under_a_sharded_optimizer_are_those_of_data_parallel(average, 
 def test_what_no_plan_reduces_is_refused_by_name(plan, both):
     for found in (rank["refused"] for rank in both):
         assert "compiled under a plan" in found[f"{plan}, backward"] and "backward()" in found[f"{plan}, backward"]
+        if plan != "FullyShard":
+            assert "reduces its gradients already" in found[f"{plan}, replayed wrapper"]
+            assert "give the step the module as it was before" in found[f"{plan}, co-run wrapper"]
         text = found[f"{plan}, sparse"]
         assert text.startswith(f"PlanError: {plan}: the gradient of L['model'].weight is sparse")
         assert "spmd_wrappers.py:" in text and "sparse=False" in text

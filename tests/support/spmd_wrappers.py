@@ -34,7 +34,6 @@ WRAPPED: dict[str, Callable[[], nn.Module]] = {
     "DistributedDataParallel": lambda: DistributedDataParallel(net()),
     "inside": lambda: nn.Sequential(DistributedDataParallel(net()), nn.Linear(4, 2)),
     "subclass": lambda: type("Own", (DistributedDataParallel,), {})(net()),
-    "ours": lambda: ws.parallel.DistributedDataParallel(net()),
     "our FSDPModule": lambda: ws.parallel.fully_shard(net()),
     "FSDPModule": fsdp2,
     "FullyShardedDataParallel": lambda: FullyShardedDataParallel(net(), device_id=torch.device("cpu")),
@@ -153,6 +152,14 @@ def refused() -> dict[str, str]:
         name = type(plan).__name__
         model = ws.compile(net(), mesh=mesh(), plan=plan, fullgraph=True)
         found[f"{name}, backward"] = error(lambda model=model: model(torch.randn(2, 8)).sum().backward())
+        if plan.axis and name != "FullyShard":
+            ours = ws.parallel.DistributedDataParallel(net())
+            opt = torch.optim.SGD(ours.parameters(), lr=0.1)
+            for whole in (True, False):
+                step = ws.compile(train, mesh=mesh(), plan=plan, fullgraph=whole)
+                found[f"{name}, {'replayed' if whole else 'co-run'} wrapper"] = error(
+                    lambda step=step, ours=ours, opt=opt: step(ours, opt, torch.randn(2, 8))
+                )
         table = nn.Embedding(10, 4, sparse=True)
         opt = torch.optim.SGD(table.parameters(), lr=0.1)
         step = ws.compile(train, mesh=mesh(), plan=plan, fullgraph=True)

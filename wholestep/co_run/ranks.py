@@ -22,7 +22,7 @@ from wholestep.patches import Replacement
 from wholestep.pipeline import Options
 from wholestep.spmd import BufferBroadcast
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, storage_id
-from wholestep.trace.record.provenance import Provenance, user_line
+from wholestep.trace.record.provenance import WITH_PLAN, Provenance, user_line
 
 
 class Recording(Protocol):
@@ -75,7 +75,7 @@ class Ranks:
             self._shards.put(world.tensors.values(), self._executor.parts)
         else:
             self._shards.put((), None)
-        self._provenance = Provenance(self._modules)
+        self._provenance = Provenance(self._modules, WITH_PLAN)
         if self._executor.broadcasting:
             self._provenance.outermost = self._buffers.forward
         complete = False

@@ -2,7 +2,7 @@
 
 Takes: a module of which each rank has the same, and each rank's own batches. Gives: gradients that are the mean over
 all ranks when the backward ends, by collectives that run beside it; the bits are those of torch's wrapper.
-May import: comm, errors, tensor_parts, torch_compat.
+May import: comm, errors, ir, tensor_parts, torch_compat.
 """
 
 from wholestep.parallel.buckets import GradBucket

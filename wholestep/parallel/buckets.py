@@ -63,6 +63,15 @@ def views_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[tor
     return views
 
 
+def flat_as(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient's elements in the order of `views_of`."""
+    if parameter.is_contiguous():
+        return grad.reshape(-1)
+    flat = grad.new_empty(grad.numel())
+    views_of(flat, [parameter])[0].copy_(grad)
+    return flat
+
+
 class GradBucket:
     """What a communication hook is given, with the methods of torch's class of this name."""
 

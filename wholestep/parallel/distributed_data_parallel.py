@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from wholestep import comm
+from wholestep.comm.api.tracing import is_captured
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
 from wholestep.parallel.comm_hooks.ordered import Hook
 from wholestep.parallel.equal_models import require_equal_models
@@ -84,6 +85,7 @@ class DistributedDataParallel(nn.Module):
         self.reducer = GradientReducer(
             named, self.process_group, limits, gradient_as_bucket_view, find_unused_parameters, static_graph
         )
+        self.backward_state = self.reducer.backward
         self.register_load_state_dict_pre_hook(_with_prefix)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -101,7 +103,7 @@ class DistributedDataParallel(nn.Module):
         if not syncs:
             return outputs
         self.reducer.prepare(outputs)
-        if self.find_unused_parameters or self.static_graph:
+        if (self.find_unused_parameters or self.static_graph) and not is_captured():
             outputs = joined_in_one_node(outputs, self.reducer.backward_begun)
         return outputs
 
@@ -129,6 +131,7 @@ class DistributedDataParallel(nn.Module):
         if self.reducer.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.reducer.hook = hook, state
+        self.comm_hook = hook, state, getattr(state, "__dict__", None)  # for captured steps to see
 
     def _buffers_now(self) -> list[torch.Tensor]:
         found = [owner._buffers[name] for owner, name in self._named_buffers]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.ops.functional_collectives import cores_are_busy
-from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment
-from wholestep.parallel.comm_hooks.ordered import Hook
+from wholestep.errors import UnsupportedError
+from wholestep.ir import want_mean
+from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment, flat_as, views_of
+from wholestep.parallel.comm_hooks.ordered import Hook, value_of
 from wholestep.parallel.outputs import nodes_behind
 from wholestep.torch_compat import at_end_of_backward, storage_uses
 
@@ -30,6 +34,10 @@ class GradientReducer:
         as_view: gradients are views of the buckets.
         find_unused: parameters that an output does not depend on take part with zeros.
         static: each backward takes the same way: what the first one uses, and how often, holds for all.
+
+    Attributes:
+        backward: what a captured step sees and a replay sets: whether a backward is ``expected`` to reduce, and what
+            that has ``arrived`` of the one that is captured: indices of parameters.
     """
 
     def __init__(
@@ -49,13 +57,13 @@ class GradientReducer:
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in self.parameters]
         for index, node in enumerate(self._nodes):
             node.register_hook(_weak_hook(weakref.ref(self), index))
-        self._expecting = self._begun = False
+        self._begun, self.backward = False, SimpleNamespace(expected=False, arrived=set())
+        self._learning = False
         self._arrived: list[int] = []
         self._unused: set[int] = set()  # here, of which the outputs of this forward do not depend
         self._untouched: set[int] = set()  # on all ranks, by the backward
         self._triggers: list[int] | None = None  # of a static graph: how often each hook is called in a backward
         self._used = torch.zeros(len(named), dtype=torch.int32, device=self.parameters[0].device)
-        self._remaining = [1] * len(named)
         self._fill_buckets()
 
     def _fill_buckets(self) -> None:
@@ -66,11 +74,18 @@ class GradientReducer:
         large = LARGE_BYTES if in_place else math.inf  # hooks are given all of a bucket in one tensor
         self.buckets = [Bucket(own, [self.parameters[i] for i in own], large) for own in members]
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
+        self._reset()
+
+    def _reset(self) -> None:
+        """All gradients of a backward are still to come."""
         self._next = 0
+        self._remaining = list(self._triggers) if self._triggers is not None else [1] * len(self.parameters)
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.members)
 
     def rebuild(self) -> None:
         """After the first backward: buckets in the order in which rank 0's gradients came."""
-        if self.rebuilt or self.find_unused or len(self._arrived) < len(self.parameters):
+        if self.rebuilt or self.find_unused or len(self._arrived) < len(self.parameters) or is_captured():
             return
         order = torch.tensor(self._arrived, device=self._used.device)
         comm.broadcast(order, group=self.group, group_src=0)
@@ -83,37 +98,49 @@ class GradientReducer:
         Raises:
             RuntimeError: the last backward has left parameters without a gradient.
         """
-        if self._begun:
+        if self._begun or self.backward.arrived:
             raise RuntimeError(self._unfinished())
-        self._expecting, self._next = True, 0
-        self._remaining = list(self._triggers) if self._triggers is not None else [1] * len(self.parameters)
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.members)
+        self.backward.expected = True
+        if is_captured():
+            if self.find_unused:
+                raise UnsupportedError(
+                    "DistributedDataParallel with find_unused_parameters=True, which asks the ranks at each call",
+                    remedy="compile without fullgraph=True; if a forward uses all parameters, it needs no such search",
+                )
+            return
+        self._reset()
         if self.find_unused:
             reached = nodes_behind(outputs)
             self._unused = {i for i, node in enumerate(self._nodes) if node not in reached}
 
     def _unfinished(self) -> str:
-        missing = [name for i, name in enumerate(self.names) if self._remaining[i]]
+        left = {i for i, count in enumerate(self._remaining) if count} - self.backward.arrived
+        missing = [self.names[i] for i in sorted(left)]
         return (
             "Expected to have finished reduction in the prior iteration before starting a new one. "
             f"Parameters which did not receive grad for rank {self.group.labels[self.group.rank()]}: "
-            f"{', '.join(missing)} (indices {[i for i, left in enumerate(self._remaining) if left]}). "
+            f"{', '.join(missing)} (indices {sorted(left)}). "
             "Each parameter must take part in producing the loss; to do: pass find_unused_parameters=True to "
             "DistributedDataParallel, use all outputs of its forward in the loss, or set requires_grad to False"
         )
 
     def backward_begun(self) -> None:
         """The outputs' gradients are there. A static graph's first backward reduces at its end what it has found."""
-        if self._expecting and self.static and self._triggers is None:
+        if self.backward.expected and self.static and self._triggers is None and not self._learning:
+            self._learning = True
             self._remaining = [0] * len(self.parameters)
             at_end_of_backward(self._end_of_first)
 
     def gradient_arrived(self, index: int) -> None:
         """The autograd node that accumulates a parameter's gradient has run."""
-        if not self._expecting:
+        if not self.backward.expected:
+            return
+        if is_captured():
+            self._record(index)
             return
         learning = self.static and self._triggers is None
+        if learning:
+            self.backward_begun()  # of a program's outputs no node says so
         if not self._begun and not learning:
             self._begun = True
             for unused in self._unused:
@@ -127,7 +154,9 @@ class GradientReducer:
         """Keeps what is learnt from the arrival of a gradient: that it is used, how often, and in which order."""
         if (learning or self.find_unused) and self.parameters[index].grad is not None:
             self._used[index] = 1
-        if not (self.rebuilt or self.find_unused or (learning and self._remaining[index])):
+        if len(self._arrived) < len(self.parameters) and not (
+            self.rebuilt or self.find_unused or (learning and self._remaining[index])
+        ):
             self._arrived.append(index)
         self._remaining[index] += learning
 
@@ -174,12 +203,16 @@ class GradientReducer:
             sent |= zip(bucket.packed, bucket.views, strict=True)
             bucket.results = [sent[k] for k in range(len(bucket.members))]
             return
-        hook, state = self.hook
-        given = GradBucket(number, number == len(self.buckets) - 1, bucket.flat, bucket.parameters)
-        future = hook(state, given)
+        bucket.under_way, bucket.results = self._hooked(self.hook, number, bucket.flat), bucket.views
+
+    def _hooked(self, given: tuple[Hook, Any], number: int, flat: torch.Tensor) -> torch.futures.Future:
+        """What a hook makes of a bucket, whose gradients are in a flat tensor."""
+        hook, state = given
+        last = number == len(self.buckets) - 1
+        future = hook(state, GradBucket(number, last, flat, self.buckets[number].parameters))
         if not hasattr(future, "then"):  # those that C++ makes are of another class
             raise TypeError(f"communication hook: must return a torch.futures.Future, found {type(future).__name__}")
-        bucket.under_way, bucket.results = future, bucket.views
+        return future
 
     def _pack(self, bucket: Bucket) -> None:
         """Copies gradients into the flat tensor, except those that lie there."""
@@ -212,8 +245,37 @@ class GradientReducer:
         copied = torch.zeros_like(parameter)
         return copied if grad is None else copied.copy_(grad)
 
+    # While a program is captured, which gets the communication
+
+    @torch.no_grad()
+    def _record(self, index: int) -> None:
+        """A gradient has arrived: its reduction starts. A pass packs those of many; hooks are given buckets."""
+        arrived, parameter = self.backward.arrived, self.parameters[index]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        arrived.add(index)
+        if len(arrived) == len(self.parameters):
+            at_end_of_backward(self._finish_recording)
+
+    @torch.no_grad()
+    def _finish_recording(self) -> None:
+        """The backward ends that is captured, and all gradients have come."""
+        self.backward.arrived.clear()
+        self.backward.expected = False
+        for number, bucket in enumerate(self.buckets):
+            grads = [one.grad for one in bucket.parameters if one.grad is not None]  # all, by now
+            if self.hook is None:
+                for grad in grads:
+                    want_mean(grad, self.group.group_name)
+                continue
+            flat = torch.cat([flat_as(one, grad) for one, grad in zip(bucket.parameters, grads, strict=True)])
+            reduced = views_of(value_of(self._hooked(self.hook, number, flat)), bucket.parameters)
+            for grad, new in zip(grads, reduced, strict=True):
+                grad.copy_(new)
+
     def _end_of_first(self) -> None:
         """Ends the first backward of a static graph."""
+        self._learning = False
         self._triggers = self._remaining
         self._unused = {i for i, count in enumerate(self._triggers) if not count}
         self._arrived += sorted(self._unused)
@@ -226,7 +288,7 @@ class GradientReducer:
     @torch.no_grad()
     def _finish(self, learns: bool = False) -> None:
         """Ends a backward: waits for all buckets and gives the parameters their gradients."""
-        self._expecting = self._begun = False
+        self.backward.expected = self._begun = False
         if not self._overlaps:
             for number in range(len(self.buckets)):
                 self._send(number)
@@ -237,6 +299,7 @@ class GradientReducer:
             self._used.zero_()
         for bucket, grads in zip(self.buckets, reduced, strict=True):
             self._give(bucket, grads)
+        self._reset()
 
     def _give(self, bucket: Bucket, reduced: list[torch.Tensor]) -> None:
         targets, sources, in_place = [], [], []

@@ -398,6 +398,7 @@ def handler(kind: type) -> Handler | None:
     for base in kind.__mro__:
         if base in HANDLERS:
             return HANDLERS[base]
-    if is_user_class(kind) or (is_installed(kind) and (kind.__dictoffset__ or kinds.slot_names(kind))):
+    held = is_installed(kind) and (kind.__dictoffset__ or kinds.slot_names(kind))
+    if is_user_class(kind) or held or issubclass(kind, torch.nn.Module):  # this package's modules, too
         return _object
     return _iterator if issubclass(kind, Iterator) else None

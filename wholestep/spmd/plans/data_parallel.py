@@ -30,7 +30,9 @@ from wholestep.spmd.plans.state_placements import state_placements
 aten = torch.ops.aten
 
 
-def data_parallel(step: StepGraph, *, group: AxisGroup, reduce: str, min_bytes: int | None = None) -> StepGraph:
+def data_parallel(
+    step: StepGraph, *, group: AxisGroup, reduce: str, min_bytes: int | None = None, own: bool = False
+) -> StepGraph:  # fmt: skip
     """The step of one rank of an axis, with the reductions of its gradients.
 
     Args:
@@ -39,6 +41,7 @@ def data_parallel(step: StepGraph, *, group: AxisGroup, reduce: str, min_bytes: 
         reduce: "mean" or "sum".
         min_bytes: of the parameters whose updates and optimizer states are sharded by rows, where they are elementwise;
             None: no parameter's.
+        own: reduces the gradients of which the step itself wants the mean over this group, and no others.
 
     Raises:
         PlanError: a gradient that cannot be reduced, or a parameter that changes by one that never is.
@@ -46,7 +49,7 @@ def data_parallel(step: StepGraph, *, group: AxisGroup, reduce: str, min_bytes: 
     step = copy_step(step, "data_parallel")
     if group.size == 1:
         return step
-    sharded = _Reductions(step, group, reduce).constrain(min_bytes)
+    sharded = _Reductions(step, group, reduce).constrain(min_bytes, own)
 
     def placement_of(item: Input, value: torch.Tensor) -> Placement:
         shape = sharded.get(owner_of(item)) if item.kind == "state" else None
@@ -70,8 +73,13 @@ class _Reductions:
         self.nodes = {node.name: node for node in step.graph.nodes}
         self.gradients = step.signature.gradients
 
-    def constrain(self, min_bytes: int | None) -> dict[str, torch.Size]:
+    def constrain(self, min_bytes: int | None, own: bool) -> dict[str, torch.Size]:
         """Gives the shapes of the parameters whose updates are sharded, by their sources."""
+        if own:
+            wanted = [gradient for gradient in self.gradients if gradient.group == self.group.name]
+            for node, gradients in self._by_memory(wanted).items():
+                self._reduce(node, gradients, R)
+            return {}
         pending = self._pending()
         late = [gradient for gradients in pending.values() for gradient in gradients]
         if self.addends.op == "sum":
@@ -123,12 +131,15 @@ class _Reductions:
 
     def _pending(self) -> dict[fx.Node, list[Gradient]]:
         """The gradients that somebody reads other than a later backward which adds to them, by their memory."""
-        by_node: dict[fx.Node, list[Gradient]] = {}
-        for gradient in self.gradients:
-            by_node.setdefault(self.nodes[gradient.after], []).append(gradient)
         in_whole_step = not self.step.signature.of_part
-        return {node: gradients for node, gradients in by_node.items()
+        return {node: gradients for node, gradients in self._by_memory(self.gradients).items()
                 if self._is_read_outside(node) or (in_whole_step and self._is_result(node))}  # fmt: skip
+
+    def _by_memory(self, several: Sequence[Gradient]) -> dict[fx.Node, list[Gradient]]:
+        by_node: dict[fx.Node, list[Gradient]] = {}
+        for gradient in several:
+            by_node.setdefault(self.nodes[gradient.after], []).append(gradient)
+        return by_node
 
     def _is_read_outside(self, node: fx.Node) -> bool:
         adds = {self.passes.get(self.nodes[g.after]) for g in self.gradients if g.before == node.name} - {None}

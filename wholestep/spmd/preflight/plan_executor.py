@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +15,15 @@ from wholestep.capture import InitialState
 from wholestep.errors import BreakError, CaptureError, PlanError
 from wholestep.ir import Input, Pass, StepGraph
 from wholestep.spmd.expand.uneven_shards import in_lockstep
-from wholestep.spmd.mesh import DeviceMesh
+from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Replicate
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
-from wholestep.spmd.plans.data_parallel import refuse_sparse, sparse_gradient
+from wholestep.spmd.plans.data_parallel import data_parallel, refuse_sparse, sparse_gradient
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, Plan
 from wholestep.spmd.plans.plan import DataParallel
 from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, contract_of, is_setting, values_of
 from wholestep.spmd.preflight.preflight_check import PreflightCheck
-from wholestep.spmd.schedule.coalesce import coalesce
+from wholestep.spmd.schedule.coalesce import bucket_gradients, coalesce, pack_broadcasts
 from wholestep.spmd.schedule.overlap import start_early, wait_late
 from wholestep.tensor_parts import Part, mark_part, narrow_to
 from wholestep.torch_compat import FakeTensor
@@ -103,7 +104,18 @@ class PlanExecutor:
         return PlanExecutor, (self._mesh, self._plans)
 
     def passes_of(self, step: StepGraph) -> list[Pass]:
-        """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling."""
+        """The passes that make of a whole step that of this rank, in order: those of all plans, then the scheduling.
+
+        Without a plan: those that reduce the gradients of which the step itself, by a wrapper in it, wants the mean.
+        """
+        own = dict.fromkeys(gradient.group for gradient in step.signature.gradients if gradient.group)
+        if own and not self.plain:
+            raise PlanError(
+                f"{self._names}: a DistributedDataParallel in the step reduces its gradients already\n"
+                "  to do: give the step the module that it wraps (its .module), or leave the plan out"
+            )
+        if own:
+            return own_reductions([*own])
         if self.groups:
             refuse_sparse(step, self._names)
         return in_lockstep(step, *self._passes) if self._passes else []
@@ -358,6 +370,16 @@ class PlanExecutor:
             raise BreakError(trouble)
         if trouble:
             raise PlanError(trouble)
+
+
+def own_reductions(groups: Sequence[str]) -> list[Pass]:
+    """The passes of a step without a plan, some of whose gradients are to become their mean over groups."""
+    default, passes = DataParallel(""), [pack_broadcasts]
+    caps = default.first_bucket_bytes, default.bucket_bytes
+    for name in groups:
+        ranks = AxisGroup(name, comm.get_group(name).size(), comm.get_group(name).rank())
+        passes.append(partial(data_parallel, group=ranks, reduce="mean", own=True))
+    return [*passes, wait_late, *(partial(bucket_gradients, group=name, caps=caps) for name in groups)]
 
 
 def _in_words(plan: Any) -> str:

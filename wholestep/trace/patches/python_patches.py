@@ -19,7 +19,7 @@ from torch.utils import checkpoint as checkpoints
 from wholestep.capture.snapshot.snapshot import tensors_below
 from wholestep.capture.substitutes.detached_aliases import refuse_outside
 from wholestep.errors import UnsupportedError
-from wholestep.ir import Gradient
+from wholestep.ir import Gradient, wanted_mean
 from wholestep.patches import Replacement, original, patched, reading
 from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,
@@ -54,24 +54,27 @@ def _recorded_backward(
         run(*args, **kwargs)
         changed = []
         for parameter, grad, old in zip(parameters, grads, before, strict=True):
-            new = gradient_memory(recorder, parameter.grad)
-            if new is None or new is old or id(parameter) not in recorder.inputs.by_id:
+            new, group = gradient_memory(recorder, parameter.grad), wanted_mean(parameter.grad)
+            if new is None or (new is old and not group) or id(parameter) not in recorder.inputs.by_id:
                 continue
-            changed.append(parameter)
-            note_gradient(recorder, str(recorder.inputs.of(parameter).source), grad, old, parameter.grad)
+            if new is not old:
+                changed.append(parameter)
+            note_gradient(recorder, str(recorder.inputs.of(parameter).source), grad, old, parameter.grad, group)
         gradients.accumulated(changed)
 
     return backward
 
 
 def note_gradient(
-    recorder: Recorder, source: str, before: torch.Tensor | None, memory: Any, grad: torch.Tensor | None
-) -> None:
+    recorder: Recorder, source: str, before: torch.Tensor | None, memory: Any, grad: torch.Tensor | None,
+    group: str | None = None,
+) -> None:  # fmt: skip
     """Notes the gradient that a backward has left.
 
     Args:
         source: the parameter's.
         before: the gradient that was there, and ``memory`` the node that gave its memory then.
+        group: of which the step itself wants the mean.
     """
     new = gradient_memory(recorder, grad)
     if memory is None and gradient_memory(recorder, before) is not None:  # a gradient from outside, new to the trace
@@ -79,7 +82,7 @@ def note_gradient(
     if new is not None:
         ref = recorder.inputs.ref(grad)  # type: ignore[arg-type]
         place = tuple(ref.geometry.shape), tuple(ref.geometry.stride), ref.geometry.offset - ref.whole.geometry.offset
-        recorder.builder.gradients.append(Gradient(source, memory and memory.name, new.name, place))
+        recorder.builder.gradients.append(Gradient(source, memory and memory.name, new.name, place, group=group))
 
 
 def gradient_memory(recorder: Recorder, grad: torch.Tensor | None) -> Any:

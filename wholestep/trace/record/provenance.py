@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -66,10 +66,15 @@ class Thread:
 
 
 class Provenance:
-    """Follows modules and optimizers while the step runs, through torch's global hooks."""
+    """Follows modules and optimizers while the step runs, through torch's global hooks.
 
-    def __init__(self, names: dict[int, str]) -> None:
-        self.names = names
+    Args:
+        names: paths of modules, by their ids.
+        refused: wrappers that cannot be in the step, and the plans to use in their place.
+    """
+
+    def __init__(self, names: dict[int, str], refused: Mapping[tuple[str, str], str] | None = None) -> None:
+        self.names, self._refused = names, STOCK if refused is None else refused
         self.modules: list[str] = []
         self.outermost: Callable[[nn.Module, bool], None] | None = None  # told of forwards inside of no other
         self.optimizers = self.updates = 0  # optimizers that step now, and steps so far
@@ -95,13 +100,23 @@ class Provenance:
         node = current_autograd_node()
         return None if node is None else node_sequence_number(node)
 
+    def _refuse_wrappers(self, module: nn.Module) -> None:
+        for base in type(module).__mro__:
+            for (package, name), plan in self._refused.items():
+                if base.__name__ == name and base.__module__.startswith(package):
+                    raise UnsupportedError(
+                        f"{name} inside of a compiled step, which communicates where no graph can show it",
+                        user_line(),
+                        f"give the step the module as it was before, and a plan: plan=ws.{plan}(axis), mesh=…",
+                    )
+
     @contextmanager
     def following(self) -> Iterator[None]:
         """While the step runs."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if self.thread.is_here():
-                _refuse_wrappers(module)
+                self._refuse_wrappers(module)
                 self.modules.append(self.names.get(id(module), type(module).__name__))
                 self._tell(module, True)
 
@@ -131,21 +146,10 @@ class Provenance:
 
 
 # Modules that reduce or gather in C++ and in hooks, past the dispatcher, known by the names of their classes.
-_WRAPPERS = {
+STOCK = {
     ("torch.nn.parallel", "DistributedDataParallel"): "DataParallel",
-    ("wholestep.parallel", "DistributedDataParallel"): "DataParallel",
     ("torch.distributed", "FullyShardedDataParallel"): "FullyShard",
     ("torch.distributed", "FSDPModule"): "FullyShard",
     ("wholestep.parallel", "FSDPModule"): "FullyShard",
 }
-
-
-def _refuse_wrappers(module: nn.Module) -> None:
-    for base in type(module).__mro__:
-        for (package, name), plan in _WRAPPERS.items():
-            if base.__name__ == name and base.__module__.startswith(package):
-                raise UnsupportedError(
-                    f"{name} inside of a compiled step, which communicates where no graph can show it",
-                    user_line(),
-                    f"give the step the module as it was before, and its ranks a plan: plan=ws.{plan}(axis), mesh=…",
-                )
+WITH_PLAN = STOCK | {("wholestep.parallel", "DistributedDataParallel"): "DataParallel"}
