@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tests.support.parallel_ranks as programs
-from wholestep.parallel import PowerSGDState
+from wholestep.parallel import PeriodicModelAverager, PowerSGDState
 from wholestep.parallel.comm_hooks.power_sgd import orthogonalize
 from wholestep.testing import run_ranks
 
@@ -14,6 +14,20 @@ from wholestep.testing import run_ranks
 def test_hooks_train_as_torchs(tmp_path):
     for each in run_ranks(programs.hooks_as_stock, 2, args=(str(tmp_path / "store"),)):
         assert each == {name: [True] * 3 for name in programs.HOOKS}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_quantized_gradients_have_the_bits_of_torchs_arithmetic(size):
+    assert run_ranks(programs.quantized, size, "thread") == [{"tensor": True, "channel": True}] * size
+
+
+def test_post_local_sgd_averages_weights_now_and_then():
+    for each in run_ranks(programs.averaged, 2, "thread"):
+        assert each["equal"] == [True, True, False, True, False] and each["step"] == 5 and each["host"] == 2
+    with pytest.raises(ValueError, match="period"):
+        PeriodicModelAverager(0)
+    with pytest.raises(ValueError, match="non-negative"):
+        PeriodicModelAverager(2, -1)
 
 
 @pytest.mark.parametrize(

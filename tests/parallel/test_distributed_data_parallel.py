@@ -35,6 +35,17 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
         assert "must be callable, found int" in each["no hook"]
 
 
+def test_logging_data_are_torchs(tmp_path):
+    ours_alone = {"backend_name", "bucket_sizes", "comm_hook"}  # torch's first buckets hold everything
+    for each in run_ranks(programs.logs_as_stock, 2, args=(str(tmp_path / "store"),)):
+        assert len(each) == 8
+        for number, fields in enumerate(each):
+            assert all(ours not in (None, "missing") for _, ours in fields.values()), fields
+            if number in (0, 1, 6, 7):
+                differing = {name for name, (stock, ours) in fields.items() if stock != ours}
+                assert differing <= ours_alone, fields
+
+
 def test_ignored_parameters_and_saved_states():
     one, two = run_ranks(programs.ignores_and_saves, 2, "thread")
     assert one == [[0.0, 0.0], [1.0, 1.0], "module.0.weight", [2.0]]

@@ -1,7 +1,7 @@
 """The seed's tests of stores, groups and collectives (003), on CPU ranks: where each stands, and those not elsewhere.
 
-Its tests of DistributedDataParallel, communication hooks, PowerSGD, SyncBatchNorm and bucket assignment belong to
-`parallel`. `CommTensor` wrapped tensors so that a trace could see collectives; ours need no wrapping.
+Its tests of DistributedDataParallel, communication hooks, PowerSGD, SyncBatchNorm and bucket assignment are in
+`test_seed_003_parallel.py`. `CommTensor` wrapped tensors so that a trace could see collectives; ours need no wrapping.
 """
 
 import threading

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 from tests.support.parallel_models import Branches, Checkpointed, MixedDtypes, Net, SharedGradients, Tied, loss_of, rows
@@ -190,6 +197,151 @@ def as_stock(store: str) -> dict[str, list[bool]]:
     return found
 
 
+def logs_as_stock(store: str) -> list[dict[str, tuple[Any, Any]]]:
+    """For each wrapper: the fields that torch's gives, before and after four iterations, with its value and ours.
+
+    Without those of times, of Gloo, and of the number of iterations, which torch's counts now and then.
+    """
+    found = []
+    with stock_world(store):
+        for make, settings in ((Net, {"bucket_cap_mb": SMALL}), (MixedDtypes, {}), CASES["unused"], CASES["static"]):
+            both = [wrapper(make(), **settings) for wrapper in (StockDDP, DistributedDataParallel)]
+            for one in both:
+                if settings:
+                    one._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+            for iterations in (0, 4):
+                for one in both:
+                    for iteration in range(iterations):
+                        loss_of(one(rows(0, iteration))).backward()
+                stock, ours = (one._get_ddp_logging_data() for one in both)
+                left = [name for name in stock if "time" in name or name.startswith("gloo") or name == "iteration"]
+                found.append({name: (stock[name], ours.get(name)) for name in stock if name not in left})
+                found[-1] |= {name: (0, ours.get(name, "missing") and 0) for name in left if "time" in name}
+    return found
+
+
+# model, settings, and each rank's number of batches
+UNEVEN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int]]] = {
+    "plain": (Net, {}, [5, 2, 3, 5]),
+    "many buckets": (Net, {"bucket_cap_mb": SMALL}, [2, 5, 1, 3]),
+    "no batch": (Net, {"bucket_cap_mb": SMALL}, [0, 4, 3, 0]),
+    "views": (Net, {"gradient_as_bucket_view": True, "bucket_cap_mb": SMALL}, [3, 1, 3, 1]),
+    "unused": (Branches, {"find_unused_parameters": True}, [4, 2, 3, 4]),
+    "static": (partial(Checkpointed, unused=True), {"static_graph": True, "bucket_cap_mb": SMALL}, [1, 4, 4, 2]),
+}
+
+
+def trained_unevenly(
+    wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], batches: list[int], **options: Any
+) -> list[torch.Tensor]:
+    """Losses on the way, parameters and buffers at the end. Each third iteration accumulates."""
+    rank = comm.get_rank()
+    torch.manual_seed(rank)
+    wrapped = wrap(make().double())
+    opt = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    seen = []
+    with wrapped.join(**options):
+        for iteration in range(batches[rank]):
+            batch = rows(rank, iteration).double()
+            choice = (iteration + 2 * rank,) if isinstance(wrapped.module, Branches) else ()
+            with wrapped.no_sync() if iteration % 3 == 1 else nullcontext():
+                loss = loss_of(wrapped(batch, *choice))
+                loss.backward()
+            seen.append(loss.detach())
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+    return seen + [one.clone() for one in wrapped.state_dict().values()]
+
+
+def uneven_as_stock(store: str) -> dict[str, list[float]]:
+    """The largest difference from torch's wrapper, for each way to divide and to send."""
+    found: dict[str, list[float]] = {}
+    with stock_world(store):
+        for name, (make, settings, batches) in UNEVEN.items():
+            for initial in (True, False):
+                stock = trained_unevenly(
+                    lambda one, s=settings: StockDDP(one, **s), make, batches, divide_by_initial_world_size=initial
+                )
+                for large_bytes, busy in WAYS:
+                    with patch.multiple(reducer, LARGE_BYTES=large_bytes, cores_are_busy=lambda _, busy=busy: busy):
+                        ours = trained_unevenly(
+                            lambda one, s=settings: DistributedDataParallel(one, **s), make, batches,
+                            divide_by_initial_world_size=initial,
+                        )  # fmt: skip
+                    pairs = zip(stock, ours, strict=True)
+                    found.setdefault(name, []).append(max(float((a - b).abs().max()) for a, b in pairs))
+    return found
+
+
+class Counter(parallel.Joinable, parallel.JoinHook):
+    """Counts the iterations of all ranks, by an all-reduce in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.last = [], None
+        self.join_device, self.join_process_group = torch.device("cpu"), comm.get_group(None)
+
+    join_device, join_process_group = None, None  # type: ignore[assignment]
+
+    def join_hook(self, **options: Any) -> parallel.JoinHook:
+        self.options = options
+        return self
+
+    def step(self, mine: int = 1) -> None:
+        if mine:
+            parallel.Join.notify_join_context(self)
+        total = torch.tensor(mine)
+        comm.all_reduce(total)
+        self.seen.append(int(total))
+
+    def main_hook(self) -> None:
+        self.step(0)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.last = is_last_joiner
+
+
+def joins() -> dict[str, Any]:
+    """What else `Join` does: several joinables, evaluation inside, its errors."""
+    rank, found, counter = comm.get_rank(), {}, Counter()
+    wrapped = DistributedDataParallel(Net())
+    with parallel.Join([wrapped, counter], divide_by_initial_world_size=False, more=3):
+        for iteration in range(2 + rank):
+            loss_of(wrapped(rows(rank, iteration))).backward()
+            counter.step()
+    with wrapped.join():
+        for iteration in range(2 + rank):
+            loss_of(wrapped(rows(rank, iteration))).backward()
+            with torch.no_grad():
+                wrapped(rows(rank, iteration))
+    found["counted"], found["last"], found["options"] = counter.seen, counter.last, counter.options
+    counter.step()
+    found["after"] = counter.seen[-1]
+
+    def early() -> None:
+        with wrapped.join(throw_on_early_termination=True):
+            for iteration in range(2 + rank):
+                loss_of(wrapped(rows(rank, iteration))).backward()
+
+    def groups() -> None:
+        other = DistributedDataParallel(nn.Linear(2, 2), process_group=comm.new_group([0, 1]))
+        parallel.Join([wrapped, other])
+
+    def without() -> None:
+        plain = DistributedDataParallel(nn.Linear(8, 2))
+        for iteration in range(2 + rank):
+            loss_of(plain(rows(rank, iteration))).backward()
+        comm.barrier()
+
+    for name, call in {"early": early, "groups": groups, "none": lambda: parallel.Join([]), "without": without}.items():
+        try:
+            call()
+            found[name] = "no error"
+        except (RuntimeError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
+    return found
+
+
 class Wide(nn.Module):
     """Matrices that are worth compressing, of which two have one shape."""
 
@@ -206,6 +358,11 @@ def power_sgd(module: Any, hook: str, **settings: Any) -> tuple[Any, Any]:
     return state, getattr(module, hook)
 
 
+def local_sgd(module: Any, **settings: Any) -> tuple[Any, Any]:
+    group = comm.get_group(None) if module is parallel else dist.group.WORLD
+    return module.PostLocalSGDState(None, group, 3, **settings), module.post_localSGD_hook
+
+
 # name -> what makes state and hook, of a module that has them by torch's names; and how near results are
 HOOKS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], float]] = {
     "allreduce_hook": (lambda module: (None, module.allreduce_hook), 0),
@@ -214,6 +371,8 @@ HOOKS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], float]] = {
     "fp16_compress_wrapper": (lambda module: (None, module.fp16_compress_wrapper(module.allreduce_hook)), 0),
     "bf16_compress_wrapper": (lambda module: (None, module.bf16_compress_wrapper(module.allreduce_hook)), 0),
     "noop_hook": (lambda module: (None, module.noop_hook), 0),
+    "post_localSGD_hook": (lambda module: local_sgd(module), 0),
+    "post_localSGD_hook, alone": (lambda module: local_sgd(module, post_local_gradient_allreduce=False), 0),
     "PowerSGD": (lambda module: power_sgd(module, "powerSGD_hook"), 1e-6),
     "PowerSGD, rank 4": (lambda module: power_sgd(module, "powerSGD_hook", matrix_approximation_rank=4), 1e-6),
     "PowerSGD, plain": (
@@ -223,7 +382,8 @@ HOOKS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], float]] = {
         lambda module: power_sgd(module, "powerSGD_hook", batch_tensors_with_same_shape=True), 1e-6,
     ),
 }  # fmt: skip
-STOCK_HOOKS = SimpleNamespace(**(vars(debugging_hooks) | vars(default_hooks) | vars(powerSGD_hook)))
+STOCK = debugging_hooks, default_hooks, post_localSGD_hook, powerSGD_hook, quantization_hooks
+STOCK_HOOKS = SimpleNamespace(**{name: one for module in STOCK for name, one in vars(module).items()})
 
 
 def hooks_as_stock(store: str) -> dict[str, list[bool]]:
@@ -253,6 +413,59 @@ def hooks_as_stock(store: str) -> dict[str, list[bool]]:
                 for other in others
             ]
     return found
+
+
+def quantized() -> dict[str, bool]:
+    """For each hook: whether a bucket has the bits that torch's observers and the arithmetic of its hooks give.
+
+    (These read futures as NCCL has them, and do not run on Gloo.)
+    """
+    found = {}
+    gradients = [
+        torch.randn(1200, generator=torch.Generator().manual_seed(rank)) * rank for rank in range(comm.get_world_size())
+    ]  # rank 0's are zeros
+    ways = [("tensor", MinMaxObserver, 1200), ("channel", PerChannelMinMaxObserver, 512)]
+    for kind, observer, length in ways:
+        quantize = getattr(quantization_hooks, f"_quantize_per_{kind}_backend")
+        restore = getattr(quantization_hooks, f"_dequantize_per_{kind}_backend")
+        total = torch.zeros(1200)
+        for one in gradients:
+            channels = nn.functional.pad(one, (0, -1200 % length)).view(-1, length)
+            given = channels.view(-1) if kind == "tensor" else channels
+            watch = observer()
+            watch(given)
+            step, zero = (number.float() for number in watch.calculate_qparams())
+            total += restore(quantize(given, step, zero), step, zero).flatten()[:1200]
+        bucket = GradBucket(0, True, gradients[comm.get_rank()].clone(), [])
+        result = getattr(parallel, f"quantization_per{kind}_hook")(None, bucket).wait()
+        found[kind] = torch.equal(result, total / len(gradients))
+    return found
+
+
+def averaged() -> dict[str, Any]:
+    """Weights and step counts of post-local SGD with an optimizer that averages every second step after the first."""
+    rank = comm.get_rank()
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    state = parallel.PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False)
+    wrapped.register_comm_hook(state, parallel.post_localSGD_hook)
+    averager = parallel.PeriodicModelAverager(2, warmup_steps=1)
+    opt = parallel.PostLocalSGDOptimizer(torch.optim.SGD(wrapped.parameters(), lr=1.0), averager)
+    equal = []
+    for _ in range(5):
+        (wrapped(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        every = [torch.empty(1, 2) for _ in range(comm.get_world_size())]
+        comm.all_gather(every, wrapped.module.weight.detach())
+        equal.append(all(torch.equal(one, every[0]) for one in every))
+    saved = opt.state_dict()
+    averager.step = 0
+    opt.load_state_dict(saved)
+    within_host = parallel.PostLocalSGDState(None, None, 0)
+    parallel.post_localSGD_hook(within_host, GradBucket(0, True, torch.ones(2), [])).wait()
+    return {"equal": equal, "step": averager.step, "weight": wrapped.module.weight.tolist(),
+            "host": within_host.subgroup.size()}  # fmt: skip
 
 
 def many_power_sgd_buckets(hook: str) -> tuple[list[float], list[float], PowerSGDState]:

@@ -14,8 +14,16 @@ from wholestep.parallel.comm_hooks.mean import (
     fp16_compress_wrapper,
     noop_hook,
 )
+from wholestep.parallel.comm_hooks.post_local_sgd import (
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from wholestep.parallel.comm_hooks.power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from wholestep.parallel.comm_hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook
 from wholestep.parallel.distributed_data_parallel import DistributedDataParallel
+from wholestep.parallel.join import Join, Joinable, JoinHook
 from wholestep.parallel.sharded_modules import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -32,8 +40,14 @@ __all__ = [  # the names of torch
     "DistributedDataParallel",
     "FSDPModule",
     "GradBucket",
+    "Join",
+    "JoinHook",
+    "Joinable",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
     "PowerSGDState",
     "SyncBatchNorm",
     "UnshardHandle",
@@ -45,6 +59,9 @@ __all__ = [  # the names of torch
     "fp16_compress_wrapper",
     "fully_shard",
     "noop_hook",
+    "post_localSGD_hook",
     "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
     "summon_full_params",
 ]

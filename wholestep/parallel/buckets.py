@@ -122,6 +122,11 @@ class Bucket:
         self.results: list[torch.Tensor] = []
         self.under_way: list[comm.Work | None] | torch.futures.Future = []
 
+    @property
+    def nbytes(self) -> int:
+        """Of all its gradients."""
+        return sum(one.nbytes for one in self.parameters)
+
     @cached_property
     def flat(self) -> torch.Tensor:
         """Memory for the packed gradients, one after the other."""

@@ -11,9 +11,13 @@ from torch import nn
 
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
+from wholestep.errors import UnsupportedError
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
+from wholestep.parallel.comm_hooks.mean import BUILTIN_HOOKS
 from wholestep.parallel.comm_hooks.ordered import Hook
 from wholestep.parallel.equal_models import require_equal_models
+from wholestep.parallel.join import Join, Joinable, JoinHook, hint_at_join
+from wholestep.parallel.logging_data import logging_data
 from wholestep.parallel.outputs import joined_in_one_node
 from wholestep.parallel.reducer import GradientReducer
 from wholestep.torch_compat import tree_map_only
@@ -21,7 +25,7 @@ from wholestep.torch_compat import tree_map_only
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module: names that ranks keep for themselves
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Each rank runs the module on its own batch; gradients are reduced while the backward runs.
 
     Arguments and behaviour are those of torch's class of this name; gradients and weights have its bits on two ranks.
@@ -53,6 +57,7 @@ class DistributedDataParallel(nn.Module):
         device_mesh: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        Joinable.__init__(self)
         if device_mesh is not None:
             if process_group is not None:
                 raise RuntimeError(
@@ -66,8 +71,10 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
         self.require_backward_grad_sync = self._buffers_due = True
+        self.has_joined = False
         ignored = set(getattr(module, IGNORED, ()))
         own = [(name, one) for name, one in module.named_parameters() if name not in ignored]
+        self._own = [one for _, one in own]
         named = [(name, one) for name, one in own if one.requires_grad]
         self._named_buffers = [
             (owner, name)
@@ -79,7 +86,7 @@ class DistributedDataParallel(nn.Module):
         _check(named, self.device_ids)
         if init_sync:
             require_equal_models("DistributedDataParallel", named, self.process_group)
-            self._broadcast([*(one for _, one in own), *(self._buffers_now() if init_buffers else [])], 0)
+            self._broadcast([*self._own, *(self._buffers_now() if init_buffers else [])], 0)
         cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         limits = (FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap)
         self.reducer = GradientReducer(
@@ -91,10 +98,15 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, after which the next backward reduces, unless within `no_sync`."""
         syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled():
-            self.reducer.rebuild()
-        if self._buffers_due and self.forward_sync_buffers:
-            self._broadcast(self._buffers_now(), 0)
+        if syncs and not is_captured():
+            self.reducer.times.begin_iteration()
+        if self._join_config.enable and is_captured():
+            raise UnsupportedError(
+                "DistributedDataParallel inside of Join, which asks the ranks at each call",
+                remedy="compile without fullgraph=True",
+            )
+        others = Join.notify_join_context(self)
+        self._begin_iteration(syncs)
         if self.device_ids:
             device = self.device_ids[0]
             inputs, kwargs = tree_map_only(torch.Tensor, lambda one: one.to(device), (inputs, kwargs))
@@ -102,10 +114,41 @@ class DistributedDataParallel(nn.Module):
         self._buffers_due = syncs
         if not syncs:
             return outputs
+        if self.reducer.divisor is not None:
+            self.reducer.divisor = None
+        if others is not None and not self._divides_by_initial_world_size:
+            others.wait()
+            self.reducer.divisor = int(others.result()[0])
         self.reducer.prepare(outputs)
         if (self.find_unused_parameters or self.static_graph) and not is_captured():
             outputs = joined_in_one_node(outputs, self.reducer.backward_begun)
         return outputs
+
+    @hint_at_join()
+    def _begin_iteration(self, syncs: bool, joined: bool = False) -> bool:
+        """Sends what a forward does before the module's own.
+
+        Args:
+            syncs: whether the backward will reduce.
+            joined: this rank has no more batches, and follows the others.
+
+        Returns:
+            Whether the backward of some rank will reduce.
+        """
+        joins = joined or self._join_config.enable
+        if joins:
+            syncs = self._largest(syncs) == 1
+        if syncs:
+            self.reducer.rebuild()
+        if self._buffers_due and self.forward_sync_buffers and (buffers := self._buffers_now()):
+            self._broadcast(buffers, self._largest(-1 if joined else self.process_group.rank()) if joins else 0)
+        return syncs
+
+    def _largest(self, mine: int) -> int:
+        """The largest of the ranks' numbers."""
+        number = torch.tensor(int(mine), device=self.join_device)
+        comm.all_reduce(number, "max", group=self.process_group)
+        return int(number)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -115,6 +158,39 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Context manager of a loop in which some ranks have fewer batches than others.
+
+        Ranks that have no more send zeros; at the end all have the parameters and buffers of one that was last to end.
+
+        Args:
+            divide_by_initial_world_size: gradients are divided by the number of ranks, else by that of those that still
+                have batches.
+            enable: False does nothing.
+            throw_on_early_termination: all ranks raise when the first has no more batches.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For `Join`; the keyword ``divide_by_initial_world_size`` is as for `join`."""
+        self.has_joined = True
+        self._divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _FollowOthers(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The parameters'."""
+        return self.reducer.parameters[0].device
+
+    @property
+    def join_process_group(self) -> comm.ProcessGroup:
+        """The wrapper's."""
+        return self.process_group
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Has ``hook(state, bucket)`` reduce each bucket, in the place of an all-reduce.
@@ -130,8 +206,26 @@ class DistributedDataParallel(nn.Module):
             raise TypeError(f"Communication hook must be callable, found {type(hook).__name__}")
         if self.reducer.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self.reducer.hook = hook, state
+        self.reducer.set_hook(hook, state)
         self.comm_hook = hook, state, getattr(state, "__dict__", None)  # for captured steps to see
+
+    def register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Registers one of torch's built-in hooks, which have no state: ``BuiltinCommHookType`` or its name.
+
+        Raises:
+            ValueError: there is no such hook.
+            RuntimeError: there is a hook already.
+        """
+        name = getattr(comm_hook_type, "name", comm_hook_type)
+        if name not in BUILTIN_HOOKS:
+            raise ValueError(f"register_builtin_comm_hook: one of {', '.join(BUILTIN_HOOKS)} is required, found {name}")
+        self.register_comm_hook(self.process_group, BUILTIN_HOOKS[name])
+
+    def logging_data(self) -> dict[str, Any]:
+        """Settings, buckets and times, by torch's names (`logging_data.py`)."""
+        return logging_data(self)
+
+    _register_builtin_comm_hook, _get_ddp_logging_data = register_builtin_comm_hook, logging_data  # torch's names
 
     def _buffers_now(self) -> list[torch.Tensor]:
         found = [owner._buffers[name] for owner, name in self._named_buffers]
@@ -150,6 +244,26 @@ class DistributedDataParallel(nn.Module):
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: list[str]) -> None:
         """Has a wrapper that is made later leave alone the parameters and buffers of these names."""
         setattr(module, IGNORED, names)
+
+
+class _FollowOthers(JoinHook):
+    """Sends what forward and backward of the other ranks' wrappers send."""
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        self._wrapper = wrapper
+
+    def main_hook(self) -> None:
+        wrapper = self._wrapper
+        wrapper._buffers_due = wrapper._begin_iteration(False, joined=True)
+        if wrapper._buffers_due:
+            wrapper.reducer.divisor = None if wrapper._divides_by_initial_world_size else 1
+            wrapper.reducer.follow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        wrapper = self._wrapper
+        source = wrapper._largest(wrapper.process_group.rank() if is_last_joiner else -1)
+        buffers = wrapper._buffers_now() if wrapper.forward_sync_buffers else []
+        wrapper._broadcast([*wrapper._own, *buffers], source)
 
 
 def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any]) -> None:

@@ -17,6 +17,8 @@ from wholestep.errors import UnsupportedError
 from wholestep.ir import want_mean
 from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment, flat_as, views_of
 from wholestep.parallel.comm_hooks.ordered import Hook, value_of
+from wholestep.parallel.join import hint_at_join
+from wholestep.parallel.logging_data import StepTimes
 from wholestep.parallel.outputs import nodes_behind
 from wholestep.torch_compat import at_end_of_backward, storage_uses
 
@@ -48,7 +50,8 @@ class GradientReducer:
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in named]
         self.group, self.as_view, self.static = group, as_view, static
         self.find_unused = find_unused and not static
-        self.divisor, self._mean = group.size(), f"premul_sum:{1 / group.size()!r}"
+        self.divisor: int | None = None  # of the sum over the ranks; None for their number
+        self._mean = f"premul_sum:{1 / group.size()!r}"
         self.hook: tuple[Hook, Any] | None = None
         self.order = list(reversed(range(len(named))))
         self.rebuilt = False
@@ -60,11 +63,13 @@ class GradientReducer:
         self._begun, self.backward = False, SimpleNamespace(expected=False, arrived=set())
         self._learning = False
         self._arrived: list[int] = []
-        self._unused: set[int] = set()  # here, of which the outputs of this forward do not depend
+        self.unused: set[int] = set()  # here, of which the outputs of this forward do not depend
         self._untouched: set[int] = set()  # on all ranks, by the backward
         self._triggers: list[int] | None = None  # of a static graph: how often each hook is called in a backward
         self._used = torch.zeros(len(named), dtype=torch.int32, device=self.parameters[0].device)
+        self.times = StepTimes()
         self._fill_buckets()
+        self.first_sizes = [bucket.nbytes for bucket in self.buckets]
 
     def _fill_buckets(self) -> None:
         ordered = [self.parameters[i] for i in self.order]
@@ -82,6 +87,11 @@ class GradientReducer:
         self._remaining = list(self._triggers) if self._triggers is not None else [1] * len(self.parameters)
         for bucket in self.buckets:
             bucket.pending = len(bucket.members)
+
+    def set_hook(self, hook: Hook, state: Any) -> None:
+        """Has ``hook(state, bucket)`` reduce each bucket."""
+        self.hook = hook, state
+        self._fill_buckets()
 
     def rebuild(self) -> None:
         """After the first backward: buckets in the order in which rank 0's gradients came."""
@@ -111,7 +121,7 @@ class GradientReducer:
         self._reset()
         if self.find_unused:
             reached = nodes_behind(outputs)
-            self._unused = {i for i, node in enumerate(self._nodes) if node not in reached}
+            self.unused = {i for i, node in enumerate(self._nodes) if node not in reached}
 
     def _unfinished(self) -> str:
         left = {i for i, count in enumerate(self._remaining) if count} - self.backward.arrived
@@ -143,7 +153,8 @@ class GradientReducer:
             self.backward_begun()  # of a program's outputs no node says so
         if not self._begun and not learning:
             self._begun = True
-            for unused in self._unused:
+            self.times.mark("backward_compute_time_start")
+            for unused in self.unused:
                 self._ready(unused)
         if self.find_unused or not self.rebuilt or learning:
             self._note(index, learning)
@@ -194,16 +205,21 @@ class GradientReducer:
     def _send(self, number: int) -> None:
         """Begins to reduce the gradients of a bucket."""
         bucket = self.buckets[number]
+        self.times.mark("backward_comm_time_start")
         self._pack(bucket)
+        sent = {k: self._reducible(bucket.members[k], strides) for k, strides in bucket.large.items()}
+        memory = [one.as_strided((one.numel(),), (1,)) for one in sent.values()]
+        self._reduce(number, memory + [bucket.flat] * bool(bucket.packed))
+        sent |= zip(bucket.packed, bucket.views, strict=True)
+        bucket.results = [sent[k] for k in range(len(bucket.members))]
+
+    def _reduce(self, number: int, memory: list[torch.Tensor]) -> None:
+        """Begins to reduce what a bucket sends, in place: each a flat tensor, of which a hook has one."""
+        bucket = self.buckets[number]
         if self.hook is None:
-            sent = {k: self._reducible(bucket.members[k], strides) for k, strides in bucket.large.items()}
-            memory = [one.as_strided((one.numel(),), (1,)) for one in sent.values()]
-            memory += [bucket.flat] if bucket.packed else []
-            bucket.under_way = [comm.all_reduce(one, self._mean, self.group, async_op=self._overlaps) for one in memory]
-            sent |= zip(bucket.packed, bucket.views, strict=True)
-            bucket.results = [sent[k] for k in range(len(bucket.members))]
+            bucket.under_way = [self._all_reduce(one) for one in memory]
             return
-        bucket.under_way, bucket.results = self._hooked(self.hook, number, bucket.flat), bucket.views
+        bucket.under_way = self._hooked(self.hook, number, memory[0])
 
     def _hooked(self, given: tuple[Hook, Any], number: int, flat: torch.Tensor) -> torch.futures.Future:
         """What a hook makes of a bucket, whose gradients are in a flat tensor."""
@@ -213,6 +229,28 @@ class GradientReducer:
         if not hasattr(future, "then"):  # those that C++ makes are of another class
             raise TypeError(f"communication hook: must return a torch.futures.Future, found {type(future).__name__}")
         return future
+
+    def _all_reduce(self, memory: torch.Tensor) -> comm.Work | None:
+        if self.divisor is None:
+            return comm.all_reduce(memory, self._mean, self.group, async_op=self._overlaps)
+        return comm.all_reduce(memory.mul_(1 / self.divisor), group=self.group, async_op=self._overlaps)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Sends zeros as the backward of other ranks sends gradients: this rank has no more batches."""
+        learns = self.static and self._triggers is None
+        for number, bucket in enumerate(self.buckets):
+            sizes = [bucket.parameters[k].numel() for k in bucket.large]
+            sizes += [bucket.flat.numel()] * bool(bucket.packed)
+            self._reduce(number, [bucket.flat.new_zeros(size) for size in sizes])
+        for bucket in self.buckets:
+            bucket.reduced()
+        if self.find_unused or learns:
+            comm.all_reduce(self._used, group=self.group)
+            self._used.zero_()
+        if learns:
+            self._triggers = [1] * len(self.parameters)
+        self._arrived = list(self.order)  # all that this rank knows, if it has had no batch
 
     def _pack(self, bucket: Bucket) -> None:
         """Copies gradients into the flat tensor, except those that lie there."""
@@ -238,7 +276,7 @@ class GradientReducer:
             grad is not None
             and not grad.requires_grad
             and (grad.dtype, grad.stride()) == (parameter.dtype, strides)
-            and index not in self._unused
+            and index not in self.unused
             and storage_uses(grad.untyped_storage()) <= 2 + self._overlaps  # its own, Python's, now the backward's
         ):
             return grad
@@ -277,8 +315,8 @@ class GradientReducer:
         """Ends the first backward of a static graph."""
         self._learning = False
         self._triggers = self._remaining
-        self._unused = {i for i, count in enumerate(self._triggers) if not count}
-        self._arrived += sorted(self._unused)
+        self.unused = {i for i, count in enumerate(self._triggers) if not count}
+        self._arrived += sorted(self.unused)
         self._triggers = [max(1, count) for count in self._triggers]
         self._remaining = [1] * len(self.parameters)
         for index in range(len(self.parameters)):
@@ -286,9 +324,11 @@ class GradientReducer:
         self._finish(learns=True)
 
     @torch.no_grad()
+    @hint_at_join()
     def _finish(self, learns: bool = False) -> None:
         """Ends a backward: waits for all buckets and gives the parameters their gradients."""
         self.backward.expected = self._begun = False
+        self.times.mark("backward_compute_time_end")
         if not self._overlaps:
             for number in range(len(self.buckets)):
                 self._send(number)
@@ -300,6 +340,8 @@ class GradientReducer:
         for bucket, grads in zip(self.buckets, reduced, strict=True):
             self._give(bucket, grads)
         self._reset()
+        self.times.mark("backward_comm_time_end")
+        self.times.end_iteration()
 
     def _give(self, bucket: Bucket, reduced: list[torch.Tensor]) -> None:
         targets, sources, in_place = [], [], []

@@ -45,6 +45,9 @@ def bf16_compress_hook(process_group: Group, bucket: Any) -> torch.futures.Futur
     return _compressed(torch.bfloat16, process_group, bucket)
 
 
+BUILTIN_HOOKS: dict[str, Hook] = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}  # torch's names
+
+
 @communication_hook
 def noop_hook(_: Any, bucket: Any) -> torch.futures.Future:
     """Leaves gradients as they are on each rank: for measuring what communication costs."""

@@ -1,0 +1,139 @@
+"""Post-local SGD: after some steps, gradients are averaged within a host alone, and now and then the weights by all.
+
+Lin, Stich, Patel, Jaggi: Don't Use Large Mini-Batches, Use Local SGD, 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from wholestep import comm
+from wholestep.comm.engines.hosts import host_identity
+from wholestep.parallel.buckets import views_of
+from wholestep.parallel.comm_hooks.mean import Group, allreduce_hook, mean, noop_hook
+from wholestep.parallel.comm_hooks.ordered import communication_hook
+
+
+class PostLocalSGDState:
+    """What post-local SGD keeps from one backward to the next.
+
+    Args:
+        process_group: whose ranks average gradients at first; None for all.
+        subgroup: whose ranks do so later; None for those of this host.
+        start_localSGD_iter: backwards until then.
+        post_local_gradient_allreduce: False: later each rank keeps its own gradients.
+    """
+
+    def __init__(
+        self, process_group: Group, subgroup: Group, start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:  # fmt: skip
+        self.process_group, self.subgroup = process_group, subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+
+@communication_hook
+def post_localSGD_hook(state: PostLocalSGDState, bucket: Any) -> torch.futures.Future:
+    """Averages over all ranks until ``start_localSGD_iter``, then as the state says; weights are left to averagers."""
+    if state.iter < state.start_localSGD_iter:
+        state.iter += bucket.is_last()
+        return allreduce_hook(state.process_group, bucket)
+    if not state.post_local_gradient_allreduce:
+        return noop_hook(None, bucket)
+    if state.subgroup is None:
+        state.subgroup = _ranks_of_this_host(comm.get_group(state.process_group))
+    return allreduce_hook(state.subgroup, bucket)
+
+
+def _ranks_of_this_host(group: comm.ProcessGroup) -> comm.ProcessGroup:
+    hosts: list[Any] = [None] * group.size()
+    comm.all_gather_object(hosts, host_identity(), group)
+    made = [
+        comm.new_group([label for label, one in zip(group.labels, hosts, strict=True) if one == host])
+        for host in dict.fromkeys(hosts)
+    ]
+    return next(one for one in made if one is not None)
+
+
+class PeriodicModelAverager:
+    """Averages weights over the ranks every ``period`` steps, after ``warmup_steps``.
+
+    Raises:
+        ValueError: a period below 1, or a negative number of steps.
+    """
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: Group = None) -> None:
+        if warmup_steps < 0:
+            raise ValueError("Arg ``warmup_steps`` must be a non-negative number.")
+        if period < 1:
+            raise ValueError("Arg ``period`` must be a positive value.")
+        self.period, self.warmup_steps, self.step = period, warmup_steps, 0
+        self.process_group = comm.get_group(process_group)
+
+    @torch.no_grad()
+    def average_parameters(self, params: Iterable[Any]) -> None:
+        """Called after each step.
+
+        Args:
+            params: parameters, or an optimizer's groups; those without a gradient stay as they are.
+        """
+        late = self.step - self.warmup_steps
+        self.step += 1
+        if late < 0 or late % self.period:
+            return
+        every = [p for one in params for p in (one["params"] if isinstance(one, dict) else [one]) if p.grad is not None]
+        for dtype in dict.fromkeys(p.dtype for p in every):
+            same = [p for p in every if p.dtype is dtype]
+            flat = torch.empty(sum(p.numel() for p in same), dtype=dtype, device=same[0].device)
+            views = views_of(flat, same)
+            torch._foreach_copy_(views, same)
+            mean(flat, self.process_group)
+            torch._foreach_copy_(same, views)
+
+
+class PostLocalSGDOptimizer(torch.optim.Optimizer):
+    """An optimizer after whose steps an averager averages the weights; its state has the averager's step, too."""
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: PeriodicModelAverager) -> None:
+        self.optim, self.averager = optim, averager
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The optimizer's."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The optimizer's."""
+        return self.optim.state
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, and ``step``."""
+        return self.optim.state_dict() | {"step": self.averager.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the optimizer's state, and the averager's step; without one that is 0."""
+        self.optim.load_state_dict({name: one for name, one in state_dict.items() if name != "step"})
+        self.averager.step = state_dict.get("step", 0)
+
+    def step(self, closure: Any = None) -> Any:
+        """The optimizer's step, then the averager's."""
+        loss = self.optim.step(closure) if closure is not None else self.optim.step()
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The optimizer's."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The optimizer's."""
+        self.optim.add_param_group(param_group)
