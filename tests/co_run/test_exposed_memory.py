@@ -65,6 +65,28 @@ def test_an_array_that_the_step_makes_sees_each_write() -> None:
     assert_same_run(make, 5, ws.compile)
 
 
+def test_an_array_beside_what_cannot_be_walked_sees_each_write() -> None:
+    class Lazy:  # whose slots are read with an error of its own
+        __slots__ = ("_value",)
+
+        def __getattribute__(self, name: str) -> Any:
+            raise RuntimeError("not yet")
+
+    def make(seed: int) -> World:
+        state, seen, lazy = torch.zeros(3), list[Any](), Lazy()
+        nested, array = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), state.numpy()
+
+        def step(x: Tensor) -> Tensor:
+            if (nested, lazy) is not None:
+                state.add_(x)
+            seen.append(float(array.sum()))
+            return state + 1
+
+        return World(step, [(torch.randn(3),) for _ in range(5)], {"state": state, "seen": seen})
+
+    assert_same_run(make, 5, ws.compile)
+
+
 def test_whole_graphs_refuse_arrays_that_share_what_they_write() -> None:
     state = torch.zeros(2)
     array = state.numpy()

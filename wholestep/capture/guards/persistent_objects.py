@@ -21,7 +21,7 @@ from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import REGISTRIES, Attr, Source, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
-# What may be another of the same tensor, as after `module.double()`; one at a time, which makes no tuples: 0.9 of the time.
+# What `module.double()` and the like change of a tensor. By themselves these make no tuples: 0.9 of the time.
 _METADATA = (attrgetter("shape"), torch.Tensor.is_contiguous, attrgetter("dtype"), attrgetter("requires_grad"))
 _DEVICES = attrgetter("is_cpu"), attrgetter("device")  # all alike on a CPU, which has no number
 _GRAD_AND_HOOKS = attrgetter("grad", *HOOK_TABLES)

@@ -7,7 +7,7 @@ import gc
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.guards import Guard
 from wholestep.capture.guards.identity_checks import memory
 from wholestep.capture.snapshot.reachable import TensorInput
-from wholestep.capture.snapshot.walk import reachable, walk
+from wholestep.capture.snapshot.walk import begin, reachable, walk
 from wholestep.capture.sources import Attr, Call, Replacement, Root, Source, lineage
 from wholestep.capture.substitutes.substitutes import Substitutes
 from wholestep.errors import UnsupportedError
@@ -276,8 +276,9 @@ def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping
 
 
 def unguarded_in_sight(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What a call could see whose contents no guard compares, as NumPy arrays; nothing where it cannot be walked."""
-    try:
-        return snapshot(fn, args, kwargs).reachable.unguarded
-    except Exception:
-        return []
+    """What a call could see whose contents no guard compares, as NumPy arrays; past what cannot be walked."""
+    found = begin(Call(fn, tuple(args), dict(kwargs)))
+    while found.queued or any(found.waiting):
+        with suppress(Exception), no_collection():
+            walk(found)
+    return found.unguarded

@@ -48,6 +48,17 @@ def _arguments(call: Call) -> Iterator[tuple[Source, Any]]:
 
 def reachable(call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset()) -> Reachable:
     """All that a call can see, from its function and arguments on."""
+    found = begin(call, names, varying)
+    walk(found)
+    if not found.names_read.settle().isdisjoint(ASKS_ANY):
+        _add_empty(found)
+    if varying:
+        _vary(found)
+    return found
+
+
+def begin(call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset()) -> Reachable:
+    """A walk before its first step."""
     found = Reachable(call, names, varying)
     found.roots[:0] = _arguments(call)
     fn = call.fn
@@ -62,11 +73,6 @@ def reachable(call: Call, names: Iterable[str] = (), varying: frozenset[str] = f
         if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):
             found.names_read.add(entry, False)
     found.queued.extend((value, source) for source, value in reversed(found.roots))
-    walk(found)
-    if not found.names_read.settle().isdisjoint(ASKS_ANY):
-        _add_empty(found)
-    if varying:
-        _vary(found)
     return found
 
 
