@@ -83,7 +83,7 @@ class GradientReducer:
 
     def _reset(self) -> None:
         """All gradients of a backward are still to come."""
-        self._next = 0
+        self._next, self._counting = 0, False
         self._remaining = list(self._triggers) if self._triggers is not None else [1] * len(self.parameters)
         for bucket in self.buckets:
             bucket.pending = len(bucket.members)
@@ -158,6 +158,8 @@ class GradientReducer:
                 self._ready(unused)
         if self.find_unused or not self.rebuilt or learning:
             self._note(index, learning)
+        else:
+            self._counting = True  # and nothing else, until the backward ends
         if not learning:
             self._ready(index)
 
@@ -254,19 +256,15 @@ class GradientReducer:
 
     def _pack(self, bucket: Bucket) -> None:
         """Copies gradients into the flat tensor, except those that lie there."""
-        views, grads = [], []
-        for k, view in zip(bucket.packed, bucket.views, strict=True):
-            parameter = bucket.parameters[k]
-            grad = parameter.grad
-            if grad is None:
-                view.zero_()
-            elif grad is not view:
-                views.append(view)
-                grads.append(grad)
-                if self.as_view:
-                    parameter.grad = view
-        if views:
-            torch._foreach_copy_(views, grads)
+        owners = [bucket.parameters[k] for k in bucket.packed]
+        grads = [one.grad for one in owners]
+        copies = [(view, grad) for view, grad in zip(bucket.views, grads, strict=True) if grad is not view]
+        for view in (view for view, grad in copies if grad is None):
+            view.zero_()
+        if self.as_view:
+            for owner, view, grad in zip(owners, bucket.views, grads, strict=True):
+                owner.grad = None if grad is None else view
+        _copy([(view, grad) for view, grad in copies if grad is not None])
 
     def _reducible(self, index: int, strides: tuple[int, ...]) -> torch.Tensor:
         """A large gradient itself where nothing else has its memory, or keeps it as it is; else a copy."""
@@ -344,23 +342,22 @@ class GradientReducer:
         self.times.end_iteration()
 
     def _give(self, bucket: Bucket, reduced: list[torch.Tensor]) -> None:
-        targets, sources, in_place = [], [], []
-        for k, index in enumerate(bucket.members):
-            parameter, new = self.parameters[index], reduced[k]
-            if index in self._untouched:  # by all ranks: keeps what it has
-                continue
-            if self.as_view and parameter.grad is None:
-                parameter.grad = bucket.views[k]
-            if parameter.grad is None:
-                parameter.grad = new.clone() if k in bucket.packed else new
-            elif parameter.grad is not new:
-                targets.append(parameter.grad)
-                sources.append(new)
-            else:
-                in_place.append(new)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        torch.autograd.graph.increment_version(in_place)
+        grads = [one.grad for one in bucket.parameters]
+        for k, parameter in enumerate(bucket.parameters):
+            if grads[k] is None and bucket.members[k] not in self._untouched:
+                made = bucket.views[k] if self.as_view else reduced[k]
+                parameter.grad = grads[k] = made if self.as_view or k in bucket.large else torch.empty_like(made)
+        pairs = list(zip(grads, reduced, strict=True))
+        if self._untouched:  # by all ranks: they keep what they have
+            pairs = [one for k, one in zip(bucket.members, pairs, strict=True) if k not in self._untouched]
+        _copy([(grad, new) for grad, new in pairs if grad is not None and grad is not new])
+        torch.autograd.graph.increment_version([grad for grad, new in pairs if grad is new])
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies into the first of each pair."""
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
 def _weak_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[..., None]:
@@ -369,6 +366,6 @@ def _weak_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[..
     def hook(*_: Any) -> None:
         found = reducer()
         if found is not None:
-            found.gradient_arrived(index)
+            (found._ready if found._counting else found.gradient_arrived)(index)
 
     return hook
