@@ -43,6 +43,20 @@ class Tied(nn.Module):
         return self.outer(self.inner(x).tanh())
 
 
+class Sparse(nn.Module):
+    """Rows of tables, whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag = nn.Embedding(10, 8, sparse=True), nn.EmbeddingBag(10, 8, mode="sum", sparse=True)
+        self.last = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows_read = (x * 3).long().abs() % 8
+        found = self.table(rows_read).sum(1) + self.bag(rows_read)
+        return self.last(found)
+
+
 class SharedGradients(nn.Module):
     """Gradients that have one memory: with each other, and with one that the backward reads later."""
 

@@ -24,7 +24,17 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
-from tests.support.parallel_models import Branches, Checkpointed, MixedDtypes, Net, SharedGradients, Tied, loss_of, rows
+from tests.support.parallel_models import (
+    Branches,
+    Checkpointed,
+    MixedDtypes,
+    Net,
+    SharedGradients,
+    Sparse,
+    Tied,
+    loss_of,
+    rows,
+)
 from wholestep import comm, parallel
 from wholestep.parallel import DistributedDataParallel, GradBucket, PowerSGDState, reducer
 
@@ -39,6 +49,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "no buffers": (Net, {"broadcast_buffers": False}),
     "tied": (Tied, {"bucket_cap_mb": SMALL}),
     "shared gradients": (SharedGradients, {"bucket_cap_mb": 0.0001}),
+    "sparse": (Sparse, {}),
     "mixed dtypes": (MixedDtypes, {"bucket_cap_mb": SMALL}),
     "mixed dtypes, views": (MixedDtypes, {"gradient_as_bucket_view": True}),
     "unused": (Branches, {"find_unused_parameters": True, "bucket_cap_mb": SMALL}),
@@ -80,7 +91,7 @@ def trained(wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], ite
                 loss_of(wrapped(batch.flip(0), *choice)).backward()
         loss = loss_of(wrapped(batch, *choice))
         loss.backward()
-        grads = [torch.zeros(1) if p.grad is None else p.grad.clone() for p in wrapped.parameters()]
+        grads = [torch.zeros(1) if p.grad is None else p.grad.to_dense().clone() for p in wrapped.parameters()]
         seen += [loss.detach(), *grads]
         opt.step()
         opt.zero_grad(set_to_none=iteration < 2)
@@ -155,6 +166,8 @@ def mistakes() -> dict[str, str]:
         return future
 
     rank = comm.get_rank()
+    sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    note("sparse", lambda: sparse.register_comm_hook(None, parallel.allreduce_hook))
     note("differ", lambda: DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4 + rank))))
     note("fewer", lambda: DistributedDataParallel(nn.Linear(2, 3, bias=rank == 0)))
     note("frozen", lambda: DistributedDataParallel(nn.Linear(2, 3).requires_grad_(False)))
@@ -309,6 +322,10 @@ def joins() -> dict[str, Any]:
         for iteration in range(2 + rank):
             loss_of(wrapped(rows(rank, iteration))).backward()
             counter.step()
+    sparse = DistributedDataParallel(Sparse())
+    with sparse.join():  # torch's fails with sparse gradients
+        for iteration in range(2 + rank):
+            loss_of(sparse(rows(rank, iteration))).backward()
     with wrapped.join():
         for iteration in range(2 + rank):
             loss_of(wrapped(rows(rank, iteration))).backward()

@@ -112,13 +112,18 @@ class Bucket:
         packed: places of those whose gradients are copied into ``flat``.
         pending: how many gradients are still to come in this backward.
         results: for each member, where its reduced gradient will stand.
+        sparse: whether it is that of one parameter whose gradients are sparse, and go another way.
         under_way: the collectives that have been started, or a hook's future.
     """
 
-    def __init__(self, members: list[int], parameters: list[torch.Tensor], large_bytes: float) -> None:
+    def __init__(
+        self, members: list[int], parameters: list[torch.Tensor], large_bytes: float, sparse: bool = False
+    ) -> None:
         self.members, self.parameters, self.pending = members, parameters, len(members)
         self.large = {k: _dense_strides(one) for k, one in enumerate(parameters) if one.nbytes >= large_bytes}
-        self.packed = [k for k in range(len(parameters)) if k not in self.large]
+        self.large = {} if sparse else self.large
+        self.packed = [] if sparse else [k for k in range(len(parameters)) if k not in self.large]
+        self.sparse = sparse
         self.results: list[torch.Tensor] = []
         self.under_way: list[comm.Work | None] | torch.futures.Future = []
 

@@ -89,8 +89,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._broadcast([*self._own, *(self._buffers_now() if init_buffers else [])], 0)
         cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         limits = (FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap)
+        tables = (one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
+        weights = {id(one.weight) for one in tables if one.sparse}
+        sparse = {i for i, (_, one) in enumerate(named) if id(one) in weights}
         self.reducer = GradientReducer(
-            named, self.process_group, limits, gradient_as_bucket_view, find_unused_parameters, static_graph
+            named, self.process_group, limits, gradient_as_bucket_view, find_unused_parameters, static_graph, sparse
         )
         self.backward_state = self.reducer.backward
         self.register_load_state_dict_pre_hook(_with_prefix)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.api import sparse_all_reduce
 from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.errors import UnsupportedError
@@ -36,6 +37,7 @@ class GradientReducer:
         as_view: gradients are views of the buckets.
         find_unused: parameters that an output does not depend on take part with zeros.
         static: each backward takes the same way: what the first one uses, and how often, holds for all.
+        sparse: indices of parameters whose gradients are sparse.
 
     Attributes:
         backward: what a captured step sees and a replay sets: whether a backward is ``expected`` to reduce, and what
@@ -44,8 +46,9 @@ class GradientReducer:
 
     def __init__(
         self, named: list[tuple[str, torch.nn.Parameter]], group: comm.ProcessGroup, limits: tuple[int, int],
-        as_view: bool, find_unused: bool, static: bool,
+        as_view: bool, find_unused: bool, static: bool, sparse: set[int],
     ) -> None:  # fmt: skip
+        self.sparse = sparse
         self.names = [name for name, _ in named]
         self.parameters: list[torch.Tensor] = [parameter for _, parameter in named]
         self.group, self.as_view, self.static = group, as_view, static
@@ -73,11 +76,13 @@ class GradientReducer:
 
     def _fill_buckets(self) -> None:
         ordered = [self.parameters[i] for i in self.order]
-        assigned, _ = bucket_assignment(ordered, self.limits)
+        assigned, _ = bucket_assignment(ordered, self.limits, [i in self.sparse for i in self.order])
         members = [[self.order[i] for i in bucket] for bucket in assigned]
         in_place = self.hook is None and not self.as_view and self.parameters[0].is_cpu
         large = LARGE_BYTES if in_place else math.inf  # hooks are given all of a bucket in one tensor
-        self.buckets = [Bucket(own, [self.parameters[i] for i in own], large) for own in members]
+        self.buckets = [
+            Bucket(own, [self.parameters[i] for i in own], large, own[0] in self.sparse) for own in members
+        ]
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._reset()
 
@@ -89,7 +94,16 @@ class GradientReducer:
             bucket.pending = len(bucket.members)
 
     def set_hook(self, hook: Hook, state: Any) -> None:
-        """Has ``hook(state, bucket)`` reduce each bucket."""
+        """Has ``hook(state, bucket)`` reduce each bucket.
+
+        Raises:
+            RuntimeError: some gradients are sparse, which no bucket has.
+        """
+        if self.sparse:
+            raise RuntimeError(
+                "register_comm_hook: hooks reduce dense gradients, found sparse ones of "
+                f"{', '.join(self.names[i] for i in sorted(self.sparse))}: make these layers with sparse=False"
+            )
         self.hook = hook, state
         self._fill_buckets()
 
@@ -208,6 +222,9 @@ class GradientReducer:
         """Begins to reduce the gradients of a bucket."""
         bucket = self.buckets[number]
         self.times.mark("backward_comm_time_start")
+        if bucket.sparse:
+            bucket.results = [self._sparse_mean(bucket.parameters[0], bucket.parameters[0].grad)]
+            return
         self._pack(bucket)
         sent = {k: self._reducible(bucket.members[k], strides) for k, strides in bucket.large.items()}
         memory = [one.as_strided((one.numel(),), (1,)) for one in sent.values()]
@@ -237,11 +254,23 @@ class GradientReducer:
             return comm.all_reduce(memory, self._mean, self.group, async_op=self._overlaps)
         return comm.all_reduce(memory.mul_(1 / self.divisor), group=self.group, async_op=self._overlaps)
 
+    def _sparse_mean(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+        """The mean of the ranks' gradients, some of which may be missing or dense."""
+        if grad is None:
+            nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            grad = torch.sparse_coo_tensor(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+        mean = (grad if grad.is_sparse else grad.to_sparse(1)).coalesce() / (self.divisor or self.group.size())
+        sparse_all_reduce.all_reduce(mean, group=self.group)
+        return mean if grad.is_sparse else mean.to_dense()
+
     @torch.no_grad()
     def follow(self) -> None:
         """Sends zeros as the backward of other ranks sends gradients: this rank has no more batches."""
         learns = self.static and self._triggers is None
         for number, bucket in enumerate(self.buckets):
+            if bucket.sparse:
+                self._sparse_mean(bucket.parameters[0], None)
+                continue
             sizes = [bucket.parameters[k].numel() for k in bucket.large]
             sizes += [bucket.flat.numel()] * bool(bucket.packed)
             self._reduce(number, [bucket.flat.new_zeros(size) for size in sizes])
@@ -342,6 +371,10 @@ class GradientReducer:
         self.times.end_iteration()
 
     def _give(self, bucket: Bucket, reduced: list[torch.Tensor]) -> None:
+        if bucket.sparse:
+            if bucket.members[0] not in self._untouched:
+                bucket.parameters[0].grad = reduced[0]
+            return
         grads = [one.grad for one in bucket.parameters]
         for k, parameter in enumerate(bucket.parameters):
             if grads[k] is None and bucket.members[k] not in self._untouched:
