@@ -33,12 +33,15 @@ def run_on_fakes(node: fx.Node, function: Callable[..., Any], inliner: Inliner |
             stack.enter_context(tensor.fake_mode)
             if inliner is not None:
                 stack.enter_context(inliner)
-        args, kwargs = map_leaves(_value, (node.args, node.kwargs))  # in containers that a function may change
-        return function(*args, **kwargs)
+        of = {operand: info(operand).value for operand in node.all_input_nodes} if inliner is None else inliner.values
+        # in containers that a function may change
+        given = map_leaves(lambda leaf: of[leaf] if isinstance(leaf, fx.Node) else leaf, (node.args, node.kwargs))
+        return function(*given[0], **given[1])
 
 
-def _value(leaf: Any) -> Any:
-    return info(leaf).value if isinstance(leaf, fx.Node) else leaf
+def _own(value: Any) -> Any:
+    """A fake tensor like one that other nodes may have for their value, too."""
+    return value.detach() if isinstance(value, FakeTensor) else value
 
 
 class Inliner(TorchDispatchMode):
@@ -52,7 +55,8 @@ class Inliner(TorchDispatchMode):
     def __init__(self, gm: fx.GraphModule, call: fx.Node, record: NodeInfo, table: Table | None = None) -> None:
         super().__init__()
         self.gm, self.call, self.record, self.table = gm, call, record, table or {}
-        self.nodes = {id(info(operand).value): operand for operand in call.all_input_nodes}
+        self.values = {operand: map_leaves(_own, info(operand).value) for operand in call.all_input_nodes}
+        self.nodes = {id(value): operand for operand, value in self.values.items()}
         self.keep: list[Any] = []
         self.added = 0
 

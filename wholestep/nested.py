@@ -13,18 +13,19 @@ import torch
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Applies a function to the leaves of nested lists, tuples and dicts."""
-    if isinstance(tree, tuple) and not isinstance(tree, torch.Size):
-        return tuple(map_leaves(function, item) for item in tree)
-    if isinstance(tree, list):
+    kind = type(tree)  # not `isinstance`: that asks what is no container for its `__class__`, in Python
+    if issubclass(kind, tuple) and kind is not torch.Size:
+        return tuple([map_leaves(function, item) for item in tree])
+    if issubclass(kind, list):
         return [map_leaves(function, item) for item in tree]
-    if isinstance(tree, dict):
+    if issubclass(kind, dict):
         return {key: map_leaves(function, item) for key, item in tree.items()}
     return function(tree)
 
 
 def leaves(tree: Any) -> Iterator[Any]:
     """The leaves of nested lists, tuples and dicts."""
-    if isinstance(tree, (tuple, list, dict)):
+    if issubclass(type(tree), (tuple, list, dict)):
         for item in tree.values() if isinstance(tree, dict) else tree:
             yield from leaves(item)
     else:

@@ -62,9 +62,11 @@ class Patch:
 
     def chosen(self) -> Any:
         """What the calling thread finds."""
-        if _suspended.here:
-            return self.original
-        return next((replacement for here, replacement in reversed(self.acting) if here()), self.original)
+        if not _suspended.here:
+            for here, replacement in reversed(self.acting):
+                if here():
+                    return replacement
+        return self.original
 
     def remove(self) -> None:
         """Puts back what was there, unless somebody has set the attribute since."""

@@ -30,6 +30,7 @@ from wholestep.lower.fusion.chains import chain_step
 from wholestep.lower.fusion.fused_updates import product_of_update
 from wholestep.lower.fusion.fusible import tileable
 from wholestep.lower.fusion.memory_aware_order import move_forward
+from wholestep.nested import leaves
 
 
 @dataclass
@@ -64,6 +65,7 @@ class _Grouping:
 
     def __init__(self, nodes: list[fx.Node]) -> None:
         self.nodes = nodes
+        self.decisions = _decisions(nodes)
         self.group_of: dict[fx.Node, int] = {}
         self.members: list[list[fx.Node]] = []
         self.keys: list[Any] = []
@@ -86,7 +88,7 @@ class _Grouping:
         elif tileable(node):
             key = ("tile", value.shape, value.dtype)
         else:
-            self.taint[node] = self._reached([*node.all_input_nodes, *_decided_before(node)])
+            self.taint[node] = self._reached([*node.all_input_nodes, *self._decided_before(node)])
             return
         mine = self._open(node, key)
         phase = info(node).phase
@@ -99,6 +101,12 @@ class _Grouping:
             if group != mine and self.keys[group] == key and self.members[group]:
                 mine = self._merge(group, mine)
 
+    def _decided_before(self, node: fx.Node) -> list[fx.Node]:
+        """The decisions on what a call reads."""
+        if not self.decisions or isinstance(node.target, Decided):
+            return []
+        return [one for operand in node.all_input_nodes for one in self.decisions.get(operand, ())]
+
     def _reached(self, operands: Iterable[fx.Node]) -> int:
         return functools.reduce(operator.or_, (self.taint.get(operand, 0) for operand in operands), 0)
 
@@ -109,7 +117,7 @@ class _Grouping:
         inside = [o for o in node.all_input_nodes if o in self.group_of]
         self.direct.append(sum(1 << g for g in {self.group_of[o] for o in inside}))
         outside = [o for o in node.all_input_nodes if o not in self.group_of]
-        self.indirect.append(self._reached([*outside, *_decided_before(node)]))
+        self.indirect.append(self._reached([*outside, *self._decided_before(node)]))
         self.group_of[node] = group
         self.taint[node] = 1 << group
         return group
@@ -175,7 +183,7 @@ class _Grouping:
         last_effect: int | None = None
         for node in self.nodes:
             mine = item_of[node]
-            awaited = [*node.all_input_nodes, *_decided_before(node)]
+            awaited = [*node.all_input_nodes, *self._decided_before(node)]
             before[mine] |= {item_of[o] for o in awaited if o in item_of} - {mine}
             if has_order(node):
                 if last_effect is not None:
@@ -184,17 +192,14 @@ class _Grouping:
         return [items[i] for i in _topological(before, rank)]
 
 
-def _decided_before(node: fx.Node) -> list[fx.Node]:
-    """The decisions on what a call reads: beyond them that has the shape which was planned."""
-    if isinstance(node.target, Decided):
-        return []
-    return [user for operand in node.all_input_nodes for user in operand.users if _decides_on(user, operand)]
-
-
-def _decides_on(node: fx.Node, operand: fx.Node) -> bool:
-    if not isinstance(node.target, Decided) or operand.op != "call_function":
-        return False
-    return operand is node.args[0] or (isinstance(node.args[0], (list, tuple)) and operand in node.args[0])
+def _decisions(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """By operand, the decisions on it: what reads it has, beyond them, the shape which was planned."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        on = leaves(node.args[0]) if isinstance(node.target, Decided) else ()
+        for operand in (one for one in on if isinstance(one, fx.Node) and one.op == "call_function"):
+            found.setdefault(operand, []).append(node)
+    return found
 
 
 def has_order(node: fx.Node) -> bool:

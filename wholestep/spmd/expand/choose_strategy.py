@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.fake_evaluate import key_of
 from wholestep.ir import nbytes
 from wholestep.spmd.expand.axis_redistribute import rule_of
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.fake_evaluate import key_of
 from wholestep.spmd.expand.strategy import Strategy
 from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
 from wholestep.spmd.rules import strategies

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.fake_evaluate import evaluate
 from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, add_call, copy_graph, info, set_info
-from wholestep.spmd.expand.fake_evaluate import evaluate
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, cut
 from wholestep.tensor_parts import Part
@@ -65,7 +65,7 @@ class Writer:
         Args:
             names: of what a collective sends, for its record.
         """
-        node, value = add_call(self.graph, target, args, keywords), evaluate(target, args, keywords)
+        node, value = add_call(self.graph, target, args, keywords), evaluate(None, target, args, keywords)
         return set_info(node, replace(self.record, value=value, placement=names or None))
 
     def clone(self, node: fx.Node) -> fx.Node:

@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece
+from wholestep.fake_evaluate import evaluate
 from wholestep.ir import add_call, info, set_info
 from wholestep.nested import tensors_of
 from wholestep.spmd.expand.calls import Call, R, arguments_of, exchanged, holds_on_all, with_arguments
-from wholestep.spmd.expand.fake_evaluate import evaluate
 from wholestep.spmd.expand.graph_edits import Writer
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Op, Partial, Placement, Shard, local_shape
@@ -71,7 +71,7 @@ class Build(Writer):
         node, value = add_call(self.graph, target, args, kwargs), self.record.value
         has_operand = any(next(tensors_of(info(one).value), None) is not None for one in node.all_input_nodes)
         if has_operand and next(tensors_of(value), None) is not None:
-            value = evaluate(target, args, kwargs)
+            value = evaluate(None, target, args, kwargs)
         elif shape is not None:
             with value.fake_mode:
                 value = value.new_empty(shape)
@@ -80,7 +80,7 @@ class Build(Writer):
     def viewable(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
         """A value that can be seen in another shape, copied where its strides do not allow it."""
         try:
-            evaluate(aten.view.default, (node, list(shape)), {})
+            evaluate(None, aten.view.default, (node, list(shape)), {})
         except (RuntimeError, ValueError):  # operators of torch written in Python raise the second
             return self.clone(node)
         return node

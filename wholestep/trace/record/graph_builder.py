@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from wholestep.fake_evaluate import evaluate, is_plain
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
 from wholestep.nested import leaves, map_leaves
@@ -56,27 +58,18 @@ class GraphBuilder:
         """Adds a call; runs it on the fake values of its arguments unless the value is given."""
         kwargs = kwargs or {}
         if value is None:
-            value = self.on_fakes(target, args, kwargs, fake_value)
+            value = self.on_fakes(target, args, kwargs, evaluate)
         if self.sizes is not None:
             args, kwargs = map_leaves(held, args), map_leaves(held, kwargs)
         return set_info(self.graph.call_function(target, args, kwargs), self._record(value))
 
-    def on_fakes(self, target: Any, args: Any, kwargs: Any, fake: Callable[[Any], Any]) -> Any:
+    def on_fakes(self, target: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """What a call gives on fakes; a number among them that is not known yet is one that the operator takes."""
         unknown = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if _is_unknown(leaf)]
-
-        def run(number: float | None) -> Any:
-            def stands(leaf: Any) -> Any:
-                return fake(leaf) if number is None or leaf not in unknown else number
-
-            fakes = map_leaves(stands, args), map_leaves(stands, kwargs)
-            with self.fake_mode, torch.no_grad(), below_autograd():
-                return target(*fakes[0], **fakes[1])
-
         for number in (None, *_IN_RANGE) if unknown else ():
             with suppress(ValueError, RuntimeError):  # its kernel will check the number itself
-                return run(number)
-        return run(None)
+                return run(self.fake_mode, target, *map_leaves(partial(_tried, unknown, number), (args, kwargs)))
+        return run(self.fake_mode, target, args, kwargs)
 
     def note_module(self) -> int:
         """Notes whose module the autograd node belongs to that was made last; gives its sequence number.
@@ -137,7 +130,7 @@ class GraphBuilder:
         """A fake of the same geometry for the graph to keep: the step's own tensor and memory can be freed."""
         if not isinstance(value, torch.Tensor):
             return value
-        if value.layout != torch.strided or value.is_conj() or value.is_neg():
+        if not is_plain(value):
             with self.fake_mode, torch.no_grad(), below_autograd():
                 return value.detach()
         return empty_fake(self.fake_mode, value)
@@ -149,6 +142,10 @@ _IN_RANGE = (0.5, 2.0, 0.0, -1.0)
 
 def _is_unknown(leaf: Any) -> bool:
     return isinstance(leaf, fx.Node) and leaf.op == "call_function" and isinstance(fake_value(leaf), float)
+
+
+def _tried(unknown: list[Any], number: float | None, leaf: Any) -> Any:
+    return leaf if number is None or all(leaf is not one for one in unknown) else number
 
 
 def fake_value(leaf: Any) -> Any:

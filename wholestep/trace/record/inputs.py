@@ -11,10 +11,11 @@ from torch import fx
 
 from wholestep.capture import Snapshot, TensorInput
 from wholestep.errors import CaptureError, UnsupportedError
+from wholestep.fake_evaluate import results
 from wholestep.functional import OFFSETS
 from wholestep.ir import InputKind
-from wholestep.nested import leaves
-from wholestep.torch_compat import HOOK_TABLES, FakeTensor, address_of, generator_id, no_modes
+from wholestep.nested import leaves, map_leaves
+from wholestep.torch_compat import HOOK_TABLES, FakeTensor, FakeTensorMode, address_of, fake_of, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.graph_builder import GraphBuilder, fake_value
 from wholestep.trace.record.provenance import user_line
@@ -167,8 +168,7 @@ class Inputs:
             if memory_of(tensor) in self.shared:
                 known = self._member(tensor, found)
             else:
-                with no_modes():  # it asks for the tensor's storage, which is no part of the step
-                    fake = self.builder.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+                fake = fake_of(self.builder.fake_mode, tensor)
                 known = self._root(found.source, found.source, found.kind, tensor, fake)
             self.by_id[id(tensor)] = known
             self.on_new(known, tensor)
@@ -203,7 +203,7 @@ class Inputs:
         memory = memory_of(tensor)
         if memory not in self._flat:
             flat = flat_memory(tensor)
-            fake = self.builder.fake_mode.from_tensor(flat, static_shapes=True)
+            fake = fake_of(self.builder.fake_mode, flat)
             self._flat[memory] = self._root(f"memory of {found.source}", found.source, found.kind, flat, fake)
         base = self._flat[memory]
         assert base.ref is not None
@@ -262,10 +262,13 @@ class Inputs:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator on fakes."""
-        out = self.builder.on_fakes(func, args, kwargs, self.fake)
+        out = self.builder.on_fakes(func, args, kwargs, self._results)
         made = (t for t in leaves(out) if isinstance(t, torch.Tensor) and not hasattr(t, "wholestep_ref"))
         self.builder.watch.add(made)
         return out
+
+    def _results(self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+        return results(mode, func, map_leaves(self.fake, args), map_leaves(self.fake, kwargs))
 
     def describe(self, tensor: torch.Tensor) -> str:
         """What errors call a tensor."""

@@ -1,0 +1,86 @@
+"""Fake evaluation that remembers: a known call gives what it gave at first, in memory of its own or its operands'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import wholestep as ws
+from wholestep.fake_evaluate import _MEMORY, results, run
+from wholestep.fake_layouts import strict_fake_mode
+from wholestep.passes.decompose import decompose
+
+aten = torch.ops.aten
+
+# operator -> its arguments, given a maker of 4 x 6 tensors
+CALLS: dict[Any, Callable[[Callable[[], torch.Tensor]], tuple[Any, ...]]] = {
+    aten.add.Tensor: lambda x: (x(), x()),
+    aten.add_.Tensor: lambda x: (x(), 2.0),
+    aten.mul.out: lambda x: (x(), x()),
+    aten.mm.default: lambda x: (x(), x().T),
+    aten.t.default: lambda x: (x(),),
+    aten.view.default: lambda x: (x(), [2, 12]),
+    aten.slice.Tensor: lambda x: (x(), 0, 1, 3),
+    aten.expand.default: lambda x: (x(), [3, 4, 6]),
+    aten.split.Tensor: lambda x: (x(), 2),
+    aten._unsafe_view.default: lambda x: (x(), [24]),
+    aten.native_layer_norm.default: lambda x: (x(), [6], None, None, 1e-5),
+    aten.max.dim: lambda x: (x(), 1),
+    aten.cat.default: lambda x: ([x(), x()], 1),
+    aten.sum.default: lambda x: (x(),),
+    aten.zeros_like.default: lambda x: (x(),),
+    aten.resize_.default: lambda x: (x(), [2, 2]),
+    aten.detach.default: lambda x: (x(),),
+}
+MADE: dict[str, Callable[[], torch.Tensor]] = {
+    "rows": lambda: torch.empty(4, 6),
+    "columns": lambda: torch.empty(6, 4).T,
+    "offset": lambda: torch.empty(30)[6:].view(4, 6),
+    "half": lambda: torch.empty(4, 6, dtype=torch.bfloat16),
+}
+
+
+def looks(found: Any, given: list[Any]) -> list[Any]:
+    """All that can be seen of a call's results, and whose memory they are in."""
+    seen: list[Any] = []
+    for leaf in tree_leaves(found):
+        memory = leaf.untyped_storage()
+        within = [i for i, one in enumerate(given) if one.untyped_storage()._cdata == memory._cdata]
+        itself = [i for i, one in enumerate(given) if one is leaf]
+        place = leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.device
+        seen.append((*place, memory.nbytes(), within, itself))
+    return seen
+
+
+@pytest.mark.parametrize("layout", MADE)
+@pytest.mark.parametrize("func", CALLS, ids=str)
+def test_a_known_call_gives_what_it_gave_at_first(func: Any, layout: str) -> None:
+    def called(evaluate: Callable[..., Any], mode: Any) -> Any:
+        with mode:
+            args = CALLS[func](MADE[layout])
+            kwargs = {"out": MADE[layout]()} if func is aten.mul.out else {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        try:
+            return looks(evaluate(mode, func, args, kwargs), given)
+        except Exception as error:
+            return type(error)
+
+    mode = strict_fake_mode()
+    expected = called(run, strict_fake_mode())
+    assert [called(results, mode) for _ in range(3)] == [expected] * 3
+    known = mode.__dict__[_MEMORY[1]]
+    assert len(known) == int(func is not aten.resize_.default and isinstance(expected, list))
+
+
+def test_operands_of_equal_layout_are_told_apart() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(x.sin(), y.sin(), x.cos(), value=3.0)
+
+    x, y = torch.rand(3, 4), torch.rand(3, 4)
+    table = {aten.addcmul.default: lambda a, b, c, value=1.0: a + b * c * value}
+    compiled = ws.compile(step, passes=[decompose(table)])
+    assert torch.equal(compiled(x, y), x.sin() + y.sin() * x.cos() * 3.0)

@@ -1,0 +1,143 @@
+"""Fake evaluation of calls, memoised: the layers of a model make the same calls again.
+
+What is known is kept by the mode of the fake tensors, by all that operators see of their arguments.
+May import: functional, ir, nested, torch_compat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from wholestep.functional import OFFSETS
+from wholestep.ir import info
+from wholestep.nested import leaves, map_leaves
+from wholestep.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    below_autograd,
+    empty_fake,
+    fake_view,
+    storage_id,
+)
+
+_MEMORY = "wholestep_values", "wholestep_results"  # attributes of the mode: they live as long as it does
+_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+
+
+def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -> Any:
+    """The value of a call in a graph: shape, strides, dtype and device. Nodes of equal ones may share the object.
+
+    Args:
+        mode: of the fake tensors; not needed where an operand is one.
+        target: what is called.
+        args, kwargs: its arguments, nodes among them.
+    """
+    values: list[torch.Tensor] = []
+    key = target, key_of(args, values), key_of(kwargs, values)
+    mode = mode or values[0].fake_mode  # type: ignore[attr-defined]
+    known = mode.__dict__.setdefault(_MEMORY[0], {})
+    found = _get(known, key)
+    if found is None:
+        found = run(mode, target, *fx.map_arg((args, kwargs), lambda node: info(node).value))
+        with contextlib.suppress(TypeError):
+            known[key] = found
+    return found
+
+
+def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a call gives on fake tensors: tensors in memory of their own, views of its arguments, or these."""
+    operands: list[torch.Tensor] = []
+    key = func, key_of(args, operands), key_of(kwargs, operands)
+    known = mode.__dict__.setdefault(_MEMORY[1], {})
+    found = _get(known, key)
+    if found is not None:
+        return map_leaves(lambda leaf: _anew(leaf, mode, operands), found)
+    found = run(mode, func, args, kwargs)
+    if _depends_on_layouts(func, mode, operands) and key == (func, key_of(args, []), key_of(kwargs, [])):
+        kept = map_leaves(lambda leaf: _kept(leaf, mode, operands), found)
+        if _UNKNOWN not in leaves(kept):
+            with contextlib.suppress(TypeError):
+                known[key] = kept
+    return found
+
+
+def run(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a call on fake tensors, as below autograd."""
+    with mode, torch.no_grad(), below_autograd():
+        return target(*args, **kwargs)
+
+
+def key_of(argument: Any, values: list[torch.Tensor]) -> Any:
+    """All of an argument that rules and operators on fake tensors see; collects tensors."""
+    kind = type(argument)
+    if kind is fx.Node:
+        argument = info(argument).value
+        kind = type(argument)
+    if issubclass(kind, torch.Tensor):
+        values.append(argument)
+        if not is_plain(argument):
+            return [argument]  # has no hash
+        return argument.shape, argument.stride(), argument.storage_offset(), argument.dtype, argument.device
+    if issubclass(kind, (list, tuple)):
+        return tuple([key_of(one, values) for one in argument])
+    if issubclass(kind, dict):
+        return tuple([(name, key_of(one, values)) for name, one in argument.items()])
+    return kind, argument
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose memory holds its elements as they are, by strides."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _get(known: dict[Any, Any], key: Any) -> Any:
+    try:
+        return known.get(key)
+    except TypeError:  # an argument without a hash
+        return None
+
+
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True)
+class _InOperand:
+    """A result in the memory of an operand: that one itself, or a view like another tensor."""
+
+    place: int
+    like: FakeTensor | None
+
+
+def _depends_on_layouts(func: Any, mode: FakeTensorMode, operands: list[torch.Tensor]) -> bool:
+    """Whether calls of an operator on tensors of equal layouts give tensors of equal layouts, and change none."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or func in OFFSETS:
+        return False
+    if _BY_DATA & {*func.tags} or func.overloadpacket is torch.ops.aten.set_ or mode.shape_env is not None:
+        return False
+    return all(isinstance(one, FakeTensor) and one.constant is None and is_plain(one) for one in operands)
+
+
+def _kept(leaf: Any, mode: FakeTensorMode, operands: list[torch.Tensor]) -> Any:
+    """What one result is made of anew."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not is_plain(leaf):
+        return _UNKNOWN
+    memory, made = leaf.untyped_storage(), empty_fake(mode, leaf)
+    for place, one in enumerate(operands):
+        if leaf is one or storage_id(one.untyped_storage()) == storage_id(memory):
+            return _InOperand(place, None if leaf is one else fake_view(leaf, leaf))
+    return made if memory.nbytes() == made.untyped_storage().nbytes() else _UNKNOWN
+
+
+def _anew(leaf: Any, mode: FakeTensorMode, operands: list[torch.Tensor]) -> Any:
+    if isinstance(leaf, _InOperand):
+        operand = operands[leaf.place]
+        return operand if leaf.like is None else fake_view(operand, leaf.like)
+    return empty_fake(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf
