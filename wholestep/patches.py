@@ -72,6 +72,7 @@ class Patch:
         """Puts back what was there, unless somebody has set the attribute since."""
         if _names(self.owner).get(self.name) is self.put:
             _write(self.owner, self.name, self._own)
+        self.put = None  # which leads here: without the cycle, all of this goes at once
 
 
 def _names(owner: Any) -> Any:

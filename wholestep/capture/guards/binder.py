@@ -18,7 +18,8 @@ from wholestep.capture.effects.values import NOTHING, Value
 from wholestep.capture.guards.fast_path import FastPath
 from wholestep.capture.guards.guards import GuardFailure, compare
 from wholestep.capture.guards.identity_checks import memory
-from wholestep.capture.snapshot.snapshot import Snapshot, no_collection, snapshot
+from wholestep.capture.snapshot.garbage_collection import no_collection
+from wholestep.capture.snapshot.snapshot import Snapshot, snapshot
 from wholestep.capture.sources import Source
 from wholestep.errors import UnsupportedError
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from wholestep.capture.snapshot.garbage_collection import older_objects_frozen
 from wholestep.capture.sources import Attr, Source, module
 
 
@@ -15,16 +16,10 @@ from wholestep.capture.sources import Attr, Source, module
 def new_objects() -> Iterator[Callable[[], set[int]]]:
     """Gives a function that gives the ids of all objects made inside of the context so far.
 
-    What was there before is set aside by the garbage collector itself, which costs nothing. Objects that it does not
-    follow, which hold no others, are not among them.
+    Objects that the collector does not follow, which hold no others, are not among them.
     """
-    nested = gc.get_freeze_count() > 0  # the user's own, which stays
-    gc.freeze()
-    try:
+    with older_objects_frozen():
         yield lambda: set(map(id, gc.get_objects()))
-    finally:
-        if not nested:
-            gc.unfreeze()
 
 
 def kept_in_module(value: Any) -> Source | None:

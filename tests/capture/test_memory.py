@@ -1,0 +1,37 @@
+"""Memory that captures leave behind: what refers to itself is freed by the collector, however often one captures."""
+
+import weakref
+
+import torch
+
+import wholestep as ws
+from wholestep.patches import Patch, Patches
+
+
+class Garbage:
+    """An object that only the collector frees, and many others with it."""
+
+    def __init__(self) -> None:
+        self.me = self
+        self.others: list[list[int]] = [[] for _ in range(30_000)]
+
+
+def test_garbage_is_collected_while_steps_are_captured() -> None:
+    alive = []
+    for number in range(60):
+        alive.append(weakref.ref(Garbage()))
+        step = ws.compile(lambda x, number=number: x + number, fullgraph=True)
+        assert torch.equal(step(torch.ones(2)), torch.ones(2) + number)
+    assert sum(ref() is not None for ref in alive) < 55
+
+
+def test_patches_go_when_they_end() -> None:
+    class Owner:
+        flag = 1
+
+    patches = Patches()
+    patches.put([(Owner, "flag", 2)], lambda: True)
+    found = weakref.ref(next(patch for patch, _ in patches._open))
+    assert isinstance(found(), Patch) and Owner.flag == 2
+    patches.restore()
+    assert found() is None and Owner.flag == 1

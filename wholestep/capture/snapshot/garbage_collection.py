@@ -1,0 +1,58 @@
+"""Garbage collection around captures: kept away while many objects are made, and not forgotten afterwards."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Counted:
+    """Blocks of memory that were allocated after the last full collection; whether objects were frozen since."""
+
+    blocks = sys.getallocatedblocks()
+    frozen = False
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps the garbage collector away from code that makes many small objects and drops none.
+
+    A full collection in the middle of a walk of BERT-base costs 170 ms, the walk itself 20 ms.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+            _collect_when_due()
+
+
+@contextmanager
+def older_objects_frozen() -> Iterator[None]:
+    """The collector's lists have only what is made inside; what was there before is set aside, which costs nothing."""
+    nested = gc.get_freeze_count() > 0  # the user's own, which stays
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not nested:
+            gc.unfreeze()
+            _Counted.frozen = True
+            _collect_when_due()
+
+
+def _collect_when_due() -> None:
+    """Who captures often would have no full collection: they are counted from the last time that objects were frozen.
+
+    Due is one when what is allocated has grown by a quarter, as with the collector itself.
+    """
+    if not _Counted.frozen or not gc.isenabled():
+        return
+    _Counted.frozen = False
+    if 4 * sys.getallocatedblocks() > 5 * _Counted.blocks:
+        gc.collect()
+        _Counted.blocks = sys.getallocatedblocks()
