@@ -238,6 +238,9 @@ class GradientReducer:
         if self.hook is None:
             bucket.under_way = [self._all_reduce(one) for one in memory]
             return
+        before = self.buckets[number - 1].under_way
+        if number and not isinstance(before, list):  # torch's PowerSGD sends in callbacks: in no order with two at once
+            before.wait()
         bucket.under_way = self._hooked(self.hook, number, memory[0])
 
     def _hooked(self, given: tuple[Hook, Any], number: int, flat: torch.Tensor) -> torch.futures.Future:
