@@ -16,7 +16,6 @@ from wholestep.parallel.comm_hooks.mean import (
 )
 from wholestep.parallel.comm_hooks.post_local_sgd import (
     PeriodicModelAverager,
-    PostLocalSGDOptimizer,
     PostLocalSGDState,
     post_localSGD_hook,
 )
@@ -46,7 +45,6 @@ __all__ = [  # the names of torch
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "PeriodicModelAverager",
-    "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "PowerSGDState",
     "SyncBatchNorm",

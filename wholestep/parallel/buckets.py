@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cached_property
 
 import torch
 
 from wholestep import comm
+from wholestep.torch_compat import storage_uses
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication begins early in the backward
 LARGE_BYTES = 2**20  # a gradient from this size on is reduced where it lies: four copies of its memory less
@@ -164,3 +165,67 @@ class Bucket:
                 f"bucket.buffer(), found {found}: return the reduced gradients of the whole bucket"
             )
         return results if result is self.flat else views_of(result.reshape(-1), self.parameters)
+
+    def fill(self, as_view: bool, unused: Set[int], owners: int) -> list[torch.Tensor]:
+        """Has the gradients where they will be reduced, in place.
+
+        Args:
+            as_view: packed gradients become views of the flat tensor.
+            unused: parameters whose gradients may have to stay as they are.
+            owners: what a gradient's memory has, if nothing else has it.
+
+        Returns:
+            Flat memory to reduce: of each large gradient, then of the packed ones.
+        """
+        self._pack(as_view)
+        sent = {k: self._large(k, unused, owners) for k in self.large}
+        memory = [one.as_strided((one.numel(),), (1,)) for one in sent.values()]
+        sent |= zip(self.packed, self.views, strict=True)
+        self.results = [sent[k] for k in range(len(self.members))]
+        return memory + [self.flat] * bool(self.packed)
+
+    def _pack(self, as_view: bool) -> None:
+        """Copies gradients into the flat tensor, except those that lie there."""
+        parameters = [self.parameters[k] for k in self.packed]
+        grads = [one.grad for one in parameters]
+        copies = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not view]
+        for view in (view for view, grad in copies if grad is None):
+            view.zero_()
+        if as_view:
+            for parameter, view, grad in zip(parameters, self.views, grads, strict=True):
+                parameter.grad = None if grad is None else view
+        _copy([(view, grad) for view, grad in copies if grad is not None])
+
+    def _large(self, k: int, unused: Set[int], owners: int) -> torch.Tensor:
+        """A large gradient itself where nothing else has its memory, or keeps it as it is; else a copy."""
+        parameter = self.parameters[k]
+        grad = parameter.grad
+        if (
+            grad is not None
+            and not grad.requires_grad
+            and (grad.dtype, grad.stride()) == (parameter.dtype, self.large[k])
+            and self.members[k] not in unused
+            and storage_uses(grad.untyped_storage()) <= owners
+        ):
+            return grad
+        copied = torch.zeros_like(parameter)
+        return copied if grad is None else copied.copy_(grad)
+
+    def give(self, reduced: list[torch.Tensor], as_view: bool, untouched: Set[int]) -> None:
+        """Gives the parameters their reduced gradients, except the untouched ones."""
+        grads = [one.grad for one in self.parameters]
+        for k, parameter in enumerate(self.parameters):
+            if (grads[k] is None or self.sparse) and self.members[k] not in untouched:
+                made = self.views[k] if as_view and not self.sparse else reduced[k]
+                parameter.grad = grads[k] = torch.empty_like(made) if k in self.packed and not as_view else made
+        pairs = list(zip(grads, reduced, strict=True))
+        if untouched:
+            pairs = [one for k, one in zip(self.members, pairs, strict=True) if k not in untouched]
+        _copy([(grad, new) for grad, new in pairs if grad is not None and grad is not new])
+        torch.autograd.graph.increment_version([grad for grad, new in pairs if grad is new])
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies into the first of each pair."""
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])

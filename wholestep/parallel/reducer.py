@@ -21,7 +21,7 @@ from wholestep.parallel.comm_hooks.ordered import Hook, value_of
 from wholestep.parallel.join import hint_at_join
 from wholestep.parallel.logging_data import StepTimes
 from wholestep.parallel.outputs import nodes_behind
-from wholestep.torch_compat import at_end_of_backward, storage_uses
+from wholestep.torch_compat import at_end_of_backward
 
 
 class GradientReducer:
@@ -225,12 +225,8 @@ class GradientReducer:
         if bucket.sparse:
             bucket.results = [self._sparse_mean(bucket.parameters[0], bucket.parameters[0].grad)]
             return
-        self._pack(bucket)
-        sent = {k: self._reducible(bucket.members[k], strides) for k, strides in bucket.large.items()}
-        memory = [one.as_strided((one.numel(),), (1,)) for one in sent.values()]
-        self._reduce(number, memory + [bucket.flat] * bool(bucket.packed))
-        sent |= zip(bucket.packed, bucket.views, strict=True)
-        bucket.results = [sent[k] for k in range(len(bucket.members))]
+        owners = 2 + self._overlaps  # of a gradient's memory: itself, Python, and as long as it goes on the backward
+        self._reduce(number, bucket.fill(self.as_view, self.unused, owners))
 
     def _reduce(self, number: int, memory: list[torch.Tensor]) -> None:
         """Begins to reduce what a bucket sends, in place: each a flat tensor, of which a hook has one."""
@@ -285,33 +281,6 @@ class GradientReducer:
         if learns:
             self._triggers = [1] * len(self.parameters)
         self._arrived = list(self.order)  # all that this rank knows, if it has had no batch
-
-    def _pack(self, bucket: Bucket) -> None:
-        """Copies gradients into the flat tensor, except those that lie there."""
-        owners = [bucket.parameters[k] for k in bucket.packed]
-        grads = [one.grad for one in owners]
-        copies = [(view, grad) for view, grad in zip(bucket.views, grads, strict=True) if grad is not view]
-        for view in (view for view, grad in copies if grad is None):
-            view.zero_()
-        if self.as_view:
-            for owner, view, grad in zip(owners, bucket.views, grads, strict=True):
-                owner.grad = None if grad is None else view
-        _copy([(view, grad) for view, grad in copies if grad is not None])
-
-    def _reducible(self, index: int, strides: tuple[int, ...]) -> torch.Tensor:
-        """A large gradient itself where nothing else has its memory, or keeps it as it is; else a copy."""
-        parameter = self.parameters[index]
-        grad = parameter.grad
-        if (
-            grad is not None
-            and not grad.requires_grad
-            and (grad.dtype, grad.stride()) == (parameter.dtype, strides)
-            and index not in self.unused
-            and storage_uses(grad.untyped_storage()) <= 2 + self._overlaps  # its own, Python's, now the backward's
-        ):
-            return grad
-        copied = torch.zeros_like(parameter)
-        return copied if grad is None else copied.copy_(grad)
 
     # While a program is captured, which gets the communication
 
@@ -368,32 +337,10 @@ class GradientReducer:
             self._untouched = {i for i, used in enumerate(self._used.tolist()) if not used}
             self._used.zero_()
         for bucket, grads in zip(self.buckets, reduced, strict=True):
-            self._give(bucket, grads)
+            bucket.give(grads, self.as_view, self._untouched)
         self._reset()
         self.times.mark("backward_comm_time_end")
         self.times.end_iteration()
-
-    def _give(self, bucket: Bucket, reduced: list[torch.Tensor]) -> None:
-        if bucket.sparse:
-            if bucket.members[0] not in self._untouched:
-                bucket.parameters[0].grad = reduced[0]
-            return
-        grads = [one.grad for one in bucket.parameters]
-        for k, parameter in enumerate(bucket.parameters):
-            if grads[k] is None and bucket.members[k] not in self._untouched:
-                made = bucket.views[k] if self.as_view else reduced[k]
-                parameter.grad = grads[k] = made if self.as_view or k in bucket.large else torch.empty_like(made)
-        pairs = list(zip(grads, reduced, strict=True))
-        if self._untouched:  # by all ranks: they keep what they have
-            pairs = [one for k, one in zip(bucket.members, pairs, strict=True) if k not in self._untouched]
-        _copy([(grad, new) for grad, new in pairs if grad is not None and grad is not new])
-        torch.autograd.graph.increment_version([grad for grad, new in pairs if grad is new])
-
-
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies into the first of each pair."""
-    if pairs:
-        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
 
 
 def _weak_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[..., None]:
