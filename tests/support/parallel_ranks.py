@@ -466,7 +466,7 @@ def quantized() -> dict[str, bool]:
 
 
 def averaged() -> dict[str, Any]:
-    """After which steps ranks have equal weights, with post-local SGD that averages every second one after the first."""
+    """After which steps ranks have equal weights: post-local SGD averages every second one after the first."""
     rank = comm.get_rank()
     torch.manual_seed(0)
     wrapped = DistributedDataParallel(nn.Linear(2, 1, bias=False))
