@@ -11,7 +11,7 @@ import click
 
 from wholestep.comm import diagnose
 from wholestep.dry_run import DryRunError, dry_run
-from wholestep.launcher import World, launch
+from wholestep.launcher import Restarts, World, launch
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,6 +27,10 @@ def main() -> None:
 @click.option("--node-rank", default=0, show_default=True, help="Which of the hosts this one is.")
 @click.option("--master-addr", default="127.0.0.1", show_default=True, help="Host of rank 0.")
 @click.option("--master-port", default=0, help="TCP port on that host.  [default: a free one]")
+@click.option("--standalone", is_flag=True, help="One host and a free port, as without this; for torchrun's users.")
+@click.option("--max-restarts", default=0, show_default=True, help="How often a failed job is started again.")
+@click.option("--min-ranks", type=int, help="Start again with a rank less each time, but at least so many.")
+@click.option("--grace", default=5.0, show_default=True, help="Seconds from SIGTERM to SIGKILL: time to save.")
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -36,6 +40,10 @@ def run(
     node_rank: int,
     master_addr: str,
     master_port: int,
+    standalone: bool,
+    max_restarts: int,
+    min_ranks: int | None,
+    grace: float,
     target: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -45,13 +53,20 @@ def run(
     MASTER_PORT, …). Lines are printed with their rank. When one rank fails the others are stopped, and its exit code
     is the command's. Ranks on several hosts need the same WHOLESTEP_SECRET on each; those of one host get one made
     for the run.
+
+    With --max-restarts a failed job is started again, to go on from its last checkpoint
+    (wholestep.parallel.Checkpointer). SIGTERM, and ranks that end with status 143 after it, end the job.
     """
+    if standalone and (nodes > 1 or master_port):
+        raise click.UsageError("--standalone is one host and a free port: leave out --nodes and --master-port")
+    if min_ranks is not None and (nodes > 1 or not 1 <= min_ranks <= ranks):
+        raise click.UsageError(f"--min-ranks is from 1 to {ranks}, on one host: found {min_ranks} on {nodes}")
     try:
-        world = World(ranks, nodes, node_rank, master_addr, master_port)
+        world, restarts = World(ranks, nodes, node_rank, master_addr, master_port), Restarts(max_restarts, min_ranks)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     command = [sys.executable, *(["-m"] if module else []), target, *arguments]
-    sys.exit(launch(command, world))
+    sys.exit(launch(command, world, grace, restarts))
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

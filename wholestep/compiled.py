@@ -1,6 +1,6 @@
 """A compiled step: which of its programs serves a call, and when a new one is captured.
 
-May import: capture, co_run, errors, override, pipeline, report, runtime, step_log, torch_compat, trace.
+May import: capture, co_run, deferred_init, errors, override, pipeline, report, runtime, step_log, torch_compat, trace.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 from wholestep import pipeline
 from wholestep.capture import Guard, GuardFailure, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
+from wholestep.deferred_init import allocated, any_deferred, fill, record_of
 from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain, explain_segments
@@ -199,6 +200,8 @@ class Compiled:
 
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""
+        for tensor in self._deferred(args, kwargs):
+            fill(tensor)
         co_run = CoRun(self._fn, collecting(self._fn), self._options)
         if any(map(needs_memory, (error, error.__cause__))):
             co_run.eager = "C++ reads memory of tensors in it past the dispatcher"
@@ -287,7 +290,8 @@ class Compiled:
         """Captures with a number that was another before as an input, or as it is where that cannot be."""
         def make(inputs: frozenset[str]) -> Entry:
             how = self._options, self._known, inputs, self._taking(), self._overrides.transforming
-            entry = pipeline.build(self._fn, args, kwargs, *how)
+            with allocated(self._deferred(args, kwargs)):
+                entry = pipeline.build(self._fn, args, kwargs, *how)
             pipeline.refuse_leaks(entry)
             return entry
 
@@ -303,6 +307,11 @@ class Compiled:
             entry, varying = make(inputs), inputs
         self._varying |= varying
         return entry
+
+    def _deferred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Tensors that the step can see and that have no values yet."""
+        seen = snapshot(self._fn, args, kwargs).tensors.values() if any_deferred() else ()
+        return [found.tensor for found in seen if record_of(found.tensor) is not None]
 
     def _taking(self, overrides: Overrides | None = None) -> pipeline.TakeSnapshot:
         """How this step takes snapshots, in which modules are replaced; by default as they were so far."""

@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when the one that started it dies
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STREAMS = ("stdout", "stderr")
+STOPPED = 128 + signal.SIGTERM  # how a rank ends that has saved and stopped because it was told to
 SECRET_VARIABLE = "WHOLESTEP_SECRET"  # read by the store that the ranks meet over, comm/stores/tcp_store.py
 
 
@@ -93,8 +94,30 @@ class _Rank:
 _Events = queue.SimpleQueue[tuple[_Rank | None, int]]
 
 
-def launch(command: Sequence[str], world: World, grace: float = 5.0) -> int:
-    """Runs a command once per rank and waits for all. To be called on the main thread.
+@dataclass(frozen=True)
+class Restarts:
+    """What is done when a rank fails.
+
+    Args:
+        most: how often all ranks are started anew.
+        min_ranks: each time there is a rank less, but at least so many; None for always all.
+
+    Raises:
+        ValueError: numbers that make no sense.
+    """
+
+    most: int = 0
+    min_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.most < 0 or (self.min_ranks is not None and self.min_ranks < 1):
+            raise ValueError(f"restarts >= 0 of at least one rank are required, found {self.most}, {self.min_ranks}")
+
+
+def launch(command: Sequence[str], world: World, grace: float = 5.0, restarts: Restarts = Restarts()) -> int:  # noqa: B008
+    """Runs a command once per rank and waits for all; anew after a failure, if it may. On the main thread.
+
+    A rank that ends with status 143, as after a SIGTERM that it has heeded, is no failure.
 
     Each line that a rank prints appears at once, headed by ``[rank N]``; standard input is empty.
 
@@ -102,15 +125,29 @@ def launch(command: Sequence[str], world: World, grace: float = 5.0) -> int:
         command: program and arguments.
         world: the ranks.
         grace: seconds that a rank has between SIGTERM and SIGKILL.
+        restarts: whether failures are the end.
 
     Returns:
         0 when every rank ended with 0, else the exit code of the first that did not (128 + n for signal n).
     """
+    for attempt in range(restarts.most + 1):
+        counts = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(restarts.most)}
+        code, failed = _once(command, world, grace, counts)
+        if not failed or attempt == restarts.most:
+            break
+        if restarts.min_ranks is not None:
+            world = replace(world, ranks=max(restarts.min_ranks, world.ranks - 1))
+        _say(f"starting {world.ranks} ranks again, restart {attempt + 1} of {restarts.most}")
+    return code
+
+
+def _once(command: Sequence[str], world: World, grace: float, variables: dict[str, str]) -> tuple[int, bool]:
+    """Runs a command once per rank; gives the exit code, and whether that is a failure of the job's own."""
     events: _Events = queue.SimpleQueue()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
         signal.signal(number, lambda found, _frame: events.put((None, -found)))
-    ranks = _start(command, world)
+    ranks = _start(command, world, variables)
     streams = [(rank, name, events) for rank in ranks for name in STREAMS]
     threads = [threading.Thread(target=_relay, args=stream, daemon=True) for stream in streams]
     threads += [threading.Thread(target=lambda r=rank: events.put((r, r.process.wait()))) for rank in ranks]
@@ -126,7 +163,7 @@ def launch(command: Sequence[str], world: World, grace: float = 5.0) -> int:
             signal.signal(number, handler)
 
 
-def _start(command: Sequence[str], world: World) -> list[_Rank]:
+def _start(command: Sequence[str], world: World, variables: dict[str, str]) -> list[_Rank]:
     port, secret = world.port or free_port(), os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
     # all cores shared out; a script that prints should be seen when it does
     usual = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // world.ranks)), "PYTHONUNBUFFERED": "1"}
@@ -135,7 +172,7 @@ def _start(command: Sequence[str], world: World) -> list[_Rank]:
         for local_rank in range(world.ranks):
             process = subprocess.Popen(
                 command,
-                env=usual | os.environ | world.environment(local_rank, port, secret),
+                env=usual | os.environ | variables | world.environment(local_rank, port, secret),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -174,21 +211,21 @@ def _relay(rank: _Rank, name: str, events: _Events) -> None:
         events.put((None, -signal.SIGPIPE))
 
 
-def _watch(ranks: list[_Rank], events: _Events) -> int:
+def _watch(ranks: list[_Rank], events: _Events) -> tuple[int, bool]:
     """Waits until all ranks ended well, or for the first thing that ends the job."""
     running = len(ranks)
     while running:
         rank, code = events.get()
         if rank is None:
             _say(f"stopped by {signal.Signals(-code).name}")
-            return 128 - code
+            return 128 - code, False
         running -= 1
         if code:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             others = f"; stopping the {running} that still ran" if running else ""
             _say(f"rank {rank.number} (process {rank.process.pid}) {how}{others}")
-            return 128 - code if code < 0 else code
-    return 0
+            return 128 - code if code < 0 else code, code != STOPPED
+    return 0, False
 
 
 def _stop(ranks: list[_Rank], grace: float) -> None:

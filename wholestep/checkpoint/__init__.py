@@ -2,9 +2,9 @@
 
 Takes live objects, of which each rank may hold parts. Gives a directory of shards with one index that is replaced
 at once, so that the last complete checkpoint is there at any instant; `docs/checkpoints.md` describes it.
-May import: comm, errors, tensor_parts.
+May import: comm, deferred_init, errors, tensor_parts.
 """
 
 from wholestep.checkpoint.load import load
 from wholestep.checkpoint.read import optimizer_state_dict, state_dict
-from wholestep.checkpoint.save import save
+from wholestep.checkpoint.save import save, save_pretrained

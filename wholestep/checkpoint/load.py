@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from wholestep.checkpoint.state_names import (
     rebuild,
     tensors_of,
 )
+from wholestep.checkpoint.transformers_format import omitted_aliases
+from wholestep.deferred_init import read_from, record_of
 from wholestep.errors import CheckpointError
 from wholestep.tensor_parts import mark_part, part_of
 
@@ -29,6 +32,9 @@ SHOWN = 8  # names of each kind of mistake
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
     """Loads a checkpoint into a model and its optimizer, in place.
+
+    Also one in the form of transformers: a directory with ``model.safetensors``, or with shards of it and an index, or
+    such a file. Tensors of a model made within `deferred` are read when they are divided, each rank's part alone.
 
     A collective when there is a process group. The ranks may be as many as they like and hold any parts; each reads
     its own alone. Values are cast to the types of the model. Optimizer state that is not there yet is made: like the
@@ -63,6 +69,8 @@ class Loading:
         self.reader, self.model, self.optimizer = reader, model, optimizer
         self.held = model_contents(model)
         self.saved: dict[str, Any] = reader.index["model"]
+        if reader.index.get("omits_aliases"):
+            self.saved["aliases"] = omitted_aliases(self.held.tree["aliases"], self.saved["tensors"])
         self.state = Contents()
         self.names: dict[int, str] = {}
         if optimizer is not None:
@@ -136,9 +144,12 @@ class Loading:
         """
         extra = set(tensors_of(self.held.tree["extra"]))
         for name, held in self.held.tensors.items():
-            if name not in extra:
+            if name not in extra and record_of(held.tensor) is not None:  # read when it is known which part is
+                source = partial(self.reader.read_as, "model", self._source(name), held.tensor.dtype)
+                read_from(held.tensor, source, f"{self.reader.path}: {name}")
+            elif name not in extra:
                 self.reader.read("model", self._source(name), held.part, held.tensor)
-                advance(held.part.numel * held.tensor.itemsize)
+            advance(held.part.numel * held.tensor.itemsize)
         self._set_extra()
         if self.optimizer is not None:
             self._set_optimizer(advance)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from wholestep.checkpoint.directory import read_index
 from wholestep.checkpoint.state_names import rebuild, tensors_of
+from wholestep.checkpoint.transformers_format import index_of
 from wholestep.errors import CheckpointError
 from wholestep.tensor_parts import Part
 
@@ -19,7 +19,7 @@ class Reader:
     """A checkpoint, opened.
 
     Attributes:
-        index: as `docs/checkpoints.md` describes it.
+        index: as `docs/checkpoints.md` describes it; of a checkpoint in the form of transformers, made for it.
         nbytes: read so far.
 
     Raises:
@@ -27,8 +27,7 @@ class Reader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.index = read_index(self.path)
+        self.path, self.index = index_of(Path(path))
         self.nbytes = 0
         self._open: dict[str, Any] = {}
 
@@ -57,6 +56,10 @@ class Reader:
             with torch.no_grad():
                 into[here].copy_(found)
         return into
+
+    def read_as(self, kind: str, name: str, dtype: torch.dtype, part: Part) -> torch.Tensor:
+        """A part of a tensor, cast to a type."""
+        return self.read(kind, name, part, torch.empty(part.size, dtype=dtype))
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from wholestep.checkpoint import directory
 from wholestep.checkpoint.progress_bar import progress
 from wholestep.checkpoint.saving_ranks import Ranks
 from wholestep.checkpoint.state_names import Contents, extra_contents, model_contents, optimizer_contents
+from wholestep.checkpoint.transformers_format import WholeFiles
 from wholestep.errors import CheckpointError
 from wholestep.tensor_parts import Part
 
@@ -65,7 +67,7 @@ def save(
 def _write_all(path: Path, name: str, contents: dict[str, Contents], ranks: Ranks) -> None:
     said = {
         kind: [
-            (name, str(held.tensor.dtype).removeprefix("torch."), held.part, held.per_rank)
+            (name, _dtype(held.tensor), held.part, held.per_rank)
             for name, held in content.tensors.items()
         ]
         for kind, content in contents.items()
@@ -200,3 +202,51 @@ def _index(blocks: list[Block], contents: dict[str, Contents], sizes: dict[str, 
         into = index[block.kind]["tensors"].setdefault(block.name, entry)["blocks"]
         into.append({"file": block.file, "spans": [list(span) for span in block.part.spans]})
     return {"files": sizes} | index
+
+
+def save_pretrained(path: str | os.PathLike[str], model: nn.Module, max_shard_size: int = 5 * 10**9) -> None:
+    """Saves a model in the form of transformers, for its ``from_pretrained``; `load` reads it, too.
+
+    A collective as `save` is. Each rank writes the parts that it holds into files of whole tensors; of tied weights one
+    is written. The configuration of a model of transformers goes along. The files are complete when the directory is
+    there.
+
+    Args:
+        path: a directory that is not there yet.
+        model: its parameters and persistent buffers.
+        max_shard_size: bytes of a file, about.
+
+    Raises:
+        CheckpointError: on every rank, and there is no such directory: it was there before, the model has state that is
+            no tensor, ranks hold different models, or one could not write.
+    """
+    path, ranks = Path(path), Ranks()
+    made = path.with_name(f".{path.name}.new")
+    with ranks.together():
+        contents = model_contents(model)
+        if contents.tree["extra"]:
+            raise CheckpointError(f"{', '.join(contents.tree['extra'])}: state that is no tensor has no place there")
+        if ranks.rank == 0 and path.exists():
+            raise CheckpointError(f"{path} is there already: give a new path")
+    said = [(name, _dtype(one.tensor), one.part, one.per_rank) for name, one in contents.tensors.items()]
+    blocks = share_out("model", ranks.gather(said))
+    files = WholeFiles(made, {one.name: (one.dtype, list(one.part.shape)) for one in blocks}, max_shard_size)
+    with ranks.together(f"could not write to {made}: "):
+        if ranks.rank == 0:
+            shutil.rmtree(made, ignore_errors=True)
+            made.mkdir(parents=True)
+            files.create()
+            for one in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+                getattr(one, "save_pretrained", lambda _: None)(made)
+    with ranks.together(f"could not write to {made}: "):
+        mine = [one for one in blocks if one.writer == ranks.rank]
+        files.write({one.name: (one.part.slices, contents.tensors[one.name].tensor) for one in mine})
+    with ranks.together(f"could not finish {path}: "):
+        if ranks.rank == 0:
+            directory.sync(made)
+            os.rename(made, path)
+            directory.sync(path.parent)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -2,10 +2,12 @@
 
 Takes: a module of which each rank has the same, and each rank's own batches. Gives: gradients that are the mean over
 all ranks when the backward ends, by collectives that run beside it; the bits are those of torch's wrapper.
-May import: comm, errors, ir, tensor_parts, torch_compat.
+May import: checkpoint, comm, deferred_init, errors, ir, tensor_parts, torch_compat.
 """
 
+from wholestep.deferred_init import deferred, materialize
 from wholestep.parallel.buckets import GradBucket
+from wholestep.parallel.checkpointer import Checkpointer
 from wholestep.parallel.comm_hooks.mean import (
     allreduce_hook,
     bf16_compress_hook,
@@ -36,6 +38,7 @@ from wholestep.parallel.sync_batchnorm import SyncBatchNorm
 
 __all__ = [  # the names of torch
     "CPUOffloadPolicy",
+    "Checkpointer",
     "DistributedDataParallel",
     "FSDPModule",
     "GradBucket",
@@ -51,11 +54,13 @@ __all__ = [  # the names of torch
     "UnshardHandle",
     "allreduce_hook",
     "batched_powerSGD_hook",
+    "deferred",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
     "fully_shard",
+    "materialize",
     "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from wholestep import comm
+from wholestep.deferred_init import origin
 from wholestep.errors import DistMismatchError
 
 
@@ -17,9 +18,13 @@ def require_equal_models(what: str, named: list[tuple[str, nn.Parameter]], group
         what: the wrapper, for the message.
 
     Raises:
-        DistMismatchError: on all ranks, where one has other parameters than the first.
+        DistMismatchError: on all ranks, where one has other parameters than the first, or will give them other values.
+        ValueError: on all ranks, where parameters are on the meta device.
     """
-    mine = [f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for name, p in named]
+    mine = [
+        f"{name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}{' on meta' if p.is_meta else origin(p)}"
+        for name, p in named
+    ]
     every: list[Any] = [None] * group.size()
     comm.all_gather_object(every, mine, group)
     for rank, theirs in enumerate(every):
@@ -29,5 +34,12 @@ def require_equal_models(what: str, named: list[tuple[str, nn.Parameter]], group
             raise DistMismatchError(
                 f"{what}: the ranks' models differ: parameter {at} is {first} on rank "
                 f"{group.labels[0]} ({len(every[0])} in all), {other} on rank {group.labels[rank]} ({len(theirs)}): "
-                "make the same model on all ranks"
+                "make the same model on all ranks, with one seed within deferred()"
             )
+    left = [name for name, one in named if one.is_meta]
+    if left:
+        raise ValueError(
+            f"{what}: {', '.join(left)} is on the meta device, without values: make the model within "
+            "wholestep.parallel.deferred(), or give it memory and values there (module.to_empty(device='cpu'), "
+            "module.reset_parameters())"
+        )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from wholestep import comm
+from wholestep.deferred_init import fill
 from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
 from wholestep.parallel.shard_tensors import become_parts
@@ -147,6 +148,8 @@ def fully_shard(
     groups = [comm.get_group() if axis is None else mesh.get_group(axis) for axis in axes]
     named = _parameters_of(module, {id(one) for one in ignored_params or ()})
     require_equal_models("fully_shard", [(name, one) for name, one, _ in named], groups[-1])
+    for one in [*module.buffers(), *(ignored_params or ())]:
+        fill(one)
     device = torch.device("cpu")
     if (mesh.device_type if mesh is not None else named[0][1].device.type if named else "cpu") == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -222,11 +225,6 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> _Named:
                 raise ValueError(
                     f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal "
                     "to 1."
-                )
-            elif parameter.is_meta:
-                raise ValueError(
-                    f"fully_shard: {name} is on the meta device: give the module memory and values before "
-                    "(module.to_empty)"
                 )
             elif part_of(parameter) is not None:
                 raise ValueError(f"fully_shard: {name} is a part already, of another plan or group")

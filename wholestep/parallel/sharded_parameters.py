@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from wholestep import comm
+from wholestep.deferred_init import become, part_values
 from wholestep.tensor_parts import Part, give_data, mark_part, part_of
 
 ALONE_BYTES = 2**20  # a parameter from this size on is gathered by itself: right into its place, without a copy
@@ -121,9 +122,9 @@ class ShardBucket:
         for one, room in zip(self.members, self.flat.split(self.chunks), strict=True):
             parameter, data, grad = one.parameter, one.part_in(room), one.parameter.grad
             first = part_of(parameter) is None
-            data.copy_(parameter.detach()[one.part.slices] if first else parameter.detach())
+            data.copy_(part_values(parameter, one.part) if first else parameter.detach())
             parameter.grad = None
-            give_data(parameter, data)
+            become(parameter, data)
             parameter.grad = grad.detach()[one.part.slices].clone() if first and grad is not None else grad
             mark_part(parameter, one.part)
         self._addresses = [one.data_ptr() for one in self.parameters]

@@ -12,6 +12,7 @@ import torch
 
 from wholestep import comm
 from wholestep.capture import InitialState
+from wholestep.deferred_init import become, origin, part_values, record_of
 from wholestep.errors import BreakError, CaptureError, PlanError
 from wholestep.ir import Input, Pass, StepGraph
 from wholestep.spmd.expand.uneven_shards import in_lockstep
@@ -201,6 +202,8 @@ class PlanExecutor:
         self.announce_capture(compare=True)
         shared = self._agreed and contract.random  # one state of the random generator since the first meeting
         words = [f"{item.kind} {item.source} to be rank 0's" for item, _ in new]
+        pairs = zip(inputs, tensors, strict=True)
+        words += [f"{i.source}{made}" for i, t in pairs if isinstance(t, torch.Tensor) and (made := origin(t))]
         self._compare(contract.with_random_state() if shared else contract, self._same_values(inputs, tensors, words))
         if self._preflight.all_compared:  # else this rank alone captures anew
             self._broadcast_from_first(new, initial)
@@ -222,7 +225,7 @@ class PlanExecutor:
             (item, tensor)
             for item, tensor in zip(inputs, tensors, strict=True)
             if item.kind in (*SHARED_KINDS, "state", *first) and isinstance(tensor, torch.Tensor)
-            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts
+            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts and record_of(tensor) is None
             if id(tensor) not in known or known[id(tensor)]() is not tensor
         ]
 
@@ -333,6 +336,10 @@ class PlanExecutor:
                 mark_part(tensor, part)
                 continue
             before.append(tensor.is_contiguous())
+            if record_of(tensor) is not None:
+                become(tensor, part_values(tensor, part))
+                mark_part(tensor, part)
+                continue
             narrow_to(tensor, part, held)  # of a part, when an optimizer's state is shared out after its first step
             if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == held.size:
                 narrow_to(tensor.grad, part, held)

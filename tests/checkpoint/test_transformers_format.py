@@ -1,0 +1,75 @@
+"""Checkpoints of transformers are read into parts, and written from parts; transformers reads them."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import tests.support.pretrained_ranks as programs
+import wholestep as ws
+from tests.support.deferred_ranks import llama
+from wholestep.errors import CheckpointError
+from wholestep.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+
+def equal(one, two):
+    ones, twos = one.state_dict(), two.state_dict()
+    return ones.keys() == twos.keys() and all(torch.equal(ones[name], twos[name]) for name in ones)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_transformers_saves_and_loads(tied, tmp_path):
+    model = llama(tied)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="200KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    for path in (tmp_path / "one", tmp_path / "one" / "model.safetensors", tmp_path / "many"):
+        other = llama(tied)
+        ws.load(path, other)
+        assert equal(model, other)
+    half = llama(tied).bfloat16()
+    ws.load(tmp_path / "many", half)
+    assert equal(half, model.bfloat16())
+    for name, most in (("whole", 10**9), ("cut", 200_000)):
+        ws.checkpoint.save_pretrained(tmp_path / name, half, most)
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name)
+        assert equal(again, half) and again.dtype is torch.bfloat16
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 2
+
+
+def test_parts_are_read_and_written(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "given", max_shard_size="200KB")
+    for found in run_ranks(programs.parts, 2, args=(str(tmp_path),)):
+        assert found["read"] < 0.6 * found["bytes"], "rows of a rank's own, and small tensors"
+        assert found["fully_shard"] and found["plan"] and found["later"]
+        assert "not in the checkpoint: extra." in found["missing"] and found["unchanged"]
+    assert equal(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back"), model)
+
+
+def test_mistakes(tmp_path):
+    model, other = llama(False), llama(False)
+    ws.checkpoint.save_pretrained(tmp_path / "c", model, 200_000)
+    other.extra, other.lm_head = nn.Linear(2, 2), nn.Linear(128, 7, bias=False)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        ws.load(tmp_path / "c", other)
+    assert "not in the checkpoint: extra.bias" in str(caught.value)
+    assert "lm_head.weight is [300, 128] there, [7, 128] in the model" in str(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+    with pytest.raises(CheckpointError, match="is there already: give a new path"):
+        ws.checkpoint.save_pretrained(tmp_path / "c", model)
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    places = json.loads(index.read_text())
+    places["weight_map"]["made.up"] = next(iter(places["weight_map"].values()))
+    index.write_text(json.dumps(places))
+    with pytest.raises(CheckpointError, match="names tensors that are in no file: made.up"):
+        ws.load(tmp_path / "c", model)
+    next((tmp_path / "c").glob("*.safetensors")).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ws.load(tmp_path / "c", model)
+    with pytest.raises(CheckpointError, match="is no checkpoint: it has no index.json"):
+        ws.load(tmp_path / "nothing", model)

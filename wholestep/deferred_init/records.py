@@ -1,0 +1,193 @@
+"""What is recorded of tensors without values: the calls that make them, and how these are run, later and in part."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholestep.functional import base_name
+from wholestep.nested import leaves, map_leaves, tensors_of
+from wholestep.tensor_parts import Part
+from wholestep.torch_compat import dispatch_modes_off, plain_subclasses
+
+RECORD = "wholestep_record"  # the attribute of a storage
+
+numbers = itertools.count()
+generator_lock = threading.RLock()
+_known: weakref.WeakSet[Record] = weakref.WeakSet()
+
+
+class Record:
+    """What one storage is to hold.
+
+    Attributes:
+        writes: the calls that write it, in order.
+        source: in their place, what reads a part of the tensor from somewhere; with a name for it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.writes = nbytes, list[Write]()
+        _known.add(self)
+        self.source: tuple[Callable[[Part], torch.Tensor], str] | None = None
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor on a storage that is recorded."""
+
+    record: Record
+    dtype: torch.dtype
+    place: tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, size, strides
+
+    def on(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor on real memory."""
+        return torch.empty(0, dtype=self.dtype).set_(memory, *self.place)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that had its values when an operator read it: a copy, or, if it is large, the tensor itself."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """A call of an operator.
+
+    Attributes:
+        number: in the order of all calls.
+        args, kwargs: with `Ref`s and `Given`s in the place of tensors.
+        made: for each tensor that it gives, where that is to be; None for an argument.
+        overwrites: the record of which it leaves nothing.
+        state: of the generator, for a random operator.
+    """
+
+    number: int
+    func: Any
+    args: Any
+    kwargs: Any
+    made: list[Ref | None]
+    overwrites: Record | None
+    state: torch.Tensor | None
+
+    @property
+    def reads(self) -> Iterator[Record]:
+        """The records whose contents before it decide what it writes."""
+        refs = (leaf.record for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Ref))
+        return (record for record in refs if record is not self.overwrites)
+
+
+def record_of(tensor: torch.Tensor) -> Record | None:
+    """What a tensor without values is to hold; None for an ordinary one."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return None
+    with plain_subclasses():
+        return getattr(tensor.untyped_storage(), RECORD, None)
+
+
+def any_deferred() -> bool:
+    """Whether there may be tensors without values."""
+    return len(_known) > 0
+
+
+def ref_of(tensor: torch.Tensor) -> Ref:
+    """A tensor without values as the records know it."""
+    record = record_of(tensor)
+    assert record is not None
+    return Ref(record, tensor.dtype, _place(tensor))
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """A tensor's storage, whatever its class."""
+    with plain_subclasses():
+        return tensor.untyped_storage()
+
+
+def needed(records: Iterable[Record], before: float) -> list[Write]:
+    """The calls that decide what some records hold before a call of a number, in order."""
+    found: dict[int, Write] = {}
+    todo = [(record, before) for record in records]
+    while todo:
+        record, before = todo.pop()
+        earlier = [write for write in record.writes if write.number < before]
+        begin = max((i for i, write in enumerate(earlier) if write.overwrites is record), default=0)
+        new = [write for write in earlier[begin:] if write.number not in found]
+        found |= {write.number: write for write in new}
+        todo += [(other, write.number) for write in new for other in write.reads]
+    return [found[number] for number in sorted(found)]
+
+
+_Memory = dict[Record, torch.UntypedStorage]
+
+
+def scratch(nbytes: int) -> torch.UntypedStorage:
+    """Memory that goes back to the system as soon as nobody has it: what `malloc` keeps would be given to tensors
+    without values, which are to have untouched memory."""
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8).untyped_storage()
+
+
+def run(write: Write, memory: _Memory, generator: torch.Generator | None) -> None:
+    """Runs a call on real memory, which is made where there is none.
+
+    Args:
+        generator: what a random operator draws from, as it is.
+    """
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            if leaf.record not in memory:
+                memory[leaf.record] = scratch(leaf.record.nbytes)
+            return leaf.on(memory[leaf.record])
+        if isinstance(leaf, Given):
+            if leaf.tensor._version != leaf.version:
+                raise RuntimeError(
+                    f"deferred(): a tensor {list(leaf.tensor.shape)} that {base_name(write.func)} read was changed "
+                    "since: leave it as it is until the module has its values"
+                )
+            return leaf.tensor
+        return leaf
+
+    options = map_leaves(real, write.kwargs)
+    if generator is not None and any(one.name == "generator" for one in write.func._schema.arguments):
+        options["generator"] = generator
+    with torch.no_grad(), dispatch_modes_off():
+        result = write.func(*map_leaves(real, write.args), **options)
+        for ref, tensor in zip(write.made, tensors_of(result), strict=True):
+            if ref is None:
+                continue
+            own = tensor.untyped_storage()
+            if ref.record not in memory and own.nbytes() == ref.record.nbytes and _place(tensor) == ref.place:
+                memory[ref.record] = own
+            else:
+                ref.on(memory.setdefault(ref.record, scratch(ref.record.nbytes))).copy_(tensor)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride()
+
+
+def replay(writes: Iterable[Write], memory: _Memory) -> _Memory:
+    """Runs calls in order, random ones with what the generator gave them; gives the memory that they wrote."""
+    for write in writes:
+        if write.state is None:
+            run(write, memory, None)
+        elif any(one.name == "generator" for one in write.func._schema.arguments):
+            run(write, memory, torch.Generator().set_state(write.state))
+        else:
+            with generator_lock:
+                now = torch.default_generator.get_state()
+                torch.default_generator.set_state(write.state)
+                try:
+                    run(write, memory, None)
+                finally:
+                    torch.default_generator.set_state(now)
+    return memory
