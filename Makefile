@@ -44,10 +44,10 @@ soak: $(STAMP)
 	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q $(PROPERTIES) $(ARGS)
 
 # the long form of the communication tests: 10,000 random collectives, 1,000 on each layout of hosts, 200 killed ranks,
-# 600 programs of ranks that go on, 400 of messages
+# 600 programs of ranks that go on, 400 of messages, 100 killed ranks of a job that is restarted
 test-long: $(STAMP)
 	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/comm/test_collectives.py tests/comm/test_faults.py \
-		tests/comm/test_hosts.py tests/comm/test_ranks_ahead.py tests/comm/test_p2p.py $(ARGS)
+		tests/comm/test_hosts.py tests/comm/test_ranks_ahead.py tests/comm/test_p2p.py tests/parallel/test_restarts.py $(ARGS)
 
 # every operator and module of torch's own tables, all samples, float32 and float64: half an hour on two cores
 test-ops: $(STAMP)

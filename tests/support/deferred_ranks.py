@@ -61,7 +61,7 @@ def eager(lazily: bool) -> dict[str, Any]:
 
 PLANS = {
     "FullyShard": lambda: ws.FullyShard("ranks", min_bytes=1024),
-    "TensorParallel": lambda: ws.TensorParallel("ranks", {"*.0": "column", "*.3": "row"}),
+    "TensorParallel": lambda: ws.TensorParallel("ranks", {"0": "column", "3": "row"}),
     "ShardedOptimizer": lambda: ws.ShardedOptimizer("ranks"),
     "DataParallel": lambda: ws.DataParallel("ranks"),
 }

@@ -11,6 +11,17 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from wholestep.deferred_init.deferred_tensors import (
+    GUARDS,
+    RAW,
+    active,
+    depth,
+    fill,
+    fill_storage,
+    guard,
+    own_tensors,
+    values_of,
+)
 from wholestep.deferred_init.records import (
     RECORD,
     Given,
@@ -25,7 +36,6 @@ from wholestep.deferred_init.records import (
     run,
     storage_of,
 )
-from wholestep.deferred_init.values import GUARDS, RAW, active, depth, fill, fill_storage, guard, own_tensors, values_of
 from wholestep.functional import base_name, is_view, written_arguments
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.torch_compat import TorchDispatchMode, storage_id, storage_uses

@@ -11,6 +11,7 @@ from torch import nn
 
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
+from wholestep.deferred_init import materialize
 from wholestep.errors import UnsupportedError
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
 from wholestep.parallel.comm_hooks.mean import BUILTIN_HOOKS
@@ -64,7 +65,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "DistributedDataParallel: one of process_group and device_mesh is required, found both"
                 )
             process_group = device_mesh.get_group()
-        self.module = module
+        self.module = materialize(module)
         self.process_group = comm.get_group(process_group)
         init_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
         self.forward_sync_buffers = init_buffers if forward_sync_buffers is None else forward_sync_buffers
