@@ -93,7 +93,8 @@ class Checkpointer:
         Raises:
             SystemExit: with status 143, after SIGTERM.
         """
-        asked = torch.tensor([self._asked], dtype=torch.uint8)
+        on_gpu = comm.is_initialized() and comm.get_backend() == "nccl"
+        asked = torch.tensor([self._asked], dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
         if comm.is_initialized():
             comm.all_reduce(asked, comm.ReduceOp.MAX)
         if asked or (self.every and number % self.every == 0):

@@ -196,14 +196,14 @@ class PlanExecutor:
         contract = contract_of(step(), inputs, tensors, self._preflight.axes, plans, whole, self.view is not None)
         new = self._unsynchronized(inputs, tensors, parts)
         known = contract in self._agreed or (contract.is_local and self._agreed)  # nothing that others have a part in
-        if known and not self.view and not new:
+        pairs = zip(inputs, tensors, strict=True)  # what is made in parts is not broadcast: it is to be the same
+        made = [f"{i.source}{how}" for i, t in pairs if isinstance(t, torch.Tensor) and (how := origin(t))]
+        if known and not self.view and not new and not made:
             self.check_call(contract)
             return contract
         self.announce_capture(compare=True)
         shared = self._agreed and contract.random  # one state of the random generator since the first meeting
-        words = [f"{item.kind} {item.source} to be rank 0's" for item, _ in new]
-        pairs = zip(inputs, tensors, strict=True)
-        words += [f"{i.source}{made}" for i, t in pairs if isinstance(t, torch.Tensor) and (made := origin(t))]
+        words = made + [f"{item.kind} {item.source} to be rank 0's" for item, _ in new]
         self._compare(contract.with_random_state() if shared else contract, self._same_values(inputs, tensors, words))
         if self._preflight.all_compared:  # else this rank alone captures anew
             self._broadcast_from_first(new, initial)
