@@ -67,7 +67,7 @@ def test_ranks_train_as_with_models_made_whole():
 
 
 def test_a_rank_takes_its_parts_and_one_tensor_more():
-    layer = beside = 16 * 2**20  # beside: code that is loaded meanwhile
+    layer, beside = 16 * 2**20, 24 * 2**20  # beside: code that is loaded meanwhile
     for making, peak, parts in run_ranks(programs.peaks, 2, args=(8,)):
         assert making < layer + beside, "one tensor on which the generator is moved on"
         assert parts == 4 * layer and peak < parts + layer + beside

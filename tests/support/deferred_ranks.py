@@ -63,7 +63,6 @@ PLANS = {
     "FullyShard": lambda: ws.FullyShard("ranks", min_bytes=1024),
     "TensorParallel": lambda: ws.TensorParallel("ranks", {"0": "column", "3": "row"}),
     "ShardedOptimizer": lambda: ws.ShardedOptimizer("ranks"),
-    "DataParallel": lambda: ws.DataParallel("ranks"),
 }
 
 

@@ -23,7 +23,9 @@ from wholestep.parallel import Checkpointer, fully_shard
 
 def main(folder: str, steps: int, fault: str) -> None:
     """Trains; each loss is a line of ``losses``: the step, and the number as bytes in hexadecimal."""
-    comm.init_process_group()
+    launched = not comm.is_initialized()
+    if launched:
+        comm.init_process_group()
     rank, size = comm.get_rank(), comm.get_world_size()
     torch.manual_seed(0)
     random.seed(0)
@@ -54,7 +56,8 @@ def main(folder: str, steps: int, fault: str) -> None:
         if fault == "sleep":
             time.sleep(0.05)
         checkpoints.step(step + 1)
-    comm.destroy_process_group()
+    if launched:
+        comm.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -95,12 +95,11 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """A part of a tensor's values; of one that has none yet, in memory of its own."""
+    """A part of a tensor's values, which may be a view of the whole ones: whoever keeps it makes a copy."""
     record = record_of(tensor)
     if record is not None and record.source is not None:
         return record.source[0](part)
-    found = values_of(tensor).detach()[part.slices]
-    return found if record is None else found.clone(memory_format=torch.contiguous_format)
+    return values_of(tensor).detach()[part.slices]
 
 
 def become(tensor: torch.Tensor, data: torch.Tensor) -> None:

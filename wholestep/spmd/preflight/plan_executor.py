@@ -337,7 +337,7 @@ class PlanExecutor:
                 continue
             before.append(tensor.is_contiguous())
             if record_of(tensor) is not None:
-                become(tensor, part_values(tensor, part))
+                become(tensor, part_values(tensor, part).clone(memory_format=torch.contiguous_format))
                 mark_part(tensor, part)
                 continue
             narrow_to(tensor, part, held)  # of a part, when an optimizer's state is shared out after its first step
