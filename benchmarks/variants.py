@@ -134,6 +134,7 @@ VARIANTS = {
     "fsdp2": Variant("FSDP2, Gloo", 2, "ddp", model=_fsdp2),
     "ours-ddp": Variant("parallel.DistributedDataParallel", 2, "ddp", model=_ours_ddp),
     "ours-fsdp": Variant("parallel.fully_shard", 2, "fsdp2", model=_ours_fsdp),
+    "ours-ddp-compiled": Variant("wholestep, our DDP in the step", 2, "ours-dp", model=_ours_ddp, step=_ours),
     "ours-dp": Variant("wholestep, DataParallel", 2, "ddp", step=_spread(ws.DataParallel("dp"))),
     "ours-dp-fused": Variant(
         "wholestep, DataParallel, fuse_optimizer", 2, "ddp", step=_spread(ws.DataParallel("dp"), fuse_optimizer)

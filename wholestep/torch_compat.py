@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -632,6 +632,9 @@ def wait_collective(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor.default(tensor)  # type: ignore[no-any-return]
 
 
+_Skipped = TypeVar("_Skipped")
+
+
 class UnwrappedDispatchMode(TorchDispatchMode):
     """A dispatch mode that torch calls as it is: its wrapper, which keeps Dynamo away, takes 2 microseconds a call."""
 
@@ -640,15 +643,15 @@ class UnwrappedDispatchMode(TorchDispatchMode):
         return False
 
 
-def skipped_by_dynamo(cls: type) -> type:
-    """Class decorator: Dynamo runs the methods, and all that they call, as they are.
+def skipped_by_dynamo(target: _Skipped) -> _Skipped:
+    """Decorator of a class or a function: Dynamo runs the methods, and all that they call, as they are.
 
     It evaluates Python frames that C++ calls between two of its graphs, as collectives of DDP and FSDP are.
     `torch.compiler.disable` does the same for the price of importing Dynamo. Seen in torch 2.13."""
     as_they_are = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    for member in vars(cls).values():
+    for member in vars(target).values() if isinstance(target, type) else (target,):
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if isinstance(function, FunctionType):
             set_code_exec_strategy(function.__code__, as_they_are)
             function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return cls
+    return target

@@ -1,6 +1,8 @@
-"""What the seed about compiled wrappers asks of capture, test by test; its wrappers have their tests in `tests/spmd`.
+"""What the seed about compiled wrappers asks, test by test: of capture in one process, and of wrappers on two ranks.
 
-`SEED` names each test of the seed that is about capture, and the one here that stands for it.
+`SEED` names each test of the seed that is about capture, and the one here that stands for it; those with wrappers are
+the cases of `tests/support/seed_000_ranks.py`, by the seed's names. Graphs are not split at the bounds of buckets, as
+communication is in them, so that what the seed counts of splits has no test.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import tests.support.seed_000_ranks as ranks
 import wholestep as ws
-from wholestep.testing import CompileCounter
+from wholestep.testing import CompileCounter, run_ranks
 
 SEED = {
     "test_issue90375": "test_a_forward_of_no_arguments",
@@ -38,6 +41,22 @@ SEED = {
 
 def test_the_table_names_tests_that_exist() -> None:
     assert all(name in globals() for name in SEED.values())
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_ranks(ranks.everything, 2, "shm", ([*ranks.CASES],), timeout=400)
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_compiled_wrappers_are_as_in_eager(name: str, both: list[dict[str, Any]]) -> None:
+    for found in both:
+        assert set(found[name].values()) == {True}
+
+
+def test_sharded_parameters_are_no_attributes(both: list[dict[str, Any]]) -> None:
+    assert all(found["test_fsdp_skip_register_attr_or_module"] for found in both)
 
 
 class Toy(nn.Module):

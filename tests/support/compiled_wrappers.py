@@ -121,8 +121,9 @@ class Case:
     Attributes:
         model: makes it; the wrapper gets ``options``.
         step: trains it once.
-        loop: calls the step, with the number of the call; here for what a loop does around it.
+        around: what the loop does around a call, by the call's number.
         hook: with its state, made anew for each model.
+        grows: how many more rows the second batch has, on rank 0.
         whole: one graph is wanted.
     """
 
@@ -132,6 +133,7 @@ class Case:
     hook: Callable[[], tuple[Any, Any]] | None = None
     around: Callable[[Any, int], Any] = lambda model, number: contextlib.nullcontext()
     shape: tuple[int, ...] = (5, 8)
+    grows: int = 0
     whole: bool = True
 
 
@@ -194,6 +196,7 @@ CASES = {
     "views of buckets": Case(step=left, options={"gradient_as_bucket_view": True}),
     "buffers of their own": Case(options={"broadcast_buffers": False}),
     "evaluation between": Case(around=evaluated_before),
+    "other sizes": Case(grows=2),
     "ignored": Case(ignoring),
     "unused": Case(Unused, options={"find_unused_parameters": True}, whole=False),
     "fp16 hook": Case(hook=fp16),
@@ -204,7 +207,8 @@ CASES = {
 
 def _ends(case: Case, way: str) -> tuple[list[Tensor], list[Any], Any]:
     torch.manual_seed(7 + comm.get_rank())
-    batches = [torch.randn(case.shape) for _ in range(4)]
+    rows = (case.shape[0], case.shape[0] + case.grows * (1 + comm.get_rank()), *[case.shape[0]] * 2)
+    batches = [torch.randn(size, *case.shape[1:]) for size in rows]
     inner, step, compiled = case.model(), case.step, None
     if way == "compiled inside":
         inner = compiled = ws.compile(inner)
@@ -213,6 +217,8 @@ def _ends(case: Case, way: str) -> tuple[list[Tensor], list[Any], Any]:
         model.register_comm_hook(*case.hook())
     if way == "compiled":
         model = compiled = ws.compile(model)
+    elif way == "torch.compile":
+        model, compiled = torch.compile(model, backend="wholestep"), None
     elif way == "whole step":
         step = compiled = ws.compile(step, fullgraph=case.whole)
     opt = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -222,7 +228,7 @@ def _ends(case: Case, way: str) -> tuple[list[Tensor], list[Any], Any]:
             losses.append(step(model, opt, x).detach().clone())
     kept = [*losses, *model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
     kept += [one for state in opt.state.values() for one in state.values()]
-    return [one.detach().clone() for one in kept], list(model.state_dict()), compiled
+    return [one.detach().clone() for one in kept], [n.replace("_orig_mod.", "") for n in model.state_dict()], compiled
 
 
 def equal(name: str, way: str) -> str:
@@ -232,7 +238,7 @@ def equal(name: str, way: str) -> str:
         return f"names {keys} and {found}, {len(want)} and {len(have)} tensors"
     wrong = [i for i, pair in enumerate(zip(want, have, strict=True)) if not torch.equal(*pair)]
     said = f"tensors {wrong} of {len(want)}" if wrong else ""
-    if CASES[name].whole and compiled.breaks:
+    if CASES[name].whole and compiled is not None and compiled.breaks:
         said += f" breaks {compiled.breaks}"
     if way == "whole step" and CASES[name].whole:
         targets = [str(node.target) for graph in compiled.graphs for node in graph.graph.nodes]
@@ -244,7 +250,7 @@ def equal(name: str, way: str) -> str:
 # The wrapper itself, or the module in it, compiled, in place of the step.
 OTHERS = [(name, way) for name in ("plain", "no_sync around it", "static graph", "fp16 hook")
           for way in ("compiled", "compiled inside")]  # fmt: skip
-ALL = [*((name, "whole step") for name in CASES), *OTHERS]
+ALL = [*((name, "whole step") for name in CASES), *OTHERS, ("plain", "torch.compile")]
 
 
 def everything() -> list[str]:

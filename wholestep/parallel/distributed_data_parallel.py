@@ -21,7 +21,7 @@ from wholestep.parallel.join import Join, Joinable, JoinHook, hint_at_join
 from wholestep.parallel.logging_data import logging_data
 from wholestep.parallel.outputs import joined_in_one_node
 from wholestep.parallel.reducer import GradientReducer
-from wholestep.torch_compat import tree_map_only
+from wholestep.torch_compat import skipped_by_dynamo, tree_map_only
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module: names that ranks keep for themselves
 
@@ -101,8 +101,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, after which the next backward reduces, unless within `no_sync`."""
-        syncs = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if syncs and not is_captured():
+        others, inputs, kwargs = self._begin_forward(inputs, kwargs)
+        return self._end_forward(self.module(*inputs, **kwargs), others)
+
+    @property
+    def _syncs(self) -> bool:
+        return torch.is_grad_enabled() and self.require_backward_grad_sync
+
+    @skipped_by_dynamo
+    def _begin_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Gives the work of telling ranks that have no more batches, and the inputs on the module's device."""
+        if self._syncs and not is_captured():
             self.reducer.times.begin_iteration()
         if self._join_config.enable and is_captured():
             raise UnsupportedError(
@@ -110,13 +119,17 @@ class DistributedDataParallel(nn.Module, Joinable):
                 remedy="compile without fullgraph=True",
             )
         others = Join.notify_join_context(self)
-        self._begin_iteration(syncs)
+        self._begin_iteration(self._syncs)
         if self.device_ids:
             device = self.device_ids[0]
             inputs, kwargs = tree_map_only(torch.Tensor, lambda one: one.to(device), (inputs, kwargs))
-        outputs = self.module(*inputs, **kwargs)
-        self._buffers_due = syncs
-        if not syncs:
+        return others, inputs, kwargs
+
+    @skipped_by_dynamo
+    def _end_forward(self, outputs: Any, others: Any) -> Any:
+        """Awaits a backward from these outputs, if there is to be one."""
+        self._buffers_due = self._syncs
+        if not self._syncs:
             return outputs
         if self.reducer.divisor is not None:
             self.reducer.divisor = None

@@ -21,9 +21,10 @@ from wholestep.parallel.comm_hooks.ordered import Hook, value_of
 from wholestep.parallel.join import hint_at_join
 from wholestep.parallel.logging_data import StepTimes
 from wholestep.parallel.outputs import nodes_behind
-from wholestep.torch_compat import at_end_of_backward
+from wholestep.torch_compat import at_end_of_backward, skipped_by_dynamo
 
 
+@skipped_by_dynamo
 class GradientReducer:
     """Buckets of the gradients of some parameters, and their all-reduce.
 

@@ -57,6 +57,9 @@ def _recorded_backward(
             new, group = gradient_memory(recorder, parameter.grad), wanted_mean(parameter.grad)
             if new is None or (new is old and not group) or id(parameter) not in recorder.inputs.by_id:
                 continue
+            if group and recorder.builder.sizes is not None:
+                what = "sizes that are symbols in a step whose gradients a wrapper reduces"
+                raise UnsupportedError(what, user_line(), "compile with dynamic=False, or pad batches to a few sizes")
             if new is not old:
                 changed.append(parameter)
             note_gradient(recorder, str(recorder.inputs.of(parameter).source), grad, old, parameter.grad, group)
