@@ -34,7 +34,7 @@ from wholestep.patches import is_suspended
 from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_places
 from wholestep.spmd import BufferBroadcast, PlanExecutor
 from wholestep.step_log import collecting
-from wholestep.trace import ReentrantCheckpoint, ReshapedInput, SharedMemory, Traced, trace_step
+from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_step
 from wholestep.trace.numbers.decisions import Decisions
 from wholestep.trace.numbers.dynamic_shapes import Templates
 from wholestep.trace.numbers.symbolic_sizes import Sizes
@@ -284,12 +284,12 @@ def capture(
             following = attempt
             try:
                 _tracing.active = True
-                world.substitutes.put(parts, world.differentiable, attempt.reshaped)
+                world.substitutes.put(parts, world.differentiable)
                 step = collecting(world.substitutes.aliases.exchange(fn))
                 traced = _traced(step, args, kwargs, world, attempt.shared, *how)
                 if sync is None or not sync.again():
                     return world, traced
-            except (SharedMemory, ReshapedInput, ReentrantCheckpoint, LeakError) as request:
+            except (SharedMemory, ReentrantCheckpoint, LeakError) as request:
                 following = attempt.after(request)
             finally:
                 _tracing.active = False
@@ -306,13 +306,11 @@ class _Attempt:
     Attributes:
         varying: paths of numbers that are inputs, and of lists that are only appended to.
         shared: memories that several inputs share.
-        reshaped: ids of inputs that the step makes views of what they were.
         reentrant: whether checkpoints run as written.
     """
 
     varying: frozenset[str]
     shared: frozenset[int] = frozenset()
-    reshaped: frozenset[int] = frozenset()
     reentrant: bool = True
 
     def after(self, request: Exception) -> _Attempt:
@@ -323,8 +321,6 @@ class _Attempt:
         """
         if isinstance(request, SharedMemory):
             return replace(self, shared=request.memories)
-        if isinstance(request, ReshapedInput):
-            return replace(self, reshaped=self.reshaped | {id(request.tensor)})
         if not isinstance(request, LeakError):
             return replace(self, reentrant=False)
         if request.grown <= self.varying:  # none, or none that can stay unseen

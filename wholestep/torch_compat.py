@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import inspect
 import operator
 import re
 import sys
@@ -429,6 +430,12 @@ def setting_functions() -> tuple[list[Callable[..., Any]], dict[str, Any]]:
     set_by["set_flush_denormal"] = None, functions["set_flush_denormal"]
     chosen = re.compile("cu(dnn|blas)|miopen|sdp|onednn")  # of kernels that are chosen while tracing, or not a CPU's
     return list(read.values()), {n: s for n, s in set_by.items() if not chosen.search(n)}
+
+
+def make_optimizer_state(optimizer: Any, group: dict[str, Any]) -> None:
+    """Has one of torch's optimizers make the state of a group's parameters that have gradients, as its step begins."""
+    make = inspect.unwrap(type(optimizer)._init_group)  # which Dynamo's import wraps
+    make(optimizer, group, *([] for _ in range(make.__code__.co_argcount - 2)))  # lists, which it fills
 
 
 _einsum = vars(torch.backends.opt_einsum)

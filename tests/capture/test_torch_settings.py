@@ -51,7 +51,6 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: torch.autograd.set_detect_anomaly(False)),
     "warnAlways()": (
         torch.is_warn_always_enabled, lambda: torch.set_warn_always(True), lambda: torch.set_warn_always(False)),
-    "initial_seed()": (torch.initial_seed, lambda: torch.manual_seed(7), lambda: torch.manual_seed(5)),
     "deterministic algorithms": (
         torch.get_deterministic_debug_mode, lambda: torch.set_deterministic_debug_mode("warn"),
         lambda: torch.set_deterministic_debug_mode("default")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import functools
 import sys
 import threading
 from collections import namedtuple
@@ -85,6 +86,7 @@ from wholestep.torch_compat import (
     kernel_settings,
     lazy_graph_module,
     make_one_of_several,
+    make_optimizer_state,
     makes_subclass,
     mkl_square_root,
     needs_memory,
@@ -956,3 +958,19 @@ def test_trees_keep_the_kinds_of_their_branches() -> None:
     assert tree_map(str, tree) == Pair(["1"], {"x": ("2", "y")})
     assert tree_map_only(int, lambda n: n + 1, tree) == Pair([2], {"x": (3, "y")})
     assert tree_map(type, [tree], is_leaf=lambda value: isinstance(value, Pair)) == [Pair]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "RMSprop", "Adafactor", "ASGD", "RAdam", "NAdam", "Adamax", "Rprop"])
+def test_optimizers_make_the_state_of_a_group_apart(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Dynamo's import has wrapped the method."""
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    parameter.grad = torch.full((2, 3), 5.0)
+    wrapped = getattr(torch.optim, kind)
+    monkeypatch.setattr(wrapped, "_init_group", functools.wraps(wrapped._init_group)(lambda *args: None))
+    optimizer: torch.optim.Optimizer = wrapped([parameter], lr=0.1)
+    make_optimizer_state(optimizer, optimizer.param_groups[0])
+    made = {name: value.clone() for name, value in optimizer.state[parameter].items()}
+    monkeypatch.undo()
+    optimizer.step()
+    assert made.keys() == optimizer.state[parameter].keys() and bool(made) is (kind != "SGD")
+    assert all(len(value.unique()) == 1 and 5.0 not in value for value in made.values())

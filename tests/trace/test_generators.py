@@ -55,7 +55,7 @@ def forked(x: Tensor) -> Tensor:
 def seeded_twice(x: Tensor) -> Tensor:
     first = torch.default_generator.manual_seed(3)
     y = x + torch.rand(3, generator=first)
-    return y + torch.rand(3, generator=OWN.manual_seed(4)) * torch.initial_seed() + OWN.initial_seed()
+    return y + torch.rand(3, generator=OWN.manual_seed(4))
 
 
 def from_one_to_the_other(x: Tensor) -> Tensor:
@@ -78,12 +78,8 @@ def in_a_checkpoint(x: Tensor) -> Tensor:
     return y.grad + torch.rand(3)  # type: ignore[operator]
 
 
-def seed_of_the_default(x: Tensor) -> Tensor:
-    return x * torch.initial_seed() + torch.default_generator.initial_seed()
-
-
 STEPS = [saved, saved_of_its_own, held, forked, seeded_twice, from_one_to_the_other, set_from_outside, returned,
-         in_a_checkpoint, seed_of_the_default]  # fmt: skip
+         in_a_checkpoint]  # fmt: skip
 
 
 def begin() -> None:
@@ -119,6 +115,7 @@ def test_states_of_no_generator_in_eagers_words(state: Any) -> None:
 REFUSED: dict[str, Callable[[], Any]] = {
     "Generator.seed": torch.seed,
     "Generator.clone_state": OWN.clone_state,
+    "Generator.initial_seed": torch.initial_seed,
     "Generator.graphsafe_get_state": lambda: OWN.graphsafe_get_state(),
     "makes, or that is out of its sight": lambda: torch.Generator().manual_seed(1),
 }
@@ -136,6 +133,17 @@ def test_what_of_generators_is_refused(what: str) -> None:
         ws.compile(step, fullgraph=True)(torch.ones(3))
     assert f"{__file__}:" in str(caught.value) and "to do: " in str(caught.value)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_that_asks_for_a_seed_runs_its_python() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * torch.initial_seed() + torch.rand(3, generator=OWN.manual_seed(4)) + OWN.initial_seed()
+
+    compiled = ws.compile(step)
+    for seed in (5, 7, 7, 5):
+        torch.manual_seed(seed)
+        assert torch.equal(compiled(torch.ones(3)), step(torch.ones(3)))
+    assert len(compiled.breaks) == 1 and "Generator.initial_seed" in compiled.breaks[0]
 
 
 DRAWS: dict[str, Callable[[], float]] = {

@@ -19,7 +19,7 @@ from wholestep.runtime.initial_state import StateInitializer
 from wholestep.runtime.output_aliases import as_inference, refuse, remade
 from wholestep.runtime.program import Program
 from wholestep.tensor_parts import Part, mark_part
-from wholestep.torch_compat import below_autograd, make_one_of_several, set_versions
+from wholestep.torch_compat import make_one_of_several, set_versions
 from wholestep.trace import Traced
 from wholestep.trace.record.inputs import flat_memory
 
@@ -157,7 +157,6 @@ class Entry:
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:
             outputs = self._outputs(values, args)
-            self._reshape(values)
         else:
             outputs, slots = self._differentiable(self.plan, values, versions)
         for index, before, after in traced.storage_sizes:
@@ -194,15 +193,6 @@ class Entry:
         self.donated.take(args[0], values)
         return self.program.consume(inputs)
 
-    def _reshape(self, values: list[Any]) -> None:
-        """Makes inputs the views of what they were that the step makes them; it is counted with the writes."""
-        for index, size, stride in self.traced.reshaped:
-            tensor = values[index]
-            if not tensor._is_view() and tensor.grad_fn is not None:
-                tensor.detach_()  # its new history comes with its new value; the old one is of the old shape
-            with below_autograd():
-                tensor.as_strided_(size, stride)
-
     def _differentiable(
         self, plan: Plan, values: list[Any], versions: tuple[int, ...]
     ) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
@@ -219,8 +209,6 @@ class Entry:
         if self.copied:
             again = [where == "output" and i in self.copied for where, i in plan.backward.saved]
             saved = [v.detach().clone() if copy else v for v, copy in zip(saved, again, strict=True)]
-        for index, *_ in traced.reshaped:
-            saved = [v.detach() if v is values[index] else v for v in saved]
         del outputs[derivative.n_forward :]
         new_value = {k: out for _, out, k in derivative.rewritten} if derivative.rewritten else {}
         bare = tuple([
@@ -231,7 +219,6 @@ class Entry:
         ran = Ran(bare, saved, [values[i] for i in derivative.late] if derivative.late else ())
         with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
             results = CompiledFunction.apply(plan, ran, *[values[i] for i in derivative.inputs], *slots.values())
-            self._reshape(values)
             for index, _, k in derivative.rewritten:
                 values[index].copy_(results[k])
         for slot, tensor in zip(derivative.outputs, results, strict=True):

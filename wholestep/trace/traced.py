@@ -59,7 +59,6 @@ class Traced:
         offsets: (input index, storage offset) where the step reads it, or several inputs are views of one memory.
         grad_mode: what the step leaves grad mode at, None when that is what it found.
         refused: (input, output, why) of each input whose new history cannot be differentiated.
-        reshaped: (input, size, stride) of each input that the step makes a view of what it was.
         many: the sizes that it serves, where one program may serve many.
     """
 
@@ -79,7 +78,6 @@ class Traced:
     offsets: list[tuple[int, int]] = field(default_factory=list)
     grad_mode: bool | None = None
     refused: list[tuple[int, int, str]] = field(default_factory=list)
-    reshaped: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     many: ManySizes | None = None
 
     @property

@@ -22,7 +22,7 @@ from wholestep.torch_compat import setting_functions
 
 GETTERS, SETTERS = setting_functions()
 # How what steps have read is read again, by its name.
-READERS: dict[str, Callable[[], Any]] = {"torch.initial_seed()": torch.initial_seed}
+READERS: dict[str, Callable[[], Any]] = {}
 
 
 def distributions_validate() -> bool:
@@ -55,15 +55,6 @@ class Settings:
     def __init__(self, refused: list[CaptureError]) -> None:
         self.read: dict[str, Any] = {}
         self.refused = refused
-        self._before = {name: read() for name, read in READERS.items()}
-
-    def ask(self, name: str, now: Any = None) -> Any:
-        """The value of a setting, which becomes a guard.
-
-        Args:
-            now: that of one which no step has read before.
-        """
-        return self.read.setdefault(name, self._before.get(name, now))
 
     def replacements(self) -> list[Replacement]:
         """What stands in for functions that read and set."""
@@ -84,7 +75,7 @@ class Settings:
             if is_plain(value) and all(map(is_plain, args)):
                 name = _shown(function, args)
                 READERS.setdefault(name, functools.partial(function, *args))
-                self.ask(name, value)
+                self.read.setdefault(name, value)
             return value
 
         return read
@@ -95,7 +86,7 @@ class Settings:
             attribute = next(name for name, member in vars(type(owner)).items() if member is prop)
             name = f"{owner.__name__}.{attribute}"
             READERS.setdefault(name, functools.partial(getattr, owner, attribute))
-            self.ask(name, value)
+            self.read.setdefault(name, value)
         return value
 
     def _set_property(self, prop: ContextProp, owner: Any, value: Any) -> None:

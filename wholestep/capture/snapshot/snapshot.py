@@ -132,10 +132,6 @@ class Snapshot:
         """The random generators that the step can see."""
         return self.reachable.generators
 
-    def ask(self, setting: str) -> Any:
-        """The value of a setting when the step begins, which becomes a guard."""
-        return self.reachable.outside.settings.ask(setting)
-
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""
         names: dict[int, str] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,6 @@ class DetachedAliases:
 
     Args:
         replaced: id of a module -> the module that takes its place.
-        reshaped: ids of tensors that the step makes views of what they were.
 
     Attributes:
         of: id of an original -> its alias.
@@ -73,12 +72,8 @@ class DetachedAliases:
     """
 
     def __init__(
-        self,
-        tensors: Iterable[TensorInput],
-        replaced: Mapping[int, torch.nn.Module] | None = None,
-        reshaped: Container[int] = (),
+        self, tensors: Iterable[TensorInput], replaced: Mapping[int, torch.nn.Module] | None = None
     ) -> None:
-        self._reshaped = reshaped
         self.of: dict[int, Any] = dict(replaced or {})
         self.found: dict[int, TensorInput] = {}
         self._known = {id(f.tensor): f for f in tensors}
@@ -92,8 +87,6 @@ class DetachedAliases:
     def _needs(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_inference():
             return False
-        if id(tensor) in self._reshaped:
-            return True
         if tensor._base is None or not torch.is_grad_enabled():
             return tensor._base is None and tensor.requires_grad and not tensor.is_leaf
         return (tensor.is_floating_point() or tensor.is_complex()) and not (tensor.requires_grad and tensor.is_leaf)

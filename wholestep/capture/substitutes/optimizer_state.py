@@ -1,62 +1,27 @@
 """Optimizer state made before a step is first captured, as the optimizer's own first step would make it.
 
 torch's optimizers create `exp_avg = zeros_like(p)` when they first meet a parameter. Made beforehand, one capture
-serves from the first call on. What an optimizer creates is asked of the optimizer itself: its `step` runs once on tiny
-parameters, and each tensor of the state that it leaves must have been filled with one number by a factory. State that
-follows from a gradient is not made here: the first step then is another program than the next. (SGD's momentum buffer
-alone has a start that gives the same bits, where nothing is dampened.)
+serves from the first call on. What an optimizer creates is asked of the optimizer itself, for tiny parameters: each
+tensor of it must be filled with one number. State that follows from a gradient is not made here: the first step then is
+another program than the next. (SGD's momentum buffer alone has a start that gives the same bits, where nothing is
+dampened.)
 """
 
 from __future__ import annotations
 
-import inspect
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.nested import tensors_of
 from wholestep.tensor_parts import mark_part, part_of
-from wholestep.torch_compat import TorchDispatchMode, no_modes, set_versions
+from wholestep.torch_compat import make_optimizer_state, no_modes, set_versions
 
-aten = torch.ops.aten
-
-# Factories that read their argument's shape, dtype and device, never its content, and copies of a Python number.
-_FACTORIES = {
-    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
-    aten.new_ones.default, aten.new_full.default, aten.lift_fresh.default,
-}  # fmt: skip
 # What code names that may look at an optimizer's state itself, and must find none at the first call.
 _LOOKING = {"state", "state_dict", "vars", "__dict__", "__getstate__", "dir", "eval", "exec", "copy", "deepcopy"}
-
-
-class _Factories(TorchDispatchMode):
-    """Remembers the tensors that factories return, with a copy of what they held then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by the address of their memory
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        nothing_read = not any(True for _ in tensors_of((args, kwargs)))
-        copied = func is aten.clone.default and args[0].data_ptr() in self.made and not args[0]._version
-        if isinstance(out, torch.Tensor) and out.numel() and (
-            func in _FACTORIES or copied or (nothing_read and not random)
-        ):
-            self.made[out.data_ptr()] = out, out.clone()
-        return out
-
-    def number(self, tensor: Any) -> float | None:
-        """The number that a factory filled a tensor with; None for any other value."""
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            return None
-        _, first = self.made.get(tensor.data_ptr(), (None, tensor.new_empty(0)))
-        return first.flatten()[0].item() if first.numel() and bool((first == first.flatten()[0]).all()) else None
 
 
 @dataclass(frozen=True)
@@ -172,35 +137,35 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:
 
 
 def _described(optimizer: torch.optim.Optimizer, index: int, parameter: torch.Tensor) -> _Described | None:
-    """The state of one parameter as a group's first step creates it: runs the step on a tiny one in its container.
+    """The state of one parameter as a group's first step creates it, for a tiny one in its place.
 
     Returns:
         `_Filled` or None by key; None where something else is in it.
     """
     tiny = torch.nn.Parameter(_tiny(parameter))
     tiny.grad = torch.zeros_like(tiny)
-    kind = type(optimizer)
+    kind, group = type(optimizer), {**optimizer.param_groups[index], "params": [tiny]}
     trial: Any = object.__new__(kind)
-    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
-    group = {**optimizer.param_groups[index], "params": [tiny]}
-    vars(trial).update(vars(optimizer), **hooks, state=defaultdict(dict), param_groups=[group])
-    with no_modes(), _Factories() as factories:
+    vars(trial).update(vars(optimizer), state=defaultdict(dict), param_groups=[group])
+    with no_modes():
         try:
-            inspect.unwrap(kind.step)(trial)
+            make_optimizer_state(trial, group)
         except Exception:  # the step itself will say so, at its own time
             return None
-    described: _Described = {}
-    for key, value in trial.state.get(tiny, {}).items():
-        filled = _filled(value, -0.0 if _begins_as_gradient(trial, key) else factories.number(value), tiny)
-        described[key] = filled and replace(filled, is_new=_begins_as_gradient(trial, key))
-        if described[key] is None and value is not None:
-            return None
-    return described
+    if kind.step is torch.optim.SGD.step and group["momentum"]:
+        # its buffer is at first a copy of the gradient: ``-0.0 * momentum + gradient``, where nothing is dampened
+        first = _Filled(-0.0, tiny.dtype, tiny.device, None, is_new=True)
+        return None if group["dampening"] else {"momentum_buffer": first}
+    described: _Described = {key: _filled(value, tiny) for key, value in trial.state[tiny].items()}
+    return None if any(described[key] is None is not value for key, value in trial.state[tiny].items()) else described
 
 
-def _filled(value: Any, first: float | None, tiny: torch.Tensor) -> _Filled | None:
-    """What a tensor of state is beside its parameter; None where it has no first value, or a shape of its own."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or first is None:
+def _filled(value: Any, tiny: torch.Tensor) -> _Filled | None:
+    """What a tensor of state is beside its parameter; None where it has no one value, or a shape of its own."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    first = value.flatten()[0].item()
+    if not bool((value == first).all()):
         return None
     if value.dim() and value.shape == tiny.shape and value.stride() == torch.empty_like(tiny).stride():
         return _Filled(first, value.dtype, value.device, None)
@@ -208,13 +173,6 @@ def _filled(value: Any, first: float | None, tiny: torch.Tensor) -> _Filled | No
     if not value.is_contiguous() or any(size not in dims for size in value.shape):
         return None
     return _Filled(first, value.dtype, value.device, tuple(dims[size] for size in value.shape))
-
-
-def _begins_as_gradient(optimizer: torch.optim.Optimizer, key: str) -> bool:
-    """Whether a tensor is SGD's momentum buffer, at first a copy of the gradient: ``-0.0 * momentum + gradient``."""
-    group = optimizer.param_groups[0]
-    is_momentum = type(optimizer).step is torch.optim.SGD.step and key == "momentum_buffer"
-    return is_momentum and group["momentum"] > 0 and not group["dampening"]
 
 
 def _tiny(parameter: torch.Tensor) -> torch.Tensor:

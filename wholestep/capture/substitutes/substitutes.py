@@ -69,13 +69,12 @@ class Substitutes:
         kinds_of = Stopped, Cached, AppendOnlyList
         return [v for v in self.aliases.of.values() if type(v) in kinds_of or isinstance(v, torch.Tensor)]
 
-    def put(self, parts: PartsOf | None, differentiable: bool = True, reshaped: Ids[int] = ()) -> None:
+    def put(self, parts: PartsOf | None, differentiable: bool = True) -> None:
         """Puts whole shapes, detached aliases and stand-ins in place; `lift` gives those among the arguments.
 
         Args:
             parts: what tensors that carry no mark hold all the same; None when the step is not spread over ranks.
             differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
-            reshaped: ids of other tensors that need an alias: the step makes them views of what they were.
         """
         found = self._reachable
         found.outside.raise_refused()
@@ -83,7 +82,7 @@ class Substitutes:
         self._unsharded = UnshardedViews(found.tensors.values(), parts)
         self._unsharded.put()
         replaced = {id(old): new for old, new in self._replaced}
-        self.aliases = aliases = DetachedAliases(found.tensors.values() if differentiable else (), replaced, reshaped)
+        self.aliases = aliases = DetachedAliases(found.tensors.values() if differentiable else (), replaced)
         for key, tensor in found.tensors.items():
             if key in aliases.of:
                 self._originals[id(aliases.of[key])] = aliases.of[key], tensor.tensor

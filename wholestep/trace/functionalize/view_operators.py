@@ -10,13 +10,12 @@ import torch
 
 from wholestep.errors import UnsupportedError
 from wholestep.nested import map_leaves
-from wholestep.torch_compat import below_autograd, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.kernel_checks import check_strided, check_view
 from wholestep.trace.operators.tables import functional_view
-from wholestep.trace.record.inputs import Inputs, ReshapedInput
+from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
@@ -73,7 +72,8 @@ class Views:
         if view is not None:
             self.inputs.run(view, args, kwargs)  # eager's own error first, if there is one
         if not is_made(tensor):
-            return self._reshape_input(func, view, args, kwargs)
+            what = f"{func} changes the shape of {self.inputs.describe(tensor)}, which the step did not make"
+            raise UnsupportedError(what, user_line(), "use the form that returns a view")
         resized = func in RESIZES and self._fits(tensor, args[1])
         if view is None and not resized:
             raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
@@ -94,38 +94,9 @@ class Views:
         tensor.wholestep_ref = ref
         return tensor
 
-    def _reshape_input(self, func: Any, view: Any, args: Any, kwargs: Any) -> Any:
-        """An input that becomes a view of what it was: its alias while the step is traced, itself at each run."""
-        tensor = args[0]
-        can = view is not None and _can_have_an_alias(tensor) and not self.inputs.world.substitutes.parts
-        if can and id(tensor) not in self.inputs.world.substitutes.ids:
-            raise ReshapedInput(tensor)
-        base, before = self.inputs.ref(tensor), tensor.storage_offset()
-        item = self.inputs.of(tensor)
-        with self.builder.fake_mode, torch.no_grad(), below_autograd():
-            fake = func(item.fake.detach(), *args[1:], **kwargs)
-        if not can or fake.storage_offset() != item.fake.storage_offset():
-            raise UnsupportedError(
-                f"{func} changes the shape of {self.inputs.describe(tensor)}, which the step did not make",
-                user_line(),
-                "use the form that returns a view",
-            )
-        with no_modes(), torch.no_grad(), below_autograd():
-            func(*args, **kwargs)
-        assert tensor.storage_offset() == before
-        item.fake = fake
-        item.reshaped = Ref(base.storage, Geometry.of(fake), base, view, tuple(args[1:]), kwargs)
-        return tensor
-
     def _fits(self, tensor: torch.Tensor, wanted: Any) -> bool:
         """Whether a tensor can take another shape inside of the memory that it has."""
         whole = self.inputs.ref(tensor).whole.geometry
         count = math.prod(wanted.shape if isinstance(wanted, torch.Tensor) else wanted)
         end = tensor.storage_offset() - whole.offset + count
         return whole.is_dense and not whole.lazy and end <= elements(whole.shape)
-
-
-def _can_have_an_alias(tensor: torch.Tensor) -> bool:
-    """Not a leaf: gradients flow to itself."""
-    leaf = tensor.requires_grad and tensor.is_leaf
-    return type(tensor) is torch.Tensor and not tensor.is_inference() and not leaf

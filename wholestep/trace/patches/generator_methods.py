@@ -14,7 +14,7 @@ from torch import fx
 from wholestep import functional
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.patches import Replacement
-from wholestep.torch_compat import generator_id, no_modes
+from wholestep.torch_compat import no_modes
 from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
 
@@ -22,14 +22,14 @@ Generator = torch.Generator
 
 _get_state, _set_state, _manual_seed = Generator.get_state, Generator.set_state, Generator.manual_seed
 
-# They seed at random, or share states between generators.
-REFUSED = ("seed", "set_offset", "get_offset", "clone_state", "graphsafe_get_state", "graphsafe_set_state")
+# They seed at random, tell the seed, or share states between generators.
+REFUSED = ("seed", "initial_seed", "set_offset", "get_offset", "clone_state", "graphsafe_get_state",
+           "graphsafe_set_state")  # fmt: skip
 
 
 def methods(recorder: Recorder) -> list[Replacement]:
     """What stands in for the methods of generators while the step is traced."""
     builder, refused = recorder.builder, recorder.numbers.refused
-    seeds: dict[int, int | None] = {}  # the initial seeds of generators that the step moved; None where it is unknown
 
     def refuse(name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -66,24 +66,14 @@ def methods(recorder: Recorder) -> list[Replacement]:
                 _set_state(generator, new_state)
             read = recorder.inputs.read(new_state)
             builder.emit(functional.set_rng_state, (read, *operand(generator)), value=())
-        seeds[generator_id(generator)] = None
         return generator
 
     def manual_seed(generator: Generator, seed: int) -> Generator:
         seed = int(seed) if isinstance(seed, torch.SymInt) else seed
         _manual_seed(Generator(generator.device), seed)  # eager's errors
         builder.emit(functional.manual_seed, (seed, *operand(generator)), value=())
-        seeds[generator_id(generator)] = seed
         return generator
 
-    def initial_seed(generator: Generator) -> int:
-        key = generator_id(generator)
-        known = seeds.get(key)
-        if known is None and (key in seeds or key != generator_id(torch.default_generator)):
-            what = "the step asks for the seed of a generator of its own, or of one whose state it has set"
-            raise refused(UnsupportedError(what, user_line(), "ask for it outside of the step"))
-        return recorder.inputs.world.ask("torch.initial_seed()") if known is None else known
-
-    recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed, initial_seed]
+    recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed]
     refusing = [(Generator, name, refuse(name)) for name in REFUSED]
     return [*((Generator, method.__name__, method) for method in recorded), *refusing]

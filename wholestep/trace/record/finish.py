@@ -68,10 +68,9 @@ def finish(
     for item in items:
         by_node.setdefault(item.node, item)
     primals = [by_node[node] for node in used[: len(used) - len(tangents)]]
-    reshaped = {item: item.reshaped.geometry for item in recorder.inputs.by_id.values() if item.reshaped}
     offsets = list(recorder.inputs.offsets.values())
     resized = [size.item for size in sizes]
-    inputs = list(dict.fromkeys([*primals, *items, *versions, *reshaped, *resized, *offsets, *named]))
+    inputs = list(dict.fromkeys([*primals, *items, *versions, *resized, *offsets, *named]))
     for index, item in enumerate(inputs):
         item.index = index
     by_name = {i.name: i for i in builder.inputs}
@@ -101,7 +100,6 @@ def finish(
         [(size.item.index, size.before, size.now) for size in sizes],
         refused=[(item.index, output, why) for item, output, why in backward.refused] if backward else [],
         offsets=[(item.index, item.value.storage_offset()) for item in offsets],  # type: ignore[union-attr,misc]
-        reshaped=[(item.index, tuple(place.shape), tuple(place.stride)) for item, place in reshaped.items()],
     )  # fmt: skip
 
 

@@ -21,14 +21,6 @@ from wholestep.trace.record.graph_builder import GraphBuilder, fake_value
 from wholestep.trace.record.provenance import user_line
 
 
-class ReshapedInput(Exception):  # noqa: N818 - a request, not an error
-    """The step makes an input a view of what it was, as `t_` does; trace again, with an alias in its place."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__("an input is given another shape in place")
-        self.tensor = tensor
-
-
 @dataclass(eq=False)
 class TracedInput:
     """One input: a real tensor with its fake, a number, a generator, or memory that several tensors share.
@@ -36,7 +28,7 @@ class TracedInput:
     Attributes:
         source: where the value is found (for shared memory, where its first member is); None for state that the step
             makes.
-        ref: itself as a view of its storage; `reshaped` once the step has made it a view of what it was.
+        ref: itself as a view of its storage.
         members: the tensors in a shared memory, whose value is then the memory as one flat tensor.
         index: its position among the inputs.
     """
@@ -47,7 +39,6 @@ class TracedInput:
     ref: Ref | None = None
     fake: Any = None
     members: list[torch.Tensor] = field(default_factory=list)
-    reshaped: Ref | None = None
     index: int = -1
 
     @property
@@ -150,7 +141,7 @@ class Inputs:
             return found
         item = self.of(tensor)
         assert item.ref is not None
-        return item.reshaped or item.ref
+        return item.ref
 
     def read(self, tensor: torch.Tensor) -> fx.Node:
         """The node that holds a tensor's content now."""

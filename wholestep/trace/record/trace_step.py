@@ -59,7 +59,7 @@ def trace_step(
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
-        SharedMemory, ReshapedInput, ReentrantCheckpoint: restore the world and try again.
+        SharedMemory, ReentrantCheckpoint: restore the world and try again.
     """
     recorder = Recorder(world, Provenance(world.module_names()), shared, decisions, sizes)
     if sizes is not None:
