@@ -47,6 +47,8 @@ class PersistentObjects:
         self.tensors: list[torch.Tensor] = []
         self.watched: list[int] = []
         self._whole: set[int] = set()
+        self._nested: set[int] = set()
+        self._inner: dict[int, dict[Any, Any]] = {}
 
     # their tensors -------------------------------------------------------------------------------------
 
@@ -58,8 +60,15 @@ class PersistentObjects:
         """Reads every tensor into the list ``t``: whole dicts first, then one by one."""
         known, write = self._writer.tensors, self._writer
         whole = self._tables_of_tensors()
+        ids = {id(table) for table in whole}
+        nested = [c for c in self._containers if c.kind is kinds.MAPPING and isinstance(c.value, dict) and c.before and
+                  ids.issuperset(map(id, c.before.values())) and not c.ignored and
+                  all(type(key) in (str, int) for table in c.before.values() for key in table)]  # fmt: skip
+        inner = [table for c in nested for table in c.before.values()]
+        self._nested, self._inner = {id(c.value) for c in nested}, {id(table): table for table in inner}
+        whole = [table for table in whole if id(table) not in self._inner]
         singles: list[str] = []
-        for value in chain.from_iterable(map(dict.values, whole)):
+        for value in chain.from_iterable(map(dict.values, [*whole, *self._inner.values()])):
             self._add(value)
         for container in self._containers:
             for key in container.compared if container.kind is not kinds.SET else ():
@@ -75,9 +84,13 @@ class PersistentObjects:
             if id(found.tensor) not in known and id(found.tensor) not in by_path and not is_grad:
                 self._add(found.tensor)
                 singles.append(write.name(found.tensor))
-        self._whole = {id(table) for table in whole}
+        self._whole = ids
         reads = [f"*chain(map(values, {write.constant(whole)}))"] * bool(whole)
-        write.lines.append(f"t = [{', '.join([*reads, *singles])}]")
+        if nested:
+            write.lines.append(f"inner = [{', '.join(f'*values({write.name(c.value)})' for c in nested)}]")
+            reads.append("*chain(map(values, inner))")
+        reads += singles
+        write.lines.append(f"t = [{', '.join(reads)}]")
         self._compare_gradients()
         self._compare_metadata()
 
@@ -161,6 +174,8 @@ class PersistentObjects:
         lists: list[Any] = []
         for container in self._containers:
             kind, value, before = container.kind, container.value, container.before
+            if id(value) in self._inner:
+                continue
             special = [key for key in container.compared if self._is_special(before[key], container)]
             if not is_exact(value) and kind in (kinds.MAPPING, kinds.LIST):
                 self._one_by_one(container)
@@ -174,6 +189,8 @@ class PersistentObjects:
                 else:
                     write.require(f"len({write.name(value)}) == {len(before)} and "
                                   f"identical({write.name(value)}, {self._expected([*before])})")
+                if id(value) in self._nested:
+                    continue
                 # not by the keys, which may be tensors: `in` would compare their elements
                 plain = [key for key in container.compared if not self._is_special(before[key], container)]
                 if len(plain) == len(before) and kind is not kinds.ATTRIBUTES:
@@ -187,6 +204,10 @@ class PersistentObjects:
                 lists.append(value)
             else:
                 self._one_by_one(container)
+        if self._inner:
+            keys = [*chain.from_iterable(self._inner.values())]
+            write.require(f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "
+                          f"[*chain(inner)] == {write.constant(keys)}")
         if dicts:
             write.require(f"[*chain({write.constant(dicts)})] == {write.constant([k for d in dicts for k in d])}")
         if sizes:

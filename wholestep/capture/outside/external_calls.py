@@ -137,8 +137,6 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
     # `gauss` gives every other number from an attribute
     (DRAWS, {owner: _methods(owner) for owner in (_OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),
 ]  # fmt: skip
-# These ask for the time unless they are given one, as an argument at this place.
-_GIVEN = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 # What modules have bound to the random generators of all, which are looked up in their classes anew at each call.
 _PYTHONS: Any = random.random
 _NUMPYS: Any = numpy.random.rand
@@ -152,14 +150,6 @@ ENVIRONMENT = "os.environ "  # before the name of a variable, among the names th
 def looked_up(method: Any) -> Callable[..., Any]:
     """A bound method that is looked up anew at each call."""
     return lambda *args, **kwargs: getattr(method.__self__, method.__name__)(*args, **kwargs)
-
-
-def _moves(name: str, generator: Any, *args: Any) -> bool:
-    """Whether a method moves a random generator: it does not where it puts back what is there."""
-    if name not in ("setstate", "set_state"):
-        return True
-    state = _OF_C.getstate(generator) if isinstance(generator, _OF_C) else generator.get_state()
-    return str(state) != str(args[0])
 
 
 def variables(names: Iterable[str]) -> list[Any]:
@@ -240,14 +230,14 @@ class Outside:
         raise error
 
     def _refusing(self, verdict: Verdict, owner: Any, name: str) -> Any:
-        found, place = original(owner, name), _GIVEN.get(name)
+        found = original(owner, name)
         says = f"calls {f'{_SHORT.get(owner, owner.__name__)}.{name}'.removeprefix('builtins.')}()"
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if verdict is DRAWS:
-                if id(args[0]) in self.generators and _moves(name, *args):
+                if id(args[0]) in self.generators:
                     self._refuse(verdict, f"draws from {self.generators[id(args[0])][1]}, a {type(args[0]).__name__}")
-            elif (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
+            elif verdict.applies(owner, _caller()):
                 self._refuse(verdict, says)
             return found(*args, **kwargs)
 

@@ -73,13 +73,6 @@ class Stopped(StandIn):
     def __iter__(self) -> Any:
         return self
 
-    def __enter__(self) -> Any:
-        vars(self)["original"].__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> Any:
-        return vars(self)["original"].__exit__(*error)
-
 
 for _name in ("__next__", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__"):
     setattr(Stopped, _name, _move)
@@ -138,14 +131,9 @@ class Cached:
         self.cache_info, self.cache_clear = function.cache_info, function.cache_clear
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        missed = self.function.cache_info().misses
         value = self.function(*args, **kwargs)
         if not is_plain(value):
-            if self.function.cache_info().misses == missed:
-                what = f"a value that {self.source} keeps in its cache, where no guard sees it"
-            else:
-                self.function.cache_clear()
-                what = f"{self.source} keeps in its cache what it makes in the step"
+            what = f"{self.source} keeps in its cache what is no plain value, where no guard sees it"
             raise UnsupportedError(what, remedy="keep it in an attribute or a dict, or call it outside of the step")
         return value
 

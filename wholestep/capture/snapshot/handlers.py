@@ -345,6 +345,7 @@ UNGUARDED: tuple[type, ...] = (
     ctypes.c_int.__mro__[1],  # the base of all single numbers
     contextvars.ContextVar, queue.SimpleQueue, BaseException,
 )  # fmt: skip
+DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
     **dict.fromkeys(UNGUARDED, _unguarded),
@@ -368,20 +369,14 @@ HANDLERS: dict[type, Handler] = {
     BackwardCFunction: _context,
     BackwardHook: _object,
     types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
-    types.SimpleNamespace: _object,
-    argparse.Namespace: _object,
-    UserDict: _object,
-    UserList: _object,
+    **dict.fromkeys(DATA, _object),
     **dict.fromkeys((ChainMap, configparser.RawConfigParser, queue.Queue, threading.Event, threading.local), _object),
     **dict.fromkeys((weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet), _object),
     SynchronizedBase: _object,
-    weakref.ref: _weak,
-    weakref.ProxyType: _weak,
-    weakref.CallableProxyType: _weak,
+    **dict.fromkeys((weakref.ref, weakref.ProxyType, weakref.CallableProxyType), _weak),
     type(functools.cache(len)): _cached,
     type: _class,
 }
-DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
 # Classes wait until all else is walked, optimizers and schedulers until classes are, so that a parameter is named after
 # its module: the queue in which each waits.
 WAITING: dict[Handler, int] = {_class: 0, _optimizer: 1, _scheduler: 1}

@@ -169,24 +169,15 @@ def _escape(how: str, convert: Callable[..., Any]) -> Callable[..., Any]:
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 UNARY: dict[str, Callable[..., Any]] = {
-    "__neg__": operator.neg,
-    "__pos__": operator.pos,
-    "__abs__": abs,
-    "__invert__": operator.invert,
     "__round__": round,
-    "__trunc__": math.trunc,
-    "__floor__": math.floor,
-    "__ceil__": math.ceil,
+    **{f"__{name}__": getattr(operator, name) for name in ("neg", "pos", "abs", "invert")},
+    **{f"__{name}__": getattr(math, name) for name in ("trunc", "floor", "ceil")},
 }
 ESCAPES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "__float__": ("float(…) needs its value", float),
-    "__int__": ("int(…) needs its value", int),
+    **{f"__{kind.__name__}__": (f"{kind.__name__}(…) needs its value", kind) for kind in (float, int, complex)},
     "__index__": ("an index or size needs its value", operator.index),
-    "__repr__": ("printing it needs its value", repr),
-    "__str__": ("printing it needs its value", str),
-    "__format__": ("formatting it needs its value", format),
+    **{f"__{text.__name__}__": ("its text needs its value", text) for text in (repr, str, format)},
     "__hash__": ("hashing it needs its value", hash),
-    "__complex__": ("complex(…) needs its value", complex),
     "__array__": ("NumPy needs its value", lambda value, *rest, **options: numpy.asarray(value, *rest)),
     "__sizeof__": ("its size needs its value", lambda value: value.__sizeof__()),
     "__reduce_ex__": ("a copy of it needs its value", lambda value, protocol: (type(value), (value,))),

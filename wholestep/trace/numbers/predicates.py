@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import magic_methods
 
 from wholestep.errors import DataDependentError
 from wholestep.functional import OFFSETS, same_value
@@ -137,8 +138,6 @@ def _is_small(nodes: set[fx.Node], limit: int) -> bool:
 
 UNDEFINED = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 
-COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**"}
 
 
 def in_words(node: fx.Node, nodes: set[fx.Node], inputs: Iterable[TracedInput]) -> str:
@@ -152,10 +151,9 @@ def in_words(node: fx.Node, nodes: set[fx.Node], inputs: Iterable[TracedInput]) 
 def _text(node: fx.Node, texts: dict[fx.Node, str]) -> str:
     name = getattr(node.target, "__name__", str(node.target)).split(".")[0]
     args = [texts.get(a, "…") if isinstance(a, fx.Node) else repr(a) for a in node.args]
-    if name in COMPARISONS and len(args) == 2:
-        return f"{args[0]} {COMPARISONS[name]} {args[1]}"
-    if name in ARITHMETIC and len(args) == 2:
-        return f"({args[0]} {ARITHMETIC[name]} {args[1]})"
+    if name in magic_methods and len(args) == magic_methods[name].count("{}"):
+        text = magic_methods[name].format(*args)
+        return text if name in ("lt", "le", "gt", "ge", "eq", "ne", "getitem") else f"({text})"
     if name == "_local_scalar_dense":
         return f"({args[0]}).item()" if " " in args[0] else f"{args[0]}.item()"
     return f"{name}({', '.join(args)})"

@@ -59,9 +59,8 @@ def is_differentiated_inside(op: Any) -> bool:
 # Tensor methods that hand a traced value to Python, with what to do instead: by way of an operator, ...
 ESCAPES: dict[str, str] = {
     "__float__": "use .item(), whose result may be used in arithmetic and as an operator's argument",
-    "__int__": "keep the number in a tensor, or compute it outside of the step",
+    **dict.fromkeys(("__int__", "__complex__"), "keep the number in a tensor, or compute it outside of the step"),
     "__index__": "use a size that does not depend on data",
-    "__complex__": "keep the number in a tensor",
     "__format__": "return the tensor from the step and format it outside",
     "__contains__": "use torch.eq(...).any() and torch.where",
 }
@@ -69,12 +68,8 @@ ESCAPES: dict[str, str] = {
 MEMORY_READS: dict[str, str] = {
     "__repr__": "return the tensor from the step and print it outside",
     "tolist": "return the tensor from the step and call tolist() outside",
-    "numpy": "return the tensor from the step and call numpy() outside",
-    "__array__": "return the tensor from the step and convert it outside",
-    "__dlpack__": "return the tensor from the step and convert it outside",
-    "data_ptr": "address memory outside of the step",
-    "const_data_ptr": "address memory outside of the step",
-    "mutable_data_ptr": "address memory outside of the step",
+    **dict.fromkeys(("numpy", "__array__", "__dlpack__"), "return the tensor from the step and convert it outside"),
+    **dict.fromkeys(("data_ptr", "const_data_ptr", "mutable_data_ptr"), "address memory outside of the step"),
 }
 
 
