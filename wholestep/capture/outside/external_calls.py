@@ -137,6 +137,8 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
     # `gauss` gives every other number from an attribute
     (DRAWS, {owner: _methods(owner) for owner in (_OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),
 ]  # fmt: skip
+# These ask for the time unless they are given one, as an argument at this place.
+_GIVEN = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 # What modules have bound to the random generators of all, which are looked up in their classes anew at each call.
 _PYTHONS: Any = random.random
 _NUMPYS: Any = numpy.random.rand
@@ -230,14 +232,14 @@ class Outside:
         raise error
 
     def _refusing(self, verdict: Verdict, owner: Any, name: str) -> Any:
-        found = original(owner, name)
+        found, place = original(owner, name), _GIVEN.get(name)
         says = f"calls {f'{_SHORT.get(owner, owner.__name__)}.{name}'.removeprefix('builtins.')}()"
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if verdict is DRAWS:
                 if id(args[0]) in self.generators:
                     self._refuse(verdict, f"draws from {self.generators[id(args[0])][1]}, a {type(args[0]).__name__}")
-            elif verdict.applies(owner, _caller()):
+            elif (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
                 self._refuse(verdict, says)
             return found(*args, **kwargs)
 

@@ -25,6 +25,11 @@ def _gives_fractions(tensor: torch.Tensor, other: Any, rounding_mode: str | None
     return not tensor.is_floating_point() and not tensor.is_complex() and rounding_mode is None
 
 
+def _is_empty(tensor: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> bool:
+    """Along a dimension of size 0, kernels refuse any index."""
+    return 0 in tensor.shape
+
+
 def check_view(place: Geometry, shape: Sequence[int]) -> None:
     """Eager's error for a shape that a tensor cannot be seen in; fakes of expanded and of overlapping ones give one."""
     with no_modes():
@@ -48,6 +53,8 @@ _ASKED: dict[Any, Callable[..., bool]] = {
     aten.select.int: _is_outside,
     **dict.fromkeys((aten.div_.Scalar, aten.div_.Tensor), _gives_fractions),
     aten._grouped_mm.default: lambda *args, **kwargs: True,
+    **dict.fromkeys((aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor), _is_empty),
+    **dict.fromkeys((aten.index_fill.int_Scalar, aten.index_fill.int_Tensor), _is_empty),
 }
 
 
