@@ -39,7 +39,7 @@ def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -
         args, kwargs: its arguments, nodes among them.
     """
     values: list[torch.Tensor] = []
-    key = target, key_of(args, values), key_of(kwargs, values)
+    key = target, key_of(args, values), key_of(kwargs, values), torch.get_default_dtype()
     mode = mode or values[0].fake_mode  # type: ignore[attr-defined]
     known = mode.__dict__.setdefault(_MEMORY[0], {})
     found = _get(known, key)
@@ -53,13 +53,13 @@ def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -
 def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """What a call gives on fake tensors: tensors in memory of their own, views of its arguments, or these."""
     operands: list[torch.Tensor] = []
-    key = func, key_of(args, operands), key_of(kwargs, operands)
+    key = func, key_of(args, operands), key_of(kwargs, operands), torch.get_default_dtype()
     known = mode.__dict__.setdefault(_MEMORY[1], {})
     found = _get(known, key)
     if found is not None:
         return map_leaves(lambda leaf: _anew(leaf, mode, operands), found)
     found = run(mode, func, args, kwargs)
-    if _depends_on_layouts(func, mode, operands) and key == (func, key_of(args, []), key_of(kwargs, [])):
+    if _depends_on_layouts(func, mode, operands) and key[1:3] == (key_of(args, []), key_of(kwargs, [])):
         kept = map_leaves(lambda leaf: _kept(leaf, mode, operands), found)
         if _UNKNOWN not in leaves(kept):
             with contextlib.suppress(TypeError):

@@ -427,7 +427,8 @@ def setting_functions() -> tuple[list[Callable[..., Any]], dict[str, Any]]:
     pairs = {n.replace(word, "set_"): n for n in read for word in ("get_", "is_")}
     pairs |= {precision[1]: precision[0], "_set_check_sparse_tensor_invariants": "_check_sparse_tensor_invariants"}
     set_by = {n: (read.get(pairs.get(n, "")), f) for n, f in functions.items() if n in pairs and pairs[n] != n}
-    set_by["set_flush_denormal"] = None, functions["set_flush_denormal"]
+    set_by |= {n: (None, functions[n]) for n in ("set_flush_denormal", "_set_default_tensor_type")}
+    set_by["_set_default_dtype"] = torch.get_default_dtype, functions["_set_default_dtype"]
     chosen = re.compile("cu(dnn|blas)|miopen|sdp|onednn")  # of kernels that are chosen while tracing, or not a CPU's
     return list(read.values()), {n: s for n, s in set_by.items() if not chosen.search(n)}
 

@@ -194,7 +194,8 @@ def test_settings_are_told_by_their_names() -> None:
     assert {"get_num_threads", "_get_cudnn_benchmark", "_get_mkldnn_enabled", "is_anomaly_enabled"} <= names
     assert not names & {"is_grad_enabled", "is_autocast_enabled", "get_default_dtype", "_is_torch_function_enabled"}
     assert {"set_num_threads", "_set_mkldnn_enabled", "_set_fp32_precision_setter"} <= SETTERS.keys()
-    assert not SETTERS.keys() & {"_set_grad_enabled", "set_autocast_enabled", "_set_default_dtype"}
+    assert {"_set_default_dtype", "_set_default_tensor_type"} <= SETTERS.keys()
+    assert not SETTERS.keys() & {"_set_grad_enabled", "set_autocast_enabled"}
 
 
 ASKING = {"threads": lambda: torch.set_num_threads(THREADS + 1), "time": time.time, "seed": torch.seed}

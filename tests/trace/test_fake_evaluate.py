@@ -84,3 +84,17 @@ def test_operands_of_equal_layout_are_told_apart() -> None:
     table = {aten.addcmul.default: lambda a, b, c, value=1.0: a + b * c * value}
     compiled = ws.compile(step, passes=[decompose(table)])
     assert torch.equal(compiled(x, y), x.sin() + y.sin() * x.cos() * 3.0)
+
+
+def test_the_default_type_of_numbers_may_change_in_a_step() -> None:
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        made = [torch.zeros(2), x / 2]
+        torch.set_default_dtype(torch.float64)
+        made += [torch.zeros(2), x / 2]
+        torch.set_default_dtype(torch.float32)
+        return [*made, torch.zeros(2), x / 2]
+
+    x = torch.arange(3)
+    expected, compiled = step(x), ws.compile(step)
+    for _ in range(3):
+        assert [t.dtype for t in compiled(x)] == [t.dtype for t in expected]
