@@ -59,6 +59,12 @@ def mlp() -> tuple[nn.Module, Batch]:
     return Regression(*layers), _numbers(32, 64, 64)
 
 
+def deep() -> tuple[nn.Module, Batch]:
+    """Three hundred small layers, with 600 parameters: what is done for each of them is most of the cost."""
+    layers = [layer for _ in range(300) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return Regression(*layers), _numbers(16, 32, 32)
+
+
 def gpt() -> tuple[nn.Module, Batch]:
     """The demo's GPT on the demo's batch: arithmetic is most of the cost."""
     config = GPTConfig()
@@ -79,6 +85,7 @@ def bert_base() -> tuple[nn.Module, Batch]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "toy": toy,
     "mlp": mlp,
+    "deep": deep,
     "gpt": gpt,
     "bert-small": bert_small,
     "bert-base": bert_base,

@@ -145,6 +145,10 @@ VARIANTS = {
     ),
     "ours-fs": Variant("wholestep, FullyShard", 2, "ddp", step=_spread(ws.FullyShard("dp"))),
     "ddp-of-fused": Variant("DDP, Gloo, AdamW(fused=True)", 2, "ddp-of-fused", model=_ddp, optimizer=_fused_adamw),
+    "ours-ddp-of-fused": Variant(
+        "parallel.DistributedDataParallel, AdamW(fused=True)", 2, "ddp-of-fused", model=_ours_ddp,
+        optimizer=_fused_adamw,
+    ),
     "ours-dp-of-fused": _of_fused("DataParallel", ws.DataParallel("dp")),
     "ours-so-of-fused": _of_fused("ShardedOptimizer", ws.ShardedOptimizer("dp")),
     "ours-fs-of-fused": _of_fused("FullyShard", ws.FullyShard("dp")),
