@@ -236,7 +236,7 @@ def test_a_tensor_that_the_step_made_and_resizes() -> None:
     assert all(torch.equal(compiled(x, 5), resizing(x, 5)) for _ in range(3)) and "aten.resize_" in compiled.breaks[0]
     with pytest.raises(UnsupportedError, match="aten.resize_.default changes which memory a tensor uses") as raised:
         ws.compile(resizing, fullgraph=True)(x, 5)
-    assert "test_bad_input.py:" in raised.value.where and raised.value.remedy == "make a new tensor"
+    assert "test_bad_input.py:" in raised.value.where and raised.value.remedy.startswith("make a new tensor")
 
 
 def lbfgs(seed: int) -> World:

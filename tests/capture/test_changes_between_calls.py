@@ -500,3 +500,71 @@ def test_the_size_of_a_storage_without_a_tensor_is_not_baked(typed: bool, fullgr
                 served(x, storage)
         else:
             assert torch.equal(served(x, storage), step(x, storage))
+
+
+class Counted(float):
+    rate = 2.0
+
+    def doubled(self) -> float:
+        return self.rate * 2
+
+
+class Kind(type):
+    rate = 2.0
+
+
+class Common(metaclass=Kind):
+    scale = 2.0
+
+
+class Special(Common):
+    @classmethod
+    def scaled(cls) -> float:
+        return cls.scale
+
+
+class Holder:
+    rate = 2.0
+
+    def read(self) -> float:
+        return self.rate
+
+
+LIMIT = 2.0
+counted, holder, table = Counted(1.0), Holder(), {"a": 2.0}
+read, shown = operator.methodcaller("read"), table.values()
+
+
+def plain(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def other(x: Tensor) -> Tensor:
+    return x * 3
+
+
+# What a step reads past the names in its own code: how, and how it is changed.
+PAST_NAMES: dict[str, tuple[Callable[[Tensor], Tensor], Any, str, Any]] = {
+    "a base's value through a class method": (lambda x: x * Special.scaled(), Common, "scale", 3.0),
+    "a metaclass": (lambda x: x * Common.rate, Kind, "rate", 3.0),
+    "an attribute of a number": (lambda x: x * counted.doubled(), counted, "rate", 3.0),
+    "a name in a caller of methods": (lambda x: x * read(holder), holder, "rate", 3.0),
+    "globals()": (lambda x: x * globals()["LIMIT"], None, "LIMIT", 3.0),
+    "eval": (lambda x: x * eval("LIMIT + 1"), None, "LIMIT", 3.0),
+    "a function reloaded in place": (lambda x: plain(x), plain, "__code__", other.__code__),
+    "a view of a dict": (lambda x: x * sum(shown), table, "a", 3.0),
+}
+
+
+@pytest.mark.parametrize("name", PAST_NAMES)
+def test_what_is_read_past_the_names_in_the_code_is_guarded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, owner, attribute, new = PAST_NAMES[name]
+    compiled, x = ws.compile(step, fullgraph=True), torch.ones(2)
+    before = step(x)
+    assert torch.equal(compiled(x), before) and torch.equal(compiled(x), before) and compiled.captures == 1
+    if isinstance(owner, dict) or owner is None:
+        monkeypatch.setitem(globals() if owner is None else owner, attribute, new)
+    else:
+        monkeypatch.setattr(owner, attribute, new)
+    assert not torch.equal(step(x), before)
+    assert torch.equal(compiled(x), step(x)) and torch.equal(compiled(x), step(x)) and compiled.captures == 2

@@ -17,7 +17,7 @@ import torch
 from wholestep.capture.guards.compared_values import META, is_one_of_a_kind, is_plain
 from wholestep.capture.guards.identity_checks import same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
-from wholestep.capture.snapshot.handlers import OPERATORS
+from wholestep.capture.snapshot.handlers import GETTERS, OPERATORS
 from wholestep.capture.snapshot.reachable import Container, Reachable
 from wholestep.capture.sources import Source, variable
 from wholestep.torch_compat import HOOK_TABLES
@@ -178,7 +178,7 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
-    elif first is None:
+    elif first is None or isinstance(value, GETTERS):
         found.append(Guard(source, "type", type(value)))
         found.append(_of_object(source, value))
     elif isinstance(value, (tuple, frozenset, types.MethodType)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from wholestep.capture.guards.per_call_objects import PERSISTENT, PerCallObjects
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
+from wholestep.capture.snapshot.user_code import is_library
 from wholestep.capture.sources import REGISTRIES, Attr, Source, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -204,6 +206,12 @@ class PersistentObjects:
                 lists.append(value)
             else:
                 self._one_by_one(container)
+        functions = [f for f in self._snap.reachable.kept if type(f) is FunctionType and not f.__closure__ and
+                     id(f) not in self._per_call.ids and not is_library(f.__code__.co_filename)]  # fmt: skip
+        if functions:  # reloaded in place, as by IPython
+            codes = [function.__code__ for function in functions]
+            write.require(f"identical(map({write.constant(attrgetter('__code__'))}, {write.constant(functions)}), "
+                          f"{write.constant(codes)})")
         if self._inner:
             keys = [*chain.from_iterable(self._inner.values())]
             write.require(f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "

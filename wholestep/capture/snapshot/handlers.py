@@ -13,6 +13,7 @@ import contextvars
 import ctypes
 import functools
 import mmap
+import operator
 import queue
 import sys
 import threading
@@ -220,6 +221,9 @@ def _class(found: Reachable, kind: type, source: sources.Source) -> None:
         return
     if kinds.class_values(kind):
         found.add(kind, source, kinds.CLASS)
+    for index, base in enumerate(kind.__bases__):
+        found.queue(base, sources.Item(sources.Attr(source, "__bases__"), index))
+    found.queue(type(kind), sources.Attr(source, "__class__"))
     for name, member in vars(kind).items():
         plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
         if isinstance(plain, types.FunctionType):
@@ -271,6 +275,8 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
     if not is_library(function.__code__.co_filename):
         found.names_read.add(function, isinstance(source, sources.Method))
         names = global_names(function.__code__)
+        if not named(function.__code__).isdisjoint(("globals", "f_globals", "eval", "exec")):
+            names = (*names, *(name for name in function.__globals__ if not name.startswith("__")))
         table = id(function.__globals__)
         fresh = tuple(name for name in names if (table, name) not in found.used_globals)
         found.used_globals.update((table, name) for name in fresh)
@@ -312,6 +318,11 @@ _ASKING: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def _getter(found: Reachable, getter: Any, source: sources.Source) -> None:
+    """`operator.attrgetter` and the like, which have names that no code has, and are compared as a whole."""
+    found.names_read.names.update(*(str(name).split(".") for name in getter.__reduce__()[1]))
+
+
 def _asks_types(found: Reachable, function: types.FunctionType) -> None:
     table, names = function.__globals__, named(function.__code__)
     for asks, beside in _ASKING.items() if not is_system(function.__code__.co_filename) else ():
@@ -346,6 +357,7 @@ UNGUARDED: tuple[type, ...] = (
     contextvars.ContextVar, queue.SimpleQueue, BaseException,
 )  # fmt: skip
 DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
+GETTERS = operator.attrgetter, operator.methodcaller
 HANDLERS: dict[type, Handler] = {
     torch.Tensor: _tensor,
     **dict.fromkeys(UNGUARDED, _unguarded),
@@ -368,6 +380,8 @@ HANDLERS: dict[type, Handler] = {
     **dict.fromkeys((functools.cached_property, functools.singledispatchmethod), _attributes("func")),
     BackwardCFunction: _context,
     BackwardHook: _object,
+    **dict.fromkeys(GETTERS, _getter),
+    **dict.fromkeys(map(type, ({}.keys(), {}.values(), {}.items())), _attributes("mapping")),
     types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
     **dict.fromkeys(DATA, _object),
     **dict.fromkeys((ChainMap, configparser.RawConfigParser, queue.Queue, threading.Event, threading.local), _object),
@@ -389,7 +403,7 @@ OPAQUE: tuple[type, ...] = (torch.library.CustomOpDef, *OPERATORS)
 def handler(kind: type) -> Handler | None:
     """How objects of a type are walked; None for those that nothing follows from."""
     if issubclass(kind, PLAIN) or issubclass(kind, OPAQUE) or is_one_of_a_kind(kind):
-        return None
+        return _object if issubclass(kind, PLAIN) and is_user_class(kind) else None
     for base in kind.__mro__:
         if base in HANDLERS:
             return HANDLERS[base]

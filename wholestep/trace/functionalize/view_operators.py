@@ -76,7 +76,8 @@ class Views:
             raise UnsupportedError(what, user_line(), "use the form that returns a view")
         resized = func in RESIZES and self._fits(tensor, args[1])
         if view is None and not resized:
-            raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), "make a new tensor")
+            remedy = "make a new tensor; send objects (torch.distributed.all_gather_object) outside of the step"
+            raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), remedy)
         base = self.inputs.ref(tensor)
         before = replace(base)
         if base.storage.root is base:
