@@ -104,6 +104,7 @@ class Storage:
         input: index of the input whose memory this is; None for memory allocated in the step.
         first: the node that gave the root its first content.
         moved: whether it became the memory of a tensor from outside, by ``p.data = t``.
+        left: whether a tensor from outside, whose memory it is, was given other memory, which a replay copies into it.
         given: memories of tensors from outside that parts of it were copied to, as ``p.data = t[:n]`` would have let
             both be one, with their generations then.
     """
@@ -115,6 +116,7 @@ class Storage:
     input: int | None = None
     first: fx.Node = field(init=False)
     moved: bool = False
+    left: bool = False
     given: list[tuple[Storage, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.errors import UnsupportedError
 from wholestep.nested import leaves
 from wholestep.trace.functionalize.aliases import Ref
 from wholestep.trace.functionalize.dtype_views import kind_of, offset_from
@@ -81,6 +82,9 @@ class OutputCollector:
         is_whole = not tensor._is_view() and here == whole
         is_first = is_whole and self._first.setdefault(id(storage), tensor) is tensor
         item = None if storage.input is None else self.inputs.items[storage.input]
+        if storage.left:
+            what = f"a result in the memory that {self.inputs.describe(item.value)} was given by .data"  # type: ignore
+            raise UnsupportedError(what, remedy="return a clone, or copy in: tensor.data.copy_(new)")
         if self.apart and (not is_first and stays if item is None else item.source is not None or not is_first):
             copy = self.recorder.builder.emit(aten.clone.default, (ref.read(),))
             alone = replace(state, is_view=False, several=False, leaf=bool(state.leaf))

@@ -33,8 +33,9 @@ class Watch:
         """Watches objects."""
         self._made += map(weakref.ref, values)
 
-    def _alive(self) -> int:
-        return sum(reference() is not None for reference in self._made)
+    def alive(self) -> list[Any]:
+        """What is alive."""
+        return [made for made in (reference() for reference in self._made) if made is not None]
 
     def refuse(self) -> None:
         """Refuses what is still alive, when all that may hold it has let go.
@@ -42,11 +43,11 @@ class Watch:
         Raises:
             LeakError: it is still referenced.
         """
-        before, now = -1, self._alive()
+        before, now = -1, len(self.alive())
         while now and before != now:  # what refers to itself; of tensors that C++ holds one layer at a time
             gc.collect()
-            before, now = now, self._alive()
-        alive = [reference() for reference in self._made if reference() is not None]
+            before, now = now, len(self.alive())
+        alive = self.alive()
         self._made.clear()
         for value in alive:
             holder = _holder(value, alive)

@@ -245,7 +245,9 @@ class TorchCalls(TorchFunctionMode):
         ours = self.inputs.ref(tensor)
         if ref.storage is ours.storage and ref.geometry == ours.geometry:
             return  # its own memory, as `module.to(dtype)` gives it where nothing is to be converted
-        if ref.storage.input is not None or ours.parent is not None:
+        made = [one for one in self.recorder.builder.watch.alive() if hasattr(one, "wholestep_ref") and one is not new]
+        shown = any(one.wholestep_ref.storage is ours.storage for one in made)
+        if ref.storage.input is not None or ours.parent is not None or shown:
             raise UnsupportedError(
                 "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",
                 user_line(),
@@ -256,7 +258,7 @@ class TorchCalls(TorchFunctionMode):
             torch.Tensor.copy_(tensor.detach(), new)
         with no_modes():
             set_versions((tensor,), (version,))
-        ref.storage.moved = True
+        ref.storage.moved = ours.storage.left = True
         if ref.parent is None:
             new.wholestep_ref = ours  # type: ignore[attr-defined]
         else:  # one of several that are given parts of one memory
