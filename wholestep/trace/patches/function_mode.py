@@ -203,8 +203,17 @@ class TorchCalls(TorchFunctionMode):
             return self.call(func, args, kwargs)
         return _one_hot(*args, **kwargs)
 
-    def _indexed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self.call(func, (args[0], indexed(self.numbers, args[1]), *args[2:]), kwargs)
+    def _get_item(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.call(func, (args[0], indexed(self.numbers, args[1])), kwargs)
+
+    def _set_item(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """`t[mask] = value` with a single boolean, as Rprop has it, which C++ would read: a choice of two values."""
+        tensor, mask, value = args[0], indexed(self.numbers, args[1]), args[2]
+        if not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 0):
+            return self.call(func, (tensor, mask, value), kwargs)
+        new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
+        tensor.copy_(torch.where(mask, new, tensor))
+        return None
 
     def _deepcopy(self, func: Any, args: tuple[torch.Tensor, dict[int, Any]], kwargs: Any) -> torch.Tensor:
         """`copy.deepcopy(t)`, which copies memory without the dispatcher's knowing."""
@@ -293,7 +302,8 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys(REFUSED, TorchCalls._refuse),
     SET_DATA: TorchCalls._set_data,
     torch.Tensor.__deepcopy__: TorchCalls._deepcopy,
-    **dict.fromkeys((torch.Tensor.__getitem__, torch.Tensor.__setitem__), TorchCalls._indexed),
+    torch.Tensor.__getitem__: TorchCalls._get_item,
+    torch.Tensor.__setitem__: TorchCalls._set_item,
     **{getattr(functional, name): TorchCalls._cross_entropy  # of which `as_eager_sums` speaks
        for name in ("cross_entropy", "linear_cross_entropy") if hasattr(functional, name)},
 }  # fmt: skip
