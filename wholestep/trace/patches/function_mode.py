@@ -192,7 +192,7 @@ class TorchCalls(TorchFunctionMode):
         return True
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in SIZED and not SIZED[func](*args, *kwargs.values()):
+        if func in RECURRENT and not isinstance(args[3], (list, tuple)):
             return self.call(func, args, kwargs)
         what, remedy = REFUSED[func]
         raise DataDependentError(f"{func.__name__} {what}", user_line(), f"{remedy}, or compile without fullgraph=True")
@@ -202,6 +202,42 @@ class TorchCalls(TorchFunctionMode):
         if isinstance(args[0], FakeTensor) or self.numbers.may_decide(False):
             return self.call(func, args, kwargs)
         return _one_hot(*args, **kwargs)
+
+    def _by_value(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A function that reads the memory of some arguments past the dispatcher: they are given as numbers."""
+
+        def number(key: Any, value: Any) -> Any:
+            if key not in BY_VALUE[func] or not isinstance(value, torch.Tensor):
+                return value
+            if self.numbers.may_decide(False):
+                return self.numbers.as_list(value)
+            what = f"{func.__name__} reads the values of a tensor"
+            raise DataDependentError(what, user_line(), f"give it a list of numbers, or {OTHERWISE}")
+
+        args, kwargs = [number(i, a) for i, a in enumerate(args)], {k: number(k, a) for k, a in kwargs.items()}
+        if func not in CTC_LOSSES:
+            return self.call(func, args, kwargs)
+        return self._ctc_loss(*args, **({"reduction": "mean"} if len(args) < 6 else {}) | kwargs)
+
+    def _ctc_loss(
+        self,
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        input_lengths: list[int],
+        target_lengths: list[int],
+        blank: int = 0,
+        reduction: int | str = 0,
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:
+        """`ctc_loss` reduced here: its C++ would fill a tensor of lengths by hand."""
+        lengths = list(input_lengths), list(target_lengths)
+        loss = self.call(torch.ctc_loss, (log_probs, targets, *lengths, blank, 0, zero_infinity), {})
+        if reduction in ("none", 0):
+            return loss  # type: ignore[no-any-return]
+        if reduction in ("sum", 2):
+            return loss.sum()  # type: ignore[no-any-return]
+        divisors = torch.tensor(lengths[1], dtype=loss.dtype, device=loss.device)
+        return (loss / divisors.clamp_min(1)).mean()  # type: ignore[no-any-return]
 
     def _get_item(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.call(func, (args[0], indexed(self.numbers, args[1])), kwargs)
@@ -274,18 +310,21 @@ class TorchCalls(TorchFunctionMode):
             ref.storage.given.append((ours.storage, ours.storage.generation))
 
 
-# Functions that may be given tensors of sizes, and whether they are: of recurrent ones, a packed sequence's.
-SPLITS = torch.tensor_split, torch.Tensor.tensor_split
-RECURRENT = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
-SIZED: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys(SPLITS, lambda tensor, *rest: any(isinstance(value, torch.Tensor) for value in rest)),
-    **dict.fromkeys(RECURRENT, lambda data, sizes, hx, params, *rest: isinstance(params, (list, tuple))),
+# Functions that read the memory of arguments in C++, where no mode sees it: their positions and names.
+CTC_LOSSES = (torch.ctc_loss, functional.ctc_loss)
+BY_VALUE: dict[Any, tuple[Any, ...]] = {
+    **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), (1, "indices_or_sections")),
+    **dict.fromkeys(CTC_LOSSES, (2, 3, "input_lengths", "target_lengths")),
 }
-_READS_LENGTHS = "reads lengths in C++, on which shapes depend", "use padded tensors and masks"
+
+# Functions that read the sizes of a packed sequence's batches, where they are given one.
+RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 # Functions that are refused: why, and what to do.
 REFUSED: dict[Any, tuple[str, str]] = {
-    **dict.fromkeys((torch.ctc_loss, functional.ctc_loss, *PACKED_SEQUENCES, *RECURRENT), _READS_LENGTHS),
-    **dict.fromkeys(SPLITS, ("is given a tensor of sizes, which it reads in C++", "give it a list of numbers")),
+    **dict.fromkeys(
+        (*PACKED_SEQUENCES, *RECURRENT),
+        ("takes or makes a packed sequence, whose shapes depend on its lengths", "use padded tensors and masks"),
+    ),
     **dict.fromkeys(COMPRESSED, ("makes a tensor that no fake one can stand for", "use dense tensors")),
 }
 
@@ -299,6 +338,7 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys(CONSTRUCTORS, TorchCalls._constructor),
     **dict.fromkeys((IS_ALL_TRUE, torch.Tensor.all), TorchCalls._all_true),
     functional.one_hot: TorchCalls._one_hot,
+    **dict.fromkeys(BY_VALUE, TorchCalls._by_value),
     **dict.fromkeys(REFUSED, TorchCalls._refuse),
     SET_DATA: TorchCalls._set_data,
     torch.Tensor.__deepcopy__: TorchCalls._deepcopy,
