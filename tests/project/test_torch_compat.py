@@ -67,7 +67,9 @@ from wholestep.torch_compat import (
     engine_compiler,
     evaluated,
     expression_of,
+    fake_of,
     fake_refusal,
+    fake_view,
     function_modes,
     function_modes_disabled,
     function_modes_off,
@@ -185,6 +187,19 @@ def test_fake_tensors_have_a_shape_and_no_values():
     assert isinstance(x, FakeTensor) and x.shape == (2, 4) and x.fake_mode is mode
     assert not isinstance(torch.empty(2), FakeTensor)
     assert isinstance(mode.from_tensor(torch.ones(5)), FakeTensor)
+
+
+def test_a_fake_of_a_tensor_has_its_place_in_memory_and_views_share_it():
+    for real in (torch.empty(30)[6:].view(4, 6).t(), torch.ones(2, 3), torch.ones(2, dtype=torch.complex64).conj()):
+        mode = FakeTensorMode()
+        fake = fake_of(mode, real)
+        assert isinstance(fake, FakeTensor) and fake.fake_mode is mode and fake.device == real.device
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+        assert fake.storage_offset() == real.storage_offset() and fake.is_conj() == real.is_conj()
+        assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+    view = fake_view(fake := fake_of(mode, torch.ones(2, 3)), torch.empty(6)[2:5])
+    assert (view.shape, view.storage_offset(), view.fake_mode) == ((3,), 2, fake.fake_mode)
+    assert view.untyped_storage()._cdata == fake.untyped_storage()._cdata
 
 
 def test_an_empty_fake_is_laid_out_like_its_model():

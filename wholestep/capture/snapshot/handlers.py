@@ -303,6 +303,8 @@ def _modules(found: Reachable, function: types.FunctionType) -> None:
         module = modules.pop()
         if id(module) in met or not isinstance(module, types.ModuleType) or is_user_module(module):
             continue
+        if module.__name__.partition(".")[0] == __package__.partition(".")[0]:
+            continue  # the package's own, which a capture changes
         met[id(module)] = held = vars(module)
         modules += [held[name] for name in names & held.keys()]
         fresh = tuple(name for name in sorted(names & held.keys())
