@@ -154,6 +154,14 @@ def looked_up(method: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: getattr(method.__self__, method.__name__)(*args, **kwargs)
 
 
+def _moves(name: str, generator: Any, *args: Any) -> bool:
+    """Whether a method moves a random generator: it does not where it puts back what is there, as Dynamo does."""
+    if name not in ("setstate", "set_state"):
+        return True
+    state = _OF_C.getstate(generator) if isinstance(generator, _OF_C) else generator.get_state()
+    return str(state) != str(args[0])
+
+
 def variables(names: Iterable[str]) -> list[Any]:
     """The values of variables of the environment, and of settings."""
     return [READERS[name]() if name in READERS else os.environ.get(name) for name in names]
@@ -237,7 +245,7 @@ class Outside:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if verdict is DRAWS:
-                if id(args[0]) in self.generators:
+                if id(args[0]) in self.generators and _moves(name, *args):
                     self._refuse(verdict, f"draws from {self.generators[id(args[0])][1]}, a {type(args[0]).__name__}")
             elif (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
                 self._refuse(verdict, says)
