@@ -147,7 +147,6 @@ def test_a_step_that_asks_for_a_seed_runs_its_python() -> None:
 
 
 DRAWS: dict[str, Callable[[], float]] = {
-    "state": lambda: random.setstate(random.getstate()) or 1.0,
     "random": lambda: random.random(),
     "held": draw,
     "held and kept": gauss,
@@ -182,9 +181,10 @@ def test_draws_of_python_and_numpy_are_refused_where_they_are_made(kind: str) ->
     assert (random.getstate(), numpy.random.get_state()[2]) == before
 
 
-def test_generators_that_a_step_makes_are_its_own() -> None:
+def test_generators_that_a_step_makes_or_puts_back_are_its_own() -> None:
     def step(x: Tensor) -> Tensor:
-        random.getstate(), numpy.random.get_state()
+        random.setstate(random.getstate())
+        numpy.random.set_state(numpy.random.get_state())
         return x * random.Random(3).random() * numpy.random.default_rng(3).random()
 
     assert torch.equal(ws.compile(step, fullgraph=True)(torch.ones(2)), step(torch.ones(2)))
