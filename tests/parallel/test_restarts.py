@@ -56,7 +56,6 @@ def test_a_rank_that_fails_changes_no_loss(fault, options, again, tmp_path):
     assert sorted(entry.name for entry in (tmp_path / "job" / "saved").iterdir()) == ["step-12", "step-15"]
 
 
-@pytest.mark.skipif(not LONG, reason="make test-long")
 def test_a_rank_that_is_told_to_stop_stops_all(tmp_path):
     todo = command(tmp_path / "job", 16, "terminate", "--max-restarts", "1")
     done = subprocess.run(todo, capture_output=True, text=True, timeout=120)
