@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx, nn
 
@@ -15,7 +15,7 @@ from wholestep.compiled import Compiled
 from wholestep.ir import Pass, StepGraph
 from wholestep.lower import Backend
 from wholestep.override import Override
-from wholestep.passes import transformed
+from wholestep.passes import bucket_parts, transformed
 from wholestep.pipeline import Options, capture
 from wholestep.runtime import compiled_module
 from wholestep.spmd import DeviceMesh, Plan, PlanExecutor
@@ -33,6 +33,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     guard_data: bool = False,
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    split: Literal["buckets"] | None = None,
 ) -> Any:
     """Makes a training step run as one captured program.
 
@@ -62,6 +63,10 @@ def compile(  # noqa: A001 - the ecosystem's name
             tensors, prints them or decides on them. By default the Python of such a step runs at each call, while its
             operators are deferred until a value is read and run as compiled segments; ``breaks`` says why. Without a
             plan, a step that is slower so than in eager runs in eager. ``module_override`` refuses such steps as well.
+        split: "buckets": ``backend`` gets a graph for each bucket of gradients, in the place of one for all: of the
+            forward, and of its backward in opposite order, the update with the last. Parameters fill buckets from the
+            forward's end, of the `DistributedDataParallel`'s ``bucket_cap_mb`` where there is one, at most 1 MiB the
+            first one, else of 25 MiB; those that it ignores and frozen ones do not count.
 
     Returns:
         A `Compiled`, or a decorator when ``fn`` is None. For a module, a module that shares its parameters, buffers,
@@ -70,19 +75,23 @@ def compile(  # noqa: A001 - the ecosystem's name
 
     Raises:
         PlanError: mesh and plan do not fit each other.
-        ValueError: ``dynamic=True`` with a mesh.
+        ValueError: ``dynamic=True`` with a mesh; another ``split``.
     """
+    if split not in (None, "buckets"):
+        raise ValueError(f'ws.compile: split is "buckets" or None, found {split!r}')
     if dynamic and mesh is not None:
         raise ValueError("dynamic=True is for one process: with a mesh, each set of shapes is a capture")
     again = functools.partial(
         compile, mesh=mesh, plan=plan, backend=backend, passes=passes, gm_transformation=gm_transformation,
         module_override=module_override, guard_data=guard_data, dynamic=dynamic, fullgraph=fullgraph,
+        split=split,
     )  # fmt: skip
     if fn is None:
         return again
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
+    chain += [bucket_parts] if split else []
 
     def make(callee: Callable[..., Any]) -> Compiled:
         options = Options(PlanExecutor(mesh, plan), chain, backend, guard_data, fullgraph=fullgraph)

@@ -55,6 +55,7 @@ class NodeInfo:
         where: the user's ``file:line`` that ran it.
         module: path of the module whose forward ran it, ``""`` outside of modules.
         placement: set by `spmd/`.
+        part: number of the part of its graph that a backend compiles by itself; see `passes/bucket_parts.py`.
         ends: set by `spmd/` where ranks hold unequal parts: the node as the rank with the largest parts has it, and as
             that with the smallest; a record made of this one does not have it.
     """
@@ -65,6 +66,7 @@ class NodeInfo:
     where: str = ""
     module: str = ""
     placement: Any = None
+    part: int = 0
     ends: tuple[fx.Node, fx.Node] | None = field(default=None, init=False)
 
 
@@ -77,12 +79,15 @@ class Input:
     Attributes:
         placements: of a value that goes from one graph of a step to the next, along the axes of the mesh that are still
             to come; of an output, along those that were; None for what plans place.
+        bucket: of a parameter that is trained, the bytes of the first bucket and of each other one in which gradients
+            are reduced; None for all else.
     """
 
     name: str
     source: str
     kind: InputKind
     placements: tuple[Any, ...] | None = None
+    bucket: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,20 @@ class Gradient:
     place: tuple[tuple[int, ...], tuple[int, ...], int]
     dims: tuple[int | None, ...] = ()
     group: str | None = None
+
+
+BUCKET_BYTES = 2**20, 25 * 2**20
+
+
+def set_bucket(parameter: torch.Tensor, limits: tuple[int, int] | None) -> None:
+    """Says of a real parameter in how large buckets its gradient is reduced; None: it never is."""
+    parameter.__dict__["wholestep_bucket"] = limits
+
+
+def bucket_of(parameter: torch.Tensor) -> tuple[int, int] | None:
+    """What was said; where nothing was, the default for those that require a gradient."""
+    found = parameter.__dict__.get("wholestep_bucket", BUCKET_BYTES)
+    return found if parameter.requires_grad else None
 
 
 def want_mean(gradient: torch.Tensor, group: str) -> None:

@@ -2,7 +2,7 @@
 
 `SEED` names each test of the seed that is about capture, and the one here that stands for it; those with wrappers are
 the cases of `tests/support/seed_000_ranks.py`, by the seed's names. Graphs are not split at the bounds of buckets, as
-communication is in them, so that what the seed counts of splits has no test.
+communication is in them, except where a backend wants it: `test_seed_000_split.py`.
 """
 
 from __future__ import annotations

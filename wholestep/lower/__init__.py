@@ -8,12 +8,14 @@ May import: comm, errors, functional, ir, nested, packed_graph, passes, sizes, t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from wholestep.ir import StepGraph
 from wholestep.lower.backends.aten import Program, lower_aten
 from wholestep.lower.backends.inductor import UserBackend, lower_callable, lower_inductor
 from wholestep.lower.backends.interpreter import lower_naive
+from wholestep.lower.backends.parts import Parts, part_numbers
 
 Backend = Literal["aten", "inductor", "naive"] | UserBackend
 
@@ -25,17 +27,20 @@ LOWERINGS: dict[str, Callable[[StepGraph], Callable[..., list[Any]]]] = {
 
 
 def lower(step: StepGraph, backend: Backend) -> Callable[..., Sequence[Any]]:
-    """Turns a graph into a callable, by the name of a backend or by the user's own one.
+    """Turns a graph into a callable, by the name of a backend or by the user's own one, part by part where it has some.
 
     Raises:
         ValueError: no backend of that name.
         LoweringError: the backend failed.
     """
     if isinstance(backend, str) and backend in LOWERINGS:
-        return LOWERINGS[backend](step)
-    if callable(backend):
-        return lower_callable(backend, step)
-    raise ValueError(f"backend {backend!r} is none of {sorted(LOWERINGS)} and not callable")
+        make = LOWERINGS[backend]
+    elif callable(backend):
+        make = partial(lower_callable, backend)
+    else:
+        raise ValueError(f"backend {backend!r} is none of {sorted(LOWERINGS)} and not callable")
+    numbers = part_numbers(step, in_flight=callable(backend))
+    return Parts(step, numbers, make) if any(numbers.values()) else make(step)
 
 
 __all__ = ["LOWERINGS", "Backend", "Program", "lower"]

@@ -13,6 +13,7 @@ from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
 from wholestep.deferred_init import materialize
 from wholestep.errors import UnsupportedError
+from wholestep.ir import set_bucket
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
 from wholestep.parallel.comm_hooks.mean import BUILTIN_HOOKS
 from wholestep.parallel.comm_hooks.ordered import Hook
@@ -90,6 +91,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._broadcast([*self._own, *(self._buffers_now() if init_buffers else [])], 0)
         cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         limits = (FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap)
+        for one in module.parameters():
+            set_bucket(one, (min(FIRST_BUCKET_BYTES, cap), cap) if any(one is p for _, p in named) else None)
         tables = (one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
         weights = {id(one.weight) for one in tables if one.sparse}
         sparse = {i for i, (_, one) in enumerate(named) if id(one) in weights}

@@ -6,6 +6,7 @@ May import: errors, inline, ir, torch_compat.
 """
 
 from wholestep.ir import Pass
+from wholestep.passes.bucket_parts import bucket_parts
 from wholestep.passes.common_subexpressions import same_values
 from wholestep.passes.fuse_optimizer import fuse_optimizer
 from wholestep.passes.gm_transformation import transformed

@@ -34,6 +34,7 @@ class Explanation:
         segments: of such a step, those that were compiled so far, in order: the number of operators, the bytes of
             results that outlive it, the line that ends it.
         eager: why such a step runs in eager; empty where it does not.
+        parts: graphs that a replay runs, with ``split="buckets"``; else one.
         decisions: values that Python goes on with, in words, where the program may end and another one serve the call.
     """
 
@@ -49,15 +50,16 @@ class Explanation:
     segments: list[tuple[int, int, str]] = field(default_factory=list)
     eager: str = ""
     decisions: list[str] = field(default_factory=list)
+    parts: int = 1
 
     @property
     def graph_count(self) -> int:
-        """Graphs that a call runs: one for a step that is replayed, else the segments compiled so far."""
-        return len(self.segments) if self.breaks else 1
+        """Graphs that a call runs: the parts of a step that is replayed, else the segments compiled so far."""
+        return len(self.segments) if self.breaks else self.parts
 
     @property
     def graph_break_count(self) -> int:
-        """Places between these graphs where Python reads a value."""
+        """Places between these graphs: where Python reads a value, or a bucket ends."""
         return max(0, self.graph_count - 1)
 
     @property
@@ -136,6 +138,7 @@ def explain(
     return Explanation(
         title, dict(calls), collective_traffic(step, axes), memory_of(step), lacking, captures, list(recompiles),
         eager_calls, decisions=[n.target.in_words for n in step.graph.nodes if isinstance(n.target, Decided)],
+        parts=len({info(node).part for node in step.graph.nodes if node.op == "call_function"}) or 1,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from wholestep import comm
 from wholestep.capture import InitialState
 from wholestep.deferred_init import become, origin, part_values, record_of
 from wholestep.errors import BreakError, CaptureError, PlanError
-from wholestep.ir import Input, Pass, StepGraph
+from wholestep.ir import BUCKET_BYTES, Input, Pass, StepGraph
 from wholestep.spmd.expand.uneven_shards import in_lockstep
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Replicate
@@ -116,7 +116,7 @@ class PlanExecutor:
                 "  to do: give the step the module that it wraps (its .module), or leave the plan out"
             )
         if own:
-            return own_reductions([*own])
+            return own_reductions(step, [*own])
         if self.groups:
             refuse_sparse(step, self._names)
         return in_lockstep(step, *self._passes) if self._passes else []
@@ -379,14 +379,15 @@ class PlanExecutor:
             raise PlanError(trouble)
 
 
-def own_reductions(groups: Sequence[str]) -> list[Pass]:
+def own_reductions(step: StepGraph, groups: Sequence[str]) -> list[Pass]:
     """The passes of a step without a plan, some of whose gradients are to become their mean over groups."""
-    default, passes = DataParallel(""), [pack_broadcasts]
-    caps = default.first_bucket_bytes, default.bucket_bytes
+    passes: list[Pass] = [pack_broadcasts]
+    limits = {item.source: item.bucket for item in step.signature.inputs if item.bucket}
+    caps = {g.group: limits.get(g.parameter, BUCKET_BYTES) for g in step.signature.gradients}
     for name in groups:
         ranks = AxisGroup(name, comm.get_group(name).size(), comm.get_group(name).rank())
         passes.append(partial(data_parallel, group=ranks, reduce="mean", own=True))
-    return [*passes, wait_late, *(partial(bucket_gradients, group=name, caps=caps) for name in groups)]
+    return [*passes, wait_late, *(partial(bucket_gradients, group=name, caps=caps[name]) for name in groups)]
 
 
 def _in_words(plan: Any) -> str:

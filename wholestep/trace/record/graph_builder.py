@@ -91,7 +91,9 @@ class GraphBuilder:
             module = place.module_of_seq.get(seq, "")
         return NodeInfo(value, place.phase(), seq, user_line(), module)
 
-    def placeholder(self, source: Any, kind: InputKind, value: Any) -> fx.Node:
+    def placeholder(
+        self, source: Any, kind: InputKind, value: Any, bucket: tuple[int, int] | None = None
+    ) -> fx.Node:
         """A new input of the graph, after those there are."""
         with no_modes():  # a source may print a tensor
             source = str(source)
@@ -100,7 +102,7 @@ class GraphBuilder:
         last = self._last_placeholder
         with self.graph.inserting_after(last) if last else self.graph.inserting_before(first):
             node = self._last_placeholder = self.graph.placeholder(name)
-        self.inputs.append(Input(str(node.target), source, kind))
+        self.inputs.append(Input(str(node.target), source, kind, bucket=bucket))
         return set_info(node, NodeInfo(value))
 
     def _name(self, source: str) -> str:
