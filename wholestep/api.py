@@ -1,6 +1,6 @@
 """The public functions: `compile` and `trace`.
 
-May import: compiled, ir, lower, override, passes, pipeline, runtime, spmd.
+May import: aot_autograd, compiled, ir, lower, override, passes, pipeline, runtime, spmd.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
+from wholestep.aot_autograd import MemoryBudget, Partition, default_partition, min_cut_partition
 from wholestep.compiled import Compiled
 from wholestep.ir import Pass, StepGraph
 from wholestep.lower import Backend
@@ -34,6 +35,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     dynamic: bool | None = None,
     fullgraph: bool = False,
     split: Literal["buckets"] | None = None,
+    memory_budget: str | float | None = None,
 ) -> Any:
     """Makes a training step run as one captured program.
 
@@ -67,6 +69,11 @@ def compile(  # noqa: A001 - the ecosystem's name
             forward, and of its backward in opposite order, the update with the last. Parameters fill buckets from the
             forward's end, of the `DistributedDataParallel`'s ``bucket_cap_mb`` where there is one, at most 1 MiB the
             first one, else of 25 MiB; those that it ignores and frozen ones do not count.
+        memory_budget: how much memory the step may take at once: ``"1.5GiB"`` of parameters, states, batch and all that
+            it computes, on this rank; or the part that what it computes may take of what that takes otherwise (0.6).
+            What does not fit is computed again in the backward, with the same bits, at the least cost that was found;
+            ``explain`` says what, and what it costs. Of a module, a part alone: see `min_cut_partition`. Where the
+            step's Python runs at each call, its segments take as little as they can.
 
     Returns:
         A `Compiled`, or a decorator when ``fn`` is None. For a module, a module that shares its parameters, buffers,
@@ -75,7 +82,8 @@ def compile(  # noqa: A001 - the ecosystem's name
 
     Raises:
         PlanError: mesh and plan do not fit each other.
-        ValueError: ``dynamic=True`` with a mesh; another ``split``.
+        ValueError: ``dynamic=True`` with a mesh; another ``split``; a memory budget of an unknown unit, or that is no part.
+        MemoryBudgetError: at the first call, of a budget that is too small; says what would do.
     """
     if split not in (None, "buckets"):
         raise ValueError(f'ws.compile: split is "buckets" or None, found {split!r}')
@@ -84,17 +92,24 @@ def compile(  # noqa: A001 - the ecosystem's name
     again = functools.partial(
         compile, mesh=mesh, plan=plan, backend=backend, passes=passes, gm_transformation=gm_transformation,
         module_override=module_override, guard_data=guard_data, dynamic=dynamic, fullgraph=fullgraph,
-        split=split,
+        split=split, memory_budget=memory_budget,
     )  # fmt: skip
     if fn is None:
         return again
     if not callable(fn):
         raise TypeError(f"ws.compile takes a function, a method or a module, not {type(fn).__name__}")
+    budget = None if memory_budget is None else MemoryBudget.of(memory_budget)
+    partition: Partition = default_partition
+    if budget is not None and isinstance(fn, nn.Module):
+        if isinstance(budget.amount, int):
+            raise ValueError(f"memory_budget={memory_budget!r} is for whole steps: give a module a part, as 0.6")
+        partition = functools.partial(min_cut_partition, memory_budget=budget.amount)
     chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
     chain += [bucket_parts] if split else []
 
     def make(callee: Callable[..., Any]) -> Compiled:
-        options = Options(PlanExecutor(mesh, plan), chain, backend, guard_data, fullgraph=fullgraph)
+        options = Options(PlanExecutor(mesh, plan), chain, backend, guard_data, partition, fullgraph=fullgraph,
+                          memory_budget=budget)  # fmt: skip
         return Compiled(callee, options, module_override=module_override, dynamic=dynamic)
 
     return compiled_module(fn, make, again) if isinstance(fn, nn.Module) else make(fn)

@@ -195,7 +195,8 @@ class Compiled:
 
     def _is_passes_own(self, error: Exception) -> bool:
         """Whether passes or a backend of the user's own have failed, which running the step otherwise would hide."""
-        given = bool(self._options.passes) or callable(self._options.backend)
+        options = self._options
+        given = bool(options.passes) or callable(options.backend) or options.memory_budget is not None
         return given and self._known.traced and not isinstance(error, CaptureError)
 
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -225,7 +226,8 @@ class Compiled:
     def _replaceable(self) -> bool:
         """Whether eager gives the same as a program, and the user has asked for no program of a kind."""
         options = self._options
-        exact = self._may_break and not options.passes and options.backend in pipeline.EXACT
+        asked = options.passes or options.memory_budget is not None
+        exact = self._may_break and not asked and options.backend in pipeline.EXACT
         return exact and self._co_run is None
 
     def _prefer(self, entry: Entry) -> None:

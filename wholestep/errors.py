@@ -10,6 +10,7 @@ WholestepError
 ├── GraphError (also AssertionError)      a graph breaks an invariant of its stage: our mistake
 ├── LoweringError (also RuntimeError)     a backend could not turn a graph into a callable
 ├── PlanError (also ValueError)           a plan, mesh or placement that does not fit
+├── MemoryBudgetError (also ValueError)   a step that cannot do with so little memory
 ├── CheckpointError (also ValueError)     a checkpoint that is not whole, or of another model
 └── DistError (also RuntimeError)         communication failed
     ├── DistStoreError                    a key-value store did not answer in time
@@ -97,6 +98,18 @@ class LoweringError(WholestepError, RuntimeError):
 
 class PlanError(WholestepError, ValueError):
     """A plan, mesh or placement that does not fit the model, the batch or the world."""
+
+
+class MemoryBudgetError(WholestepError, ValueError):
+    """A step whose memory does not fit into its budget, even where it computes again what it can.
+
+    Attributes:
+        least: bytes of the least that was found to be possible.
+    """
+
+    def __init__(self, text: str, least: int) -> None:
+        super().__init__(text)
+        self.least = least
 
 
 class CheckpointError(WholestepError, ValueError):

@@ -210,6 +210,31 @@ class Waited(Wrapped):
         return wait_collective(out) if isinstance(out, torch.Tensor) else [wait_collective(one) for one in out]
 
 
+class Replayed(Wrapped):
+    """A random operator that draws again what it has drawn: its first argument is the generator's state of then.
+
+    The generator, its own or the default one, is where it was afterwards.
+
+    Args:
+        target: the operator, or a functional variant of it.
+    """
+
+    prefix = "replayed"
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(operator_of(target))
+        self.target, self.written = target, getattr(target, "written", ())
+
+    def __call__(self, state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        generator = kwargs.get("generator") or torch.default_generator
+        now = generator.get_state()
+        generator.set_state(state)
+        try:
+            return self.target(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+
+
 class Diverged(Exception):  # noqa: N818 - an answer, not an error
     """A program meets another value than the one that Python went on with when the step was captured."""
 

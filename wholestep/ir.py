@@ -27,6 +27,7 @@ from torch import fx
 from wholestep.errors import GraphError
 from wholestep.functional import (
     Decided,
+    Replayed,
     Required,
     Waited,
     get_rng_state,
@@ -56,6 +57,7 @@ class NodeInfo:
         module: path of the module whose forward ran it, ``""`` outside of modules.
         placement: set by `spmd/`.
         part: number of the part of its graph that a backend compiles by itself; see `passes/bucket_parts.py`.
+        recomputed: whether it is made a second time, to spare the memory in which it would wait for the backward.
         ends: set by `spmd/` where ranks hold unequal parts: the node as the rank with the largest parts has it, and as
             that with the smallest; a record made of this one does not have it.
     """
@@ -67,6 +69,7 @@ class NodeInfo:
     module: str = ""
     placement: Any = None
     part: int = 0
+    recomputed: bool = False
     ends: tuple[fx.Node, fx.Node] | None = field(default=None, init=False)
 
 
@@ -228,10 +231,13 @@ def is_effectful(node: fx.Node) -> bool:
         return node.op in ("placeholder", "output")
     if isinstance(node.target, (Waited, Decided, Required)):
         return True
+    if isinstance(node.target, Replayed):
+        return False
     target = operator_of(node.target)
     if isinstance(target, OpOverload):
         communicates = is_collective(target) or (is_wait(target) and _meets_others(node.args[0]))
-        return communicates or not target._schema.returns or torch.Tag.nondeterministic_seeded in target.tags
+        random = torch.Tag.nondeterministic_seeded in target.tags and not draws_nothing(node)
+        return communicates or random or not target._schema.returns
     return target in (get_rng_state, set_rng_state, manual_seed)
 
 

@@ -117,7 +117,8 @@ class _Layout:
 def _plain_record(record: Any) -> tuple[Any, ...] | None:
     if not isinstance(record, NodeInfo):
         return None
-    return (_plain(record.value), record.phase, record.seq, record.where, record.module, record.placement, record.part)
+    place = record.phase, record.seq, record.where, record.module, record.placement
+    return (_plain(record.value), *place, record.part, record.recomputed)
 
 
 def _plain(value: Any) -> Any:

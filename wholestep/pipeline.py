@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from wholestep.aot_autograd import Joint, Partition, default_partition
+from wholestep.aot_autograd import Joint, MemoryBudget, Partition, default_partition, fit_memory
 from wholestep.aot_autograd.differentiate import differentiate
 from wholestep.capture import (
     Binder,
@@ -28,6 +28,7 @@ from wholestep.capture import (
 from wholestep.errors import LeakError
 from wholestep.ir import Input, Pass, StepGraph, check
 from wholestep.lower import Backend, lower
+from wholestep.lower.plan.peak_memory import fullest
 from wholestep.override import Override
 from wholestep.passes import transformed
 from wholestep.patches import is_suspended
@@ -61,6 +62,7 @@ class Options:
         donates: the step's first argument is a list of tensors that a call donates: memory that nobody else holds is
             free as soon as the program has read it.
         fullgraph: a step that cannot be replayed is refused, instead of its Python running at each call.
+        memory_budget: what its tensors may take.
     """
 
     executor: PlanExecutor
@@ -71,6 +73,7 @@ class Options:
     backward: Backend | None = None
     donates: bool = False
     fullgraph: bool = True
+    memory_budget: MemoryBudget | None = None
 
     @property
     def decisions(self) -> Decisions:
@@ -84,7 +87,8 @@ class Options:
     @property
     def many_sizes(self) -> bool:
         """Whether one program may serve many sizes: numbers in its graph know more than passes and backends ask for."""
-        return self.backend == "aten" and not self.passes and not self.donates and self.executor.plain
+        alone = not self.passes and self.memory_budget is None
+        return self.backend == "aten" and alone and not self.donates and self.executor.plain
 
 
 @dataclass
@@ -205,6 +209,8 @@ def stages_of_one_rank(
     for transform in (*options.executor.passes_of(step), *_overriding(overrides, traced), *options.passes):
         step = check(transform(step), _name(transform))
         yield _name(transform), step
+    if options.memory_budget is not None and traced.derivative is None:
+        yield "recomputation", fit_memory(step, options.memory_budget, fullest)
 
 
 def _overriding(overrides: Sequence[Override], traced: Traced) -> list[Pass]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from wholestep.aot_autograd.joint import Joint
 from wholestep.aot_autograd.recompute_costs import rate
 from wholestep.functional import Functionalized
 from wholestep.ir import GETITEM, StepGraph, copy_graph, info, set_info
@@ -18,13 +17,13 @@ aten = torch.ops.aten
 FROM = 1 << 15  # elements: below, two conversions cost more than the bytes are worth
 
 
-def with_bool_masks(joint: Joint) -> Joint:
-    """A joint graph whose backward reads each Bernoulli draw, and what follows from it alone, by way of booleans.
+def with_bool_masks(step: StepGraph) -> StepGraph:
+    """A graph whose backward reads each Bernoulli draw, and what follows from it alone, by way of booleans.
 
     The forward is as it was; the same bits reach the backward, since 0 and 1 survive the way there and back. The graph
     given is left alone.
     """
-    graph, _ = copy_graph(joint.step.graph.nodes)
+    graph, _ = copy_graph(step.graph.nodes)
     for draw in [node for node in graph.nodes if _is_draw(node)]:
         following = _following(draw)
         read = [node for node in following if any(_is_backward(user) for user in node.users)]
@@ -32,8 +31,7 @@ def with_bool_masks(joint: Joint) -> Joint:
         for node in read:
             for user in [user for user in node.users if _is_backward(user)]:
                 user.replace_input_with(node, copies[node])
-    step = StepGraph(lazy_graph_module(joint.step.gm, graph), joint.step.signature, joint.step.stage)
-    return replace(joint, step=step)
+    return StepGraph(lazy_graph_module(step.gm, graph), step.signature, step.stage)
 
 
 def _is_draw(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ budget `memory_budget.py`'s; `bool_masks.py` offers dropout's masks as booleans;
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,15 +46,15 @@ def min_cut_partition(joint: Joint, memory_budget: float = 1.0) -> Partitioned:
     """
     if not 0 <= memory_budget <= 1:
         raise ValueError(f"memory_budget is {memory_budget}; it must be between 0 (fewest bytes) and 1 (least time)")
-    joint = with_bool_masks(joint)
+    joint = replace(joint, step=with_bool_masks(joint.step))
     wanted = wanted_values(joint, late_nodes(joint))
     needed = ancestors(wanted)
     nodes = {node: index for index, node in enumerate(n for n in joint.step.graph.nodes if n in needed)}
     at_hand = lasting(joint)
-    kept = cheapest([_value(node, nodes, wanted, at_hand, remake_price(node)) for node in nodes])
+    kept = cheapest([value_of(node, nodes, wanted, at_hand, remake_price(node)) for node in nodes])
     if memory_budget < 1:
         again = [0 if is_pure(node) else None for node in nodes]
-        values = [_value(node, nodes, wanted, at_hand, a) for node, a in zip(nodes, again, strict=True)]
+        values = [value_of(node, nodes, wanted, at_hand, a) for node, a in zip(nodes, again, strict=True)]
         kept = within_budget(values, [seconds(node) for node in nodes], kept, memory_budget)
     ordered = list(nodes)
     return split(joint, [ordered[index] for index in kept])
@@ -83,9 +84,17 @@ def lasting(joint: Joint) -> set[fx.Node]:
     return stay | {out for out in joint.forward_outputs if isinstance(out, fx.Node) and out.op == "call_function"}
 
 
-def _value(
+def value_of(
     node: fx.Node, index: dict[fx.Node, int], wanted: set[fx.Node], at_hand: set[fx.Node], remake: int | None
 ) -> Value:
+    """A node as a value of the cut's problem.
+
+    Args:
+        index: of all values.
+        wanted: those that the backward needs.
+        at_hand: those that are held anyway.
+        remake: the price of making it again, None where that must not be.
+    """
     operands = tuple(index[operand] for operand in dict.fromkeys(node.all_input_nodes))
     once = remake is not None and info(node).phase == "backward"  # computed once, in whichever of the two graphs
     return Value(operands, keep_price(node, at_hand), 0 if once else remake, node in wanted)

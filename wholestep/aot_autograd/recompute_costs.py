@@ -10,7 +10,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from wholestep.functional import base_name, is_view, operator_of
-from wholestep.ir import GETITEM, info, is_effectful, is_host, nbytes
+from wholestep.ir import GETITEM, draws_nothing, info, is_effectful, is_host, nbytes
+from wholestep.nested import tensors_of
 from wholestep.torch_compat import OpOverload
 
 KERNEL = 1 << 14  # bytes: what one more call of a kernel is worth, a few microseconds of memory traffic
@@ -79,18 +80,27 @@ def is_pure(node: fx.Node) -> bool:
     return target.namespace == "aten" and not name.startswith(("aten::empty", "aten::new_empty"))
 
 
+def draws(node: fx.Node) -> bool:
+    """True for calls that draw random numbers, all of them from a generator of the CPU."""
+    op = operator_of(node.target)
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags or draws_nothing(node):
+        return False
+    return all(tensor.device.type == "cpu" for tensor in tensors_of(info(node).value))
+
+
 def is_free(node: fx.Node) -> bool:
     """True for calls that run no kernel: views, parts of results."""
     return node.target is GETITEM or is_view(node.target)
 
 
 def seconds(node: fx.Node) -> float:
-    """A rough time of one call on one core: 70 GFLOP/s, 8 GB/s, 2 µs a kernel. Only ratios matter."""
+    """A rough time of one call on one core: 70 GFLOP/s, 8 GB/s, 2 µs a kernel, 9 ns a draw. Only ratios matter."""
     if is_free(node) or is_host(node) or node.op != "call_function":
         return 0.0
     value = info(node).value
     moved = nbytes(value) + sum(nbytes(info(o).value) for o in node.all_input_nodes)
-    return 2e-6 + moved / 8e9 + flops(node) / 7e10
+    drawn = sum(tensor.numel() for tensor in tensors_of(value)) if draws(node) else 0
+    return 2e-6 + moved / 8e9 + flops(node) / 7e10 + drawn * 9e-9
 
 
 def flops(node: fx.Node) -> int:

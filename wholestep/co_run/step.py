@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class CoRun:
     """
 
     def __init__(self, fn: Callable[..., Any], run: Callable[..., Any], options: Options) -> None:
+        budget = options.memory_budget  # which parts of a step need not meet
+        options = replace(options, memory_budget=budget and replace(budget, required=False))
         self._step, self._fn, self._options = fn, run, options
         self._exposed: ExposedMemory | None = None
         self._ranks = None if options.executor.plain else Ranks(fn, options)

@@ -1,7 +1,7 @@
 """report/: the graph of one rank -> what it will send and its peak memory, as data and as text.
 
 Takes graphs, a mesh and the words that capture left. Gives an `Explanation`. Nothing runs and nothing communicates.
-May import: comm, errors, functional, ir, lower, nested, spmd.
+May import: aot_autograd, comm, errors, functional, ir, lower, nested, spmd.
 """
 
 from wholestep.report.explanation import Explanation, explain, explain_segments

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from wholestep.aot_autograd.recompute_costs import is_free, seconds
 from wholestep.functional import Decided
 from wholestep.ir import StepGraph, info
 from wholestep.report.memory import KINDS, Memory, memory_of
@@ -36,6 +37,8 @@ class Explanation:
         eager: why such a step runs in eager; empty where it does not.
         parts: graphs that a replay runs, with ``split="buckets"``; else one.
         decisions: values that Python goes on with, in words, where the program may end and another one serve the call.
+        recomputed: what the backward makes again to meet a memory budget: module -> calls, and the part that they add
+            to the step's predicted time.
     """
 
     title: str
@@ -51,6 +54,7 @@ class Explanation:
     eager: str = ""
     decisions: list[str] = field(default_factory=list)
     parts: int = 1
+    recomputed: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @property
     def graph_count(self) -> int:
@@ -76,6 +80,7 @@ class Explanation:
         if self.memory is None:
             return "\n".join([self.title, "", *self._segments()])
         parts = [self.title, "", _calls(self.calls), *self._decisions(), "", *self._traffic(), "", *_held(self.memory)]
+        parts += self._recomputed()
         if self.missing_rules is not None:
             parts += ["", *_without_rule(self.missing_rules)]
         return "\n".join([*parts, "", *self._captures()])
@@ -83,6 +88,12 @@ class Explanation:
     def _decisions(self) -> list[str]:
         rows = [f"  {decision}" for decision in self.decisions]
         return [f"decisions: {len(rows)}", *rows] if rows else []
+
+    def _recomputed(self) -> list[str]:
+        calls, part = (sum(column) for column in zip((0, 0.0), *self.recomputed.values(), strict=True))
+        rows = [f"  {count:>5} calls, +{more:.1%}  {module}" for module, (count, more) in self.recomputed.items()]
+        head = f"computed again in the backward: {calls} calls, +{part:.1%} of the predicted time"
+        return ["", head, *rows] if rows else []
 
     def _traffic(self) -> list[str]:
         if not self.collectives:
@@ -139,7 +150,19 @@ def explain(
         title, dict(calls), collective_traffic(step, axes), memory_of(step), lacking, captures, list(recompiles),
         eager_calls, decisions=[n.target.in_words for n in step.graph.nodes if isinstance(n.target, Decided)],
         parts=len({info(node).part for node in step.graph.nodes if node.op == "call_function"}) or 1,
+        recomputed=_recomputed(step),
     )  # fmt: skip
+
+
+def _recomputed(step: StepGraph) -> dict[str, tuple[int, float]]:
+    calls = [node for node in step.graph.nodes if node.op == "call_function"]
+    again = [node for node in calls if info(node).recomputed and not is_free(node)]
+    once = sum(map(seconds, calls)) - sum(map(seconds, again))
+    found: dict[str, tuple[int, float]] = {}
+    for node in again:
+        count, part = found.get(info(node).module, (0, 0.0))
+        found[info(node).module] = count + 1, part + seconds(node) / once
+    return found
 
 
 def explain_segments(

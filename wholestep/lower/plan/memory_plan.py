@@ -82,7 +82,7 @@ def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozens
 
 def _last_uses(live: Liveness, reuse: Placement) -> dict[fx.Node, int]:
     end = len(live.items)
-    last = {root: _made_in(root, live) for root in live.readers}
+    last = {root: made_in(root, live) for root in live.readers}
     for root, readers in live.readers.items():
         last[root] = max([last[root], *(live.item_of[r] for r in readers if r is not live.output)])
     for item, pairs in reuse.copies.items():
@@ -91,7 +91,7 @@ def _last_uses(live: Liveness, reuse: Placement) -> dict[fx.Node, int]:
     return last | {live.root[node]: end for kind, node in live.returned if kind in ("value", "clone")}
 
 
-def _made_in(root: fx.Node, live: Liveness) -> int:
+def made_in(root: fx.Node, live: Liveness) -> int:
     """The item that first writes a value."""
     return live.item_of.get(origin_of(root)[0], 0)
 
@@ -107,7 +107,7 @@ def _slot(store: Store, plan: Plan) -> Slot | None:
     pieces = []
     for node in store.values:
         held = info(node).value
-        pieces.append((plan.reuse.offset.get(node, 0), held.numel() * held.itemsize, _made_in(node, live)))
+        pieces.append((plan.reuse.offset.get(node, 0), held.numel() * held.itemsize, made_in(node, live)))
     # ranks may place things differently; what they meet over is as the transport saw it when they agreed
     touching = (user for node in store.values for user in (node, *live.readers[live.root[node]]))
     guest = store.kind != "lent" and not any(is_collective(user.target) for user in touching)

@@ -10,6 +10,7 @@ from torch import fx
 from wholestep.ir import StepGraph, info
 from wholestep.lower.backends.aten import plan_of
 from wholestep.lower.plan.arena import peak
+from wholestep.lower.plan.memory_plan import Plan, made_in
 from wholestep.lower.plan.placement import Store
 
 
@@ -19,11 +20,13 @@ class Usage:
 
     Attributes:
         live: the buffers that are held then: all values that lie in one over time, and its bytes.
+        values: for each of them, the value that it has then.
         at: what runs then; None for a program without calls.
         arena: bytes of the arenas, which are kept between calls; some of it may be idle at that moment.
     """
 
     live: list[tuple[list[fx.Node], int]]
+    values: list[fx.Node]
     at: fx.Node | None
     arena: int
 
@@ -37,7 +40,20 @@ def peak_usage(step: StepGraph) -> Usage:
         if node in plan.reuse.store and isinstance(info(node).value, torch.Tensor):
             values.setdefault(plan.reuse.store[node], []).append(node)
     held = [(s, s.slot) for s in plan.reuse.stores if s.slot is not None and s.kind != "rows" and s in values]
-    _, fullest = peak([slot for _, slot in held])
-    live = [(values[store], slot.nbytes) for store, slot in held if slot.start <= fullest <= slot.end]
-    at = plan.items[fullest].nodes[-1] if fullest < len(plan.items) else None
-    return Usage(live, at, sum(plan.arena.values()))
+    _, moment = peak([slot for _, slot in held])
+    live = [(values[store], slot.nbytes) for store, slot in held if slot.start <= moment <= slot.end]
+    at = plan.items[moment].nodes[-1] if moment < len(plan.items) else None
+    return Usage(live, [_value_at(nodes, moment, plan) for nodes, _ in live], at, sum(plan.arena.values()))
+
+
+def fullest(step: StepGraph) -> list[tuple[fx.Node, int]]:
+    """The values in memory at the fullest moment of a program, each with the bytes of its buffer."""
+    usage = peak_usage(step)
+    return [(value, nbytes) for value, (_, nbytes) in zip(usage.values, usage.live, strict=True)]
+
+
+def _value_at(nodes: list[fx.Node], moment: int, plan: Plan) -> fx.Node:
+    """Which of the values that lie in one buffer over time is there at a moment."""
+    roots = [plan.live.root[node] for node in nodes]
+    there = [root for root in roots if made_in(root, plan.live) <= moment <= plan.last_use[root]]
+    return [*roots[:1], *there][-1]

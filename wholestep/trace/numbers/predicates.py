@@ -17,7 +17,7 @@ from torch.fx.graph import magic_methods
 
 from wholestep.errors import DataDependentError
 from wholestep.functional import OFFSETS, same_value
-from wholestep.ir import ancestors, copy_graph, draws_nothing, info, is_effectful
+from wholestep.ir import ancestors, copy_graph, info, is_effectful
 from wholestep.nested import tensors_of
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 from wholestep.trace.numbers.symbolic_sizes import decided
@@ -109,7 +109,7 @@ def can_be_known(nodes: set[fx.Node], is_data: Callable[[fx.Node], bool]) -> boo
 
 def draws(node: fx.Node) -> bool:
     """Whether a call draws random numbers, or has another effect."""
-    return node.op == "call_function" and is_effectful(node) and not draws_nothing(node)
+    return node.op == "call_function" and is_effectful(node)
 
 
 def _is_constant(nodes: set[fx.Node]) -> bool:
