@@ -220,7 +220,8 @@ class _Problem:
                     state = graph.call_function(get_rng_state, () if own is None else (copies[own],))
                 set_info(state, replace(info(node), value=torch.empty(0, dtype=torch.uint8)))
                 again.target, again.args = Replayed(node.target), (state, *again.args)
-            made[node] = set_info(again, replace(info(node), phase="backward", recomputed=True))
+            record = replace(info(node), phase="backward", part=info(reader).part, recomputed=True)
+            made[node] = set_info(again, record)
             self.again[again.name] = self.places[node]
 
 
