@@ -82,7 +82,7 @@ def compile(  # noqa: A001 - the ecosystem's name
 
     Raises:
         PlanError: mesh and plan do not fit each other.
-        ValueError: ``dynamic=True`` with a mesh; another ``split``; a memory budget without a known unit that is no part.
+        ValueError: ``dynamic=True`` with a mesh; another ``split``; a bad memory budget.
         MemoryBudgetError: at the first call, of a budget that is too small; says what would do.
     """
     if split not in (None, "buckets"):
