@@ -103,22 +103,29 @@ def test_the_ranks_share_a_secret_of_this_run(run, monkeypatch):
 
 
 BOTH = """
+import torch
 import torch.distributed as dist
 from wholestep import comm
 dist.init_process_group("gloo")
 try:
-    comm.init_process_group()
+    comm.init_process_group(init_method="env://")
 except comm.DistNetworkError as taken:
     print(str(taken).partition("torch.distributed's own process group has that port")[1:2])
+comm.init_process_group()  # over the group's own store
+number = torch.tensor(comm.get_rank() + 1)
+comm.all_reduce(number)
+dist.all_reduce(number)
+print(int(number), comm.get_backend())
+comm.destroy_process_group()
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def test_a_port_that_torch_distributed_has_is_told_on_every_rank(run):
+def test_a_port_that_torch_distributed_has_is_told_on_every_rank_and_its_store_is_used(run):
     out = run(BOTH, "-n", "2")
-    words = ("torch.distributed's own process group has that port",)
-    assert sorted(out.stdout.splitlines()) == [f"[rank {rank}] {words}" for rank in (0, 1)]
+    said = ("""("torch.distributed's own process group has that port",)""", "6 shm")
+    assert sorted(out.stdout.splitlines()) == [f"[rank {rank}] {line}" for rank in (0, 1) for line in said]
 
 
 FORGETFUL = """

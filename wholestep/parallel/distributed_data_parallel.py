@@ -170,6 +170,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         comm.all_reduce(number, "max", group=self.process_group)
         return int(number)
 
+    def expect_backward(self, outputs: Any) -> None:
+        """Has the next backward reduce as if a forward had just ended with these outputs: for frameworks whose backward
+        runs within the wrapper's forward, or after one within `no_sync`."""
+        if self._syncs:
+            self.reducer.prepare(outputs)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of forwards within are accumulated on each rank, and reduced by the next backward outside."""

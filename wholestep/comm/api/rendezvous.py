@@ -92,7 +92,8 @@ def init_process_group(
         backend: "shm", "gloo", "nccl", …, one for each device as in ``"cpu:shm,cuda:nccl"``; None for shm where it
             is built. A shm group whose ranks are on several hosts uses Gloo between them. "null" plays one rank of a
             world of any size, alone.
-        init_method: ``env://`` (torchrun's MASTER_ADDR and MASTER_PORT), ``tcp://host:port``, ``file:///path``.
+        init_method: ``env://`` (torchrun's MASTER_ADDR and MASTER_PORT), ``tcp://host:port``, ``file:///path``. Without
+            it, ranks meet over the store of torch.distributed's process group where there is one, else by ``env://``.
         timeout: for meeting, and for each collective.
         world_size, rank: taken from the launcher's environment when negative.
         store: a store that all ranks share, in place of ``init_method``.
@@ -109,6 +110,8 @@ def init_process_group(
         raise ValueError("init_process_group: give init_method or store, not both")
     if _alone:
         backend, init_method, store = "null", None, None
+    elif store is None and init_method is None and max(rank, world_size) < 0 and (torchs := c10d.torch_world()):
+        rank, world_size, store = torchs
     rank = rank if rank >= 0 else int(_from_environment(_RANKS, "rank"))
     size = world_size if world_size > 0 else int(_from_environment(_SIZES, "world_size"))
     if not 0 <= rank < size:

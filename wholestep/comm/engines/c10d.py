@@ -24,7 +24,7 @@ from wholestep.comm.engines.reference_reduce import average
 from wholestep.comm.engines.signatures import in_bytes, in_words, require_equal
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.stores.store import WRITES, Store
+from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, WRITES, PrefixStore, Store
 from wholestep.comm.stores.store_barrier import exchange, forget
 from wholestep.comm.stores.torch_store import TorchStore
 from wholestep.comm.work import All, Work, checked_timeout
@@ -87,6 +87,15 @@ def agent_store(host: str, port: int, timeout: timedelta) -> Store:
         return TorchStore(dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False), timeout)
     except RuntimeError as failure:
         raise DistNetworkError(f"no store of a torchrun agent at {host}:{port}: {failure}") from failure
+
+
+def torch_world() -> tuple[int, int, Store] | None:
+    """Rank, size and a store of the process group that torch.distributed has made in this process, if there is one."""
+    whole: Any = dist.group.WORLD if dist.is_initialized() else None
+    if whole is None:
+        return None
+    store = TorchStore(whole.get_group_store(), DEFAULT_STORE_TIMEOUT)
+    return dist.get_rank(), dist.get_world_size(), PrefixStore("wholestep", store)
 
 
 def torch_store_at(host: str, port: int) -> bool:
