@@ -84,6 +84,8 @@ class Input:
             to come; of an output, along those that were; None for what plans place.
         bucket: of a parameter that is trained, the bytes of the first bucket and of each other one in which gradients
             are reduced; None for all else.
+        shard: of a parameter that a wrapper in the step divides: the name of the group, the dimension, and whether a
+            backward gathers it again.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Input:
     kind: InputKind
     placements: tuple[Any, ...] | None = None
     bucket: tuple[int, int] | None = None
+    shard: tuple[str, int, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,10 +127,16 @@ def set_bucket(parameter: torch.Tensor, limits: tuple[int, int] | None) -> None:
     parameter.__dict__["wholestep_bucket"] = limits
 
 
-def bucket_of(parameter: torch.Tensor) -> tuple[int, int] | None:
-    """What was said; where nothing was, the default for those that require a gradient."""
-    found = parameter.__dict__.get("wholestep_bucket", BUCKET_BYTES)
-    return found if parameter.requires_grad else None
+def wrapped_as(parameter: torch.Tensor) -> dict[str, Any]:
+    """What was said of a real parameter, as fields of `Input`; buckets of the default size where nothing was."""
+    told = parameter.__dict__
+    bucket = told.get("wholestep_bucket", BUCKET_BYTES) if parameter.requires_grad else None
+    return {"bucket": bucket, "shard": told.get("wholestep_shard")}
+
+
+def set_shard(parameter: torch.Tensor, group: str, dim: int, again: bool) -> None:
+    """Says of a real parameter that the ranks of a group divide it along a dimension; see `Input.shard`."""
+    parameter.__dict__["wholestep_shard"] = group, dim, again
 
 
 def want_mean(gradient: torch.Tensor, group: str) -> None:

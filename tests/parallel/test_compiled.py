@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import tests.support.compiled_sharded as shards
 import tests.support.compiled_wrappers as programs
 from wholestep.testing import run_ranks
 
@@ -18,3 +19,30 @@ def both():
 @pytest.mark.parametrize("case", programs.ALL, ids=" of ".join)
 def test_what_is_left_is_what_the_wrapper_leaves_in_eager(case, both):
     assert both[case] == ("", "")
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    """What each of two ranks found with modules under `fully_shard`."""
+    return run_ranks(shards.everything, 2, "shm", timeout=400)
+
+
+@pytest.mark.parametrize("name", shards.CASES)
+def test_fully_shard_in_a_step_is_as_in_eager(name, sharded):
+    why = shards.CASES[name].why
+    for found in (rank[name] for rank in sharded):
+        assert found["equal"] and found["recompiles"] == []
+        if why:
+            assert why in found["breaks"] and "to do: " in found["breaks"]
+        else:
+            assert found["breaks"] == "" and found["gathers"] > 0
+
+
+def test_a_backward_gathers_again_what_was_let_go_of(sharded):
+    for rank in sharded:
+        assert rank["kept after the forward"]["gathers"] < rank["AdamW"]["gathers"]
+
+
+def test_settings_of_fully_shard_are_guarded(sharded):
+    for rank in sharded:
+        assert rank["changed"] == [(1, 0), (2, 0), (2, 0), True]

@@ -121,15 +121,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module]
     "test_ignored_parameters": (ignoring, DDP, VECTORS, True),
     "test_graph_split_inductor_layout_optimizations": (convolutions, DDP, IMAGES, True),
     "test_graph_split_inductor_transpose": (Transposed, DDP, CUBES, True),
-    "test_fsdp_aot_eager": (Toy, fully_shard, VECTORS, False),
-    "test_fsdp_aot_eager, recursive": (Toy, sharded, VECTORS, False),
-    "test_fsdp_setattr": (Mutating, fully_shard, VECTORS, False),
-    "test_fsdp_activation_checkpointing": (lambda: checkpointed(Toy(), nn.Sequential), sharded, VECTORS, False),
-    "test_fsdp_dup_tensors": (Duplicate, fully_shard, VECTORS, False),
-    "test_fsdp_staticmethod": (Static, fully_shard, VECTORS, False),
-    "test_hf_bert_fsdp": (bert, fully_shard, None, False),
+    "test_fsdp_aot_eager": (Toy, fully_shard, VECTORS, True),
+    "test_fsdp_aot_eager, recursive": (Toy, sharded, VECTORS, True),
+    "test_fsdp_setattr": (Mutating, fully_shard, VECTORS, True),
+    "test_fsdp_activation_checkpointing": (lambda: checkpointed(Toy(), nn.Sequential), sharded, VECTORS, True),
+    "test_fsdp_dup_tensors": (Duplicate, fully_shard, VECTORS, True),
+    "test_fsdp_staticmethod": (Static, fully_shard, VECTORS, True),
+    "test_hf_bert_fsdp": (bert, fully_shard, None, True),
     "test_hf_bert_fsdp_activation_checkpointing": (
-        lambda: checkpointed(bert(), BertLayer), lambda m: sharded(m, BertLayer), None, False,
+        lambda: checkpointed(bert(), BertLayer), lambda m: sharded(m, BertLayer), None, True,
     ),
 }  # fmt: skip
 
@@ -155,7 +155,7 @@ def _trained(model: Any, wrapper: Any, like: Tensor | None, compiled: str) -> tu
     torch.manual_seed(1337 + ws.comm.get_rank())
     found = [step(module, opt, given).detach().clone() for given in _inputs(like)]
     found += [one.detach().clone() for one in (*module.parameters(), *module.buffers())]
-    return found, {"module": module, "step": step, "inside": getattr(made, "module", None)}.get(compiled)
+    return found, {"module": module, "step": step, "inside": getattr(made, "module", made)}.get(compiled)
 
 
 def _step(model: nn.Module, opt: torch.optim.Optimizer, given: Any) -> Tensor:

@@ -34,7 +34,6 @@ WRAPPED: dict[str, Callable[[], nn.Module]] = {
     "DistributedDataParallel": lambda: DistributedDataParallel(net()),
     "inside": lambda: nn.Sequential(DistributedDataParallel(net()), nn.Linear(4, 2)),
     "subclass": lambda: type("Own", (DistributedDataParallel,), {})(net()),
-    "our FSDPModule": lambda: ws.parallel.fully_shard(net()),
     "FSDPModule": fsdp2,
     "FullyShardedDataParallel": lambda: FullyShardedDataParallel(net(), device_id=torch.device("cpu")),
 }

@@ -119,6 +119,7 @@ class Shards:
         for tensor, before in self._views.exchanged:
             held = self.of(tensor)
             give_data(tensor, before if held is None else held.local)
+        self._views.give_classes()
         known = {id(tensor) for tensor, _ in lasting}
         self.forget_dead()
         if self.held and complete:

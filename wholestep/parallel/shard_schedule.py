@@ -12,8 +12,10 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from wholestep import comm
+from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.ops.functional_collectives import cores_are_busy
-from wholestep.errors import DistMismatchError
+from wholestep.errors import DistMismatchError, UnsupportedError
+from wholestep.ir import set_shard
 from wholestep.parallel.outputs import map_tensors
 from wholestep.parallel.sharded_parameters import Policies, Reduction, ShardBucket, Use
 from wholestep.torch_compat import (
@@ -39,6 +41,7 @@ class ShardSchedule:
         self._buckets: list[tuple[str, ShardBucket]] = []
         for path, group in groups.items():
             group.schedule = self
+            group.say_how()
             for bucket in group.buckets:
                 bucket.number = len(self._buckets)
                 self._buckets.append((path, bucket))
@@ -192,8 +195,7 @@ class ParameterGroup:
     def reshard(self) -> None:
         """Lets go of the whole parameters."""
         if self.unsharded:
-            for owner, name in self._places:
-                owner.__dict__.pop(name, None)
+            self._hide_whole()
             self.unsharded = False
             self._tell_rnns()
         for bucket in self.buckets:
@@ -207,11 +209,14 @@ class ParameterGroup:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gathers; casts the inputs."""
-        if self.schedule.root is self and current_autograd_node() is None:
-            self.schedule.begin()
-        self.gather()
-        self.unshard()
-        if self._reshards and torch.is_grad_enabled():
+        if is_captured():
+            self._show_whole()
+        else:
+            if self.schedule.root is self and current_autograd_node() is None:
+                self.schedule.begin()
+            self.gather()
+            self.unshard()
+        if self._reshards and torch.is_grad_enabled() and not is_captured():
             self._packing.append(self._saving_hooks())
             self._packing[-1].__enter__()
         return (args, kwargs) if self.cast_inputs is None else _cast((args, kwargs), self.cast_inputs)
@@ -222,6 +227,9 @@ class ParameterGroup:
             self._packing.pop().__exit__(None, None, None)
         if self.cast_outputs is not None:
             output = _cast(output, self.cast_outputs)
+        if is_captured():
+            self._hide_whole()
+            return output
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
         if current_autograd_node() is None:  # else a checkpoint computes again what the backward is about to need
             if self._reshards or not outputs:
@@ -233,6 +241,39 @@ class ParameterGroup:
             if inputs := _differentiable((args, kwargs)):
                 register_multi_grad_hook(inputs, self._after_backward)
         return output
+
+    def _show_whole(self) -> None:
+        """In a step that is captured, parameters are whole, and passes gather and reduce; here they are cast.
+
+        Raises:
+            UnsupportedError: what passes do not do.
+        """
+        buckets, policies = self.buckets, self.policies
+        kept = any(not bucket.syncs or any(one is not None for one in bucket.kept) for bucket in buckets)
+        whole = self.unsharded or any(bucket.whole is not None for bucket in buckets)
+        other = any(policies.reduces(one) is not one.dtype for bucket in buckets for one in bucket.parameters)
+        for what, found in (
+            ("gradients that are kept, not reduced", kept), ("parameters that are gathered already", whole),
+            ("gradients that are reduced in another dtype than the parameter's", other),
+            ("a mesh of copies", policies.replicas is not None),
+            ("offload to the CPU", policies.home != policies.device),
+        ):  # fmt: skip
+            if found:
+                raise UnsupportedError(f"fully_shard with {what}", remedy="compile without fullgraph=True")
+        for one in (one for bucket in buckets for one in bucket.members):
+            if policies.param_dtype is not None and one.parameter.is_floating_point():
+                cast = one.parameter.to(policies.param_dtype)
+                for owner, name in one.places:
+                    owner.__dict__[name] = cast
+
+    def say_how(self) -> None:
+        """Tells of each parameter how it is divided, for steps that are captured."""
+        for one in (one for bucket in self.buckets for one in bucket.members):
+            set_shard(one.parameter, self.policies.group.group_name, one.dim, self._reshards)
+
+    def _hide_whole(self) -> None:
+        for owner, name in self._places:
+            owner.__dict__.pop(name, None)
 
     def _before_backward(self, grad: torch.Tensor) -> None:
         self.schedule.await_end_of_backward()

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from wholestep import comm
+from wholestep.comm.api.tracing import is_captured
+from wholestep.ir import want_mean
 from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import UNSCALE_GRADIENTS, plain_subclasses, plain_torch_function
 
@@ -23,7 +25,15 @@ _OF_WHOLE = {getattr(functional, name) for name in _LAYERS.split()} | set(_PRODU
 
 
 class ShardParameter(nn.Parameter):
-    """A parameter of which this rank has a part. Layers refuse it: with fewer rows they would give something else."""
+    """A parameter of which this rank has a part. Layers refuse it: with fewer rows they would give something else.
+
+    Attributes:
+        of_whole: the class of the whole one, which it has while a step is captured.
+        wholestep_grad: the class of its gradient.
+    """
+
+    of_whole = nn.Parameter
+    wholestep_grad: type[ShardGrad]
 
     @classmethod
     def __torch_function__(
@@ -36,7 +46,13 @@ class ShardParameter(nn.Parameter):
                     f"fully_shard: {func.__name__} was given {part} of a parameter, outside of its module's forward: "
                     "call the module itself (not its forward), or unshard() it before"
                 )
-        return plain_torch_function(func, types, args, kwargs or {})
+        result = plain_torch_function(func, types, args, kwargs or {})
+        if func == _SET_GRAD and type(args[1]) is torch.Tensor:  # by a replay, say
+            args[1].__class__ = args[0].wholestep_grad
+        return result
+
+
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 
 
 class ShardGrad(torch.Tensor):
@@ -46,6 +62,7 @@ class ShardGrad(torch.Tensor):
         group: the ranks that have the other parts.
     """
 
+    of_whole = torch.Tensor
     group: comm.ProcessGroup
 
     @classmethod
@@ -64,12 +81,15 @@ def become_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -
     kind = type("ShardGrad", (ShardGrad,), {"group": group})
 
     def mark(parameter: torch.Tensor) -> None:
-        if type(parameter.grad) is torch.Tensor:
+        if is_captured() and parameter.grad is not None:
+            want_mean(parameter.grad, group.group_name)
+        elif type(parameter.grad) is torch.Tensor:
             parameter.grad.__class__ = kind  # the same object: a backward costs a microsecond for each
 
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = ShardParameter
+            parameter.__dict__["wholestep_grad"] = kind
         if parameter.is_floating_point():
             learns = parameter.requires_grad
             parameter.requires_grad_().register_post_accumulate_grad_hook(mark)  # frozen ones may be so no longer

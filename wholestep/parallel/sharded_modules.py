@@ -89,23 +89,29 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients; else each rank keeps its own, whole, for the next one that does."""
-        for group in _groups_in(self, recurse):
-            for bucket in group.buckets:
+        for one in _sharded_in(self, recurse):
+            one.__dict__["_gradient_sync"] = requires_gradient_sync  # for captured steps to see
+            for bucket in one._parameter_group.buckets:
                 bucket.syncs = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
         """Whether whole parameters are let go of after the forward, and gathered anew for the backward."""
         _check_reshard(reshard_after_forward)
-        for group in _groups_in(self, recurse):
-            group.reshards = reshard_after_forward
+        for one in _sharded_in(self, recurse):
+            one.__dict__["_reshard_after_forward"] = reshard_after_forward
+            one._parameter_group.reshards = reshard_after_forward
+            one._parameter_group.say_how()
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("a module under fully_shard cannot be copied: copy it before, or by its state dict")
 
 
+def _sharded_in(module: Any, recurse: bool) -> list[Any]:
+    return [one for one in (module.modules() if recurse else [module]) if isinstance(one, FSDPModule)]
+
+
 def _groups_in(module: Any, recurse: bool) -> list[ParameterGroup]:
-    modules = module.modules() if recurse else [module]
-    return [one._parameter_group for one in modules if isinstance(one, FSDPModule)]
+    return [one._parameter_group for one in _sharded_in(module, recurse)]
 
 
 def fully_shard(

@@ -38,6 +38,11 @@ class Policies:
     home: torch.device
     pinned: bool = False
 
+    def reduces(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which a parameter's gradient is reduced."""
+        cast = self.param_dtype if parameter.is_floating_point() else None
+        return self.reduce_dtype or cast or parameter.dtype
+
     def empty(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory on which the group's collectives work in place; freed blocks of it are used again."""
         if device.type == "cpu" and comm.get_backend(self.group) == "shm":

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from wholestep.capture.effects.effects import Effect, replaced_containers
 from wholestep.capture.effects.replay_code import Replay
 from wholestep.capture.effects.values import NOTHING, Value
@@ -128,9 +130,19 @@ def refuse_shared_parts(snap: Snapshot, mutated: Sequence[Source]) -> None:
         UnsupportedError: the step writes to memory that a part shares with another tensor.
     """
     parts = {f.source.text for f in snap.tensors.values() if id(f.tensor) in snap.substitutes.parts}
+    at = {f.source.text: _reach(f.tensor) for f in snap.tensors.values()} if parts else {}
     for pair in sorted(sharing(snap, frozenset(source.path for source in mutated))) if parts else ():
-        if not parts.isdisjoint(pair):
+        apart = at[pair[0]][1] <= at[pair[1]][0] or at[pair[1]][1] <= at[pair[0]][0]
+        if not apart and not parts.isdisjoint(pair):
             raise UnsupportedError(
                 f"the step writes to memory that {pair[0]} and {pair[1]} share, and each rank holds a part",
                 remedy="pass a copy: tensor.clone()",
             )
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor's elements are."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize

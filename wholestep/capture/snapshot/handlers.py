@@ -44,6 +44,7 @@ from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorI
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
 from wholestep.errors import LazyError, UnsupportedError
 from wholestep.ir import InputKind
+from wholestep.tensor_parts import mark_states
 from wholestep.torch_compat import HOOK_TABLES, generator_id
 
 # What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
@@ -235,6 +236,7 @@ def _class(found: Reachable, kind: type, source: sources.Source) -> None:
 def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sources.Source) -> None:
     """The numbers among an optimizer's settings are inputs of the step."""
     found.owners.add(source.path)
+    mark_states(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         where = sources.Item(sources.Item(sources.Vars(source), "param_groups"), index)
         found.trained |= set(map(id, group["params"]))

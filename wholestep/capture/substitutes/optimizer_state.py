@@ -121,7 +121,8 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
-            if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or parameter.layout != torch.strided:
+            whole = getattr(type(parameter), "of_whole", type(parameter))
+            if whole not in (torch.Tensor, torch.nn.Parameter) or parameter.layout != torch.strided:
                 return []
             kind = index, tuple(_order(parameter)), parameter.dtype, parameter.device
             if kind not in known:

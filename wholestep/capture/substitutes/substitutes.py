@@ -78,8 +78,8 @@ class Substitutes:
         """
         found = self._reachable
         found.outside.raise_refused()
-        self.spread = parts is not None
         self._unsharded = UnshardedViews(found.tensors.values(), parts)
+        self.spread = parts is not None or bool(self.parts)
         self._unsharded.put()
         replaced = {id(old): new for old, new in self._replaced}
         self.aliases = aliases = DetachedAliases(found.tensors.values() if differentiable else (), replaced)

@@ -32,6 +32,7 @@ class UnshardedViews:
         meant = parts(known) if parts is not None else [None] * len(known)
         self.parts: dict[int, Part] = {}
         self.exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._classes: list[tuple[torch.Tensor, type]] = []  # of those whose class is another as long as they are whole
         for found, part in zip(known, meant, strict=True):
             mark = part_of(found.tensor) or part
             if mark is not None:
@@ -49,6 +50,10 @@ class UnshardedViews:
                     f"{found.source}, of which each rank holds a part, is an inference tensor",
                     remedy="make batches outside of torch.inference_mode()",
                 )
+            kind = type(tensor)
+            if hasattr(kind, "of_whole"):
+                self._classes.append((tensor, kind))
+                tensor.__class__ = kind.of_whole
             mine = tensor.detach()
             self.exchanged.append((tensor, mine))
             give_data(tensor, _untouched(tensor, part))
@@ -57,6 +62,13 @@ class UnshardedViews:
         """Gives the tensors their own data back."""
         while self.exchanged:
             give_data(*self.exchanged.pop())
+        self.give_classes()
+
+    def give_classes(self) -> None:
+        """Gives the tensors their own classes back."""
+        while self._classes:
+            tensor, kind = self._classes.pop()
+            tensor.__class__ = kind
 
 
 def _untouched(tensor: torch.Tensor, part: Part) -> torch.Tensor:

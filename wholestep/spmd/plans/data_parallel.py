@@ -23,6 +23,7 @@ from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_
 from wholestep.spmd.expand.uneven_shards import on_largest, on_smallest
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Partial, Placement, Shard
+from wholestep.spmd.plans.divided_parameters import DividedParameters, divided_by
 from wholestep.spmd.plans.elementwise_updates import ElementwiseUpdates
 from wholestep.spmd.plans.global_view import owner_of
 from wholestep.spmd.plans.state_placements import state_placements
@@ -41,15 +42,20 @@ def data_parallel(
         reduce: "mean" or "sum".
         min_bytes: of the parameters whose updates and optimizer states are sharded by rows, where they are elementwise;
             None: no parameter's.
-        own: reduces the gradients of which the step itself wants the mean over this group, and no others.
+        own: reduces the gradients of which the step itself wants the mean over this group, and no others; parameters
+            that a wrapper divides over it are gathered in each forward and backward, and so reduced.
 
     Raises:
         PlanError: a gradient that cannot be reduced, or a parameter that changes by one that never is.
+        UnsupportedError: what divided parameters are for, and is not served; see `divided_parameters.py`.
     """
     step = copy_step(step, "data_parallel")
     if group.size == 1:
         return step
-    sharded = _Reductions(step, group, reduce).constrain(min_bytes, own)
+    divided = divided_by(step, group) if own else None
+    sharded = _Reductions(step, group, reduce, divided).constrain(min_bytes, own)
+    if divided is not None:
+        return expand(divided.gathered(), group=group, placements=divided.placements, local=True)
 
     def placement_of(item: Input, value: torch.Tensor) -> Placement:
         shape = sharded.get(owner_of(item)) if item.kind == "state" else None
@@ -67,8 +73,11 @@ def backward_passes(step: StepGraph) -> dict[fx.Node, int]:
 class _Reductions:
     """Adds the constraints to one step, in place."""
 
-    def __init__(self, step: StepGraph, group: AxisGroup, reduce: str) -> None:
-        self.step, self.group, self.addends = step, group, Partial("avg" if reduce == "mean" else "sum")
+    def __init__(
+        self, step: StepGraph, group: AxisGroup, reduce: str, divided: DividedParameters | None
+    ) -> None:  # fmt: skip
+        self.step, self.group, self.divided = step, group, divided
+        self.addends = Partial("avg" if reduce == "mean" else "sum")
         self.passes = backward_passes(step)
         self.nodes = {node.name: node for node in step.graph.nodes}
         self.gradients = step.signature.gradients
@@ -78,7 +87,7 @@ class _Reductions:
         if own:
             wanted = [gradient for gradient in self.gradients if gradient.group == self.group.name]
             for node, gradients in self._by_memory(wanted).items():
-                self._reduce(node, gradients, R)
+                self._reduce(node, gradients, self.divided.place(gradients) if self.divided else R)
             return {}
         pending = self._pending()
         late = [gradient for gradients in pending.values() for gradient in gradients]

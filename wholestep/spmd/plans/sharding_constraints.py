@@ -24,7 +24,9 @@ from wholestep.torch_compat import OpOverload
 MUCH_SMALLER = 4
 
 
-def constrain_parameters(step: StepGraph, *, placements: Sequence[Placement], again: bool) -> StepGraph:
+def constrain_parameters(
+    step: StepGraph, *, placements: Sequence[Placement], again: bool, local: bool = False
+) -> StepGraph:  # fmt: skip
     """Sharded parameters are replicated where they are computed with, in each forward and each backward on its own.
 
     Element-by-element readers, as the optimizer, read the part.
@@ -33,12 +35,14 @@ def constrain_parameters(step: StepGraph, *, placements: Sequence[Placement], ag
         step: changed in place.
         placements: of the inputs between calls.
         again: gather in a backward what its forward had gathered, so that it is free between.
+        local: in the local view, where what a parameter meets is each rank's own: all readers in a forward or backward
+            read it whole.
     """
     stretch = _stretches(step, again)
     phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items())}
     for (node, placement), number in itertools.product(_parameters(step, placements), sorted(phases)):
         if isinstance(placement, Shard):
-            computes = partial(_computes, stretch, number, on_largest(node).shape)
+            computes = partial(_computes, stretch, number, None if local else on_largest(node).shape)
             constraint = constrain(node, Constraint(R), phases[number], computes)
             if constraint is not None:
                 _move_late(constraint, stretch)
@@ -174,7 +178,7 @@ def _views(node: fx.Node) -> list[fx.Node]:
     return found[1:]
 
 
-def _computes(stretch: Mapping[fx.Node, int], number: int, like: torch.Size, reader: fx.Node) -> bool:
+def _computes(stretch: Mapping[fx.Node, int], number: int, like: torch.Size | None, reader: fx.Node) -> bool:
     """True for a reader in a stretch, unless it gives values of the parameter's shape, each from those at its place."""
     if stretch.get(reader) != number or is_on_lists(reader.target):
         return False

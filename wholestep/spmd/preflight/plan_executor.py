@@ -110,9 +110,10 @@ class PlanExecutor:
         Without a plan: those that reduce the gradients of which the step itself, by a wrapper in it, wants the mean.
         """
         own = dict.fromkeys(gradient.group for gradient in step.signature.gradients if gradient.group)
+        own |= dict.fromkeys(item.shard[0] for item in step.signature.inputs if item.shard)
         if own and not self.plain:
             raise PlanError(
-                f"{self._names}: a DistributedDataParallel in the step reduces its gradients already\n"
+                f"{self._names}: a DistributedDataParallel or fully_shard in the step reduces its gradients already\n"
                 "  to do: give the step the module that it wraps (its .module), or leave the plan out"
             )
         if own:
@@ -387,7 +388,10 @@ def own_reductions(step: StepGraph, groups: Sequence[str]) -> list[Pass]:
     for name in groups:
         ranks = AxisGroup(name, comm.get_group(name).size(), comm.get_group(name).rank())
         passes.append(partial(data_parallel, group=ranks, reduce="mean", own=True))
-    return [*passes, wait_late, *(partial(bucket_gradients, group=name, caps=caps[name]) for name in groups)]
+    passes.append(wait_late)
+    if any(item.shard for item in step.signature.inputs):
+        passes += start_early, coalesce
+    return [*passes, *(partial(bucket_gradients, group=name, caps=caps[name]) for name in groups)]
 
 
 def _in_words(plan: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.ir import Input, Phase, Signature, StepGraph, dead_code, info, set_info
+from wholestep.ir import Gradient, Input, Phase, Signature, StepGraph, dead_code, info, set_info
 from wholestep.torch_compat import lazy_graph_module
 from wholestep.trace.outputs.canonical import fingerprint, order_inputs
 from wholestep.trace.outputs.collect_outputs import OutputCollector
@@ -82,6 +82,8 @@ def finish(
         builder.gradients,
         {output: state_outputs[i] for i, output in wholes.items() if output is not None and i in state_outputs},
     )
+    if backward is not None:
+        _name_gradients(signature, backward, by_name, len(outputs))
     step, derivative = StepGraph(gm, signature), _derivative(backward, len(outputs))
     return Traced(
         step,
@@ -101,6 +103,17 @@ def finish(
         refused=[(item.index, output, why) for item, output, why in backward.refused] if backward else [],
         offsets=[(item.index, item.value.storage_offset()) for item in offsets],  # type: ignore[union-attr,misc]
     )  # fmt: skip
+
+
+def _name_gradients(signature: Signature, backward: Differentiated, by_name: Mapping[str, Input], first: int) -> None:
+    """Those that a backward outside of the step gets, of parameters that a wrapper divides."""
+    for index, (item, node) in enumerate(zip(backward.inputs, backward.gradients, strict=False), start=first):
+        found = by_name[str(item.node.target)]
+        if found.shard is not None:
+            signature.state_outputs[index] = Input("", f"{found.source}.grad", "grad")
+            value = info(node).value
+            place = tuple(value.shape), tuple(value.stride()), 0
+            signature.gradients.append(Gradient(found.source, None, node.name, place, group=found.shard[0]))
 
 
 def _new_value(item: TracedInput) -> fx.Node:

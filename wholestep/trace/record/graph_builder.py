@@ -91,9 +91,7 @@ class GraphBuilder:
             module = place.module_of_seq.get(seq, "")
         return NodeInfo(value, place.phase(), seq, user_line(), module)
 
-    def placeholder(
-        self, source: Any, kind: InputKind, value: Any, bucket: tuple[int, int] | None = None
-    ) -> fx.Node:
+    def placeholder(self, source: Any, kind: InputKind, value: Any, **wrapped: Any) -> fx.Node:
         """A new input of the graph, after those there are."""
         with no_modes():  # a source may print a tensor
             source = str(source)
@@ -102,7 +100,7 @@ class GraphBuilder:
         last = self._last_placeholder
         with self.graph.inserting_after(last) if last else self.graph.inserting_before(first):
             node = self._last_placeholder = self.graph.placeholder(name)
-        self.inputs.append(Input(str(node.target), source, kind, bucket=bucket))
+        self.inputs.append(Input(str(node.target), source, kind, **wrapped))
         return set_info(node, NodeInfo(value))
 
     def _name(self, source: str) -> str:

@@ -13,7 +13,7 @@ from wholestep.capture import Snapshot, TensorInput
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.fake_evaluate import results
 from wholestep.functional import OFFSETS
-from wholestep.ir import InputKind, bucket_of
+from wholestep.ir import InputKind, wrapped_as
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import HOOK_TABLES, FakeTensor, FakeTensorMode, address_of, fake_of, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
@@ -82,8 +82,8 @@ class Inputs:
         return item
 
     def _root(self, name: Any, source: Any, kind: InputKind, value: torch.Tensor, fake: torch.Tensor) -> TracedInput:
-        bucket = bucket_of(value) if kind == "parameter" else None
-        node = self.builder.placeholder(name, kind, fake, bucket)
+        wrapped = wrapped_as(value) if kind == "parameter" else {}
+        node = self.builder.placeholder(name, kind, fake, **wrapped)
         return self.add(TracedInput(node, source, value, self.builder.root(fake, node), fake))
 
     def number(self, source: Any, value: float) -> TracedInput:

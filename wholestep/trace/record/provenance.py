@@ -150,6 +150,8 @@ STOCK = {
     ("torch.nn.parallel", "DistributedDataParallel"): "DataParallel",
     ("torch.distributed", "FullyShardedDataParallel"): "FullyShard",
     ("torch.distributed", "FSDPModule"): "FullyShard",
+}
+WITH_PLAN = STOCK | {
+    ("wholestep.parallel", "DistributedDataParallel"): "DataParallel",
     ("wholestep.parallel", "FSDPModule"): "FullyShard",
 }
-WITH_PLAN = STOCK | {("wholestep.parallel", "DistributedDataParallel"): "DataParallel"}
