@@ -6,6 +6,7 @@ import pytest
 
 import tests.support.compiled_sharded as shards
 import tests.support.compiled_wrappers as programs
+import tests.support.stock_wrappers as stock
 from wholestep.testing import run_ranks
 
 
@@ -46,3 +47,18 @@ def test_a_backward_gathers_again_what_was_let_go_of(sharded):
 def test_settings_of_fully_shard_are_guarded(sharded):
     for rank in sharded:
         assert rank["changed"] == [(1, 0), (2, 0), (2, 0), True]
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    """What each of two ranks found with torch's wrappers and ours."""
+    return run_ranks(stock.everything, 2, "gloo", (str(tmp_path_factory.mktemp("stock") / "store"),), timeout=400)
+
+
+@pytest.mark.parametrize(("name", "way"), stock.WAYS)
+def test_our_compilers_and_any_wrapper_are_as_in_eager(name, way, mixtures):
+    """torch's wrappers reduce in C++ and in hooks: their Python runs at each call. What ours do is in the graph."""
+    runs_python = name.startswith("torch's") and way in ("module", "step")
+    for found in mixtures:
+        assert ("communicates where no graph can show it" in found[name, way]) is runs_python
+        assert runs_python or found[name, way] == ""

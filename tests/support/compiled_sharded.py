@@ -1,4 +1,4 @@
-"""Programs that every rank runs: compiled steps with modules under `fully_shard`, bit for bit against the same in eager."""
+"""Programs of every rank: compiled steps with modules under `fully_shard`, bit for bit against the same in eager."""
 
 from __future__ import annotations
 
