@@ -84,8 +84,8 @@ class Input:
             to come; of an output, along those that were; None for what plans place.
         bucket: of a parameter that is trained, the bytes of the first bucket and of each other one in which gradients
             are reduced; None for all else.
-        shard: of a parameter that a wrapper in the step divides: the name of the group, the dimension, and whether a
-            backward gathers it again.
+        shard: of a parameter that a wrapper in the step divides: the name of the group, the dimension, whether a
+            backward gathers it again, and its name in the module in whose forward it is whole.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Input:
     kind: InputKind
     placements: tuple[Any, ...] | None = None
     bucket: tuple[int, int] | None = None
-    shard: tuple[str, int, bool] | None = None
+    shard: tuple[str, int, bool, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ def wrapped_as(parameter: torch.Tensor) -> dict[str, Any]:
     return {"bucket": bucket, "shard": told.get("wholestep_shard")}
 
 
-def set_shard(parameter: torch.Tensor, group: str, dim: int, again: bool) -> None:
-    """Says of a real parameter that the ranks of a group divide it along a dimension; see `Input.shard`."""
-    parameter.__dict__["wholestep_shard"] = group, dim, again
+def set_shard(parameter: torch.Tensor, *how: Any) -> None:
+    """Says of a real parameter that the ranks of a group divide it; see `Input.shard`."""
+    parameter.__dict__["wholestep_shard"] = how
 
 
 def want_mean(gradient: torch.Tensor, group: str) -> None:

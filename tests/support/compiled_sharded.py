@@ -87,6 +87,20 @@ def of_parts(model: Any, opt: Any, x: Tensor) -> Tensor:
     return train(model, opt, x) + model.inp.weight.detach().abs().sum()
 
 
+class Penalty(nn.Module):
+    def forward(self, model: Any) -> Tensor:
+        return model.inp.weight.square().sum()  # type: ignore[no-any-return]
+
+
+def penalized(model: Any, opt: Any, x: Tensor) -> Tensor:
+    """Reads a parameter in the forward of another module than its own, where it is a part."""
+    loss = loss_of(model, x) + Penalty()(model) * 0.01
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
 def adamw(model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
@@ -126,6 +140,7 @@ CASES = {
     "accumulated": Case(accumulated, why="gradients of several backwards"),
     "gradients kept": Case(kept, why="gradients that are kept, not reduced"),
     "of parts": Case(of_parts, why="aten.sum.default of a part, which is not that of the whole"),
+    "of parts in a module": Case(penalized, why="aten.sum.default of a part, which is not that of the whole"),
     "columns": Case(
         model=lambda: sharded(Net(), shard_placement_fn=lambda p: ws.Shard(p.dim() - 1)),
         why="divided along dimension 1",

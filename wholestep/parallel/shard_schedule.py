@@ -269,7 +269,7 @@ class ParameterGroup:
     def say_how(self) -> None:
         """Tells of each parameter how it is divided, for steps that are captured."""
         for one in (one for bucket in self.buckets for one in bucket.members):
-            set_shard(one.parameter, self.policies.group.group_name, one.dim, self._reshards)
+            set_shard(one.parameter, self.policies.group.group_name, one.dim, self._reshards, one.name)
 
     def _hide_whole(self) -> None:
         for owner, name in self._places:

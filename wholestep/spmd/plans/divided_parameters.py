@@ -7,7 +7,8 @@ whole: elementwise calls with numbers and other parts, and norms of gradients, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +46,12 @@ def divided_by(step: StepGraph, group: AxisGroup) -> DividedParameters:
         source = item.source if item.kind == "parameter" else owner_of(item)
         return Shard(0) if source in how and value.shape == shapes[source] else R
 
-    for source, (_, dim, _) in how.items():
+    for source, (_, dim, *_) in how.items():
         if dim:
             _refuse(f"divided along dimension {dim}", source)
-    again = {source: again for source, (*_, again) in how.items()}
+    again = {source: again for source, (_, _, again, _) in how.items()}
     found = DividedParameters(step, again, state_placements(step, placement_of))
-    found.check()
+    found.check({node: _module_of(item) for node, item in nodes if item.source in how})
     return found
 
 
@@ -81,8 +82,11 @@ class DividedParameters:
             step = constrain_parameters(step, placements=chosen, again=again, local=True)
         return step
 
-    def check(self) -> None:
+    def check(self, modules: Mapping[fx.Node, str]) -> None:
         """Refuses what would be another thing than in eager.
+
+        Args:
+            modules: the paths of those in whose forward parameters are whole, with a dot; "" where that is not known.
 
         Raises:
             UnsupportedError: naming the call.
@@ -102,13 +106,21 @@ class DividedParameters:
             if node.op != "call_function" or node in gradients or parts.isdisjoint(node.all_input_nodes):
                 continue
             record, graded = info(node), _from(node, gradients)
-            if record.phase == "backward" or (record.phase == "forward" and record.module and not graded):
-                continue  # in a module's forward it is whole
+            read = [one for one in node.all_input_nodes if one in parts]
+            within = all(one in modules and f"{record.module}.".startswith(modules[one]) for one in read)
+            if record.phase == "backward" or (record.phase == "forward" and record.module and within and not graded):
+                continue
             if _of_part(node, parts):
                 parts.add(node)
                 gradients |= {node} if graded else set()
             elif base_name(node.target) not in NORMS or not graded:
                 _refuse(f"{node.target} of a part, which is not that of the whole", record.where)
+
+
+def _module_of(item: Input) -> str:
+    assert item.shard is not None
+    path = re.sub(r"^\w+\['(\w+)'\]", r"\1", item.source)
+    return path.removesuffix(item.shard[3]) if path.endswith(f".{item.shard[3]}") else ""
 
 
 def _from(node: fx.Node, some: set[fx.Node]) -> bool:
