@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +146,14 @@ def wrapped_hook() -> tuple[Any, Any]:
     return None, parallel.bf16_compress_wrapper(parallel.allreduce_hook)
 
 
+def quantized() -> tuple[Any, Any]:
+    return None, parallel.quantization_pertensor_hook
+
+
+def quantized_by_channels() -> tuple[Any, Any]:
+    return None, partial(parallel.quantization_perchannel_hook, bucket_size=16)
+
+
 def power_sgd() -> tuple[Any, Any]:
     state = parallel.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
     return state, parallel.powerSGD_hook
@@ -201,7 +210,10 @@ CASES = {
     "unused": Case(Unused, options={"find_unused_parameters": True}, whole=False),
     "fp16 hook": Case(hook=fp16),
     "wrapped hook": Case(hook=wrapped_hook),
+    "quantized hook": Case(hook=quantized),
+    "quantized by channels": Case(hook=quantized_by_channels),
     "PowerSGD": Case(without_bias, hook=power_sgd, whole=False),
+    "small buckets": Case(options={"bucket_cap_mb": 0.0001}),
 }
 
 
@@ -242,8 +254,8 @@ def equal(name: str, way: str) -> str:
         said += f" breaks {compiled.breaks}"
     if way == "whole step" and CASES[name].whole:
         targets = [str(node.target) for graph in compiled.graphs for node in graph.graph.nodes]
-        if not any("wholestep.all_reduce" in one for one in targets):
-            said += " no all-reduce in the graph"
+        if not any("wholestep.all_reduce" in one or "wholestep.all_gather" in one for one in targets):
+            said += " no reduction in the graph"
     return said
 
 

@@ -42,7 +42,8 @@ class GradientReducer:
 
     Attributes:
         backward: what a captured step sees and a replay sets: whether a backward is ``expected`` to reduce, and what
-            that has ``arrived`` of the one that is captured: indices of parameters.
+            that has ``arrived`` of the one that is captured: indices of parameters; with a hook, the ``order`` in which
+            the first one's came, by which the next capture fills its buckets.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class GradientReducer:
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in self.parameters]
         for index, node in enumerate(self._nodes):
             node.register_hook(_weak_hook(weakref.ref(self), index))
-        self._begun, self.backward = False, SimpleNamespace(expected=False, arrived=set())
+        self._begun, self.backward = False, SimpleNamespace(expected=False, arrived=[], order=())
         self._learning = False
         self._arrived: list[int] = []
         self.unused: set[int] = set()  # here, of which the outputs of this forward do not depend
@@ -139,7 +140,7 @@ class GradientReducer:
             self.unused = {i for i, node in enumerate(self._nodes) if node not in reached}
 
     def _unfinished(self) -> str:
-        left = {i for i, count in enumerate(self._remaining) if count} - self.backward.arrived
+        left = {i for i, count in enumerate(self._remaining) if count} - {*self.backward.arrived}
         missing = [self.names[i] for i in sorted(left)]
         return (
             "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -291,13 +292,19 @@ class GradientReducer:
         arrived, parameter = self.backward.arrived, self.parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        arrived.add(index)
+        if index not in arrived:
+            arrived.append(index)
         if len(arrived) == len(self.parameters):
             at_end_of_backward(self._finish_recording)
 
     @torch.no_grad()
     def _finish_recording(self) -> None:
         """The backward ends that is captured, and all gradients have come."""
+        if self.hook is not None and self.backward.order and not self.rebuilt:
+            self.order, self.rebuilt = [*self.backward.order], True
+            self._fill_buckets()
+        elif self.hook is not None and not self.rebuilt:
+            self.backward.order = tuple(self.backward.arrived)
         self.backward.arrived.clear()
         self.backward.expected = False
         for number, bucket in enumerate(self.buckets):
