@@ -250,10 +250,10 @@ class ParameterGroup:
         """
         buckets, policies = self.buckets, self.policies
         kept = any(not bucket.syncs or any(one is not None for one in bucket.kept) for bucket in buckets)
-        whole = self.unsharded or any(bucket.whole is not None for bucket in buckets)
+        self.reshard()  # where an eager forward, or unshard(), has left them
         other = any(policies.reduces(one) is not one.dtype for bucket in buckets for one in bucket.parameters)
         for what, found in (
-            ("gradients that are kept, not reduced", kept), ("parameters that are gathered already", whole),
+            ("gradients that are kept, not reduced", kept),
             ("gradients that are reduced in another dtype than the parameter's", other),
             ("a mesh of copies", policies.replicas is not None),
             ("offload to the CPU", policies.home != policies.device),
