@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import tests.support.accelerate_ranks as accelerate_ranks
+import tests.support.example_ranks as example_ranks
 import tests.support.lightning_ranks as lightning_ranks
 from wholestep.testing import run_ranks
 
@@ -47,6 +48,13 @@ def test_the_trainer(tmp_path):
     for each in run_ranks(accelerate_ranks.trainer_checks, 2, args=(free_port(), str(tmp_path))):
         flags = {"weights": True, "losses": True, "unused allowed": True, "resumed": True}
         assert each == flags | {"wrapper": "wholestep", "reductions": 4}
+
+
+def test_the_examples_learn(tmp_path):
+    one, two = run_ranks(example_ranks.examples, 2, args=([free_port() for _ in range(3)], str(tmp_path)))
+    assert one["lightning"] == two["lightning"] and one["lightning"][0] < 0.9
+    assert sum(one["ddp"][-8:]) < sum(one["ddp"][:8]) / 4
+    assert len(one["trainer"]) == 4 and one["trainer"][-1] < one["trainer"][0]
 
 
 @pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
