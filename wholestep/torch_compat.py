@@ -334,10 +334,13 @@ def evaluated(number: Any, values: Mapping[Any, int]) -> Any:
 def no_modes() -> Iterator[None]:
     """Real execution inside of a trace: no dispatch mode, no function mode, no gradient."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        yield
+        keys = torch._C._dispatch_tls_local_include_set() - _MODES  # which torch's tracing sets again by itself
+        with torch._C._ForceDispatchKeyGuard(keys, torch._C._dispatch_tls_local_exclude_set()):
+            yield
 
 
 _OFF = torch._C._dispatch_tls_local_exclude_set()
+_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).add(torch._C.DispatchKey.PythonTLSSnapshot)
 
 
 @contextmanager

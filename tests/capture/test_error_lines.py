@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops import map as control_map
 from torch._higher_order_ops.cond import cond as control_cond
+from torch._higher_order_ops.scan import scan as control_scan
 
 import wholestep as ws
 from wholestep.capture.snapshot.user_code import is_library, origin
@@ -202,9 +203,17 @@ def _played(script: Path, paths: Sequence[Path], sites: Sequence[Path], said: Pa
     runpy.run_path(str(script), run_name="__main__")
 
 
-@pytest.mark.parametrize("way", ["path", "pth", "packages", "vendored"])
+@pytest.mark.parametrize("way", ["path", "pth", "packages", "vendored", "target", "below_vendor"])
 def test_a_library_is_one_wherever_it_lies(tmp_path: Path, way: str) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    if way == "target":  # `pip install --target libs`, in a project that is marked as one
+        elsewhere = project / "libs"
+        for folder, name, text in ((elsewhere / "some_library-1.0.dist-info", "RECORD", "some_library/__init__.py,,\n"),
+                                   (project, "pyproject.toml", "")):  # fmt: skip
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    if way == "below_vendor":
+        project = tmp_path / "vendor" / "project"
     if way == "packages":
         elsewhere = project / "env" / "site-packages"
     if way == "vendored":
@@ -239,12 +248,13 @@ OF_ANOTHER_PROJECT = """
 """
 
 
-def test_what_is_compiled_is_the_users_also_as_a_method(tmp_path: Path) -> None:
-    for name, text in (("here/train.py", OF_ANOTHER_PROJECT), ("there/steps/__init__.py", ""),
-                       ("there/steps/module.py", MODULE)):  # fmt: skip
+@pytest.mark.parametrize("there", ["there", "site-packages"])
+def test_what_is_compiled_is_the_users_also_as_a_method(tmp_path: Path, there: str) -> None:
+    for name, text in (("here/train.py", OF_ANOTHER_PROJECT), (f"{there}/steps/__init__.py", ""),
+                       (f"{there}/steps/module.py", MODULE)):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
-    play(tmp_path / "here" / "train.py", tmp_path / "there")
+    play(tmp_path / "here" / "train.py", tmp_path / there)
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
@@ -267,3 +277,16 @@ def test_no_file_of_the_package_is_the_users() -> None:
     files = [str(file) for file in Path(ws.__file__).parent.rglob("*.py")]
     assert len(files) > 100 and [file for file in files if origin(file) != "wholestep"] == []
     assert origin(__file__) != "wholestep"
+
+
+def test_a_scan_is_served_with_its_backward_inside() -> None:
+    def step(weight: torch.Tensor, xs: torch.Tensor) -> torch.Tensor:
+        weight.grad = None
+        last, ys = control_scan(lambda h, x: (h * weight + x, h.sin()), torch.zeros(2), xs)
+        (last.sum() + (ys * 2.0).sum()).backward()
+        return ys.detach()
+
+    weight, xs = torch.tensor([0.5, 2.0], requires_grad=True), torch.randn(4, 2)
+    compiled, expected = ws.compile(step), (step(weight, xs), weight.grad)
+    for _ in range(3):
+        assert torch.equal(compiled(weight, xs), expected[0]) and torch.equal(weight.grad, expected[1])

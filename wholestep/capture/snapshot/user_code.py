@@ -1,14 +1,15 @@
 """What tells a library from the user's own code: one rule for guards, for what may be asked, and for lines in errors.
 
-A library is torch, the standard library and this package; what lies below a folder of installed or of vendored
-packages, in whatever environment; and packages of another project than the script's: those found through PYTHONPATH, a
-``.pth`` file or an editable install. Code of the script's own project is the user's, installed or not, and so is what
-is compiled.
+A library is torch, the standard library and this package; what somebody has installed, in whatever environment: below a
+folder of installed or of vendored packages, or listed by an installer beside it (`pip install --target`); and packages
+of another project than the script's: those found through PYTHONPATH, a ``.pth`` file or an editable install. Code of
+the script's own project or package is the user's, installed or not, and so is that of a function that is compiled.
 """
 
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import sys
 import sysconfig
@@ -22,17 +23,18 @@ from wholestep.errors import PACKAGE
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _GENERATED = ("<frozen", "<__array", "<eval_with_key", "<wholestep")
-# Folders that hold what others wrote.
-FOLDERS = frozenset({"site-packages", "dist-packages", "third_party", "thirdparty", "vendor", "vendored", "_vendor"})
+# Folders that hold what others wrote; of the second kind, where no code of the user's own lies below them.
+FOLDERS = frozenset({"site-packages", "dist-packages"})
+VENDORED = frozenset({"third_party", "thirdparty", "vendor", "vendored", "_vendor"})
 MARKERS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
 _own: set[str] = set()  # files of functions that were compiled
 
 
 def own(filename: str) -> None:
-    """Notes a file that is the user's: its project is."""
+    """Notes a file that is the user's: its project is, or its package where that is installed."""
     if filename not in _own and not filename.startswith("<"):
         _own.add(filename)
-        for cached in (origin, is_system, _is_user_module):
+        for cached in (origin, is_system, _is_user_module, _installed):
             cached.cache_clear()
 
 
@@ -43,18 +45,43 @@ def origin(filename: str) -> Literal["wholestep", "torch", "standard", "installe
         return "wholestep"
     if filename.startswith(_TORCH):
         return "torch"
-    installed = not FOLDERS.isdisjoint(filename.split(os.sep))
+    installed = _installed(filename)
     if filename.startswith(_GENERATED) or (filename.startswith(_STANDARD) and not installed):
         return "standard"
-    if installed:
-        return "installed"
     folder = os.path.dirname(filename)
-    if not os.path.isabs(filename) or not os.path.exists(os.path.join(folder, "__init__.py")):
+    if not installed and (not os.path.isabs(filename) or not os.path.exists(os.path.join(folder, "__init__.py"))):
         return "user"  # a script, a module by itself, a notebook's cell
-    project = os.path.join(_project(folder), "")
+    return "user" if _holds_own(installed or _project(folder)) else "installed"
+
+
+def _holds_own(place: str) -> bool:
+    """Whether code that is certainly the user's lies in a folder, or is a file."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    ours = (*_own, os.path.abspath(main or ""), os.path.join(os.getcwd(), ""))
-    return "user" if any(path.startswith(project) for path in ours) else "installed"
+    ours = (*_own, os.path.abspath(main or ""), os.getcwd())
+    return any(os.path.join(path, "").startswith(os.path.join(place, "")) for path in ours)
+
+
+@functools.cache
+def _installed(filename: str) -> str:
+    """The package or the module of somebody's that is installed, in which a file lies; empty where it is in none."""
+    below, folder = filename, os.path.dirname(filename)
+    while folder != below:
+        name = os.path.basename(folder)
+        if name in FOLDERS or (name in VENDORED and not _holds_own(folder)) or \
+                os.path.basename(below) in _listed(folder):  # fmt: skip
+            return below
+        below, folder = folder, os.path.dirname(folder)
+    return ""
+
+
+@functools.cache
+def _listed(folder: str) -> frozenset[str]:
+    """The packages and modules that installers say to have put into a folder."""
+    names: set[str] = set()
+    for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
+        with open(record, encoding="utf-8") as lines:
+            names.update(line.partition(",")[0].partition("/")[0] for line in lines)
+    return frozenset(names)
 
 
 def is_library(filename: str) -> bool:

@@ -67,7 +67,7 @@ def begin(call: Call, names: Iterable[str] = (), varying: frozenset[str] = froze
     if isinstance(fn, types.MethodType) and not isinstance(fn.__self__, torch.nn.Module):
         fn = fn.__func__
     if isinstance(fn, types.FunctionType):
-        own(fn.__code__.co_filename)
+        own(getattr(inspect.unwrap(fn), "__code__", fn.__code__).co_filename)
     for name in ("__call__", "forward"):
         entry = getattr(type(call.fn), name, None)
         if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):
