@@ -41,7 +41,7 @@ class ShardParameter(nn.Parameter):
     ) -> Any:
         if func in _OF_WHOLE:
             given = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, ShardParameter)]
-            for part in filter(None, map(part_of, given)):
+            for part in (part for part in map(part_of, given) if part is not None and not part.is_whole):
                 raise RuntimeError(
                     f"fully_shard: {func.__name__} was given {part} of a parameter, outside of its module's forward: "
                     "call the module itself (not its forward), or unshard() it before"
