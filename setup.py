@@ -1,4 +1,4 @@
-"""The two parts of the package that are compiled: the shared-memory engine and elementwise chains.
+"""The parts of the package that are compiled: the shared-memory engine, elementwise chains, the guards on tables.
 
 All else is in pyproject.toml.
 """
@@ -43,6 +43,13 @@ setup(
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off",
                                 "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
             extra_link_args=["-pthread", "-lm"],
+            py_limited_api=True,
+            optional=True,
+        ),
+        Extension(
+            "wholestep.capture.guards._tables",
+            ["wholestep/capture/guards/native/tables.c"],
+            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
             py_limited_api=True,
             optional=True,
         ),

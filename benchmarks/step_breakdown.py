@@ -2,9 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.step_breakdown
 
-The 20-layer MLP, in microseconds, each part the median of many calls in turns in one process. *Kernels* is what the program
-takes beyond that of the same model at width 1 on one row, whose kernels have nothing to do: *calls* is the time of that one,
-the program's Python and PyTorch's own work for each call.
+The 20-layer MLP, in microseconds, each part the median of many calls in turns in one process. *Calls* is the program of
+the same model at width 1 on one row, whose kernels have nothing to do; *kernels* is what the model's own takes beyond.
 """
 
 from __future__ import annotations

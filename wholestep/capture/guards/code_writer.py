@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any
 
 from wholestep.capture.guards.compared_values import global_state
-from wholestep.capture.guards.identity_checks import identical, memory, same_plain
+from wholestep.capture.guards.identity_checks import identical, match, memory, same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.sources import is_exact, item
@@ -29,7 +29,7 @@ class CodeWriter:
         self.names: dict[int, str] = {}
         self.space: dict[str, Any] = {
             "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
-            "call": call, "global_state": global_state, "STATE": state, "memory": memory,
+            "call": call, "match": match, "global_state": global_state, "STATE": state, "memory": memory,
         }
         self.spaces = [self.space]
         self.lines: list[str] = []

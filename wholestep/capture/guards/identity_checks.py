@@ -12,6 +12,11 @@ import torch
 from wholestep.capture.guards.compared_values import metadata
 from wholestep.torch_compat import address_of
 
+try:
+    from wholestep.capture.guards import _tables as native
+except ImportError:  # not built
+    native = None  # type: ignore[assignment]
+
 
 def memory(tensor: torch.Tensor) -> int:
     """Address of a tensor's storage; 0 for none (empty, meta, sparse)."""
@@ -23,6 +28,23 @@ def memory(tensor: torch.Tensor) -> int:
 def identical(left: Any, right: Any) -> bool:
     """True when two iterables of equal length hold the very same objects."""
     return all(map(is_, left, right))
+
+
+def _match(tables: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]], empty: list[Any]) -> bool:
+    """Whether dictionaries hold what they held, and others nothing.
+
+    Args:
+        tables: dictionary, keys, values, and whether the order of keys counts; `ANY` stands for any value.
+    """
+    return not any(empty) and all(
+        len(table) == len(keys) and (not ordered or tuple(table) == keys) and
+        all(key in table and (value is ANY or table[key] is value) for key, value in zip(keys, values, strict=True))
+        for table, keys, values, ordered in tables
+    )  # fmt: skip
+
+
+ANY = native.ANY if native is not None else object()
+match = native.match if native is not None else _match
 
 
 def same_plain(found: Any, expected: Any) -> bool:

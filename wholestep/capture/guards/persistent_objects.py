@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from wholestep.capture.guards.code_writer import CodeWriter
+from wholestep.capture.guards.identity_checks import ANY
 from wholestep.capture.guards.per_call_objects import PERSISTENT, PerCallObjects
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.snapshot.user_code import is_library
-from wholestep.capture.sources import REGISTRIES, Attr, Source, is_exact
+from wholestep.capture.sources import REGISTRIES, Attr, Source, base_of, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
 # What `module.double()` and the like change of a tensor. By themselves these make no tuples: 0.9 of the time.
@@ -28,6 +29,7 @@ _METADATA = (attrgetter("shape"), torch.Tensor.is_contiguous, attrgetter("dtype"
 _DEVICES = attrgetter("is_cpu"), attrgetter("device")  # all alike on a CPU, which has no number
 _GRAD_AND_HOOKS = attrgetter("grad", *HOOK_TABLES)
 _KIND = attrgetter("layout", "requires_grad", "dtype")
+_TABLES = kinds.MAPPING, kinds.ATTRIBUTES, kinds.MODULE
 
 
 class PersistentObjects:
@@ -166,13 +168,10 @@ class PersistentObjects:
     # what they hold ------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Compares keys, then values, as long lists; odd containers by themselves."""
+        """Compares tables and lists in bulk, odd containers by themselves."""
         write = self._writer
-        empty: list[Any] = []
-        dicts: list[Any] = []  # keys of these are compared
-        sizes: list[Any] = []  # the number of keys of these
-        stable: list[Any] = []  # all values of these
-        parts: list[tuple[Any, Any]] = []  # what a getter takes from these
+        tables: list[tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]] = []
+        empty: tuple[list[Any], list[Any]] = [], []  # dicts, others
         lists: list[Any] = []
         for container in self._containers:
             kind, value, before = container.kind, container.value, container.before
@@ -181,27 +180,18 @@ class PersistentObjects:
             special = [key for key in container.compared if self._is_special(before[key], container)]
             if not is_exact(value) and kind in (kinds.MAPPING, kinds.LIST):
                 self._one_by_one(container)
-            elif not before and kind in (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SET, kinds.LIST):
-                empty.append(value)
-            elif kind in (kinds.MAPPING, kinds.ATTRIBUTES, kinds.MODULE):
-                if kind is kinds.ATTRIBUTES:
-                    sizes.append(value)  # and looked up by key: nothing follows from their order
-                elif all(type(key) in (str, int) for key in before):
-                    dicts.append(value)
-                else:
-                    write.require(f"len({write.name(value)}) == {len(before)} and "
-                                  f"identical({write.name(value)}, {self._expected([*before])})")
-                if id(value) in self._nested:
-                    continue
+            elif not before and kind in (*_TABLES, kinds.SET, kinds.LIST):
+                empty[not isinstance(value, dict)].append(value)
+            elif kind in _TABLES and base_of(value) is dict and all(type(key) in (str, int) for key in before):
                 # not by the keys, which may be tensors: `in` would compare their elements
-                plain = [key for key in container.compared if not self._is_special(before[key], container)]
-                if len(plain) == len(before) and kind is not kinds.ATTRIBUTES:
-                    stable.append(value)
-                elif plain:
-                    parts.append((itemgetter(*plain, plain[0]), value))
+                known = [ANY if key in container.ignored or self._is_special(before[key], container) else before[key]
+                         for key in before]  # fmt: skip
+                tables.append((value, (*before,), (*known,), kind is not kinds.ATTRIBUTES))
                 for key in special if id(value) not in self._whole else ():
-                    keeps = self._keeps(container)(before[key])
-                    self._per_call.compare_value(write.at(container, key), before[key], keeps)
+                    self._by_path(container, key)
+            elif kind is kinds.MAPPING and id(value) in self._nested:
+                write.require(f"len({write.name(value)}) == {len(before)} and "
+                              f"identical({write.name(value)}, {self._expected([*before])})")
             elif kind is kinds.SET or (kind in (kinds.LIST, kinds.DEQUE) and not special and not container.ignored):
                 lists.append(value)
             else:
@@ -216,23 +206,17 @@ class PersistentObjects:
             keys = [*chain.from_iterable(self._inner.values())]
             write.require(f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "
                           f"[*chain(inner)] == {write.constant(keys)}")
-        if dicts:
-            write.require(f"[*chain({write.constant(dicts)})] == {write.constant([k for d in dicts for k in d])}")
-        if sizes:
-            write.require(f"list(map(len, {write.constant(sizes)})) == {write.constant([len(d) for d in sizes])}")
-        if stable:
-            values = [v for d in stable for v in dict.values(d)]
-            write.require(f"identical(chain(map(values, {write.constant(stable)})), {write.constant(values)})")
-        if parts:
-            getters, tables = zip(*parts, strict=True)
-            taken = [v for get, table in parts for v in get(table)]
-            write.require(f"identical(chain(map(call, {write.constant(getters)}, {write.constant(tables)})), "
-                          f"{write.constant(taken)})")
+        if tables or empty[0]:
+            write.require(f"match({write.constant(tables)}, {write.constant(empty[0])})")
         if lists:
             write.require(f"list(map(len, {write.constant(lists)})) == {write.constant([len(x) for x in lists])} and "
                           f"identical(chain({write.constant(lists)}), {self._expected([v for x in lists for v in x])})")
-        if empty:
-            write.require(f"not any({write.constant(empty)})")
+        if empty[1]:
+            write.require(f"not any({write.constant(empty[1])})")
+
+    def _by_path(self, container: Container, key: Any) -> None:
+        value = container.before[key]
+        self._per_call.compare_value(self._writer.at(container, key), value, self._keeps(container)(value))
 
     def _expected(self, values: list[Any]) -> str:
         """An expression for known values, of which the code keeps no tensor alive."""
