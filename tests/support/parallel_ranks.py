@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ from tests.support.parallel_models import (
     Checkpointed,
     MixedDtypes,
     Net,
+    RowsRead,
     SharedGradients,
     Sparse,
     Tied,
@@ -155,6 +157,10 @@ def mistakes() -> dict[str, str]:
         wrapped = DistributedDataParallel(Checkpointed(True, times=2))
         loss_of(wrapped(torch.ones(2, 8))).backward()
 
+    def made_sparse() -> None:
+        wrapped = DistributedDataParallel(RowsRead(), broadcast_buffers=False)
+        wrapped(torch.tensor([1, 2])).sum().backward()
+
     def hooked(hook: Any) -> None:
         wrapped = DistributedDataParallel(nn.Linear(8, 2))
         wrapped.register_comm_hook(None, hook)
@@ -171,6 +177,7 @@ def mistakes() -> dict[str, str]:
     rank = comm.get_rank()
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     note("sparse", lambda: sparse.register_comm_hook(None, parallel.allreduce_hook))
+    note("made sparse", made_sparse)
     note("differ", lambda: DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4 + rank))))
     note("fewer", lambda: DistributedDataParallel(nn.Linear(2, 3, bias=rank == 0)))
     note("frozen", lambda: DistributedDataParallel(nn.Linear(2, 3).requires_grad_(False)))
@@ -474,11 +481,16 @@ def averaged() -> dict[str, Any]:
     wrapped.register_comm_hook(state, parallel.post_localSGD_hook)
     averager = parallel.PeriodicModelAverager(2, warmup_steps=1)
     opt = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+    optimizers = importlib.import_module("torch.distributed.optim")  # half a second, which no other test needs
+    stock = optimizers.PostLocalSGDOptimizer(opt, averager)  # takes an averager of ours
     equal = []
     for iteration in range(5):
         (wrapped(torch.ones(1, 2)) * (rank + 1)).sum().backward()
-        opt.step()
-        averager.average_parameters(opt.param_groups if iteration % 2 else wrapped.parameters())
+        if iteration % 2:
+            stock.step()
+        else:
+            opt.step()
+            averager.average_parameters(wrapped.parameters())
         opt.zero_grad()
         every = [torch.empty(1, 2) for _ in range(comm.get_world_size())]
         comm.all_gather(every, wrapped.module.weight.detach())

@@ -228,7 +228,18 @@ class GradientReducer:
             bucket.results = [self._sparse_mean(bucket.parameters[0], bucket.parameters[0].grad)]
             return
         owners = 2 + self._overlaps  # of a gradient's memory: itself, Python, and as long as it goes on the backward
-        self._reduce(number, bucket.fill(self.as_view, self.unused, owners))
+        try:
+            memory = bucket.fill(self.as_view, self.unused, owners)
+        except RuntimeError as failure:
+            sparse = [i for i in bucket.members if (grad := self.parameters[i].grad) is not None and grad.is_sparse]
+            if not sparse:
+                raise
+            raise RuntimeError(
+                "DistributedDataParallel: sparse gradients are reduced for nn.Embedding and nn.EmbeddingBag with "
+                f"sparse=True, found those of {', '.join(self.names[i] for i in sparse)}: use such a layer, or have "
+                "gradients dense (sparse=False)"
+            ) from failure
+        self._reduce(number, memory)
 
     def _reduce(self, number: int, memory: list[torch.Tensor]) -> None:
         """Begins to reduce what a bucket sends, in place: each a flat tensor, of which a hook has one."""
