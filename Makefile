@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with Python 3.11+ and a C compiler:
 #   make demo    sets up .venv and trains a small GPT eager, compiled, on two ranks with DDP and on two ranks compiled
 #   make test    sets up .venv and runs lint, types and all tests
-# More: make lint | types | check | bench | bench-quick | soak | test-long | test-ops | test-spmd | image | clean
+# More: make lint | types | check | bench | bench-quick | soak | test-long | test-ops | test-spmd | test-parallel | image | clean
 
 PYTHON ?= python3
 JOBS   ?= 2
@@ -16,7 +16,7 @@ TORCH  := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 # one thread a worker: the workers and the ranks they start are what fills the cores
 LIMIT  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint types check bench bench-quick soak test-long test-ops test-spmd image clean
+.PHONY: demo test lint types check bench bench-quick soak test-long test-ops test-spmd test-parallel image clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -59,6 +59,10 @@ test-ops: $(STAMP)
 test-spmd: $(STAMP)
 	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/spmd/test_models.py $(ARGS)
 	$(LIMIT) $(BIN)/python -m tests.support.spmd_equal
+
+# 25 models under each wrapper, hook and mixture of wholestep.parallel, on two and four ranks: an hour
+test-parallel: $(STAMP)
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -q tests/parallel/test_wrapped_models.py $(ARGS)
 
 image: $(STAMP)
 	$(BIN)/python docs/draw_pipeline.py

@@ -34,6 +34,7 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
         assert "must return a torch.futures.Future, found Tensor" in each["no future"]
         assert "found sparse ones of weight: make these layers with sparse=False" in each["sparse"]
         assert "sparse=True, found those of rows: use such a layer" in each["made sparse"]
+        assert "a part of its own of weight, bias: fully_shard reduces the gradients itself" in each["parts"]
         assert each["raises"] == "ValueError: no more of bucket 0"
         assert "must be callable, found int" in each["no hook"]
 

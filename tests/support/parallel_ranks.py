@@ -177,6 +177,7 @@ def mistakes() -> dict[str, str]:
     rank = comm.get_rank()
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     note("sparse", lambda: sparse.register_comm_hook(None, parallel.allreduce_hook))
+    note("parts", lambda: DistributedDataParallel(parallel.fully_shard(nn.Linear(2, 3))))
     note("made sparse", made_sparse)
     note("differ", lambda: DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4 + rank))))
     note("fewer", lambda: DistributedDataParallel(nn.Linear(2, 3, bias=rank == 0)))

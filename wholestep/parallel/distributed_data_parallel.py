@@ -22,6 +22,7 @@ from wholestep.parallel.join import Join, Joinable, JoinHook, hint_at_join
 from wholestep.parallel.logging_data import logging_data
 from wholestep.parallel.outputs import joined_in_one_node
 from wholestep.parallel.reducer import GradientReducer
+from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import skipped_by_dynamo, tree_map_only
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module: names that ranks keep for themselves
@@ -47,7 +48,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Raises:
         RuntimeError: no parameter requires a gradient.
-        ValueError: parameters are on several types of devices, on ``meta``, or not where ``device_ids`` says.
+        ValueError: parameters are on several types of devices, on ``meta``, not where ``device_ids`` says, or parts.
         DistMismatchError: the ranks' models differ.
     """
 
@@ -296,6 +297,12 @@ def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any]) -> None
     if not named:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
+        )
+    parts = [name for name, p in named if part_of(p) is not None]
+    if parts:
+        raise ValueError(
+            f"DistributedDataParallel: each rank has a part of its own of {', '.join(parts)}: fully_shard reduces the "
+            "gradients itself; to do: leave the wrapper out"
         )
     devices = {str(p.device): name for name, p in reversed(named)}
     if "meta" in devices:
