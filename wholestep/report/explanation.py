@@ -38,7 +38,7 @@ class Explanation:
         parts: graphs that a replay runs, with ``split="buckets"``; else one.
         decisions: values that Python goes on with, in words, where the program may end and another one serve the call.
         recomputed: what the backward makes again to meet a memory budget: module -> calls, and the part that they add
-            to the step's predicted time.
+            to the step's predicted time; the most first.
     """
 
     title: str
@@ -162,7 +162,7 @@ def _recomputed(step: StepGraph) -> dict[str, tuple[int, float]]:
     for node in again:
         count, part = found.get(info(node).module, (0, 0.0))
         found[info(node).module] = count + 1, part + seconds(node) / once
-    return found
+    return dict(sorted(found.items(), key=lambda entry: -entry[1][1]))
 
 
 def explain_segments(
