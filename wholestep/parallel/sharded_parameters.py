@@ -263,7 +263,8 @@ class Reduction:
         if len(rows) == 1 and self._members[0].even:
             given = rows[0].reshape(size, -1)
         else:
-            given = torch.ops.aten._chunk_cat(rows, 0, size)
+            filled = [one for one in rows if one.numel()]  # the kernel refuses others
+            given = torch.ops.aten._chunk_cat(filled, 0, size) if filled else rows[0].new_empty(size, 0)
         self._result = policies.empty(given.shape[1], given.dtype, given.device)
         self._work = comm.reduce_scatter_tensor(self._result, given, "avg", policies.group, async_op)
         self._given: torch.Tensor | None = given
