@@ -111,6 +111,8 @@ def is_asked(func: OpOverload, args: Any, kwargs: Any) -> bool:
         return False
     if all(result.alias_info for result in func._schema.returns):  # it gives its arguments back
         return False
+    if func in ORDERED or kwargs.get("memory_format") is torch.contiguous_format:
+        return False
     operands = [*tensors_of((args, kwargs))]
     if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
         if any(tensor.numel() for tensor in operands):
@@ -135,12 +137,15 @@ SIZED_BY_LISTS = {aten._ctc_loss.default}
 
 # Their results are contiguous, whatever the factors are; to ask would cost as much as the step's own arithmetic.
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+# Their results are in one order, whatever that of the operands is.
+ORDERED = {aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
 # Their results are contiguous where the operands are.
 CONTIGUOUS = {
     aten.embedding.default, aten.embedding_dense_backward.default, aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default, aten._softmax.default, aten._softmax_backward_data.default,
     aten._log_softmax.default, aten._log_softmax_backward_data.default, aten.nll_loss_forward.default,
     aten.nll_loss_backward.default, aten.sum.dim_IntList, aten.mean.dim, aten.stack.default, aten.cat.default,
+    aten.clone.default, aten.empty_like.default, aten._unsafe_view.default,
 }  # fmt: skip
 
 # Where sizes are symbols, C++ would ask for numbers.

@@ -357,11 +357,32 @@ def test_operators_that_keep_contiguous_what_is(shape: tuple[int, ...]) -> None:
         (aten.nll_loss_forward.default, loss), (aten.nll_loss_backward.default, loss_backward),
         (aten.sum.dim_IntList, (x, [1], False)), (aten.mean.dim, (x, [0], True)),
         (aten.stack.default, ([x, x], 1)), (aten.cat.default, ([x, x], 1)),
+        (aten.clone.default, (x,)), (aten.empty_like.default, (x,)), (aten._unsafe_view.default, (x, [x.numel()])),
     ]  # fmt: skip
     assert {op for op, _ in calls} == fake_layouts.CONTIGUOUS
     for op, args in calls:
         results = tensors_of(op(*args))
         assert all(one.stride() == torch.empty(one.shape).stride() for one in results), op
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 4), (1, 3, 5, 4), (2, 1, 5, 4), (2, 3, 1, 4), (2, 3, 5, 1)])
+def test_the_order_of_attentions_gradients_is_its_kernels_own(shape: tuple[int, ...]) -> None:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert {backward} == fake_layouts.ORDERED
+    order, several = torch.empty_permuted(shape, (0, 2, 1, 3)), [d for d in range(4) if shape[d] > 1]
+    for q, g in itertools.product(_laid_out(*shape)[1:], repeat=2):  # the first is expanded
+        if q.stride(3) == g.stride(3) == 1:
+            out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)
+            for grad in backward(g, q, q, q, out, sums, 0.0, False):
+                assert [grad.stride(d) for d in several] == [order.stride(d) for d in several]
+
+
+def test_a_contiguous_result_is_asked_for_by_name() -> None:
+    aten = torch.ops.aten
+    for x in _laid_out(2, 3, 4):
+        for op in (aten.clone.default, aten.empty_like.default):
+            assert op(x, memory_format=torch.contiguous_format).is_contiguous()
+            assert not fake_layouts.is_asked(op, (x,), {"memory_format": torch.contiguous_format})
 
 
 def test_statistics_of_fake_quantisation_take_their_size_at_once() -> None:

@@ -123,7 +123,7 @@ class GrowingArena:
             return None
         for slot, nbytes in zip(self._slots, needed, strict=True):
             if nbytes > slot.nbytes:  # with room for larger ones yet: what is not written takes no pages
-                slot.nbytes = nbytes + nbytes // 4
+                slot.nbytes = nbytes + nbytes // (1 if slot.device == "cpu" else 4)
         return place(self._slots)
 
 

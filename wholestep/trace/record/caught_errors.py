@@ -48,7 +48,7 @@ def is_caught(error: type[Exception]) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") not in BEGINNINGS:
         if not is_system(frame.f_code.co_filename):
-            if any(_catches(names, error) for names in _clauses(frame.f_code, frame.f_lasti)):
+            if any(_catches(names, error, frame.f_globals) for names in _clauses(frame.f_code, frame.f_lasti)):
                 return True
         frame = frame.f_back
     return False
@@ -58,10 +58,15 @@ def is_caught(error: type[Exception]) -> bool:
 BEGINNINGS = ("wholestep.trace.record.trace_step", "wholestep.co_run.step")
 
 
-def _catches(names: tuple[str, ...], error: type[Exception]) -> bool:
-    """Whether an except clause on classes of some names catches an error; as far as is known, of other names."""
-    found: list[Any] = [getattr(builtins, n, getattr(torch, n, None)) for n in names]
+def _catches(names: tuple[str, ...], error: type[Exception], known: dict[str, Any]) -> bool:
+    """Whether an except clause on classes of some names catches an error; of what is no class, it is not known."""
+    found = [_named(name.split("."), known) for name in names]
     return any(not isinstance(kind, type) or issubclass(error, kind) for kind in found)
+
+
+def _named(parts: list[str], known: dict[str, Any]) -> Any:
+    first = known.get(parts[0], getattr(builtins, parts[0], None))
+    return functools.reduce(lambda found, part: getattr(found, part, None), parts[1:], first)
 
 
 @functools.cache
@@ -78,7 +83,7 @@ def _clauses(code: CodeType, at: int) -> list[tuple[str, ...]]:
             check, jump = instructions[place + len(loads) : place + len(loads) + 2]
             place = None
             if check.opname == "CHECK_EXC_MATCH":
-                clauses.append(_last_names(loads))
+                clauses.append(_names(loads))
                 place = places[jump.argval]  # of the next clause
             elif check.opname == "POP_TOP" or (check.opname == "WITH_EXCEPT_START" and "suppress" in code.co_names):
                 clauses.append(("",))
@@ -89,8 +94,12 @@ def _gives_class(instruction: Any) -> bool:
     return instruction.opname.startswith("LOAD") or instruction.opname == "BUILD_TUPLE"
 
 
-def _last_names(loads: list[Any]) -> tuple[str, ...]:
-    """The names that are loaded; of a dotted one, the last part."""
-    after = [*(one.opname for one in loads[1:]), ""]
-    wanted = [one for one, then in zip(loads, after, strict=True) if then != "LOAD_ATTR"]
-    return tuple(str(one.argval) for one in wanted if one.opname != "BUILD_TUPLE")
+def _names(loads: list[Any]) -> tuple[str, ...]:
+    """The global names that are loaded, dotted ones whole; "" for a local one."""
+    names = list[str]()
+    for one in loads:
+        if one.opname == "LOAD_ATTR":
+            names[-1] += f".{one.argval}"
+        elif one.opname != "BUILD_TUPLE":
+            names.append(one.argval if one.opname in ("LOAD_GLOBAL", "LOAD_NAME") else "")
+    return tuple(names)
