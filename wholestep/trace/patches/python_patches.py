@@ -11,7 +11,6 @@ import builtins
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -142,8 +141,7 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
 
         return call
 
-    functions = [(owner, name, aware(function)) for owner, name, function in AWARE
-                 if isinstance(original(owner, name), BuiltinFunctionType)]  # none of the user's  # fmt: skip
+    functions = [(owner, name, aware(function)) for owner, name, function in AWARE]
     methods = SIZE_METHODS if recorder.builder.sizes is not None else []
     return [*functions, *((torch.SymInt, name, method(name)) for name in methods)]
 
