@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,40 @@ def test_which_clauses_catch() -> None:
     assert served(IndexError) == [False, False, True, False]
     assert served(RuntimeError) == [False] * 4
     assert served(KeyError) == [True, True, True, False]
+
+
+class Bad(Exception):
+    pass
+
+
+def test_clauses_on_classes_of_the_users_own() -> None:
+    def around(kinds: Any) -> list[bool]:
+        found = []
+        try:
+            found.append(is_caught(IndexError))
+        except (Bad, torch.linalg.LinAlgError):
+            raise
+        try:
+            found.append(is_caught(torch.linalg.LinAlgError))
+        except torch.linalg.LinAlgError:
+            raise
+        try:
+            found.append(is_caught(IndexError))
+        except kinds:  # which may be any
+            raise
+        return found
+
+    assert CoRun(around, around, Options(PlanExecutor(None, None)))(Bad) == [False, True, True]
+
+    def looks_up(weight: Tensor, index: Tensor) -> Tensor:
+        try:
+            return F.embedding(index, weight).sum()
+        except Bad:
+            return weight.sum()
+
+    step = ws.compile(looks_up, fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(step(torch.ones(3, 2), torch.tensor([0, 2])), torch.tensor(4.0))
 
 
 def test_distributions_check_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
