@@ -120,7 +120,8 @@ class DividedParameters:
 def _module_of(item: Input) -> str:
     assert item.shard is not None
     path = re.sub(r"^\w+\['(\w+)'\]", r"\1", item.source)
-    return path.removesuffix(item.shard[3]) if path.endswith(f".{item.shard[3]}") else ""
+    is_path = path.endswith(f".{item.shard[3]}") and "[" not in path  # and not by way of a hook, say
+    return path.removesuffix(item.shard[3]) if is_path else ""
 
 
 def _from(node: fx.Node, some: set[fx.Node]) -> bool:
