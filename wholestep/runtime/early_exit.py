@@ -10,7 +10,7 @@ import torch
 from wholestep.capture import Guard, GuardFailure
 from wholestep.capture.sources import Decision
 from wholestep.functional import Decided, Diverged
-from wholestep.ir import draws_nothing, is_effectful
+from wholestep.ir import is_effectful
 from wholestep.trace import Traced
 from wholestep.trace.numbers.decisions import outcomes_of
 
@@ -27,7 +27,7 @@ class EarlyExit:
         self.guards = [Guard(Decision(d.text), f"decided at {d.line}", d.expected) for d in decided]
         self.outcomes = outcomes_of(traced.step.graph)
         calls = [n for n in traced.step.graph.nodes if n.op == "call_function" and is_effectful(n)]
-        self._draws = any(not isinstance(n.target, Decided) and not draws_nothing(n) for n in calls)
+        self._draws = any(not isinstance(n.target, Decided) for n in calls)
         self._generators = [i for i, item in enumerate(traced.inputs) if isinstance(item.value, torch.Generator)]
 
     @classmethod
