@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import logging
+import math
 import operator
 import random
 import re
@@ -531,8 +532,17 @@ class Holder:
 
 
 LIMIT = 2.0
+net, nested = nn.Sigmoid(), nn.Sequential(nn.ReLU(), nn.Sigmoid())
 counted, holder, table = Counted(1.0), Holder(), {"a": 2.0}
 read, shown = operator.methodcaller("read"), table.values()
+
+
+class Elsewhere(Holder):
+    def read(self) -> float:
+        return self.rate * 2
+
+
+holders = [Holder()]
 
 
 def plain(x: Tensor) -> Tensor:
@@ -553,6 +563,13 @@ PAST_NAMES: dict[str, tuple[Callable[[Tensor], Tensor], Any, str, Any]] = {
     "eval": (lambda x: x * eval("LIMIT + 1"), None, "LIMIT", 3.0),
     "a function reloaded in place": (lambda x: plain(x), plain, "__code__", other.__code__),
     "a view of a dict": (lambda x: x * sum(shown), table, "a", 3.0),
+    "the class of an object": (lambda x: x * holder.read(), holder, "__class__", Elsewhere),
+    "the class of an object in a list": (lambda x: x * holders[0].read(), holders[0], "__class__", Elsewhere),
+    "the class of a module": (lambda x: net(x), net, "__class__", nn.Tanh),
+    "the class of a module inside": (lambda x: nested(x), nested[1], "__class__", nn.Tanh),
+    "a function of a library": (lambda x: F.silu(x), F, "silu", other),
+    "a function of a library, of C": (lambda x: torch.cosh(x), torch, "cosh", other),
+    "a function of a library for numbers": (lambda x: x * math.sqrt(4.0), math, "sqrt", lambda x: 7.0),
 }
 
 
@@ -568,3 +585,34 @@ def test_what_is_read_past_the_names_in_the_code_is_guarded(name: str, monkeypat
         monkeypatch.setattr(owner, attribute, new)
     assert not torch.equal(step(x), before)
     assert torch.equal(compiled(x), step(x)) and torch.equal(compiled(x), step(x)) and compiled.captures == 2
+
+
+ASKED: dict[str, Callable[[Tensor], bool]] = {
+    "its base": lambda x: x._base is None, "whether it is a view": lambda x: x._is_view(),
+    "whether it is of inference mode": lambda x: x.is_inference(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_where_a_tensor_comes_from_is_not_baked(name: str) -> None:
+    def step() -> Tensor:
+        return held[0] * 1.0 if ASKED[name](held[0]) else held[0] * 2.0
+
+    held = [torch.ones(2)]
+    compiled, strict = ws.compile(step), ws.compile(step, fullgraph=True)
+    with torch.inference_mode():
+        others = [torch.ones(2, 2)[0], torch.ones(2)]
+    for tensor in (held[0], torch.ones(2, 2)[0], *others):
+        held[0] = tensor
+        assert torch.equal(compiled(), step())
+        with pytest.raises(CaptureError, match="whether a tensor from outside is a view"):
+            strict()
+
+
+def test_a_class_that_is_compared_keeps_no_module_alive() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    compiled, gone = ws.compile(lambda model, x: model(x)), weakref.ref(model)
+    compiled(model, torch.ones(1, 2))
+    compiled(model, torch.ones(1, 2))
+    del model
+    assert gone() is None

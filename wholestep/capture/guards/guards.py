@@ -173,7 +173,7 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
     first = reached.first.get(id(value))
     if is_plain(value):
         found.append(Guard(source, "value", value))
-    elif isinstance(value, types.FunctionType):
+    elif isinstance(value, types.FunctionType) and first is not None:
         found.append(Guard(source, "code", value.__code__))
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):

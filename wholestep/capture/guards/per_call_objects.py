@@ -127,7 +127,7 @@ class PerCallObjects:
         elif isinstance(value, torch.Tensor):
             self._compare_tensor(expression, value)
         elif id(value) not in self.ids:
-            write.require(f"{expression} is {write.name(value) if keeps else self._weakly(value)}")
+            write.require(f"{expression} is {write.name(value) if keeps else self.weakly(value)}")
         elif id(value) in write.names:
             write.require(f"{expression} is {write.names[id(value)]}")
         elif isinstance(value, FunctionType):
@@ -135,7 +135,7 @@ class PerCallObjects:
         else:
             self._compare_containers(expression, value)
 
-    def _weakly(self, value: Any) -> str:
+    def weakly(self, value: Any) -> str:
         """An expression for an object that a call is given, by which the code does not keep it alive.
 
         With it goes all that the code holds of it, and so the code itself.

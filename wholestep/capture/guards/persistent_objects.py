@@ -20,7 +20,7 @@ from wholestep.capture.guards.per_call_objects import PERSISTENT, PerCallObjects
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.snapshot.user_code import is_library
+from wholestep.capture.snapshot.user_code import is_library, is_user_class
 from wholestep.capture.sources import REGISTRIES, Attr, Source, base_of, is_exact
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -189,6 +189,10 @@ class PersistentObjects:
                 tables.append((value, (*before,), (*known,), kind is not kinds.ATTRIBUTES))
                 for key in special if id(value) not in self._whole else ():
                     self._by_path(container, key)
+            elif kind is kinds.GLOBALS and value.library is not None:
+                taken = itemgetter(*before, next(iter(before)))
+                write.require(f"identical({write.constant(taken)}({write.name(value.table)}), "
+                              f"{write.constant(taken(before))})")
             elif kind is kinds.MAPPING and id(value) in self._nested:
                 write.require(f"len({write.name(value)}) == {len(before)} and "
                               f"identical({write.name(value)}, {self._expected([*before])})")
@@ -196,6 +200,7 @@ class PersistentObjects:
                 lists.append(value)
             else:
                 self._one_by_one(container)
+        self._compare_classes()
         functions = [f for f in self._snap.reachable.kept if type(f) is FunctionType and not f.__closure__ and
                      id(f) not in self._per_call.ids and not is_library(f.__code__.co_filename)]  # fmt: skip
         if functions:  # reloaded in place, as by IPython
@@ -217,6 +222,20 @@ class PersistentObjects:
     def _by_path(self, container: Container, key: Any) -> None:
         value = container.before[key]
         self._per_call.compare_value(self._writer.at(container, key), value, self._keeps(container)(value))
+
+    def _compare_classes(self) -> None:
+        """Compares the classes of objects, which may be assigned; those that none of these keeps are known weakly."""
+        write = self._writer
+        named = (kinds.ATTRIBUTES, kinds.SLOTS)
+        owners = {id(c.owner): c.owner for c in self._containers if c.kind in named and
+                  (isinstance(c.owner, PERSISTENT) or is_user_class(type(c.owner)))}  # fmt: skip
+        kept = {id(v) for c in self._containers for v in c.before.values() if id(v) in owners and self._keeps(c)(v)}
+        inner = [owner for key, owner in owners.items() if key in kept]
+        if inner:
+            write.require(f"list(map(type, {write.constant(inner)})) == {write.constant([*map(type, inner)])}")
+        for key, owner in owners.items():
+            if key not in kept:
+                write.require(f"type({self._per_call.weakly(owner)}) is {write.name(type(owner))}")
 
     def _expected(self, values: list[Any]) -> str:
         """An expression for known values, of which the code keeps no tensor alive."""

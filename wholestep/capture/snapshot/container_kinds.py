@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from wholestep.capture import sources
 from wholestep.capture.snapshot.user_code import is_user_class
-from wholestep.patches import is_put_into
+from wholestep.patches import is_put_into, original
 from wholestep.torch_compat import HOOK_TABLES
 
 Contents = dict[Any, Any]
@@ -129,10 +129,15 @@ def _read_function(function: Any) -> Contents:
 
 @dataclass(frozen=True)
 class UsedGlobals:
-    """The global variables of one module that user code names, and all that the module has."""
+    """The global variables of one module that user code names, and all that the module has.
+
+    Attributes:
+        library: the module, where it is a library's.
+    """
 
     table: dict[str, Any]
     names: tuple[str, ...]
+    library: ModuleType | None = None
 
 
 def _read_module(table: dict[str, Any]) -> Contents:
@@ -141,6 +146,8 @@ def _read_module(table: dict[str, Any]) -> Contents:
 
 def _read_globals(used: UsedGlobals) -> Contents:
     table = used.table
+    if used.library is not None:  # of which another thread may have patched functions
+        return {name: original(used.library, name) for name in used.names if name in table}
     return {name: table[name] for name in used.names if name in table and not is_put_into(table, name)}
 
 

@@ -291,9 +291,10 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
 
 
 def _modules(found: Reachable, function: types.FunctionType) -> None:
-    """The modules of the user's that a function imports, and the data that it names in those of libraries."""
+    """The modules of the user's that a function imports, and data and functions that it names in those of libraries."""
     table, names = function.__globals__, named(function.__code__)
     modules = [table.get(name) for name in global_names(function.__code__)]
+    modules += [held for cell in function.__closure__ or () for held in kinds.CELL.read(cell).values()]
     if imports(function.__code__):
         packages = accumulate(str(table.get("__package__") or "").split("."), "{}.{}".format)
         above = ["", *(f"{package}." for package in packages)]
@@ -310,11 +311,14 @@ def _modules(found: Reachable, function: types.FunctionType) -> None:
         met[id(module)] = held = vars(module)
         modules += [held[name] for name in names & held.keys()]
         fresh = tuple(name for name in sorted(names & held.keys())
-                      if (id(held), name) not in found.used_globals and is_data(held[name]))
+                      if (id(held), name) not in found.used_globals
+                      and (is_data(held[name]) or type(held[name]) in _CODE))
         if fresh:
             found.used_globals.update((id(held), name) for name in fresh)
-            found.add(UsedGlobals(held, fresh), sources.Vars(sources.module(module.__name__)), kinds.GLOBALS)
+            found.add(UsedGlobals(held, fresh, module), sources.Vars(sources.module(module.__name__)), kinds.GLOBALS)
 
+
+_CODE = types.FunctionType, types.BuiltinFunctionType, type
 
 # Functions that tell symbolic numbers from Python's, and names beside which alone they do.
 _ASKING: dict[str, tuple[str, ...]] = {

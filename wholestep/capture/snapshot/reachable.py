@@ -156,7 +156,9 @@ class Reachable:
                               if type(inner) not in EXACT_PLAIN]
         if out_of_sight:
             self.hidden += [(container, key, self.child(container, key)) for key in contents if key in out_of_sight]
-        self.queued.extend((contents[key], child) for key, child in container.children if key not in container.ignored)
+        is_library = kind is kinds.GLOBALS and value.library is not None  # whose functions are compared by identity
+        self.queued.extend((contents[key], child) for key, child in container.children
+                           if key not in container.ignored and not (is_library and callable(contents[key])))
         return container
 
     def child(self, container: Container, key: Any) -> Source:

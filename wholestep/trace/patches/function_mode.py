@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
+from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.functional import Count, Required
 from wholestep.nested import leaves, map_leaves
@@ -156,6 +157,12 @@ class TorchCalls(TorchFunctionMode):
     def _version(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not is_made(args[0]) and self.inputs.world.find(args[0]) is not None:
             return Count(func(*args)).of(args[0])
+        return self.call(func, args, kwargs)
+
+    def _origin(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not is_made(args[0]) and not is_library(sys._getframe(3).f_code.co_filename):
+            what = "the step asks whether a tensor from outside is a view, or of inference mode: no guard compares that"
+            raise UnsupportedError(what, user_line(), "ask outside, and pass the answer")
         return self.call(func, args, kwargs)
 
     def _cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -332,9 +339,12 @@ REFUSED: dict[Any, tuple[str, str]] = {
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 
 # Functions of torch's Python API -> what is done in their place.
+GET_BASE = torch.Tensor._base.__get__  # type: ignore[union-attr]
+ORIGIN = (GET_BASE, torch.Tensor._is_view, torch.Tensor.is_inference, torch.is_inference)
 HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys((GET, SET, DELETE), TorchCalls._gradient),
     GET_VERSION: TorchCalls._version,
+    **dict.fromkeys(ORIGIN, TorchCalls._origin),
     **dict.fromkeys(CONSTRUCTORS, TorchCalls._constructor),
     **dict.fromkeys((IS_ALL_TRUE, torch.Tensor.all), TorchCalls._all_true),
     functional.one_hot: TorchCalls._one_hot,

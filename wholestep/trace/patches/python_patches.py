@@ -11,6 +11,7 @@ import builtins
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
 
         return call
 
-    functions = [(owner, name, aware(function)) for owner, name, function in AWARE]
+    functions = [(owner, name, aware(function)) for owner, name, function in AWARE
+                 if isinstance(original(owner, name), BuiltinFunctionType)]  # none of the user's  # fmt: skip
     methods = SIZE_METHODS if recorder.builder.sizes is not None else []
     return [*functions, *((torch.SymInt, name, method(name)) for name in methods)]
 
