@@ -376,6 +376,10 @@ def generator_id(generator: torch.Generator) -> int:
 # The reading of a tensor's version counter, as function modes see it.
 GET_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
+# The questions whether a tensor is a view, and of what.
+GET_BASE: Any = torch.Tensor._base.__get__  # type: ignore[union-attr]
+IS_VIEW: Any = torch.Tensor._is_view
+
 # By which `torch.distributions` checks what it is given.
 IS_ALL_TRUE: Any = torch._is_all_true
 

@@ -35,9 +35,11 @@ from wholestep.torch_compat import (
     CUMPROD_BY_DATA,
     DESCRIBING_MODULES,
     FOREACH_SUPPORT,
+    GET_BASE,
     GET_VERSION,
     HOOK_TABLES,
     IS_ALL_TRUE,
+    IS_VIEW,
     PACKED_SEQUENCES,
     UNSCALE_GRADIENTS,
     BatchNorm,
@@ -683,18 +685,19 @@ def test_a_storage_is_identified_even_without_memory():
     assert storage_id(x.untyped_storage()) != storage_id(y.untyped_storage())
 
 
-def test_a_function_mode_sees_a_version_counter_read():
+def test_a_function_mode_sees_what_is_read_of_a_tensor():
     read = []
 
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            read.append(func == GET_VERSION)
+            read.append((func == GET_VERSION, func == GET_BASE, func == IS_VIEW))
             return func(*args, **(kwargs or {}))
 
     x = torch.zeros(3).add_(1)
     with Mode():
-        version = x._version
-    assert version == 1 and read == [True]
+        version, base, is_view = x._version, x._base, x._is_view()
+    assert (version, base, is_view) == (1, None, False)
+    assert read == [(True, False, False), (False, True, False), (False, False, True)]
 
 
 def test_distributions_check_by_one_function():

@@ -27,8 +27,10 @@ from wholestep.nested import leaves, map_leaves
 from wholestep.patches import Replacement
 from wholestep.torch_compat import (
     DESCRIBING_MODULES,
+    GET_BASE,
     GET_VERSION,
     IS_ALL_TRUE,
+    IS_VIEW,
     PACKED_SEQUENCES,
     FakeTensor,
     dispatching,
@@ -338,9 +340,9 @@ REFUSED: dict[Any, tuple[str, str]] = {
 # Constructors that are given data alone, of which a stack is the result.
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 
+# What says whether an input is a view, of what, and in which mode it was made.
+ORIGIN = (GET_BASE, IS_VIEW, torch.Tensor.is_inference, torch.is_inference)
 # Functions of torch's Python API -> what is done in their place.
-GET_BASE = torch.Tensor._base.__get__  # type: ignore[union-attr]
-ORIGIN = (GET_BASE, torch.Tensor._is_view, torch.Tensor.is_inference, torch.is_inference)
 HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys((GET, SET, DELETE), TorchCalls._gradient),
     GET_VERSION: TorchCalls._version,
