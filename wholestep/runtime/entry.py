@@ -21,7 +21,7 @@ from wholestep.runtime.program import Program
 from wholestep.tensor_parts import Part, mark_part
 from wholestep.torch_compat import make_one_of_several, set_versions
 from wholestep.trace import Traced
-from wholestep.trace.record.inputs import flat_memory
+from wholestep.trace.record.inputs import QUESTIONS, flat_memory
 
 
 class Entry:
@@ -84,16 +84,15 @@ class Entry:
         self.sized = [places[path] for path in self.many.in_order] if self.many is not None else []
         flat = [(i, traced.inputs[i].value.numel()) for i in self.flat]  # type: ignore[union-attr]
         # what is asked of inputs before the program runs: which, how it is found, what it was, in words
-        self.checks: list[tuple[int, Callable[[Any], Any], int, str]] = [
-            *((i, torch.Tensor.storage_offset, n, f"{sources[i]} storage offset: expected {n}")
-              for i, n in traced.offsets),
+        self.checks: list[tuple[int, Callable[[Any], Any], Any, str]] = [
+            *((i, QUESTIONS[name], n, f"{sources[i]} {name}: expected {n}") for i, name, n in traced.answers),
             *((i, _elements, n, f"memory of {sources[i]}: expected {n} elements") for i, n in flat),
             *((i, _bytes, n, f"memory of {sources[i]}: expected {n} bytes") for i, n, _ in traced.storage_sizes),
         ]  # fmt: skip
         self.guards = [
             *binder.guards,
             *(Guard(Decision(text), why, True) for text, why in (self.many.conditions if self.many else ())),
-            *(Guard(sources[i], "storage offset", before) for i, before in traced.offsets),
+            *(Guard(sources[i], name, before) for i, name, before in traced.answers),
             *(Guard(sources[i], "bytes of memory", before) for i, before, _ in traced.storage_sizes),
             *(Guard(Decision(p.text), f"decided at {p.line}", p.expected) for p in traced.predicates),
             *(self.early_exit.guards if self.early_exit is not None else ()),

@@ -56,7 +56,8 @@ class Traced:
             tangents, are not in `inputs`.
         storage_sizes: (input index, bytes on entry, bytes afterwards) where the step asks for or changes an input's
             storage.
-        offsets: (input index, storage offset) where the step reads it, or several inputs are views of one memory.
+        answers: (input index, one of `QUESTIONS`, the answer) where the step asks for it; the offset also where several
+            inputs are views of one memory.
         grad_mode: what the step leaves grad mode at, None when that is what it found.
         refused: (input, output, why) of each input whose new history cannot be differentiated.
         many: the sizes that it serves, where one program may serve many.
@@ -75,7 +76,7 @@ class Traced:
     watch: Watch
     derivative: Derivative | None = None
     storage_sizes: list[tuple[int, int, int]] = field(default_factory=list)
-    offsets: list[tuple[int, int]] = field(default_factory=list)
+    answers: list[tuple[int, str, Any]] = field(default_factory=list)
     grad_mode: bool | None = None
     refused: list[tuple[int, int, str]] = field(default_factory=list)
     many: ManySizes | None = None

@@ -20,7 +20,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
-from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.functional import Count, Required
 from wholestep.nested import leaves, map_leaves
@@ -162,9 +161,15 @@ class TorchCalls(TorchFunctionMode):
         return self.call(func, args, kwargs)
 
     def _origin(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not is_made(args[0]) and not is_library(sys._getframe(3).f_code.co_filename):
-            what = "the step asks whether a tensor from outside is a view, or of inference mode: no guard compares that"
-            raise UnsupportedError(what, user_line(), "ask outside, and pass the answer")
+        tensor = args[0]
+        if not is_made(tensor) and self.inputs.world.find(tensor) is not None and not _is_ours(sys._getframe(3)):
+            answer, original = self.inputs.ask(tensor, ORIGIN[func]), self.inputs.world.substitutes.original(tensor)
+            if func != GET_BASE:
+                return answer
+            if original._base is not None and self.inputs.world.find(original._base) is not None:
+                what = "the step asks whether a tensor from outside is a view of another: no guard compares that"
+                raise UnsupportedError(what, user_line(), "ask outside, and pass the answer")
+            return original._base
         return self.call(func, args, kwargs)
 
     def _cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -341,7 +346,8 @@ REFUSED: dict[Any, tuple[str, str]] = {
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 
 # What says whether an input is a view, of what, and in which mode it was made.
-ORIGIN = (GET_BASE, IS_VIEW, torch.Tensor.is_inference, torch.is_inference)
+ORIGIN = {GET_BASE: "base", IS_VIEW: "being a view", torch.is_inference: "inference mode",
+          torch.Tensor.is_inference: "inference mode"}  # fmt: skip
 # Functions of torch's Python API -> what is done in their place.
 HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys((GET, SET, DELETE), TorchCalls._gradient),

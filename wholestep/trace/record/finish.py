@@ -14,7 +14,7 @@ from wholestep.trace.outputs.canonical import fingerprint, order_inputs
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.hoisted_state import HoistedState
 from wholestep.trace.outputs.output_records import Derivative, Differentiated, NewValue
-from wholestep.trace.record.inputs import TracedInput
+from wholestep.trace.record.inputs import QUESTIONS, TracedInput
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.traced import Traced
 
@@ -68,9 +68,9 @@ def finish(
     for item in items:
         by_node.setdefault(item.node, item)
     primals = [by_node[node] for node in used[: len(used) - len(tangents)]]
-    offsets = list(recorder.inputs.offsets.values())
+    asked, original = recorder.inputs.asked, recorder.inputs.world.substitutes.original
     resized = [size.item for size in sizes]
-    inputs = list(dict.fromkeys([*primals, *items, *versions, *resized, *offsets, *named]))
+    inputs = list(dict.fromkeys([*primals, *items, *versions, *resized, *asked.values(), *named]))
     for index, item in enumerate(inputs):
         item.index = index
     by_name = {i.name: i for i in builder.inputs}
@@ -101,7 +101,7 @@ def finish(
         derivative,
         [(size.item.index, size.before, size.now) for size in sizes],
         refused=[(item.index, output, why) for item, output, why in backward.refused] if backward else [],
-        offsets=[(item.index, item.value.storage_offset()) for item in offsets],  # type: ignore[union-attr,misc]
+        answers=[(item.index, name, QUESTIONS[name](original(item.value))) for (_, name), item in asked.items()],
     )  # fmt: skip
 
 

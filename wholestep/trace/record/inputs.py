@@ -10,15 +10,31 @@ import torch
 from torch import fx
 
 from wholestep.capture import Snapshot, TensorInput
+from wholestep.capture.guards.compared_values import metadata
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.fake_evaluate import results
 from wholestep.functional import OFFSETS
 from wholestep.ir import InputKind, wrapped_as
 from wholestep.nested import leaves, map_leaves
-from wholestep.torch_compat import HOOK_TABLES, FakeTensor, FakeTensorMode, address_of, fake_of, generator_id, no_modes
+from wholestep.torch_compat import (
+    HOOK_TABLES,
+    IS_VIEW,
+    FakeTensor,
+    FakeTensorMode,
+    address_of,
+    fake_of,
+    generator_id,
+    no_modes,
+)
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.graph_builder import GraphBuilder, fake_value
 from wholestep.trace.record.provenance import user_line
+
+# What Python may ask a tensor from outside without reading it, and how it is answered.
+QUESTIONS: dict[str, Callable[[Any], Any]] = {
+    "storage offset": torch.Tensor.storage_offset, "being a view": IS_VIEW, "inference mode": torch.Tensor.is_inference,
+    "base": lambda tensor: None if tensor._base is None else metadata(tensor._base),
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -58,7 +74,7 @@ class Inputs:
         items: the inputs, in the order of their first use.
         by_id: id of a real tensor -> its input.
         reached: memory -> an input in it beyond whose elements the step reads.
-        offsets: inputs whose storage offset the graph or Python has read, by their id.
+        asked: (id of an input, a question of `traced.QUESTIONS` that the graph or Python has asked of it) -> the input.
         on_new: called with each new input that is a tensor.
     """
 
@@ -67,7 +83,7 @@ class Inputs:
         self.items: list[TracedInput] = []
         self.by_id: dict[int, TracedInput] = {}
         self.reached: dict[int, TracedInput] = {}
-        self.offsets: dict[int, TracedInput] = {}
+        self.asked: dict[tuple[int, str], TracedInput] = {}
         self.on_new: Callable[[TracedInput, torch.Tensor], None] = lambda item, tensor: None
         self._flat: dict[int, TracedInput] = {}
         self._generators: dict[int, TracedInput] = {}
@@ -206,7 +222,7 @@ class Inputs:
         with self.builder.fake_mode, torch.no_grad():
             view = torch.as_strided(base.fake, *ref.args)
         item = TracedInput(base.node, found.source, tensor, ref, view)
-        self.offsets[id(item)] = item
+        self.asked[id(item), "storage offset"] = item
         return item
 
     def check_reach(self, place: Geometry, root: Ref) -> None:
@@ -231,7 +247,16 @@ class Inputs:
         if item is not None and isinstance(item.value, FakeTensor):
             raise UnsupportedError(f"the storage offset of {item.source}, of symbolic size, is read", user_line())
         if item is not None and not item.members:
-            self.offsets[id(item)] = item
+            self.asked[id(item), "storage offset"] = item
+
+    def ask(self, tensor: torch.Tensor, question: str) -> Any:
+        """The answer to one of `QUESTIONS` about an input, which decides what the step does: it becomes a guard."""
+        with no_modes():  # Python asks, with the recorder on
+            item = self.of(tensor)
+        if isinstance(item.value, FakeTensor):
+            raise UnsupportedError(f"the step asks {item.source}, of symbolic size, for its {question}", user_line())
+        self.asked[id(item), question] = item
+        return QUESTIONS[question](self.world.substitutes.original(tensor))
 
     def counted_from_first(self, func: Any, args: Any) -> Any:
         """The arguments of an operator, with its offset from the operand's first element, as graphs have it."""
