@@ -81,7 +81,7 @@ def _run_threads(fn: Callable[..., Any], size: int, args: tuple[Any, ...], timeo
 def _context() -> Any:
     """Processes forked from a server that has imported torch: 20 ms each, where a fresh interpreter takes 2 s."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["wholestep.comm"])
+    context.set_forkserver_preload(["wholestep.comm", "wholestep.testing.preload"])
     return context
 
 

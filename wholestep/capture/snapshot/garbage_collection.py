@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 
 class _Counted:
-    """Blocks of memory that were allocated after the last full collection; whether objects were frozen since."""
+    """Blocks of memory after the last full collection, at first those before any capture; whether objects were frozen
+    since."""
 
-    blocks = sys.getallocatedblocks()
+    blocks = 0
     frozen = False
 
 
@@ -35,6 +36,7 @@ def no_collection() -> Iterator[None]:
 def older_objects_frozen() -> Iterator[None]:
     """The collector's lists have only what is made inside; what was there before is set aside, which costs nothing."""
     nested = gc.get_freeze_count() > 0  # the user's own, which stays
+    _Counted.blocks = _Counted.blocks or sys.getallocatedblocks()
     gc.freeze()
     try:
         yield
