@@ -240,7 +240,8 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         with no_modes():
             return mode.from_tensor(tensor.detach(), static_shapes=True)
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    # inference mode may be on where the step first reads it; a view of an inference tensor's fake is refused
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode(False):
         made = torch.empty(0, dtype=tensor.dtype, device="meta")
         memory = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
         made.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -27,9 +27,9 @@ PLANS = {
 }
 LOCAL = ("data parallel", "sharded optimizer")
 STEPS = {
-    "data parallel": ("prints", "grad_scaler", "layer_drop", "threads"),
+    "data parallel": ("prints", "grad_scaler", "layer_drop", "threads", "numpy_views"),
     "sharded optimizer": ("skips_when_not_finite", "keeps_tensors", "gradient_penalty"),
-    "fully shard": ("prints", "skips_when_not_finite", "masked", "early_exit"),
+    "fully shard": ("prints", "skips_when_not_finite", "masked", "early_exit", "evaluates"),
     "gathered": ("grad_scaler", "saves_when_best"),
     "tensor parallel": ("prints", "early_exit", "threads"),
 }

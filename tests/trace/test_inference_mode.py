@@ -57,3 +57,17 @@ def test_a_context_manager_that_is_kept_between_steps(make: Callable[[], Any], f
         assert torch.equal(found, expected)
         assert (found.requires_grad, found.dtype) == (expected.requires_grad, expected.dtype)
     assert compiled.recompiles == []
+
+
+def test_what_the_mode_reads_first_may_have_views() -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode():
+            view = x[:, :1]
+            return view.mul(2).add_(view), view
+
+    with torch.inference_mode():
+        of_the_mode = torch.ones(4, 3)
+    for x in (torch.ones(4, 3), of_the_mode):
+        expected, found = step(x), ws.compile(step, fullgraph=True)(x)
+        assert all(map(torch.equal, found, expected))
+        assert [t.is_inference() for t in found] == [t.is_inference() for t in expected]

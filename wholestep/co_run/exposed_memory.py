@@ -15,6 +15,8 @@ import torch
 from wholestep.capture import unguarded_in_sight
 from wholestep.torch_compat import storage_id
 
+_STORAGE = torch.Tensor.untyped_storage  # as the queue asks: not one of the step's reads, by which it is replaced
+
 
 class ExposedMemory:
     """Knows such memory: of the arrays that a step can see at its first call, and of those that it makes.
@@ -38,7 +40,7 @@ class ExposedMemory:
 
     def holds(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether some of the tensors are there."""
-        storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided]
+        storages = [_STORAGE(t) for t in tensors if t.layout is torch.strided]
         if not {storage for _, storage in self._made.values()}.isdisjoint(map(storage_id, storages)):
             return True
         return any(seen.start < s.data_ptr() + s.nbytes() and s.data_ptr() < seen.stop

@@ -427,7 +427,7 @@ class Queue(UnwrappedDispatchMode):
         tensors, numbers = self._tensors, self._numbers
         self._forget()
         self._running = True
-        with no_modes():
+        with no_modes(), torch.inference_mode(False):  # what plans keep of it is no inference tensor
             for _, storage, layout in alive:
                 empty = torch.empty((), dtype=layout.dtype, device=layout.device)
                 tensors.append(empty.set_(storage, 0, layout.size, layout.stride))

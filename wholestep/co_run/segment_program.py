@@ -48,7 +48,7 @@ class CapturedSegment:
         replay: Any = None,
     ) -> None:  # fmt: skip
         self.varying = varying
-        args = [t.detach() for t in tensors], list(numbers)
+        args = [_without_history(t) for t in tensors], list(numbers)
         paths = frozenset(f"args[1][{index}]" for index in varying)
         _running.segment, _running.call = segment, replay and replay.call
         try:
@@ -89,6 +89,14 @@ class SegmentProgram(CapturedSegment):
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs it: writes what the segment writes, and the destinations."""
         self.run(*[bind(tensors, numbers) for bind in self.binds])
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias that a capture may write; of a tensor that was made in inference mode, one that counts writes."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty((), dtype=tensor.dtype, device=tensor.device).set_(*place)
 
 
 def _index(item: Any, by_id: dict[int, int]) -> int:
