@@ -16,8 +16,6 @@ from torch.optim import AdamW, Optimizer
 import wholestep as ws
 from benchmarks.models import train_step
 from wholestep import comm, parallel
-from wholestep.ir import Pass
-from wholestep.passes import fuse_optimizer
 from wholestep.spmd import Plan
 
 Step = Callable[..., torch.Tensor]
@@ -79,16 +77,12 @@ def _ours() -> Step:
     return ws.compile(train_step, fullgraph=True)
 
 
-def _ours_fused() -> Step:
-    return ws.compile(train_step, passes=[fuse_optimizer], fullgraph=True)
-
-
-def _spread(plan: Plan, *passes: Pass) -> Callable[[], Step]:
+def _spread(plan: Plan) -> Callable[[], Step]:
     """Our step on two ranks, by a plan along their one axis."""
 
     def make() -> Step:
         mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        return ws.compile(train_step, mesh=mesh, plan=plan, passes=passes)  # type: ignore[no-any-return]
+        return ws.compile(train_step, mesh=mesh, plan=plan)  # type: ignore[no-any-return]
 
     return make
 
@@ -127,7 +121,6 @@ VARIANTS = {
     "eager-fused": Variant("eager, AdamW(fused=True)", optimizer=_fused_adamw),
     "torch-compile": Variant("torch.compile(model)", model=_compiled, slow_start=True),
     "ours": Variant("wholestep", step=_ours),
-    "ours-fused": Variant("wholestep, fuse_optimizer", step=_ours_fused),
     "ours-of-fused": Variant("wholestep, AdamW(fused=True)", 1, "eager-fused", step=_ours, optimizer=_fused_adamw),
     "ddp": Variant("DDP, Gloo", 2, "ddp", model=_ddp),
     "compiled-ddp": Variant("torch.compile(DDP), Gloo", 2, "ddp", model=_compiled_ddp, slow_start=True),
@@ -136,13 +129,7 @@ VARIANTS = {
     "ours-fsdp": Variant("parallel.fully_shard", 2, "fsdp2", model=_ours_fsdp),
     "ours-ddp-compiled": Variant("wholestep, our DDP in the step", 2, "ours-dp", model=_ours_ddp, step=_ours),
     "ours-dp": Variant("wholestep, DataParallel", 2, "ddp", step=_spread(ws.DataParallel("dp"))),
-    "ours-dp-fused": Variant(
-        "wholestep, DataParallel, fuse_optimizer", 2, "ddp", step=_spread(ws.DataParallel("dp"), fuse_optimizer)
-    ),
     "ours-so": Variant("wholestep, ShardedOptimizer", 2, "ddp", step=_spread(ws.ShardedOptimizer("dp"))),
-    "ours-so-fused": Variant(
-        "wholestep, ShardedOptimizer, fuse_optimizer", 2, "ddp", step=_spread(ws.ShardedOptimizer("dp"), fuse_optimizer)
-    ),
     "ours-fs": Variant("wholestep, FullyShard", 2, "ddp", step=_spread(ws.FullyShard("dp"))),
     "ddp-of-fused": Variant("DDP, Gloo, AdamW(fused=True)", 2, "ddp-of-fused", model=_ddp, optimizer=_fused_adamw),
     "ours-ddp-of-fused": Variant(

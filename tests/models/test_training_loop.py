@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import wholestep as ws
 from wholestep.errors import LeakError
-from wholestep.passes import fuse_optimizer
 
 Batch = dict[str, Tensor]
 
@@ -84,16 +83,6 @@ def test_other_backends_train_alike(backend: Any) -> None:
         model, opt, _ = build()
         losses.append([train(model, opt, batch)["loss"] for batch in batches()[:3]])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
-def test_the_fused_optimizer_is_asked_for_by_name() -> None:
-    compiled = ws.compile(step, passes=[fuse_optimizer], fullgraph=True)
-    losses = []
-    for train in (step, compiled):
-        model, opt, _ = build()
-        losses.append([train(model, opt, batch)["loss"] for batch in batches()[:3]])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert "_fused_adamw" in compiled.code
 
 
 def test_the_loss_of_a_step_that_ran_its_backward_says_where_backward_belongs() -> None:

@@ -50,7 +50,7 @@ def list_items(step: StepGraph) -> StepGraph:
     return step
 
 
-def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> StepGraph:
+def expand_foreach(step: StepGraph) -> StepGraph:
     """Replaces ``_foreach_*`` nodes by one node per tensor, as the CPU kernels do inside.
 
     Afterwards chains and tiles see the same nodes for a plain and for a foreach optimizer.
@@ -60,7 +60,7 @@ def expand_foreach(step: StepGraph, devices: tuple[str, ...] = ("cpu",)) -> Step
             continue
         values = info(node).value
         simple = isinstance(values, (list, tuple)) and all(u.target is GETITEM for u in node.users)
-        if not simple or any(v.device.type not in devices for v in values):
+        if not simple or any(v.device.type != "cpu" for v in values):
             continue
         target, columns, keyword = _columns(node, len(values))
         for index, value in enumerate(values):
