@@ -45,7 +45,7 @@ def compile(  # noqa: A001 - the ecosystem's name
         plan: what they do along an axis of the mesh (`DataParallel`), or several plans, applied in order.
         backend: ``"aten"`` (bitwise equal to eager), ``"inductor"``, or a callable
             ``(gm, example_inputs) -> callable``.
-        passes: functions ``StepGraph -> StepGraph``, applied in order; those that change rounding are here.
+        passes: functions ``StepGraph -> StepGraph``, applied in order.
         gm_transformation: a function ``GraphModule -> GraphModule``, called once per program, last.
         module_override: instances of `Override`: other modules to trace in the place of some, and functions on the
             graph that the plans have made.

@@ -81,22 +81,17 @@ def aot_function(
 
 
 def aot_module(
-    module: nn.Module,
-    fw_compiler: Backend,
-    bw_compiler: Backend | None = None,
-    partition_fn: Partition = default_partition,
-    decompositions: Table | None = None,
-    guard_data: bool = False,
-    dynamic: bool | None = None,
+    module: nn.Module, fw_compiler: Backend, bw_compiler: Backend | None = None, **settings: Any
 ) -> nn.Module:
-    """`aot_function` of a module; the result shares its parameters, buffers, children and attributes."""
+    """`aot_function` of a module; the result shares its parameters, buffers, children and attributes.
+
+    Args:
+        settings: ``partition_fn``, ``decompositions``, ``guard_data`` and ``dynamic``, as for `aot_function`.
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
-    settings: dict[str, Any] = {
-        "fw_compiler": fw_compiler, "bw_compiler": bw_compiler, "partition_fn": partition_fn,
-        "decompositions": decompositions, "guard_data": guard_data, "dynamic": dynamic,
-    }  # fmt: skip
-    make, again = functools.partial(aot_function, **settings), functools.partial(aot_module, **settings)
+    compilers = {"fw_compiler": fw_compiler, "bw_compiler": bw_compiler}
+    make, again = (functools.partial(one, **compilers, **settings) for one in (aot_function, aot_module))
     return compiled_module(module, make, again)
 
 

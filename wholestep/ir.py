@@ -58,8 +58,6 @@ class NodeInfo:
         placement: set by `spmd/`.
         part: number of the part of its graph that a backend compiles by itself; see `passes/bucket_parts.py`.
         recomputed: whether it is made a second time, to spare the memory in which it would wait for the backward.
-        ends: set by `spmd/` where ranks hold unequal parts: the node as the rank with the largest parts has it, and as
-            that with the smallest; a record made of this one does not have it.
     """
 
     value: Any
@@ -70,7 +68,6 @@ class NodeInfo:
     placement: Any = None
     part: int = 0
     recomputed: bool = False
-    ends: tuple[fx.Node, fx.Node] | None = field(default=None, init=False)
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,6 @@ class Signature:
         donated: indices of inputs that nobody else reads once the program has: given in a list, which it empties, their
             memory is free after their last use.
         saved: how many of the last outputs are held until a backward: their memory is not reused by the next call.
-        uneven: whether dimensions were cut into pieces of several sizes, which differ from rank to rank.
         of_part: whether it is of a part of a step, which need not hold all that plans name. In the local view,
             gradients that only later parts read stay as they are.
         unreduced: the parameters of these.
@@ -179,7 +175,6 @@ class Signature:
     state_outputs: dict[int, Input] = field(default_factory=dict)
     donated: frozenset[int] = frozenset()
     saved: int = 0
-    uneven: bool = False
     of_part: bool = False
     unreduced: tuple[str, ...] = ()
     same_order: bool = False

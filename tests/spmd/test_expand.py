@@ -61,7 +61,7 @@ def compare(
         hoisted = isinstance(fake, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
         values.append(torch.zeros(fake.shape, dtype=fake.dtype) if hoisted else value)
     values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
-    rest = state_placements(step, of if plan is None else plan.placement_of)
+    rest = state_placements(step, of if plan is None else plan.placement_of, AxisGroup("", ranks, 0))
     torch.manual_seed(1)
     want = step.gm(*values)
     lock = threading.Lock()

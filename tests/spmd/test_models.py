@@ -47,7 +47,7 @@ def compare(name: str, sizes: tuple[int, ...]) -> None:
         program, axes = step, []
         with lock:
             for line in map(mesh.axis_group, range(len(sizes))):
-                axes.append((state_placements(program, rows_of_everything), line))
+                axes.append((state_placements(program, rows_of_everything, line), line))
                 program = check(expand(program, group=line, placements=axes[-1][0]), "expand")
         parts = [_part(value, [(rest.inputs[i], line) for rest, line in axes]) for i, value in enumerate(values)]
         return list(program.gm(*parts)), axes

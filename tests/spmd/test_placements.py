@@ -9,8 +9,6 @@ from functools import reduce
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import fx
 
 import wholestep as ws
@@ -18,10 +16,9 @@ from wholestep import comm
 from wholestep.comm.ops.rows import piece
 from wholestep.errors import PlanError
 from wholestep.ir import NodeInfo, set_info
-from wholestep.spmd.expand.axis_redistribute import RULES
-from wholestep.spmd.expand.redistribute import bytes_sent, changes, redistribute
+from wholestep.spmd.expand.redistribute import RULES, redistribute, rule_of
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.placements import Placement, local_shape
+from wholestep.spmd.placements import Placement, local_shape, normal
 from wholestep.testing import run_ranks
 from wholestep.torch_compat import FakeTensorMode
 
@@ -103,7 +100,9 @@ def redistributed(cases: list[tuple], sizes: tuple[int, ...], seed: int) -> list
 def graph_of(local, shape, src, dst, lines) -> fx.GraphModule:
     graph = fx.Graph()
     node = set_info(graph.placeholder("x"), NodeInfo(FakeTensorMode().from_tensor(local)))
-    graph.output(redistribute(graph, node, shape, src, dst, lines, phase="forward"))
+    for old, new, line in zip(src, dst, lines, strict=True):
+        node = redistribute(graph, node, shape, old, new, line, NodeInfo(None))
+    graph.output(node)
     graph.lint()
     return fx.GraphModule(torch.nn.Module(), graph)
 
@@ -130,35 +129,6 @@ def test_every_pair_of_placements_even_and_uneven(ranks, shapes):
     check([(shape, [a], [b]) for shape in shapes for a in SOME for b in SOME], (ranks,))
 
 
-def test_every_pair_of_pairs_on_two_axes():
-    some = [R, ws.Shard(0), ws.Shard(1), ws.Partial()]
-    pairs = list(itertools.product(some, some))
-    check([((5, 3), list(a), list(b)) for a in pairs for b in pairs], (2, 2))
-
-
-placement = st.sampled_from([R, ws.Shard(0), ws.Shard(1), ws.Shard(2), *(ws.Partial(op) for op in ("sum", "max"))])
-
-
-@settings(max_examples=3, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.tuples(*[st.integers(0, 9)] * 3), st.lists(placement, min_size=3, max_size=3),
-            st.lists(placement, min_size=3, max_size=3),
-        ),
-        min_size=2, max_size=4,
-    ),
-    st.integers(0, 99),
-)  # fmt: skip
-def test_any_change_on_three_axes(cases, seed):
-    check([case for case in cases if not _mixed(case)], (2, 1, 3), seed)
-
-
-def _mixed(case) -> bool:
-    """Sums and maxima over several axes do not commute: no value is meant by a mixture."""
-    return any(len({p.op for p in side if isinstance(p, ws.Partial)}) > 1 for side in case[1:])
-
-
 def test_the_table_has_every_pair():
     assert set(RULES) == set(itertools.product((ws.Replicate, ws.Shard, ws.Partial), repeat=2))
 
@@ -176,19 +146,7 @@ def test_the_table_has_every_pair():
     ],
 )
 def test_bytes_that_a_rank_sends(src, dst, sent):
-    assert bytes_sent((32, 32), 4, [src], [dst], [AxisGroup("", 4, 0)]) == sent
-
-
-def test_bytes_on_two_axes_are_those_of_what_the_other_axis_left():
-    lines = [AxisGroup("", 2, 0), AxisGroup("", 4, 0)]
-    assert bytes_sent((32, 32), 4, [ws.Shard(0), ws.Partial()], [ws.Shard(0), R], lines) == 2 * 3 / 4 * 2048
-
-
-def test_axes_that_split_one_dimension_are_undone_from_the_last():
-    both, first = [ws.Shard(0), ws.Shard(0)], [ws.Shard(0), R]
-    assert list(changes(both, [R, R])) == [(1, ws.Shard(0), R), (0, ws.Shard(0), R)]
-    assert list(changes(first, both))[-1] == (1, R, ws.Shard(0))
-    assert list(changes(both, [*both])) == []
+    assert rule_of(normal(src, (32, 32)), normal(dst, (32, 32))).sends(4096, 4) == sent
 
 
 @pytest.mark.parametrize("length", range(8))

@@ -70,7 +70,7 @@ def test_ranks_compute_what_one_device_does(fn: Callable[[Tensor], Tensor], rank
 def lengths(fn: Callable[[Tensor], Tensor], rank: int) -> dict[str, set[int]]:
     """Operators of one rank of two, each with the sizes of the first dimension of what it gives."""
     step = capture(train, (fn, nn.LayerNorm(WIDTH), torch.randn(BATCH, LENGTH, WIDTH)), {}, differentiable=False)
-    rest = state_placements(step[1].step, rows_of_everything)
+    rest = state_placements(step[1].step, rows_of_everything, AxisGroup("", 2, rank))
     comm.init_process_group("null", rank=rank, world_size=2)
     try:
         mine = expand(step[1].step, group=AxisGroup(comm.get_group().group_name, 2, rank), placements=rest)

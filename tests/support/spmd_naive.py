@@ -84,6 +84,5 @@ def _cut(node: fx.Node, placement: Placement, group: AxisGroup) -> fx.Node:
 def _redistributed(
     node: fx.Node, whole: torch.Tensor, old: Placement, new: Placement, group: AxisGroup, record: NodeInfo
 ) -> fx.Node:
-    return redistribute(
-        node.graph, node, whole.shape, [old], [new], [group], phase=record.phase, names=record.placement or ()
-    )
+    made = NodeInfo(None, record.phase)
+    return redistribute(node.graph, node, whole.shape, old, new, group, made, record.placement or ())

@@ -26,7 +26,7 @@ from wholestep.tensor_parts import part_of
 
 def by_rules(step: StepGraph, *, group: AxisGroup, placement_of: PlacementOf) -> StepGraph:
     """Expansion by its rules."""
-    return expand(step, group=group, placements=state_placements(step, placement_of))
+    return expand(step, group=group, placements=state_placements(step, placement_of, group))
 
 
 @dataclass(frozen=True)

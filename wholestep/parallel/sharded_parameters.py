@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from wholestep import comm
+from wholestep.comm.ops.rows import piece, piece_size
 from wholestep.deferred_init import become, part_values
 from wholestep.tensor_parts import Part, give_data, mark_part, part_of
 
@@ -70,10 +71,9 @@ class Sharded:
         self.name, self.parameter, self.places, self.dim = name, parameter, places, dim
         self.shape = parameter.shape
         rows, rest = self.shape[dim], [*self.shape[:dim], *self.shape[dim + 1 :]]
-        each = -(-rows // group.size())
-        start = min(each * group.rank(), rows)
+        each = piece_size(rows, group.size())
         spans = [(0, size) for size in self.shape]
-        spans[dim] = start, min(start + each, rows)
+        spans[dim] = piece(rows, group.size(), group.rank())
         self.part, self.own_shape = Part.of(self.shape, spans), [stop - first for first, stop in spans]
         self.chunk, self.even = each * math.prod(rest), rows % group.size() == 0
         strides = list(torch.empty(rows, *rest, device="meta").stride())

@@ -7,7 +7,7 @@ torch_compat, trace.
 """
 
 from wholestep.spmd.expand.calls import Call
-from wholestep.spmd.expand.redistribute import bytes_sent, redistribute
+from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.strategy import Build, Dims, Strategy
 from wholestep.spmd.full_state import full_state_dict, gather_parts
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Sequence
@@ -28,14 +27,14 @@ class AxisGroup:
         name: of their process group.
         size: how many they are.
         rank: this rank's place among them.
-        uneven: other groups of the axis may see other sizes, since another axis has cut dimensions into unequal pieces:
-            no call may be left out because of a size, so that all ranks' graphs have the same calls in the same order.
+        even: whether only dimensions are split that it divides: where there are other axes, which are to see equal
+            sizes on all ranks, so that all ranks' graphs have the same calls in the same order.
     """
 
     name: str
     size: int
     rank: int
-    uneven: bool = False
+    even: bool = False
 
 
 class DeviceMesh:
@@ -56,8 +55,6 @@ class DeviceMesh:
     Raises:
         PlanError: names or ranks do not fit the array, or the world.
     """
-
-    _end: bool | None = None  # whether groups are seen by the first rank (True), or of the last one
 
     def __init__(self, device_type: str, mesh: Any, *, mesh_dim_names: Sequence[str] | None = None) -> None:
         ranks = torch.as_tensor(mesh, dtype=torch.int64).clone()
@@ -118,15 +115,7 @@ class DeviceMesh:
     def axis_group(self, axis: str | int | None = None) -> AxisGroup:
         """The ranks along an axis, as graphs name them."""
         group = self.get_group(axis)
-        place = {None: group.rank(), True: 0, False: group.size() - 1}[self._end]
-        return AxisGroup(group.group_name, group.size(), place)
-
-    def seen_from_end(self, first: bool) -> DeviceMesh:
-        """The mesh as the rank sees it that is first along every axis, and so holds the largest parts, or last; for
-        graphs."""
-        seen = copy.copy(self)
-        seen._end = first
-        return seen
+        return AxisGroup(group.group_name, group.size(), group.rank(), sum(size > 1 for size in self.shape) > 1)
 
     def get_rank(self) -> int:
         """This rank's number in the world."""

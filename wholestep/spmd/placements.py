@@ -77,6 +77,17 @@ def is_unequal(placement: Placement, shape: Sequence[int], group: AxisGroup) -> 
     return isinstance(placement, Shard) and shape[placement.dim] % group.size != 0
 
 
+def splits(placement: Placement, shape: Sequence[int], group: AxisGroup) -> bool:
+    """Whether the ranks of an axis may hold a tensor so."""
+    return not (group.even and is_unequal(placement, shape, group))
+
+
+def split_evenly(placement: Placement, shape: Sequence[int], group: AxisGroup) -> Placement:
+    """The placement; where an axis may not split its dimension, another dimension that it may; else the whole."""
+    others = [Shard(dim) for dim in range(len(shape))] if isinstance(placement, Shard) else []
+    return next((one for one in (placement, *others) if splits(one, shape, group)), Replicate())
+
+
 def local_shape(shape: Sequence[int], placements: Sequence[Placement], groups: Sequence[AxisGroup]) -> tuple[int, ...]:
     """The shape of what one rank holds.
 

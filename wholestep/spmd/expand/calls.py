@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ class Call:
         values: theirs, of the whole shapes.
         result: fake value, whole.
         group: the ranks of the axis.
-        ends: where ranks hold unequal parts, by other axes: the call as the ranks with the largest and with the
-            smallest parts make it. What is to be alike on all ranks goes by these.
     """
 
     target: Any
@@ -41,17 +39,6 @@ class Call:
     values: tuple[torch.Tensor, ...]
     result: Any
     group: AxisGroup
-    ends: tuple[Call, Call] | None = None
-
-    @property
-    def on_largest(self) -> Call:
-        """The call as the rank with the largest parts makes it."""
-        return self.ends[0] if self.ends is not None else self
-
-    @property
-    def on_smallest(self) -> Call:
-        """The call as the rank with the smallest parts makes it."""
-        return self.ends[1] if self.ends is not None else self
 
     @property
     def results(self) -> list[torch.Tensor]:
@@ -96,12 +83,7 @@ class Call:
 
         fx.map_arg((node.args, node.kwargs), take)
         values = tuple(info(one).value for one in operands)
-        made = cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, group)
-        ends = info(node).ends
-        if not group.uneven or ends is None:
-            return made
-        on_largest, on_smallest = (cls.of(one, replace(group, uneven=False)) for one in ends)
-        return replace(made, ends=(replace(on_largest, group=group), replace(on_smallest, group=group)))
+        return cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, group)
 
 
 def arguments_of(target: Any) -> list[Any]:
@@ -141,4 +123,4 @@ def holds_on_all(call: Call, length: int) -> bool:
 
 def some_hold_none(call: Call, operand: int, dim: int) -> bool:
     """True when a rank may have nothing of an operand's dimension: what is done about it then is done on all ranks."""
-    return not holds_on_all(call, call.on_smallest.values[operand].shape[dim])
+    return not holds_on_all(call, call.values[operand].shape[dim])

@@ -2,8 +2,7 @@
 
 Greedy, call by call. Two things keep it from short sight: nothing that every rank holds whole is split unless another
 operand is split alike or the gradient's own value was (so that plans alone begin a split), and addends among the
-results are charged with the reduction that they still need. Every rank chooses alike: only sizes decide, and where
-ranks hold unequal parts those of the largest.
+results are charged with the reduction that they still need. Every rank chooses alike: only sizes decide.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch import fx
 
 from wholestep.fake_evaluate import key_of
 from wholestep.ir import nbytes
-from wholestep.spmd.expand.axis_redistribute import rule_of
 from wholestep.spmd.expand.calls import Call, R
+from wholestep.spmd.expand.redistribute import rule_of
 from wholestep.spmd.expand.strategy import Strategy
 from wholestep.spmd.placements import Partial, Placement, Replicate, Shard
 from wholestep.spmd.rules import strategies
@@ -33,7 +32,6 @@ class ShardedValue:
     Attributes:
         value: fake tensor of the whole shape.
         first: the placement in which it was made.
-        on_largest: bytes that count in choices: where ranks hold unequal parts, those of the largest.
         source: the call that gives it, where a slice of it may be computed from slices of its operands.
         versions: all placements in which it is at hand.
     """
@@ -41,18 +39,18 @@ class ShardedValue:
     value: torch.Tensor
     first: Placement
     node: fx.Node
-    on_largest: int
     source: fx.Node | None = None
+    nbytes: int = field(init=False)
     versions: dict[Placement, fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.versions = {self.first: self.node}
+        self.nbytes, self.versions = nbytes(self.value), {self.first: self.node}
 
     def nearest(self, wanted: Placement, ranks: int) -> tuple[float, Placement]:
         """Bytes to send for a placement, and the version to start from."""
         if wanted in self.versions:
             return 0, wanted
-        costs = [(rule_of(have, wanted).sends(self.on_largest, ranks), i) for i, have in enumerate(self.versions)]
+        costs = [(rule_of(have, wanted).sends(self.nbytes, ranks), i) for i, have in enumerate(self.versions)]
         cost, index = min(costs)
         return cost, list(self.versions)[index]
 
@@ -82,8 +80,7 @@ class Choices:
         """
         places = [id(one) for one in sharded]
         lie = tuple([(places.index(id(one)), *one.versions) for one in sharded])
-        ends = tuple([(one.args, one.kwargs) for one in (call, *(call.ends or ()))])
-        key = call.target, key_of(ends, []), lie, preferred
+        key = call.target, key_of((call.args, call.kwargs), []), lie, preferred
         with contextlib.suppress(KeyError, TypeError):  # not met before, or with an argument that has no hash
             return self._known[key]
         strategy = self._choose(call, sharded, preferred)
@@ -128,8 +125,7 @@ def _cost(strategy: Strategy, call: Call, sharded: Sequence[ShardedValue], pendi
         if (id(one), wanted) not in seen:
             seen.add((id(one), wanted))
             total += one.nearest(wanted, ranks)[0]
-    on_largest = call.on_largest
-    made = sum(nbytes(v) for v, p in zip(on_largest.results, strategy.outs, strict=True) if isinstance(p, Partial))
-    taken = sum(nbytes(v) for v, p in zip(on_largest.values, strategy.ins, strict=True) if isinstance(p, Partial))
+    made = sum(nbytes(v) for v, p in zip(call.results, strategy.outs, strict=True) if isinstance(p, Partial))
+    taken = sum(nbytes(v) for v, p in zip(call.values, strategy.ins, strict=True) if isinstance(p, Partial))
     grown = made - taken if taken else 0  # addends are best reduced before they become more
     return total + max(pending * made, grown) * (ranks - 1) / ranks

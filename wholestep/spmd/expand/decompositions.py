@@ -36,11 +36,11 @@ def can_decompose(call: Call) -> bool:
     """False for a number that the step computes, and where a rank may hold nothing: it would have other calls."""
     arguments = (*call.args, *call.kwargs.values())
     tensors = all(isinstance(info(a).value, torch.Tensor) for a in arguments if isinstance(a, fx.Node))
-    return tensors and all(value.numel() for value in call.on_smallest.values)
+    return tensors and all(value.numel() for value in call.values)
 
 
 def decomposition(call: Call, record: NodeInfo, function: Callable[..., Any] | None = None) -> Decomposition:
-    """The calls that one comes down to; where ranks hold unequal parts, with their counterparts on other ranks.
+    """The calls that one comes down to.
 
     Args:
         record: for the calls, but for their values.
@@ -59,10 +59,6 @@ def decomposition(call: Call, record: NodeInfo, function: Callable[..., Any] | N
                 found.calls.insert(0, one)
             else:
                 graph.erase_node(one)
-    if call.ends is not None:
-        both = [decomposition(end, record, function) for end in call.ends]
-        for mine, *ends in zip(*([*one.operands, *one.calls] for one in (found, *both)), strict=True):
-            info(mine).ends = tuple(ends)
     return found
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.rows import piece
-from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, copy_node, dead_code, info, nbytes, set_info
-from wholestep.nested import leaves, map_leaves
+from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, copy_node, dead_code, info, set_info
+from wholestep.nested import map_leaves
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.choose_strategy import Choices, ShardedValue, replicated
 from wholestep.spmd.expand.decompositions import decomposition
@@ -26,9 +26,8 @@ from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.sharding_constraint import in_memory, sharding_constraint
 from wholestep.spmd.expand.slice_propagation import is_cheap, is_factory, slice_strategy
 from wholestep.spmd.expand.strategy import Build, Decomposed, Strategy
-from wholestep.spmd.expand.uneven_shards import on_largest
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.placements import Placement, Shard, is_unequal, normal
+from wholestep.spmd.placements import Placement, Shard, is_unequal, normal, splits
 from wholestep.spmd.plans.state_placements import StatePlacements
 from wholestep.spmd.rules import strategies
 from wholestep.spmd.rules.foreach import columns_of, is_on_lists, of_columns
@@ -53,7 +52,6 @@ def expand(
         PlanError: a placement names a dimension that its tensor does not have.
     """
     locate_gradients(step)
-    group = replace(group, uneven=step.signature.uneven)
     return _StepExpansion(step, group, placements, pending, local).run()
 
 
@@ -102,13 +100,14 @@ class _Expansion:
         record, source = info(node), self.sharded[node.all_input_nodes[0]]
         constraint, value = record.placement, record.value
         wanted = normal(constraint.to, value.shape)
-        fresh = ShardedValue(source.value, constraint.addends or source.first, source.node, source.on_largest)
+        wanted = wanted if splits(wanted, value.shape, self.group) else R
+        fresh = ShardedValue(source.value, constraint.addends or source.first, source.node)
         local = self.at(fresh, wanted, record, constraint.names)
-        unequal = self.group.uneven or is_unequal(wanted, value.shape, self.group)  # ranks do alike
-        alone = on_largest(node).is_contiguous() and (unequal or not info(local).value.is_contiguous())
+        unequal = is_unequal(wanted, value.shape, self.group)  # ranks do alike
+        alone = value.is_contiguous() and (unequal or not info(local).value.is_contiguous())
         if alone and constraint.addends is None:  # a gradient has its own memory
             local = Writer(self.graph, NodeInfo(None, record.phase)).clone(local)
-        self.sharded[node] = ShardedValue(value, wanted, local, source.on_largest)
+        self.sharded[node] = ShardedValue(value, wanted, local)
 
     def _share(self, node: fx.Node) -> None:
         """A parameter of which each rank has new rows gets the others' in its own memory."""
@@ -172,12 +171,12 @@ class _Expansion:
             return replicated(call)
         preferred = None
         if record.phase == "backward" and all(one.versions.keys() == {R} for one in sharded):
-            preferred = self.preferred_placements.get((record.seq, call.on_largest.results[0].shape))
+            preferred = self.preferred_placements.get((record.seq, call.results[0].shape))
         strategy = self.choices.best(call, sharded, preferred)
         # what one tensor is reduced to gives back a gradient that nothing but the tensor itself tells where to be
         alone = len(call.values) == 1 and not getattr(call.target, "is_view", False)
         if alone and record.phase == "forward" and record.seq is not None and isinstance(strategy.ins[0], Shard):
-            self.preferred_placements.setdefault((record.seq, call.on_largest.values[0].shape), strategy.ins[0])
+            self.preferred_placements.setdefault((record.seq, call.values[0].shape), strategy.ins[0])
         return strategy
 
     def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
@@ -197,10 +196,10 @@ class _Expansion:
             start, found = sharded.nearest(wanted, self.group.size)[1], None
             if start == R and isinstance(wanted, Shard) and sharded.source is not None:
                 found = self._slice(sharded.source, wanted, record)
+            made = NodeInfo(None, record.phase, record.seq, record.where, record.module)
             sharded.versions[wanted] = found or redistribute(
-                self.graph, sharded.versions[start], sharded.value.shape, [start], [wanted], [self.group],
-                phase=record.phase, names=names, seq=record.seq, where=record.where, module=record.module,
-            )  # fmt: skip
+                self.graph, sharded.versions[start], sharded.value.shape, start, wanted, self.group, made, names
+            )
         return sharded.versions[wanted]
 
     def _slice(self, node: fx.Node, wanted: Shard, reader: NodeInfo) -> fx.Node | None:
@@ -216,15 +215,14 @@ class _Expansion:
 
     def keep(self, node: fx.Node, local: fx.Node, placements: Sequence[Placement]) -> None:
         """Remembers what a call of this rank stands for."""
-        self.sharded[node] = self._split(info(node).value, on_largest(node), local, iter(placements))
+        self.sharded[node] = self._split(info(node).value, local, iter(placements))
 
-    def _split(self, value: Any, largest: Any, local: fx.Node, placements: Iterator[Placement]) -> Any:
+    def _split(self, value: Any, local: fx.Node, placements: Iterator[Placement]) -> Any:
         if isinstance(value, torch.Tensor):
-            return ShardedValue(value, next(placements), local, nbytes(largest))
+            return ShardedValue(value, next(placements), local)
         if not isinstance(value, (list, tuple)):
             return local
-        both = zip(value, largest, strict=True)
-        return [self._split(*each, self._build(info(local)).pick(local, i), placements) for i, each in enumerate(both)]
+        return [self._split(one, self._build(info(local)).pick(local, i), placements) for i, one in enumerate(value)]
 
     def _node_of(self, node: fx.Node) -> fx.Node:
         """This rank's node for a number."""
@@ -256,8 +254,7 @@ class _StepExpansion(_Expansion):
                 self.call(node)
         self.graph.output(tuple(self._outputs()))
         gm = lazy_graph_module(self.step.gm, self.graph)
-        uneven = old.uneven or self._is_uneven()
-        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()), uneven=uneven,
+        signature = replace(old, mutations=dict(old.mutations), gradients=list(self._gradients()),
                             inputs=[_for_next_axis(item) for item in old.inputs], state_outputs=self.left)  # fmt: skip
         return dead_code(StepGraph(gm, signature, "expand"))
 
@@ -315,11 +312,6 @@ class _StepExpansion(_Expansion):
         found = sharded.versions.get(wanted) if isinstance(sharded, ShardedValue) and wanted is not None else None
         return found
 
-    def _is_uneven(self) -> bool:
-        """True when a dimension was split into pieces of several sizes."""
-        found = [one for tree in self.sharded.values() for one in leaves(tree) if isinstance(one, ShardedValue)]
-        return any(is_unequal(placement, one.value.shape, self.group) for one in found for placement in one.versions)
-
 
 def _for_next_axis(item: Input) -> Input:
     return item if item.placements is None else replace(item, placements=item.placements[1:])
@@ -338,8 +330,7 @@ def _constraints(node: fx.Node) -> list[fx.Node]:
 
 def _sharded_values(call: Call, strategy: Strategy, nodes: Sequence[fx.Node]) -> list[ShardedValue]:
     """What a call gives, each with this rank's node of it."""
-    sizes = map(nbytes, call.on_largest.results)
-    return [ShardedValue(*each) for each in zip(call.results, strategy.outs, nodes, sizes, strict=True)]
+    return [ShardedValue(*each) for each in zip(call.results, strategy.outs, nodes, strict=True)]
 
 
 def _filled(result: Any, values: Iterator[ShardedValue]) -> Any:

@@ -17,7 +17,12 @@ from wholestep.spmd.placements import Placement, Shard, cut
 from wholestep.tensor_parts import Part
 from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
 
+aten = torch.ops.aten
+
 Choice = Callable[[fx.Node], bool]
+
+# What one rank makes of a value where another one copies it, or takes it as it is.
+COPIES = (aten.clone.default, aten.constant_pad_nd.default, aten.full_like.default, aten.new_zeros.default)
 
 
 def locate_gradients(step: StepGraph) -> None:
@@ -70,7 +75,7 @@ class Writer:
 
     def clone(self, node: fx.Node) -> fx.Node:
         """A copy whose elements are in the order in which they are read."""
-        return self.call(torch.ops.aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def pick(self, node: fx.Node, index: int) -> fx.Node:
         """One item of a call's results."""
@@ -111,7 +116,6 @@ def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:
                     twin = old.graph.node_copy(user, lambda n, old=old, new=new: new if n is old else n)  # type: ignore[misc]
                 seq = info(user).seq if info(user).phase == phase else None  # a twin elsewhere is nobody's backward
                 set_info(twin, replace(info(user), phase=phase, seq=seq))
-                info(twin).ends = info(user).ends
                 pairs.append((user, twin))
 
 

@@ -48,7 +48,6 @@ def constrain(node: fx.Node, constraint: Constraint, phase: Phase, chosen: Choic
     with node.graph.inserting_before(following):
         made = node.graph.call_function(sharding_constraint, (node,))
     set_info(made, replace(info(node), phase=phase, placement=constraint))
-    info(made).ends = info(node).ends
     reroute(node, made, lambda reader: reader is not made and chosen(reader), phase)
     if made.users:
         return made

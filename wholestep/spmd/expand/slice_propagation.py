@@ -15,9 +15,8 @@ from torch import fx
 
 from wholestep.ir import info, is_effectful
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.graph_edits import is_view
+from wholestep.spmd.expand.graph_edits import COPIES, is_view
 from wholestep.spmd.expand.strategy import Build, Strategy
-from wholestep.spmd.expand.uneven_shards import COPIES
 from wholestep.spmd.placements import Replicate, Shard
 from wholestep.spmd.rules import strategies
 from wholestep.torch_compat import OpOverload
@@ -50,8 +49,6 @@ def slice_strategy(node: fx.Node, call: Call, wanted: Shard) -> Strategy | None:
         known = all(type(one) is int for one in bounds) and not call.results[0].is_floating_point()
         made = Strategy((R,) * len(call.operands), (wanted,), _range if ranges else None)
         return made if known or not ranges else None
-    if call.group.uneven and call.ends is None:
-        return None  # what other ranks hold of it is not known
     silent = (one for one in strategies(call) if one.emit is None or is_view(node))
     fits = (one for one in silent if one.outs == (wanted,) and set(map(type, one.ins)) <= {Replicate, Shard})
     return next(fits, None)

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from wholestep.comm.ops.rows import piece
 from wholestep.errors import PlanError
 from wholestep.ir import Gradient, Input, NodeInfo, StepGraph, ancestors, info, is_communication, is_dense, nbytes
 from wholestep.spmd.expand.calls import R
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.expand.graph_edits import Writer, copy_step, is_view, readers, reroute
 from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_memory, sharding_constraint
-from wholestep.spmd.expand.uneven_shards import on_largest, on_smallest
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.placements import Partial, Placement, Shard
+from wholestep.spmd.placements import Partial, Placement, Shard, splits
 from wholestep.spmd.plans.divided_parameters import DividedParameters, divided_by
 from wholestep.spmd.plans.elementwise_updates import ElementwiseUpdates
 from wholestep.spmd.plans.global_view import owner_of
@@ -61,7 +61,7 @@ def data_parallel(
         shape = sharded.get(owner_of(item)) if item.kind == "state" else None
         return Shard(0) if shape is not None and value.shape == shape else R
 
-    return expand(step, group=group, placements=state_placements(step, placement_of), local=True)
+    return expand(step, group=group, placements=state_placements(step, placement_of, group), local=True)
 
 
 def backward_passes(step: StepGraph) -> dict[fx.Node, int]:
@@ -113,9 +113,9 @@ class _Reductions:
         return sharded
 
     def _is_worth_it(self, parameter: fx.Node, min_bytes: int) -> bool:
-        value, smallest = on_largest(parameter), on_smallest(parameter)
-        size = smallest.shape[0] if value.dim() else 0
-        everybody = size > (self.group.size - 1) * -(-size // self.group.size)  # the last rank has a row, too
+        value = info(parameter).value
+        start, stop = piece(value.shape[0], self.group.size, self.group.size - 1) if value.dim() else (0, 0)
+        everybody = start < stop and splits(Shard(0), value.shape, self.group)
         return value.is_contiguous() and nbytes(value) >= min_bytes and everybody
 
     def _to(
@@ -125,7 +125,7 @@ class _Reductions:
         source, parameter = gradients[0].parameter, found.get(gradients[0].parameter)
         if parameter is None or len({g.parameter for g in gradients}) > 1 or self._is_result(node):
             return R
-        value, wanted = on_largest(node), in_memory(Shard(0), gradients[0])
+        value, wanted = info(node).value, in_memory(Shard(0), gradients[0])
         if not isinstance(wanted, Shard) or not value.is_contiguous() or any(n > 1 for n in value.shape[: wanted.dim]):
             return R
         later = [user for user in node.users if not self._inside(node, user)]

@@ -19,9 +19,8 @@ from wholestep.functional import base_name
 from wholestep.ir import GETITEM, Gradient, Input, StepGraph, info
 from wholestep.nested import tensors_of
 from wholestep.spmd.expand.calls import R
-from wholestep.spmd.expand.graph_edits import is_view
+from wholestep.spmd.expand.graph_edits import COPIES, is_view
 from wholestep.spmd.expand.sharding_constraint import in_memory
-from wholestep.spmd.expand.uneven_shards import COPIES
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard
 from wholestep.spmd.plans.global_view import owner_of
@@ -50,7 +49,7 @@ def divided_by(step: StepGraph, group: AxisGroup) -> DividedParameters:
         if dim:
             _refuse(f"divided along dimension {dim}", source)
     again = {source: again for source, (_, _, again, _) in how.items()}
-    found = DividedParameters(step, again, state_placements(step, placement_of))
+    found = DividedParameters(step, again, state_placements(step, placement_of, group))
     found.check({node: _module_of(item) for node, item in nodes if item.source in how})
     return found
 

@@ -93,7 +93,7 @@ def fully_shard(step: StepGraph, *, group: AxisGroup, plan: FullyShard) -> StepG
         check_patterns("FullyShard", plan.patterns, paths_of(step, "parameter"))
     if group.size == 1:
         return step
-    placements = state_placements(step, plan.placement_of)
+    placements = state_placements(step, plan.placement_of, group)
     step = copy_step(step, "fully_shard")
     if plan.batch == R:
         step = constrain_inputs(step, kind="batch", placement=Shard(0))

@@ -11,9 +11,8 @@ from torch import fx
 
 from wholestep.ir import Phase, StepGraph, info, nbytes
 from wholestep.spmd.expand.calls import R
-from wholestep.spmd.expand.graph_edits import is_view, readers
+from wholestep.spmd.expand.graph_edits import COPIES, is_view, readers
 from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_memory
-from wholestep.spmd.expand.uneven_shards import COPIES, on_largest
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.plans.patterns import matches
 from wholestep.spmd.rules.foreach import is_on_lists
@@ -42,7 +41,7 @@ def constrain_parameters(
     phases: dict[int, Phase] = {n: info(node).phase for node, n in reversed(stretch.items())}
     for (node, placement), number in itertools.product(_parameters(step, placements), sorted(phases)):
         if isinstance(placement, Shard):
-            computes = partial(_computes, stretch, number, None if local else on_largest(node).shape)
+            computes = partial(_computes, stretch, number, None if local else info(node).value.shape)
             constraint = constrain(node, Constraint(R), phases[number], computes)
             if constraint is not None:
                 _move_late(constraint, stretch)
@@ -62,7 +61,7 @@ def cheaper_to_keep(step: StepGraph, *, placements: Sequence[Placement], again: 
     for index, (node, item) in enumerate(zip(step.placeholders, step.signature.inputs, strict=True)):
         if item.kind != "parameter" or not isinstance(placements[index], Shard):
             continue
-        value = on_largest(node)
+        value = info(node).value
         used = [r for r in readers(node) if _computes(stretch, stretch.get(r) or 0, value.shape, r)]
         gathered = nbytes(value) * (len({stretch[reader] for reader in used}) + 1)  # and the gradient, once
         if used and MUCH_SMALLER * sum(_beside(reader, node) for reader in used) <= gathered:
@@ -73,7 +72,7 @@ def cheaper_to_keep(step: StepGraph, *, placements: Sequence[Placement], again: 
 def _beside(reader: fx.Node, parameter: fx.Node) -> int:
     """Bytes of what a call reads besides a parameter and its views, and of what it gives."""
     own = {parameter, *_views(parameter)}
-    values = [on_largest(node) for node in (reader, *reader.all_input_nodes) if node not in own]
+    values = [info(node).value for node in (reader, *reader.all_input_nodes) if node not in own]
     return nbytes(values)
 
 
@@ -182,6 +181,6 @@ def _computes(stretch: Mapping[fx.Node, int], number: int, like: torch.Size | No
     """True for a reader in a stretch, unless it gives values of the parameter's shape, each from those at its place."""
     if stretch.get(reader) != number or is_on_lists(reader.target):
         return False
-    target, value = reader.target, on_largest(reader)
+    target, value = reader.target, info(reader).value
     pointwise = isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in COPIES)
     return not (pointwise and isinstance(value, torch.Tensor) and value.shape == like)

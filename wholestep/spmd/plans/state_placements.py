@@ -10,7 +10,8 @@ from torch import fx
 
 from wholestep.ir import Input, StepGraph, info
 from wholestep.spmd.expand.calls import R
-from wholestep.spmd.placements import Placement, normal
+from wholestep.spmd.mesh import AxisGroup
+from wholestep.spmd.placements import Placement, normal, split_evenly
 from wholestep.tensor_parts import Part
 
 PlacementOf = Callable[[Input, torch.Tensor], Placement]
@@ -30,7 +31,7 @@ class StatePlacements:
     outputs: Mapping[int, Placement | None]
 
 
-def state_placements(step: StepGraph, placement_of: PlacementOf) -> StatePlacements:
+def state_placements(step: StepGraph, placement_of: PlacementOf, group: AxisGroup) -> StatePlacements:
     """Asks a plan for all inputs and outputs of a step, by their whole shapes."""
 
     def ask(item: Input, node: fx.Node) -> Placement:
@@ -40,7 +41,8 @@ def state_placements(step: StepGraph, placement_of: PlacementOf) -> StatePlaceme
         if isinstance(part, Part):
             with value.fake_mode:  # type: ignore[attr-defined]
                 value = value.new_empty(part.shape)
-        return normal(placement_of(item, value), value.shape, item.source)
+        wanted = normal(placement_of(item, value), value.shape, item.source)
+        return split_evenly(wanted, info(node).value.shape, group)
 
     pairs = zip(step.signature.inputs, step.placeholders, strict=True)
     inputs = [ask(i, node) if i.placements is None else i.placements[0] for i, node in pairs]

@@ -108,7 +108,7 @@ def tensor_parallel(step: StepGraph, *, group: AxisGroup, plan: TensorParallel) 
         _check_patterns(step, plan)
     if group.size == 1:
         return step
-    placements = state_placements(step, plan.placement_of)
+    placements = state_placements(step, plan.placement_of, group)
     step = copy_step(step, "tensor_parallel")
     step = constrain_results(step, plan.results)
     step = constrain_results(step, plan.sequences, min_dims=3)  # batch, sequence, features

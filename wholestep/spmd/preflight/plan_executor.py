@@ -15,7 +15,6 @@ from wholestep.capture import InitialState
 from wholestep.deferred_init import become, origin, part_values, record_of
 from wholestep.errors import BreakError, CaptureError, PlanError
 from wholestep.ir import BUCKET_BYTES, Input, Pass, StepGraph
-from wholestep.spmd.expand.uneven_shards import in_lockstep
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Replicate
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
@@ -81,16 +80,13 @@ class PlanExecutor:
                 )
         self._mesh, self._plans = mesh, plans
         self._names = ", ".join(type(one).__name__ for one in plans)
-        # this rank's own, and those of the first and the last rank
-        seen = (mesh, *map(mesh.seen_from_end, (True, False))) if mesh else ()
-        self._passes: list[list[Pass]] = [[a_pass for one in plans for a_pass in one.passes(m)] for m in seen]
+        self._passes: list[Pass] = [a_pass for one in plans for a_pass in one.passes(mesh)]
         self._groups = [mesh.get_group(one.axis) for one in plans] if mesh else []
         several = [group for group in dict.fromkeys(self._groups) if group.size() > 1]
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
         self.view = GlobalView(spread, tuple(mesh.axis_group(one.axis) for one in spread)) if mesh and spread else None
         self.parts = self.view.parts if self.view else None
-        for passes in self._passes if self.view else ():
-            passes += [wait_late, start_early, coalesce]
+        self._passes += [wait_late, start_early, coalesce] if self.view else []
         self.plain, self.keeps_whole = not plans, all(type(one) is DataParallel for one in plans)
         self.reduces, self.groups, self.is_distributed = len(spread) < len(plans), several, bool(several)
         self.broadcasting = [group for one, group in zip(plans, self._groups, strict=True)
@@ -120,7 +116,7 @@ class PlanExecutor:
             return own_reductions(step, [*own])
         if self.groups:
             refuse_sparse(step, self._names)
-        return in_lockstep(step, *self._passes) if self._passes else []
+        return self._passes
 
     def sparse_gradient(self, parameter: str, where: str) -> PlanError:
         """The error of a gradient that no plan can reduce."""

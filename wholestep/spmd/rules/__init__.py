@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
 from wholestep.functional import Functionalized, UnderGrad
 from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.strategy import Rule, Strategy
+from wholestep.spmd.placements import splits
 from wholestep.spmd.rules import (
     attention,
     contractions,
@@ -84,15 +84,12 @@ def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:
 
 
 def strategies(call: Call) -> Iterable[Strategy]:
-    """The ways in which a call can run on parts: where ranks hold unequal ones, those that serve the largest and the
-    smallest, in one order on every rank."""
+    """The ways in which a call can run on parts, as the axis may split its tensors."""
     rule = rule_of(call.target)
-    if rule is None or call.ends is None:
-        return () if rule is None else rule(call)
-    served = set(map(_way, rule(call.on_smallest)))
-    own = {_way(strategy): strategy for strategy in rule(call)}  # what it emits may have been made of this rank's sizes
-    return [own.get(_way(strategy), strategy) for strategy in rule(call.on_largest) if _way(strategy) in served]
+    found = () if rule is None else rule(call)
+    return [one for one in found if _is_served(one, call)] if call.group.even else found
 
 
-def _way(strategy: Strategy) -> tuple[Any, ...]:
-    return strategy.ins, strategy.outs, strategy.emit is None
+def _is_served(strategy: Strategy, call: Call) -> bool:
+    pairs = (*zip(strategy.ins, call.values, strict=True), *zip(strategy.outs, call.results, strict=True))
+    return all(splits(placement, value.shape, call.group) for placement, value in pairs)

@@ -25,7 +25,6 @@ def is_on_lists(target: object) -> bool:
 def columns_of(call: Call) -> Iterator[Call]:
     """What an operator on lists does at each place of the lists, as calls on single tensors."""
     count = next(len(argument) for argument in call.args if isinstance(argument, (list, tuple)))
-    ends = zip(*map(columns_of, call.ends), strict=True) if call.ends is not None else None
     for index in range(count):
         args = tuple(_at(argument, index) for argument in call.args)
         kwargs = {name: _at(argument, index) for name, argument in call.kwargs.items()}
@@ -33,8 +32,7 @@ def columns_of(call: Call) -> Iterator[Call]:
         values, result = tuple(info(node).value for node in operands), call.result
         several = bool(result) and isinstance(result[0], (list, tuple))
         result = tuple(one[index] for one in result if one) if several else result[index]
-        yield replace(call, args=args, kwargs=kwargs, operands=operands, values=values, result=result,
-                      ends=next(ends) if ends is not None else None)  # fmt: skip
+        yield replace(call, args=args, kwargs=kwargs, operands=operands, values=values, result=result)
 
 
 def _at(argument: Any, index: int) -> Any:

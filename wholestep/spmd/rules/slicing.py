@@ -54,15 +54,12 @@ def into_whole(*dims: str, keeps: bool = True, new: int = 0) -> Rule:
 
 
 def _slice(call: Call) -> Iterator[Strategy]:
-    """Along the split dimension too, when what is sliced out is small: each rank gives what it has of it.
-
-    Where ranks along other axes see other sizes, they may not slice out all of a dimension, or as small a part of it.
-    """
-    value, result, uneven = call.values[0], call.results[0], call.group.uneven
+    """Along the split dimension too, when what is sliced out is small: each rank gives what it has of it."""
+    value, result = call.values[0], call.results[0]
     dim = int(call.argument("dim")) % max(value.dim(), 1)
-    is_all = result.shape == value.shape and not uneven
+    is_all = result.shape == value.shape
     yield from beside(call, *([] if is_all else [dim]))
-    if not is_all and not uneven and result.numel() * 2 <= value.numel() and value.dtype != torch.bool:
+    if not is_all and result.numel() * 2 <= value.numel() and value.dtype != torch.bool:
         yield Strategy((Shard(dim),), (Partial(),), partial(_slice_here, dim=dim))
 
 
@@ -103,8 +100,6 @@ def _cat(call: Call) -> Iterator[Strategy]:
 def _pad(call: Call) -> Iterator[Strategy]:
     pads, count = call.argument("pad"), call.values[0].dim()
     padded = [count - 1 - i // 2 for i, pad in enumerate(pads) if pad]
-    if call.group.uneven:  # where ranks along other axes see other sizes, they may pad what is not padded here
-        padded.append(count - len(pads) // 2)
     yield from beside(call, *padded)
 
 

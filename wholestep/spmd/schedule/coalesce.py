@@ -17,7 +17,6 @@ from torch import fx
 from wholestep.comm import get_group
 from wholestep.ir import StepGraph, info, nbytes, set_info
 from wholestep.spmd.expand.graph_edits import Writer, copy_step
-from wholestep.spmd.expand.uneven_shards import on_largest
 
 aten = torch.ops.aten
 collectives = torch.ops.wholestep
@@ -32,7 +31,7 @@ class Collective:
 
     Attributes:
         ready, needed: places in the graph of the start, and of the first reader of the result.
-        sends, gives: bytes that caps count, alike on all ranks: those of the rank with the largest shards.
+        sends, gives: bytes that caps count; alike on all ranks.
     """
 
     start: fx.Node
@@ -103,7 +102,7 @@ def found(step: StepGraph) -> list[Collective]:
         waits = [u for u in node.users if u.target is collectives.wait.default] if node.target in _KINDS else []
         if len(waits) == len(node.users) == 1 and waits[0].users:
             needed = min(place[user] for user in waits[0].users)
-            sizes = nbytes(on_largest(node.args[0])), nbytes(on_largest(node))  # type: ignore[arg-type]
+            sizes = nbytes(info(node.args[0]).value), nbytes(info(node).value)  # type: ignore[arg-type]
             # broadcasts are packed where the first is read, others where the last is started
             ready = place[node.args[0] if node.target is collectives.broadcast.default else node]  # type: ignore[index]
             result.append(Collective(node, waits[0], ready, needed, *sizes))

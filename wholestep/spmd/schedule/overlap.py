@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import StepGraph, info, is_effectful
-from wholestep.spmd.expand.graph_edits import copy_step, is_view
-from wholestep.spmd.expand.uneven_shards import COPIES
+from wholestep.spmd.expand.graph_edits import COPIES, copy_step, is_view
 from wholestep.spmd.schedule.coalesce import Collective, found
 
 aten = torch.ops.aten
