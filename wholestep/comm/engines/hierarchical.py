@@ -10,11 +10,9 @@ With n ranks, H hosts and N bytes a rank (steps inside a host are those of `shm.
 
 | collective | bytes that leave a host |
 |---|---|
-| all_reduce | 2 (H-1)/H N; (H-1) N up to 64 KB; twice that for bf16 and fp16 |
-| reduce | N, except from the root's host |
-| broadcast | (H-1) N from the root's host |
-| all_gather | (H-1) times its ranks' parts |
-| gather, scatter | the parts that go to, or come from, the root's host |
+| all_reduce, reduce | 2 (H-1)/H N; (H-1) N up to 64 KB; twice that for bf16 and fp16 |
+| broadcast, scatter | (H-1) N from the root's host; of a scatter N is all parts |
+| all_gather, gather | (H-1) times its ranks' parts |
 | reduce_scatter | the parts of the other hosts' ranks, summed over this host |
 | all_to_all, messages | what its ranks send to other hosts, directly |
 """
@@ -87,13 +85,11 @@ class HierarchicalGroup(ProcessGroup):
 
     # Reductions -------------------------------------------------------------------------------------------------
 
-    def _wide(self, tensor: torch.Tensor, opts: Options, copy: bool) -> torch.Tensor:
-        """The tensor to reduce in: float32 for halves, multiplied for PREMUL_SUM; else the same if not ``copy``."""
+    def _wide(self, tensor: torch.Tensor, opts: Options) -> torch.Tensor:
+        """The tensor to reduce in: float32 for halves, multiplied for PREMUL_SUM; else the same."""
         if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
-            tensor, copy = (tensor * opts.factor).to(tensor.dtype), False
-        if tensor.dtype in HALVES:
-            return tensor.float()
-        return tensor.clone() if copy else tensor
+            tensor = (tensor * opts.factor).to(tensor.dtype)
+        return tensor.float() if tensor.dtype in HALVES else tensor
 
     def _to_leader(self, tensor: torch.Tensor, opts: Options) -> None:
         """Reduces inside the host to its leader; what AVG and PREMUL_SUM add is done elsewhere."""
@@ -108,7 +104,7 @@ class HierarchicalGroup(ProcessGroup):
     def _all_reduce(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         """In pieces: one is under way between the hosts while the one before it is folded and spread, and the one after
         it is reduced inside the hosts."""
-        total = self._wide(ins[0], opts, copy=False)
+        total = self._wide(ins[0], opts)
         size = max(1, PIECE // total.element_size())
         finish: Callable[[], None] | None = None
         for piece, to in zip(total.view(-1).split(size), outs[0].view(-1).split(size), strict=True):
@@ -141,28 +137,17 @@ class HierarchicalGroup(ProcessGroup):
 
         return finish
 
-    def _home(self, opts: Options) -> tuple[int, int]:
-        """Host of the root, and the root's place there."""
-        return self.topology.host_of[opts.root], self.topology.place_of[opts.root]
-
     def _reduce(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
-        (host, place), (tensor,), groups = self._home(opts), ins, self._hosts
-        total = self._wide(tensor, opts, copy=True)
-        self._to_leader(total, opts)
-        if host != groups.host:
-            groups.swap({}, {host: total}, plain)
-            return
-        rows = {other: torch.empty_like(total) if other != host else total for other in groups.hosts}
-        groups.swap(rows, {}, plain)
-        result = tensor if self._rank == opts.root else torch.empty_like(tensor)
-        if groups.place == 0:
-            self._fold(list(rows.values()), opts, result)
-        groups.hand(result, 0, place)
+        """An all-reduce that one rank keeps."""
+        total = [ins[0].clone()]
+        self._all_reduce(total, total, opts, plain)
+        if self._rank == opts.root:
+            ins[0].copy_(total[0])
 
     def _reduce_scatter(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         (output,), rows, groups = outs, self.topology.rows, self._hosts
         table = torch.stack([ins[rank].reshape(-1) for ranks in self.topology.hosts for rank in ranks])
-        total = self._wide(table, opts, copy=False)
+        total = self._wide(table, opts)
         self._to_leader(total, opts)
         theirs = {host: total[rows[host]] for host in groups.hosts}
         mine = theirs[groups.host]
@@ -176,8 +161,9 @@ class HierarchicalGroup(ProcessGroup):
     # Moves ------------------------------------------------------------------------------------------------------
 
     def _broadcast(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
-        (host, place), groups = self._home(opts), self._hosts
+        host, groups = self.topology.host_of[opts.root], self._hosts
         if host == groups.host:
+            place = self.topology.place_of[opts.root]
             self._inside.broadcast(ins, Options(root=place, timeout=plain.timeout)).wait()
             groups.swap({}, dict.fromkeys(groups.hosts, ins[0]), plain)
         else:
@@ -199,38 +185,22 @@ class HierarchicalGroup(ProcessGroup):
         sources = [list(rows)] if self._hosts.place == 0 else []
         self._inside.scatter([output.view(-1)], sources, self._hosts.later(plain)).wait()
 
-    def _by_rank(self, table: torch.Tensor) -> Tensors:
-        return [table[row] for row in self.topology.row_of]
-
     def _all_gather(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         (table, rows), groups = self._table(ins[0]), self._hosts
         self._collect(ins[0], rows[groups.host], plain)
         groups.swap(rows, dict.fromkeys(rows, rows[groups.host]), plain)
         self._inside.broadcast([table], groups.later(plain)).wait()
-        for out, row in zip(outs, self._by_rank(table), strict=True):
-            out.copy_(row.view_as(out))
+        for out, row in zip(outs, self.topology.row_of, strict=False):
+            out.copy_(table[row].view_as(out))
 
-    def _gather(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
-        (host, place), (table, rows), groups = self._home(opts), self._table(ins[0]), self._hosts
-        self._collect(ins[0], rows[groups.host], plain)
-        if host != groups.host:
-            groups.swap({}, {host: rows[groups.host]}, plain)
-            return
-        groups.swap(rows, {}, plain)
-        groups.hand(table, 0, place)
-        for out, row in zip(outs, self._by_rank(table) if outs else [], strict=True):
-            out.copy_(row.view_as(out))
+    _gather = _all_gather  # on other ranks than the root without outputs
 
     def _scatter(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
-        (host, place), (table, rows), groups = self._home(opts), self._table(outs[0]), self._hosts
-        if host == groups.host:
-            for row, part in zip(self._by_rank(table) if ins else [], ins, strict=True):
-                row.copy_(part.view(-1))
-            groups.hand(table, place, 0)
-            groups.swap({}, rows, plain)
-        else:
-            groups.swap({host: rows[groups.host]}, {}, plain)
-        self._spread(outs[0], rows[groups.host], plain)
+        """A broadcast of which each rank keeps its part."""
+        (out,), parts = outs, [one.view(-1) for one in ins]
+        table = [torch.stack(parts) if parts else out.new_empty(self._size, out.numel())]
+        self._broadcast(table, table, opts, plain)
+        out.copy_(table[0][self._rank].view_as(out))
 
     def _all_to_all(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         """Between hosts each pair of ranks exchanges its own data: the leaders could save nothing."""

@@ -29,7 +29,6 @@ from wholestep.errors import (
     DistTimeoutError,
 )
 
-HAND_TAG = 1 << 29  # messages between a root and its leader
 LATER = timedelta(seconds=2)
 PATIENCE = 0.7  # seconds for a rank that knows the reason to tell it
 LONGER = 4.0  # the same, where that rank may be one that waits LATER
@@ -195,10 +194,3 @@ class HostGroups:
     def later(self, opts: Options) -> Options:
         """Options for those who wait for their leader: they wait longer than the leader, which knows the reason."""
         return Options(timeout=(opts.timeout or self._group.timeout) + LATER)
-
-    def hand(self, tensor: torch.Tensor, source: int, to: int) -> None:
-        """Brings a tensor from one place of this host to another."""
-        if source != to and self.place in (source, to):
-            sending = self.place == source
-            work = (self.inside.send if sending else self.inside.recv)([tensor], to if sending else source, HAND_TAG)
-            work.wait()
