@@ -18,6 +18,7 @@ from wholestep import comm
 from wholestep.checkpoint.directory import read_index
 from wholestep.checkpoint.load import load
 from wholestep.checkpoint.save import save
+from wholestep.checkpoint.saving_ranks import Ranks
 from wholestep.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)")
@@ -74,14 +75,14 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank: it is of another model.
         """
-        number = _from_first(max(self._complete(), default=0))
+        ranks = Ranks()
+        number = ranks.gather(max(self._complete(), default=0))[0]
         if number:
             extra = load(self.path / f"step-{number}", self.model, self.optimizer)
             for name, state in extra["stateful"].items():
                 if name in self.stateful:
                     self.stateful[name].load_state_dict(state)
-            every = extra["random"]
-            _set_random(every[comm.get_rank() % len(every) if comm.is_initialized() else 0])
+            _set_random(extra["random"][ranks.rank % len(extra["random"])])
         return number
 
     def step(self, number: int) -> None:
@@ -104,21 +105,16 @@ class Checkpointer:
 
     def save(self, number: int) -> None:
         """Saves now, after so many steps, and removes what is older than the last few."""
-        states: list[Any] = [None] * (comm.get_world_size() if comm.is_initialized() else 1)
-        if comm.is_initialized():
-            comm.all_gather_object(states, _random())
-        else:
-            states = [_random()]
-        extra = {"stateful": {name: one.state_dict() for name, one in self.stateful.items()}, "random": states}
+        states = {name: one.state_dict() for name, one in self.stateful.items()}
+        extra = {"stateful": states, "random": Ranks().gather(_random())}
         save(self.path / f"step-{number}", self.model, self.optimizer, extra)
-        if not comm.is_initialized() or comm.get_rank() == 0:
-            for old in sorted(self._complete())[: -self.keep]:
-                shutil.rmtree(self.path / f"step-{old}")
+        for old in sorted(self._complete())[: -self.keep]:
+            shutil.rmtree(self.path / f"step-{old}")
 
     def _complete(self) -> list[int]:
         """The steps of complete checkpoints; on the first rank alone, whose answer counts."""
         found = []
-        for entry in self.path.glob("step-*") if not comm.is_initialized() or comm.get_rank() == 0 else ():
+        for entry in self.path.glob("step-*") if Ranks().rank == 0 else ():
             match = _STEP.fullmatch(entry.name)
             try:
                 read_index(entry)
@@ -126,14 +122,6 @@ class Checkpointer:
                 continue
             found += [int(match[1])] if match else []
         return found
-
-
-def _from_first(value: int) -> int:
-    if not comm.is_initialized():
-        return value
-    found = [value]
-    comm.broadcast_object_list(found, 0)
-    return found[0]
 
 
 def _random() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from wholestep.torch_compat import tree_map
 
@@ -35,6 +36,13 @@ def map_tensors(exchange: Exchange, value: Any) -> Any:
     return tree_map(leaf, value, is_leaf=_is_record)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of nested containers, in order."""
+    found: list[torch.Tensor] = []
+    map_tensors(lambda one: found.append(one) or one, value)  # type: ignore[func-returns-value]
+    return found
+
+
 class _Outputs(torch.autograd.Function):
     """Makes all outputs those of one autograd node, so that a backward from some of them reaches what made any."""
 
@@ -52,9 +60,7 @@ class _Outputs(torch.autograd.Function):
 
 def joined_in_one_node(outputs: Any, begun: Callable[[], None]) -> Any:
     """The outputs as results of one autograd node, whose backward calls ``begun`` first."""
-    found: list[torch.Tensor] = []
-    map_tensors(lambda one: found.append(one) or one, outputs)  # type: ignore[func-returns-value]
-    differentiable = {id(one): one for one in found if one.grad_fn is not None}
+    differentiable = {id(one): one for one in tensors_in(outputs) if one.grad_fn is not None}
     if not differentiable:
         return outputs
     given = _Outputs.apply(begun, *differentiable.values())  # type: ignore[no-untyped-call]
@@ -64,14 +70,7 @@ def joined_in_one_node(outputs: Any, begun: Callable[[], None]) -> Any:
 
 def nodes_behind(outputs: Any) -> set[Any]:
     """All autograd nodes that a backward from any of the outputs can reach."""
-    stack: list[Any] = []
-
-    def note(one: torch.Tensor) -> torch.Tensor:
-        if one.requires_grad:
-            stack.append(torch.autograd.graph.get_gradient_edge(one).node)
-        return one
-
-    map_tensors(note, outputs)
+    stack: list[Any] = [get_gradient_edge(one).node for one in tensors_in(outputs) if one.requires_grad]
     seen: set[Any] = set(stack)
     while stack:
         following: Iterable[Any] = (node for node, _ in stack.pop().next_functions if node is not None)

@@ -16,7 +16,7 @@ from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.errors import DistMismatchError, UnsupportedError
 from wholestep.ir import set_shard
-from wholestep.parallel.outputs import map_tensors
+from wholestep.parallel.outputs import map_tensors, tensors_in
 from wholestep.parallel.sharded_parameters import Policies, Reduction, ShardBucket, Use
 from wholestep.torch_compat import (
     at_end_of_backward,
@@ -329,9 +329,7 @@ def _same(value: Any) -> Any:
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(lambda one: found.append(one) or one, value)  # type: ignore[func-returns-value]
-    return [one for one in found if one.requires_grad]
+    return [one for one in tensors_in(value) if one.requires_grad]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
