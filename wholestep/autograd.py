@@ -90,8 +90,8 @@ def aot_module(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
-    compilers = {"fw_compiler": fw_compiler, "bw_compiler": bw_compiler}
-    make, again = (functools.partial(one, **compilers, **settings) for one in (aot_function, aot_module))
+    settings |= {"fw_compiler": fw_compiler, "bw_compiler": bw_compiler}
+    make, again = functools.partial(aot_function, **settings), functools.partial(aot_module, **settings)
     return compiled_module(module, make, again)
 
 
