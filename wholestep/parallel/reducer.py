@@ -19,6 +19,7 @@ from wholestep.ir import want_mean
 from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment, flat_as, views_of
 from wholestep.parallel.comm_hooks.ordered import Hook, value_of
 from wholestep.parallel.join import hint_at_join
+from wholestep.parallel.logging_data import StepTimes
 from wholestep.parallel.outputs import nodes_behind
 from wholestep.torch_compat import at_end_of_backward, skipped_by_dynamo
 
@@ -71,7 +72,7 @@ class GradientReducer:
         self._untouched: set[int] = set()  # on all ranks, by the backward
         self._triggers: list[int] | None = None  # of a static graph: how often each hook is called in a backward
         self._used = torch.zeros(len(named), dtype=torch.int32, device=self.parameters[0].device)
-        self.iterations = 0
+        self.times = StepTimes()
         self._fill_buckets()
         self.first_sizes = [bucket.nbytes for bucket in self.buckets]
 
@@ -168,6 +169,7 @@ class GradientReducer:
             self.backward_begun()  # of a program's outputs no node says so
         if not self._begun and not learning:
             self._begun = True
+            self.times.mark("backward_compute_time_start")
             for unused in self.unused:
                 self._ready(unused)
         if self.find_unused or not self.rebuilt or learning:
@@ -221,6 +223,7 @@ class GradientReducer:
     def _send(self, number: int) -> None:
         """Begins to reduce the gradients of a bucket."""
         bucket = self.buckets[number]
+        self.times.mark("backward_comm_time_start")
         if bucket.sparse:
             bucket.results = [self._sparse_mean(bucket.parameters[0], bucket.parameters[0].grad)]
             return
@@ -343,6 +346,7 @@ class GradientReducer:
     def _finish(self, learns: bool = False) -> None:
         """Ends a backward: waits for all buckets and gives the parameters their gradients."""
         self.backward.expected = self._begun = False
+        self.times.mark("backward_compute_time_end")
         if not self._overlaps:
             for number in range(len(self.buckets)):
                 self._send(number)
@@ -354,7 +358,8 @@ class GradientReducer:
         for bucket, grads in zip(self.buckets, reduced, strict=True):
             bucket.give(grads, self.as_view, self._untouched)
         self._reset()
-        self.iterations += 1
+        self.times.mark("backward_comm_time_end")
+        self.times.end_iteration()
 
 
 def _weak_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[..., None]:
