@@ -33,6 +33,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -220,6 +221,14 @@ def unseen_fakes() -> tuple[Any, str, type]:
             return issubclass(kind, FakeTensor)
 
     return torch._subclasses, "FakeTensor", Unseen("FakeTensor", (), {})
+
+
+_OF_FAKES = frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0)))) | {"_is_param"}
+
+
+def is_fakes_own(name: str) -> bool:
+    """Whether an attribute of a fake tensor is torch's or this package's, and not one of the step's code."""
+    return name in _OF_FAKES or name.startswith("wholestep_")
 
 
 def empty_fake(mode: FakeTensorMode, like: torch.Tensor, layout: tuple[Any, Any] | None = None) -> FakeTensor:
@@ -588,8 +597,10 @@ def is_deferring() -> bool:
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 """`torch.set_grad_enabled` as a plain call."""
 
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""True inside of `torch.func`'s transforms."""
+def transforms_active() -> bool:
+    """True inside of `torch.func`'s transforms, and where forward-mode gradients are computed."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
 
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 """True for many gradients in one, as `torch.autograd.grad(…, is_grads_batched=True)` makes them."""
@@ -618,6 +629,20 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The pair of hooks that autograd would now use for what it saves, if there is one."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined, no-any-return]
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """What autograd saves inside is given to no hooks from outside, as those of a checkpoint around it."""
+    hooks: list[Any] = []
+    while (innermost := innermost_saved_tensor_hooks()) is not None:
+        hooks.append(innermost)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def refresh_flat_weights(module: torch.nn.RNNBase) -> None:

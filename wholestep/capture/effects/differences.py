@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Source, Version
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.functional import Count
-from wholestep.torch_compat import HOOK_TABLES
+from wholestep.torch_compat import HOOK_TABLES, is_fakes_own
 
 NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt)
 
@@ -45,6 +46,7 @@ def outcome(
     reached.outside.raise_refused()  # the step went on past it
     snap.names |= reached.outside.names
     snap.substitutes.hand_back()
+    reached.add_given()
     described = _Described(snap, is_new)
     effects = [effect for container in snap.containers for effect in _differences(snap, container, described)]
     for alias in snap.substitutes.aliases.found.values():
@@ -96,7 +98,7 @@ class _Described:
             found = self.snap.find(value)
             if found is not None:
                 return Existing(found.source, value)
-            return self._new(value) if self.is_new(value) else Const(value)
+            return self._attributed(self._new(value), where) if self.is_new(value) else Const(value)
         if is_plain(value) and not self._is_of_numbers(value):
             return Const(value)
         if id(value) in self.snap.reachable.first:
@@ -121,12 +123,20 @@ class _Described:
     def _new(self, value: Any) -> New:
         return self.new.setdefault(id(value), New(value, len(self.new)))
 
+    def _attributed(self, new: New, where: str) -> New:
+        given = {name: v for name, v in vars(new.value).items() if not is_fakes_own(name)}
+        if given and new.attributes is None:
+            new.attributes = Tree(dict, (), ())  # which may hold the tensor itself
+            new.attributes = self.tree(dict, given, where)
+        return new
+
     def _made(self, value: Any, where: str) -> Value:
         """An object that the step made, or one from before that was out of its sight."""
         kind = type(value)
         if kind in (dict, list, tuple, set, frozenset):
             return self.tree(kind, value if kind is dict else dict(enumerate(value)), where)
-        if not isinstance(value, (dict, list, set, frozenset)) and not self._is_recent(value):
+        held = value() if isinstance(value, weakref.ref) else value
+        if held is None or not isinstance(value, (dict, list, set, frozenset)) and not self._is_recent(held):
             source = None if isinstance(value, (types.FunctionType, type, types.ModuleType)) else kept_in_module(value)
             return Const(value) if source is None else Existing(source, value)
         try:

@@ -85,8 +85,6 @@ def _stays(value: Any) -> bool:
     """Whether an object stays as it is: it is one of a kind, or leads to nothing that a step makes."""
     if isinstance(value, types.BuiltinFunctionType):
         return isinstance(value.__self__, (types.ModuleType, type, type(None)))
-    if isinstance(value, weakref.ref):
-        return not isinstance(value(), torch.Tensor)
     return isinstance(value, CONSTANT) or (isinstance(value, numpy.ndarray) and value.base is not None)
 
 
@@ -125,6 +123,12 @@ def _tuple(value: tuple[Any, ...]) -> Recipe:
     return Recipe(tuple.__new__, (type(value), items))
 
 
+def _reference(value: weakref.ref[Any]) -> Recipe:
+    if type(value) is not weakref.ref or value.__callback__ is not None:
+        raise TypeError("what a weak reference calls when its object is gone is not known")
+    return Recipe(weakref.ref, (value(),), attributes={})
+
+
 _HEAP = 1 << 9  # of a type's flags: made by Python code
 # What stays as it is, although it could be made again.
 CONSTANT: tuple[type, ...] = (type, types.ModuleType, types.CodeType, torch.Generator)
@@ -138,5 +142,5 @@ RECIPES: dict[Any, Callable[[Any], Recipe]] = {
     types.FunctionType: _function,
     types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),
     types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),
-    weakref.ref: lambda v: Recipe(weakref.ref, (v(),), attributes={}),
+    weakref.ref: _reference,
 }

@@ -11,10 +11,15 @@ from wholestep.capture.sources import Source
 
 @dataclass(eq=False)
 class New:
-    """A tensor (or a number computed from lifted ones) that the step makes; ``index`` counts the distinct ones."""
+    """A tensor (or a number computed from lifted ones) that the step makes; ``index`` counts the distinct ones.
+
+    Attributes:
+        attributes: what the step's code has put into the tensor's attributes.
+    """
 
     value: Any
     index: int
+    attributes: Tree | None = None
 
     def __str__(self) -> str:
         return f"new[{self.index}]"
@@ -87,7 +92,9 @@ def nested(values: Sequence[Value]) -> Iterator[Value]:
             continue
         seen.add(id(value))
         yield value
-        if isinstance(value, Tree):
+        if isinstance(value, New) and value.attributes is not None:
+            todo.append(value.attributes)
+        elif isinstance(value, Tree):
             todo += reversed((*value.keys, *value.values))
         elif isinstance(value, Made):
             todo += reversed((*value.args, *value.parts))

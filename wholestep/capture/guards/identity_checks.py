@@ -72,7 +72,7 @@ class PersistentTensors:
         self.last: list[Any] = tensors
         self._weak: list[Callable[[], torch.Tensor | None]] = []
         self._gone = [None] * len(tensors)
-        self.meta = [metadata(t) for t in tensors]
+        self.meta = [(metadata(t), bool(vars(t))) for t in tensors]
         self.watched = watched
         self.mutated = mutated
         self.written = written  # the step writes to a per-call tensor: then all memory counts
@@ -103,7 +103,8 @@ class PersistentTensors:
         for tensor, last, meta in zip(tensors, self.last, self.meta, strict=True):
             if tensor is not last and last is not None and last.requires_grad:
                 return False  # an optimizer may still hold, or know by key, the one that was there
-            if tensor is not last and not (isinstance(tensor, torch.Tensor) and metadata(tensor) == meta):
+            plain = isinstance(tensor, torch.Tensor) and not vars(tensor)
+            if tensor is not last and not (plain and (metadata(tensor), False) == meta):
                 return False
         if len({id(t) for t in tensors}) != len(self.ids):
             return False

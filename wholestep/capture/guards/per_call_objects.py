@@ -65,12 +65,12 @@ class PerCallObjects:
                     self._mark(value)
 
     def _mark(self, value: Any) -> None:
-        if id(value) in self.ids or isinstance(value, (*PERSISTENT, torch.Tensor)):
+        if id(value) in self.ids or isinstance(value, PERSISTENT):
             return
         if isinstance(value, FunctionType):
             self._mark_function(value)
             return
-        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS, kinds.FUNCTION)
+        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS, kinds.FUNCTION, kinds.TENSOR)
         shown = [c for c in self._containers.get(id(value), ()) if c.kind not in apart]
         if not shown or callable(value):
             return
@@ -207,8 +207,12 @@ class PerCallObjects:
         known = write.tensors.get(id(tensor)) or write.names.get(id(tensor))
         if known is not None:
             write.require(f"{expression} is {known}")
+        name = known or write.variable(tensor, expression, "x")
+        for container in self._containers[id(tensor)] if id(tensor) in self.ids else ():
+            if container.kind is kinds.ATTRIBUTES and id(container.value) not in write.names:
+                self.compare_contents(container, write.variable(container.value, f"{name}.__dict__"))
+        if known is not None:
             return
-        name = write.variable(tensor, expression, "x")
         self.tensors.append((name, tensor))
         sized = self._snap.tensors[id(tensor)].source.path not in self._sizeless
         write.require(f"type({name}) is {write.name(type(tensor))} and {name}.dtype is {write.constant(tensor.dtype)}"

@@ -29,6 +29,7 @@ import threading
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from multiprocessing import connection, queues
 from types import ClassMethodDescriptorType
@@ -133,6 +134,7 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
     }),
     (STARTS, {
         threading.Thread: ("start",), threading.Event: ("set",), queue.Queue: ("put",), queue.SimpleQueue: ("put",),
+        weakref.finalize: ("__init__",),
     }),
     # `gauss` gives every other number from an attribute
     (DRAWS, {owner: _methods(owner) for owner in (_OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),

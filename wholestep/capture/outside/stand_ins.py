@@ -125,10 +125,13 @@ def restore(stand_in: AppendOnlyList) -> None:
 class Cached:
     """Stands for a function with `functools.cache`: what is made while the step is traced must not stay in there."""
 
+    function: Any
+    source: Any
+
     def __init__(self, function: Any, source: Any) -> None:
-        functools.update_wrapper(self, function)
-        self.function, self.source = function, source
-        self.cache_info, self.cache_clear = function.cache_info, function.cache_clear
+        given = {name: getattr(function, name) for name in functools.WRAPPER_ASSIGNMENTS}
+        vars(self).update(given | vars(function), function=function, source=source,
+                          cache_info=function.cache_info, cache_clear=function.cache_clear)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = self.function(*args, **kwargs)
@@ -139,3 +142,7 @@ class Cached:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UnsupportedError(f"the step sets {vars(self)['source']}.{name}, of a function with a cache",
+                               remedy="keep it in an attribute of another object, or in a dict")

@@ -18,11 +18,12 @@ from torch.backends import ContextProp
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.patches import Replacement, original
-from wholestep.torch_compat import setting_functions
+from wholestep.torch_compat import innermost_saved_tensor_hooks, setting_functions
 
 GETTERS, SETTERS = setting_functions()
+_SAVED = "hooks on saved tensors"
 # How what steps have read is read again, by its name.
-READERS: dict[str, Callable[[], Any]] = {}
+READERS: dict[str, Callable[[], Any]] = {_SAVED: lambda: innermost_saved_tensor_hooks() is not None}
 
 
 def distributions_validate() -> bool:
@@ -55,6 +56,7 @@ class Settings:
     def __init__(self, refused: list[CaptureError]) -> None:
         self.read: dict[str, Any] = {}
         self.refused = refused
+        self._hooked = READERS[_SAVED]()
 
     def replacements(self) -> list[Replacement]:
         """What stands in for functions that read and set."""
@@ -68,6 +70,14 @@ class Settings:
             of_both = self._reading(function) if setter is None else self._refusing(function, setter[0])
             found.append((module, name, of_both))
         return found
+
+    def refuse_saved_tensor_hooks(self) -> None:
+        """Refuses a backward inside of the step where hooks from outside change what it has saved."""
+        self.read[_SAVED] = False
+        if self._hooked:
+            remedy = "enter them inside of the step, or run the backward outside"
+            self.refused.append(UnsupportedError("saved_tensors_hooks are active around the step", remedy=remedy))
+            raise self.refused[-1]
 
     def _reading(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any) -> Any:

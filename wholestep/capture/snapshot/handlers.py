@@ -71,9 +71,7 @@ def _tensor(found: Reachable, tensor: torch.Tensor, source: sources.Source) -> N
         raise UnsupportedError(what, remedy="copy it; of FSDP, compile the plain module with ws.FullyShard") from error
     # hooks of a tensor that an earlier computation made belong to that computation, not to the step
     found.add(tensor, source, kinds.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
-    attributes = vars(tensor)
-    if attributes:
-        found.add(attributes, sources.Vars(source), kinds.ATTRIBUTES, tensor)
+    found.add_attributes(tensor, source)
 
 
 def _unguarded(found: Reachable, value: Any, source: sources.Source) -> None:
@@ -220,8 +218,7 @@ _DESCRIPTORS = (functools.partialmethod, functools.cached_property, functools.si
 def _class(found: Reachable, kind: type, source: sources.Source) -> None:
     if not is_user_class(kind):
         return
-    if kinds.class_values(kind):
-        found.add(kind, source, kinds.CLASS)
+    found.add_attributes(kind, source)
     for index, base in enumerate(kind.__bases__):
         found.queue(base, sources.Item(sources.Attr(source, "__bases__"), index))
     found.queue(type(kind), sources.Attr(source, "__class__"))
@@ -271,8 +268,7 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
             found.add(cell, sources.Cell(source, (index, name)), kinds.CELL)
     if function.__defaults__ or function.__kwdefaults__:
         found.add(function, source, kinds.FUNCTION)
-    if vars(function):
-        found.add(vars(function), sources.Vars(source), kinds.ATTRIBUTES, function)
+    found.add_attributes(function, source)
     _asks_types(found, function)
     if not is_library(function.__code__.co_filename):
         found.names_read.add(function, isinstance(source, sources.Method))

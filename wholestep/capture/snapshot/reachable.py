@@ -15,7 +15,7 @@ from wholestep.capture.outside.external_calls import Outside
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, Contents
 from wholestep.capture.snapshot.names_read import NamesRead, hideable
-from wholestep.capture.sources import FUNCTION, Attr, Call, Item, Nth, Source
+from wholestep.capture.sources import FUNCTION, Attr, Call, Item, Nth, Source, Vars
 from wholestep.ir import InputKind
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -109,6 +109,7 @@ class Reachable:
         asking: globals of functions that ask for types, and the function by which they ask.
         hidden: attributes that no code named so far.
         trained: ids of the tensors that optimizers train.
+        bare: what had no attributes when it was met: tensors, functions and classes.
         unguarded: what holds values that no guard compares.
         waiting: what is walked when all else is: classes, then optimizers and schedulers.
     """
@@ -132,6 +133,7 @@ class Reachable:
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Container, Any, Source]] = []
         self.trained: set[int] = set()
+        self.bare: list[tuple[Any, Source]] = []
         self.unguarded: list[Any] = []
         self.kept: list[Any] = []  # ids stay valid while this lives
         self.queued: list[tuple[Any, Source]] = []
@@ -142,9 +144,9 @@ class Reachable:
         self.queued.append((value, source))
 
     def add(self, value: Any, source: Source, kind: ContainerKind, owner: Any = None,
-            ignored: frozenset[Any] = frozenset()) -> Container:
-        """Records a container and queues what it contains."""
-        contents = kind.read(value)
+            ignored: frozenset[Any] = frozenset(), before: Contents | None = None) -> Container:
+        """Records a container and queues what it contains; ``before`` is that, where it has other contents now."""
+        contents = kind.read(value) if before is None else before
         owner = value if owner is None else owner
         out_of_sight = hideable(owner, contents) if kind in _NAMED else frozenset()
         numbered = kind is kinds.MAPPING and isinstance(source, (Attr, Item)) and source.key in HOOKS
@@ -160,6 +162,24 @@ class Reachable:
         self.queued.extend((contents[key], child) for key, child in container.children
                            if key not in container.ignored and not (is_library and callable(contents[key])))
         return container
+
+    def add_attributes(self, value: Any, source: Source, before: Contents | None = None) -> None:
+        """Records the attributes of an object or a class: those that it has, or those that it had."""
+        if isinstance(value, type):
+            table, where, kind = value, source, kinds.CLASS
+        else:
+            table, where, kind = vars(value), Vars(source), kinds.ATTRIBUTES
+        if before is not None or kind.read(table):
+            self.add(table, where, kind, value, before=before)
+        else:
+            self.bare.append((value, source))
+
+    def add_given(self) -> None:
+        """Records of what has attributes now that it had none when it was met."""
+        bare, self.bare = self.bare, []
+        for value, source in bare:
+            given = kinds.class_values(value) if isinstance(value, type) else vars(value)
+            self.add_attributes(value, source, {} if given else None)
 
     def child(self, container: Container, key: Any) -> Source:
         """The source of what a container holds, or may come to hold, at a key."""

@@ -189,6 +189,7 @@ class Snapshot:
         torch.set_grad_enabled(self._grad_mode)
         torch.clear_autocast_cache()
         self.substitutes.shard()
+        self.reachable.add_given()
         failures: list[Exception] = []
         for container in self.containers:
             try:

@@ -18,8 +18,8 @@ from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import WAITING, handler
 from wholestep.capture.snapshot.names_read import ASKS_ANY
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable
-from wholestep.capture.snapshot.user_code import is_library, is_user_class, own
-from wholestep.capture.sources import Call, Source, Vars, argument
+from wholestep.capture.snapshot.user_code import is_library, own
+from wholestep.capture.sources import Call, Source, argument
 
 _VARYING = (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SLOTS, kinds.LIST, kinds.CELL, kinds.GLOBALS, kinds.MODULE)
 
@@ -78,14 +78,12 @@ def begin(call: Call, names: Iterable[str] = (), varying: frozenset[str] = froze
 
 def _add_empty(found: Reachable) -> None:
     """Adds what has no attributes yet, of which code may ask whether there is one."""
-    for value in [*found.kept]:
-        source = found.first[id(value)]
-        if isinstance(value, torch.Tensor) or isinstance(value, types.FunctionType) and not is_library(
-                value.__code__.co_filename):
-            if not vars(value):
-                found.add(vars(value), Vars(source), kinds.ATTRIBUTES, value)
-        elif isinstance(value, type) and is_user_class(value) and not kinds.class_values(value):
-            found.add(value, source, kinds.CLASS)
+    bare, found.bare = found.bare, []
+    for value, source in bare:
+        if isinstance(value, types.FunctionType) and is_library(value.__code__.co_filename):
+            found.bare.append((value, source))
+        else:
+            found.add_attributes(value, source, before={})
 
 
 def _vary(found: Reachable) -> None:

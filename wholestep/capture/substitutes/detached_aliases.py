@@ -112,7 +112,7 @@ class DetachedAliases:
                 alias = HistoryRoot.apply(torch.zeros((), requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
         else:
             alias = tensor.detach()
-        vars(alias).update(vars(tensor))
+        alias.__dict__ = vars(tensor)
         self.of[id(tensor)] = alias
         beginning: Any = alias.grad_fn if base is None else None
         if beginning is not None:

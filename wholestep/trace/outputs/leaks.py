@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 import types
 import weakref
@@ -109,12 +110,10 @@ def made_at(value: Any) -> str:
 
 def _holder(value: Any, known: list[Any]) -> str | None:
     """Who holds an object, up to the first that has a name; None when nothing that has one leads to it."""
+    variables = _variables()
+    if id(value) in variables:
+        return variables[id(value)]
     seen, level, way = {id(known)}, [value], dict[int, str]()
-    running = set()
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        running.add(id(frame))
-        frame = frame.f_back
     above: list[Any] = []
     for _ in range(MAX_LEVELS):
         above.clear()
@@ -124,15 +123,29 @@ def _holder(value: Any, known: list[Any]) -> str | None:
             seen.add(id(holder))
             below = next((o for o in level if _holds(holder, o)), level[0])
             way[id(holder)] = f"{_link(holder, below)}{way.get(id(below), '')}"
-            name = _name(holder, running)
+            name = _name(holder) or variables.get(id(holder))
             if name is not None:
                 return f"{name}{way[id(holder)]}"
-        held = [h for h in above if not (isinstance(h, types.FrameType) and id(h) in running)]
-        if not held:  # by C++ alone, as the hooks in the history of a tensor are, or by unreachable objects
+        if not above:  # by C++ alone, as the hooks in the history of a tensor are, or by unreachable objects
             return None
-        level[:] = held
-        held.clear()
+        level[:] = above
     return None
+
+
+def _variables() -> dict[int, str]:
+    """ids of what variables of running functions hold, none of which the garbage collector sees -> whose it is."""
+    found: dict[int, str] = {}
+    for frame in [*sys._current_frames().values()]:
+        above: types.FrameType | None = frame
+        while above is not None:
+            code = above.f_code
+            if code.co_flags & inspect.CO_OPTIMIZED and not code.co_filename.startswith(PACKAGE):
+                held = above.f_locals
+                found |= dict.fromkeys(map(id, held.values()), f"by a variable of {code.co_qualname}")
+                if isinstance(held, dict) and sys.getrefcount(held) <= 3:  # a copy, which the frame would keep
+                    held.clear()
+            above = above.f_back
+    return found
 
 
 def _holds(holder: Any, value: Any) -> bool:
@@ -150,15 +163,12 @@ def _link(holder: Any, value: Any) -> str:
     return f".{found}" if found else f" ({type(holder).__name__})"
 
 
-def _name(holder: Any, running: set[int]) -> str | None:
+def _name(holder: Any) -> str | None:
     """What a person calls an object that is held for good; None for others."""
     if isinstance(holder, types.ModuleType):
         return f"in module {holder.__name__}"
     if isinstance(holder, type):
         return f"in class {holder.__qualname__}"
-    if isinstance(holder, types.FrameType) and id(holder) in running:
-        ours = holder.f_code.co_filename.startswith(PACKAGE)
-        return None if ours else f"by a variable of {holder.f_code.co_qualname}"
     if isinstance(holder, dict) and holder.get("__name__") in sys.modules:
         return f"in module {holder['__name__']}"
     return None

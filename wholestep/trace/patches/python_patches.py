@@ -8,6 +8,7 @@ of the trace.
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpoints
 
+from wholestep.capture.outside.torch_settings import Settings
 from wholestep.capture.snapshot.snapshot import tensors_below
 from wholestep.capture.substitutes.detached_aliases import refuse_outside
 from wholestep.errors import UnsupportedError
@@ -211,8 +213,9 @@ def _dynamos_checkpoint(operator: Any, body: Any, *args: Any, **kwargs: Any) -> 
     return checkpoints.checkpoint(run, *(a for a, graded in zip(args, wanted, strict=True) if graded), **options)
 
 
-def _inside(run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+def _inside(settings: Settings, run: Callable[..., Any], roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
     """Calls the autograd engine for a backward of the step's own, which stops at the step's inputs."""
+    settings.refuse_saved_tensor_hooks()
     roots = tuple(roots)
     refuse_outside(roots, args[3], behind)
     return by_data(run, roots, *args, **kwargs)
@@ -258,7 +261,8 @@ def patched_python(
     replacements.append((*COMPILED_OPERATORS, _compiled_operator) if known else (torch, "cond", _cond))
     if not reentrant:
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
-    with patched(replacements, recorder.builder.provenance.thread.is_here), handled(_inside):
+    inside = functools.partial(_inside, recorder.inputs.world.reachable.outside.settings)
+    with patched(replacements, recorder.builder.provenance.thread.is_here), handled(inside):
         try:
             yield
         finally:

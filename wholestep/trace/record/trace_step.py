@@ -13,7 +13,7 @@ from wholestep.capture import Snapshot, new_values, outcome, state_outputs
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
 from wholestep.nested import leaves
-from wholestep.torch_compat import FakeTensor, makes_subclass, no_modes
+from wholestep.torch_compat import FakeTensor, makes_subclass, no_modes, without_saved_tensor_hooks
 from wholestep.trace.numbers.decisions import Decisions
 from wholestep.trace.numbers.host_numbers import is_for_plain
 from wholestep.trace.numbers.predicates import OTHERWISE
@@ -92,7 +92,7 @@ def _recorded(
     def recording() -> Iterator[None]:
         mode = TorchCalls(recorder, gradients)
         patches = patched_python(recorder, parameters, gradients, reentrant, mode.patches())
-        with recorder.builder.provenance.following(), patches, mode, recorder:
+        with without_saved_tensor_hooks(), recorder.builder.provenance.following(), patches, mode, recorder:
             yield
 
     grad_mode = torch.is_grad_enabled()
