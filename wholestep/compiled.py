@@ -132,6 +132,7 @@ class Compiled:
         if self._co_run is not None and not self._executor.plain:  # on all ranks
             return self._co_run(*args, **kwargs)
         failure, wanted = GuardFailure(""), None
+        failed: list[Exception] = []  # user code runs when they are handled: it asks for the one being handled, too
         if self._entries.sized:
             wanted = shapes((args, kwargs))
         self._entries.calls += 1
@@ -141,7 +142,8 @@ class Compiled:
             try:
                 outcome = run(entry, args, kwargs, ready)
             except BreakError as error:  # another rank cannot replay this call
-                return self._break(error, args, kwargs)
+                failed.append(error)
+                break
             if type(outcome) is not GuardFailure:
                 if wanted is not None:
                     self._entries.note(entry, wanted)
@@ -149,6 +151,8 @@ class Compiled:
                     self._prefer(entry)
                 return outcome
             failure = outcome if outcome.outcomes or not failure.reason else failure
+        if failed:
+            return self._break(failed.pop(), args, kwargs)
         if self._co_run is None and failure.outcomes and self._may_break and not self._entries.may_branch():
             self._entries.forget_branches()
             what = f"Python decides otherwise from call to call: {failure.reason}"
@@ -163,14 +167,15 @@ class Compiled:
         while type(outcome) is GuardFailure:  # again where Python decides otherwise than in a capture for many sizes
             try:
                 entry = self._capture(args, kwargs, outcome)
-            except LazyError:  # the call that gives lazy modules their parameters
-                if self._executor.view:
-                    raise
-                return self._fn(*args, **kwargs)
             except Exception as error:
-                if not self._may_break or self._is_passes_own(error) or not self._executor.announce_break(error):
+                lazy = isinstance(error, LazyError)  # the call that gives lazy modules their parameters
+                if self._executor.view if lazy else (
+                    not self._may_break or self._is_passes_own(error) or not self._executor.announce_break(error)
+                ):
                     raise
-                return self._break(error, args, kwargs)
+                failed.append(error)
+            if failed:
+                return self._fn(*args, **kwargs) if lazy else self._break(failed.pop(), args, kwargs)
             outcome = self._first(entry, args, kwargs, ready, run)
         return outcome
 

@@ -102,17 +102,23 @@ class _Object:
         self.__dict__.update(known, patch=patch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.patch.chosen()(*args, **kwargs)
+        result = self.patch.chosen()(*map(unpatched, args), **kwargs)
         return self if result is self.patch.original else result  # `type(cls) is type`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["patch"].original, name)
 
+    def __repr__(self) -> str:
+        return repr(self.patch.original)
+
+    def __dir__(self) -> list[str]:
+        return dir(self.patch.original)
+
     def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, self._kind())
+        return isinstance(unpatched(value), self._kind())
 
     def __subclasscheck__(self, kind: type) -> bool:
-        return issubclass(kind, self._kind())
+        return issubclass(unpatched(kind), self._kind())
 
     def _kind(self) -> Any:
         chosen = self.patch.chosen()
@@ -135,6 +141,11 @@ class _Object:
 
     def __reduce__(self) -> str:
         return self.patch.name
+
+
+def unpatched(value: Any) -> Any:
+    """What a value stands for, where it stands in a module for the time of a patch."""
+    return value.patch.original if type(value) is _Object else value
 
 
 def is_put_into(table: dict[str, Any], name: str) -> bool:

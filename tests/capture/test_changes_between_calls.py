@@ -397,12 +397,14 @@ def test_what_is_not_there_yet_is_guarded(name: str) -> None:
 
 
 class Scaled(nn.Module):
+    kind, root, plus = nn.LayerNorm, math.sqrt, functools.partial(torch.add, alpha=2)
+
     @property
     def scale(self) -> float:
         return 2.0
 
     def scaled(self, x: Tensor) -> Tensor:
-        return x * self.scale
+        return type(self).plus(x * self.scale * self.root(4.0), len(self.kind.__name__))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scaled(x)
@@ -412,7 +414,8 @@ HANDLES: list[Any] = []
 OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     name: (functools.partial(setattr, Scaled, name, new), functools.partial(setattr, Scaled, name, vars(Scaled)[name]))
     for name, new in (("scaled", lambda self, x: x * 3), ("scale", property(lambda self: 4.0)),
-                      ("forward", lambda self, x: x * 5))
+                      ("forward", lambda self, x: x * 5), ("kind", nn.Linear), ("root", math.exp),
+                      ("plus", functools.partial(torch.add, alpha=3)))
 }  # fmt: skip
 OTHERS["hooks of all modules"] = (
     lambda: HANDLES.append(nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 7)),
@@ -617,3 +620,23 @@ def test_a_class_that_is_compared_keeps_no_module_alive() -> None:
     compiled(model, torch.ones(1, 2))
     del model
     assert gone() is None
+
+
+class Empty:
+    pass
+
+
+NOTHING = object()
+
+
+def test_attributes_of_a_class_and_what_is_one_of_a_kind_stay_so() -> None:
+    def step(x: Tensor, given: object) -> Any:
+        Empty.count, Empty.kind = 3, float  # type: ignore[attr-defined]
+        return x + 1, given, NOTHING
+
+    served = ws.compile(step, fullgraph=True)
+    for given in (NOTHING, NOTHING, object()):
+        assert served(torch.ones(2), given)[1:] == (given, NOTHING)
+        assert (Empty.count, Empty.kind) == (3, float)  # type: ignore[attr-defined]
+        del Empty.count, Empty.kind  # type: ignore[attr-defined]
+    assert served.captures == 2

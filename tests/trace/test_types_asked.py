@@ -81,6 +81,8 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "integer": lambda n: operator.index(n) if type(n) is int else n,
     "tensor": lambda n: torch.tensor(n).dtype == torch.float32,
     "type itself": lambda n: (type(float) is type, isinstance(int, type), type(type(n)) is type, issubclass(int, type)),
+    "type of a class": lambda n: (f"{type(int)} {type!r}" == "<class 'type'> <class 'type'>", isinstance(type, type),
+                                  issubclass(type, type), type(type) is type, "mro" in dir(type)),
 }  # fmt: skip
 
 
@@ -221,3 +223,16 @@ def test_a_class_pattern_of_type_itself() -> None:
         assert torch.equal(ws.compile(step)(served, torch.ones(2)), step(served, torch.ones(2)))
     with pytest.raises(UnsupportedError, match=r"isinstance\(value, type\)"):
         ws.compile(step, fullgraph=True)(int, torch.ones(2))
+
+
+def test_of_a_class_that_stays() -> None:
+    """What stands for `type` while the step is traced does not outlast that."""
+
+    def step(x: Tensor, held: dict[str, Any]) -> Any:
+        held["kind"] = type(int)
+        return x + 1, type, [type(int)], {type: 1}, list(map(type, (int, 2)))
+
+    held: dict[str, Any] = {}
+    compiled = ws.compile(step, fullgraph=True)
+    for _ in range(2):
+        assert str(compiled(torch.ones(1), held)) == str(step(torch.ones(1), {})) and held.pop("kind") is type

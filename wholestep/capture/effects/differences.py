@@ -6,6 +6,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Source, Version
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.functional import Count
+from wholestep.patches import unpatched
 from wholestep.torch_compat import HOOK_TABLES, is_fakes_own
 
 NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt)
@@ -77,6 +79,7 @@ class _Described:
 
     def value(self, value: Any, where: str) -> Value:
         """The value, described; ``where`` is the place that holds it, for messages."""
+        value = unpatched(value)
         if id(value) in self.stand_ins:
             number = self.stand_ins[id(value)]
             return Existing(number.source, number.value)
@@ -157,9 +160,16 @@ class _Described:
         return made
 
     def _is_recent(self, value: Any) -> bool:
-        """Whether an object was made in the step, as far as the garbage collector, which follows it, can tell."""
-        if self.snap.new_ids is None or not gc.is_tracked(value):
+        """Whether an object was made in the step, as far as the garbage collector, which follows it, can tell.
+
+        What it does not follow (`object()`) is from before where the step could see it, or a module has it.
+        """
+        if self.snap.new_ids is None:
             return True
+        if not gc.is_tracked(value):
+            reached = self.snap.reachable
+            before = [[v for _, v in reached.roots], *(container.before.values() for container in reached.containers)]
+            return not any(held is value for held in chain(*before)) and kept_in_module(value) is None
         self.new_ids = self.new_ids or self.snap.new_ids()
         return id(value) in self.new_ids
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from wholestep.capture import sources
-from wholestep.capture.snapshot.user_code import is_user_class
 from wholestep.patches import is_put_into, original
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -160,9 +159,7 @@ def class_values(kind: type) -> Contents:
         name: value
         for name, value in vars(kind).items()
         if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
-        and not isinstance(value, type)
-        and (isinstance(value, _FUNCTIONS) or not hasattr(value, "__get__"))
-        and (not callable(value) or isinstance(value, (torch.nn.Module, *_FUNCTIONS)) or is_user_class(type(value)))
+        and (isinstance(value, (type, *_FUNCTIONS)) or not hasattr(value, "__get__"))
     }
 
 

@@ -223,10 +223,15 @@ def _class(found: Reachable, kind: type, source: sources.Source) -> None:
         found.queue(base, sources.Item(sources.Attr(source, "__bases__"), index))
     found.queue(type(kind), sources.Attr(source, "__class__"))
     for name, member in vars(kind).items():
-        plain = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-        if isinstance(plain, types.FunctionType):
-            found.queue(plain, sources.Method(source, name))
-        elif isinstance(member, _DESCRIPTORS) or is_user_class(type(member)) and hasattr(member, "__get__"):
+        here = sources.Method(source, name)
+        functions = [(getattr(member, "__func__", member), here)]
+        if isinstance(member, property):
+            functions = [(getattr(member, part), sources.Method(here, part)) for part in ("fget", "fset", "fdel")]
+        functions = [(plain, place) for plain, place in functions if isinstance(plain, types.FunctionType)]
+        found.queued += functions
+        if not functions and (
+            isinstance(member, _DESCRIPTORS) or is_user_class(type(member)) and hasattr(member, "__get__")
+        ):
             found.queue(member, sources.Item(sources.Vars(source), name))
 
 
