@@ -223,12 +223,15 @@ def unseen_fakes() -> tuple[Any, str, type]:
     return torch._subclasses, "FakeTensor", Unseen("FakeTensor", (), {})
 
 
-_OF_FAKES = frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0)))) | {"_is_param"}
+@cache
+def _attributes_of_fakes() -> frozenset[str]:
+    with no_modes():
+        return frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0)))) | {"_is_param"}
 
 
 def is_fakes_own(name: str) -> bool:
     """Whether an attribute of a fake tensor is torch's or this package's, and not one of the step's code."""
-    return name in _OF_FAKES or name.startswith("wholestep_")
+    return name in _attributes_of_fakes() or name.startswith("wholestep_")
 
 
 def empty_fake(mode: FakeTensorMode, like: torch.Tensor, layout: tuple[Any, Any] | None = None) -> FakeTensor:

@@ -83,6 +83,7 @@ from wholestep.torch_compat import (
     innermost_saved_tensor_hooks,
     is_batched,
     is_deferring,
+    is_fakes_own,
     is_inside,
     is_one_of_several,
     is_one_operator,
@@ -118,6 +119,7 @@ from wholestep.torch_compat import (
     unseen_fakes,
     wait_collective,
     with_autograd,
+    without_saved_tensor_hooks,
 )
 
 aten = torch.ops.aten
@@ -992,3 +994,19 @@ def test_optimizers_make_the_state_of_a_group_apart(kind: str, monkeypatch: pyte
     optimizer.step()
     assert made.keys() == optimizer.state[parameter].keys() and bool(made) is (kind != "SGD")
     assert all(len(value.unique()) == 1 and 5.0 not in value for value in made.values())
+
+
+def test_what_is_saved_is_given_to_no_hooks_from_outside():
+    x = torch.ones((), requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+        with without_saved_tensor_hooks():
+            assert innermost_saved_tensor_hooks() is None
+            x.square().backward()
+        assert innermost_saved_tensor_hooks() is not None
+        assert x.grad.item() == 2
+
+
+def test_attributes_of_fakes():
+    with FakeTensorMode():
+        fake = torch.empty(2)
+    assert all(map(is_fakes_own, vars(fake))) and is_fakes_own("wholestep_ref") and not is_fakes_own("tag")
