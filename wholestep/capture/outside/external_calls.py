@@ -80,6 +80,8 @@ ACTS = Verdict(UnsupportedError, "which a replay would not do again",
                "call it after the step, or by ws.log(fn, **values)", _acts)  # fmt: skip
 # Not by installed packages, whose threads are their own: the monitor of tqdm.
 STARTS = ACTS._replace(applies=lambda _, file: origin(file) != "installed")
+# Nor by any library, for objects of its own: torch's fake tensors.
+WATCHES = ACTS._replace(applies=lambda _, file: not is_library(file))
 DRAWS = Verdict(
     DataDependentError, "whose numbers a replay would repeat",
     "draw with torch, or draw outside of the step and pass the number as an argument; what a library draws is switched "
@@ -134,8 +136,8 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
     }),
     (STARTS, {
         threading.Thread: ("start",), threading.Event: ("set",), queue.Queue: ("put",), queue.SimpleQueue: ("put",),
-        weakref.finalize: ("__init__",),
     }),
+    (WATCHES, {weakref.finalize: ("__init__",)}),
     # `gauss` gives every other number from an attribute
     (DRAWS, {owner: _methods(owner) for owner in (_OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),
 ]  # fmt: skip
