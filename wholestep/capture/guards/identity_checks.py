@@ -37,14 +37,10 @@ def _match(tables: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...], 
         tables: dictionary, keys, values, and whether the order of keys counts; `ANY` stands for any value.
     """
     return not any(empty) and all(
-        len(table) == len(keys) and (not ordered or all(map(_is_key, table, keys))) and
+        len(table) == len(keys) and (not ordered or tuple(table) == keys) and
         all(key in table and (value is ANY or table[key] is value) for key, value in zip(keys, values, strict=True))
         for table, keys, values, ordered in tables
     )  # fmt: skip
-
-
-def _is_key(found: Any, expected: Any) -> bool:
-    return found is expected or (type(found) is type(expected) in (str, int) and bool(found == expected))
 
 
 ANY = native.ANY if native is not None else object()

@@ -51,6 +51,8 @@ class PersistentObjects:
         self.tensors: list[torch.Tensor] = []
         self.watched: list[int] = []
         self._whole: set[int] = set()
+        self._nested: set[int] = set()
+        self._inner: dict[int, dict[Any, Any]] = {}
 
     # their tensors -------------------------------------------------------------------------------------
 
@@ -62,9 +64,15 @@ class PersistentObjects:
         """Reads every tensor into the list ``t``: whole dicts first, then one by one."""
         known, write = self._writer.tensors, self._writer
         whole = self._tables_of_tensors()
-        self._whole = {id(table) for table in whole}
+        ids = {id(table) for table in whole}
+        nested = [c for c in self._containers if c.kind is kinds.MAPPING and isinstance(c.value, dict) and c.before and
+                  ids.issuperset(map(id, c.before.values())) and not c.ignored and
+                  all(type(key) in (str, int) for table in c.before.values() for key in table)]  # fmt: skip
+        inner = [table for c in nested for table in c.before.values()]
+        self._nested, self._inner = {id(c.value) for c in nested}, {id(table): table for table in inner}
+        whole = [table for table in whole if id(table) not in self._inner]
         singles: list[str] = []
-        for value in chain.from_iterable(map(dict.values, whole)):
+        for value in chain.from_iterable(map(dict.values, [*whole, *self._inner.values()])):
             self._add(value)
         for container in self._containers:
             for key in container.compared if container.kind is not kinds.SET else ():
@@ -80,7 +88,12 @@ class PersistentObjects:
             if id(found.tensor) not in known and id(found.tensor) not in by_path and not is_grad:
                 self._add(found.tensor)
                 singles.append(write.name(found.tensor))
-        reads = [f"*chain(map(values, {write.constant(whole)}))"] * bool(whole) + singles
+        self._whole = ids
+        reads = [f"*chain(map(values, {write.constant(whole)}))"] * bool(whole)
+        if nested:
+            write.lines.append(f"inner = [{', '.join(f'*values({write.name(c.value)})' for c in nested)}]")
+            reads.append("*chain(map(values, inner))")
+        reads += singles
         write.lines.append(f"t = [{', '.join(reads)}]")
         self._compare_gradients()
         self._compare_metadata()
@@ -162,12 +175,15 @@ class PersistentObjects:
         lists: list[Any] = []
         for container in self._containers:
             kind, value, before = container.kind, container.value, container.before
+            if id(value) in self._inner:
+                continue
             special = [key for key in container.compared if self._is_special(before[key], container)]
             if not is_exact(value) and kind in (kinds.MAPPING, kinds.LIST):
                 self._one_by_one(container)
             elif not before and kind in (*_TABLES, kinds.SET, kinds.LIST):
                 empty[not isinstance(value, dict)].append(value)
-            elif kind in _TABLES and base_of(value) is dict:
+            elif kind in _TABLES and base_of(value) is dict and all(type(key) in (str, int) for key in before):
+                # not by the keys, which may be tensors: `in` would compare their elements
                 known = [ANY if key in container.ignored or self._is_special(before[key], container) else before[key]
                          for key in before]  # fmt: skip
                 tables.append((value, (*before,), (*known,), kind is not kinds.ATTRIBUTES))
@@ -177,6 +193,9 @@ class PersistentObjects:
                 taken = itemgetter(*before, next(iter(before)))
                 write.require(f"identical({write.constant(taken)}({write.name(value.table)}), "
                               f"{write.constant(taken(before))})")
+            elif kind is kinds.MAPPING and id(value) in self._nested:
+                write.require(f"len({write.name(value)}) == {len(before)} and "
+                              f"identical({write.name(value)}, {self._expected([*before])})")
             elif kind is kinds.SET or (kind in (kinds.LIST, kinds.DEQUE) and not special and not container.ignored):
                 lists.append(value)
             else:
@@ -188,6 +207,10 @@ class PersistentObjects:
             codes = [function.__code__ for function in functions]
             write.require(f"identical(map({write.constant(attrgetter('__code__'))}, {write.constant(functions)}), "
                           f"{write.constant(codes)})")
+        if self._inner:
+            keys = [*chain.from_iterable(self._inner.values())]
+            write.require(f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "
+                          f"[*chain(inner)] == {write.constant(keys)}")
         if tables or empty[0]:
             write.require(f"match({write.constant(tables)}, {write.constant(empty[0])})")
         if lists:
