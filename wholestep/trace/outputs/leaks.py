@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
 
 from wholestep.errors import PACKAGE, LeakError
 from wholestep.torch_compat import FakeTensor, no_modes
@@ -118,7 +119,8 @@ def _holder(value: Any, known: list[Any]) -> str | None:
     for _ in range(MAX_LEVELS):
         above.clear()
         seen |= {id(level), id(above), *map(id, level)}
-        above += [h for h in gc.get_referrers(*level) if id(h) not in seen]
+        # a node shows what a capture has seen there: the graphs that a compiler was given are no leaks
+        above += [h for h in gc.get_referrers(*level) if id(h) not in seen and not isinstance(h, fx.Node)]
         for holder in above:
             seen.add(id(holder))
             below = next((o for o in level if _holds(holder, o)), level[0])
