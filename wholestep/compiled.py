@@ -168,14 +168,11 @@ class Compiled:
             try:
                 entry = self._capture(args, kwargs, outcome)
             except Exception as error:
-                lazy = isinstance(error, LazyError)  # the call that gives lazy modules their parameters
-                if self._executor.view if lazy else (
-                    not self._may_break or self._is_passes_own(error) or not self._executor.announce_break(error)
-                ):
+                if not self._is_served(error):
                     raise
                 failed.append(error)
             if failed:
-                return self._fn(*args, **kwargs) if lazy else self._break(failed.pop(), args, kwargs)
+                return self._break(failed.pop(), args, kwargs)
             outcome = self._first(entry, args, kwargs, ready, run)
         return outcome
 
@@ -198,6 +195,12 @@ class Compiled:
         """Whether the step's Python may run at each call."""
         return not self._options.fullgraph and not self._module_override
 
+    def _is_served(self, error: Exception) -> bool:
+        """Whether the step's Python runs where it could not be captured."""
+        if isinstance(error, LazyError):
+            return not self._executor.view
+        return self._may_break and not self._is_passes_own(error) and self._executor.announce_break(error)
+
     def _is_passes_own(self, error: Exception) -> bool:
         """Whether passes or a backend of the user's own have failed, which running the step otherwise would hide."""
         options = self._options
@@ -206,6 +209,8 @@ class Compiled:
 
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""
+        if isinstance(error, LazyError):  # the call that gives lazy modules their parameters
+            return self._fn(*args, **kwargs)
         for tensor in self._deferred(args, kwargs):
             fill(tensor)
         co_run = CoRun(self._fn, collecting(self._fn), self._options)

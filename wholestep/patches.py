@@ -148,9 +148,9 @@ def unpatched(value: Any) -> Any:
     return value.patch.original if type(value) is _Object else value
 
 
-def is_put_into(table: dict[str, Any], name: str) -> bool:
-    """Whether a name in the globals of functions is there for the time of a patch alone."""
-    return (id(table), name) in active
+def is_put_into(owner: Any, name: Any) -> bool:
+    """Whether what a module, or a dictionary of globals, has by a name is there for the time of a patch alone."""
+    return (id(owner), name) in active
 
 
 def _callable(patch: Patch) -> Any:

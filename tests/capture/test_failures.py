@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -237,3 +238,17 @@ def test_slices_of_tensors_are_made_anew_in_each_call() -> None:
         x = torch.tensor(number)
         made, plain, (given,) = compiled(x)
         assert made.start.item() == 2 * number and plain == slice(1, 2) and given.stop is x
+
+
+def test_a_step_that_is_not_captured_handles_no_exception_of_a_capture() -> None:
+    handled: list[Any] = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        handled.append(sys.exc_info()[1])
+        print(end="")
+        return x + 1
+
+    compiled = ws.compile(step)
+    for _ in range(3):
+        compiled(torch.ones(1))
+    assert compiled.breaks and handled == [None] * len(handled)

@@ -210,3 +210,21 @@ def test_a_refusal_that_the_step_lets_pass_ends_the_capture(ask: Callable[[], An
 
     with pytest.raises((UnsupportedError, DataDependentError), match="replay|Generator.seed"):
         ws.compile(step, fullgraph=True)(torch.ones(2))
+
+
+def test_functions_by_which_one_setting_is_known_stay_their_modules() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        return x + float(torch._C._is_multithreading_enabled()) + swaps
+
+    asked = torch._C._is_multithreading_enabled
+    served, strict = ws.compile(step), ws.compile(step, fullgraph=True)
+    before = torch._C._is_multithreading_enabled()
+    try:
+        for enabled in (True, False, True):
+            torch._C._set_multithreading_enabled(enabled)
+            for compiled in (served, strict):
+                assert compiled(torch.ones(())) == step(torch.ones(()))
+            assert asked is torch._C._is_multithreading_enabled
+    finally:
+        torch._C._set_multithreading_enabled(before)

@@ -44,6 +44,7 @@ from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorI
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
 from wholestep.errors import LazyError, UnsupportedError
 from wholestep.ir import InputKind
+from wholestep.patches import original
 from wholestep.tensor_parts import mark_states
 from wholestep.torch_compat import HOOK_TABLES, generator_id
 
@@ -309,14 +310,14 @@ def _modules(found: Reachable, function: types.FunctionType) -> None:
             continue
         if module.__name__.partition(".")[0] == __package__.partition(".")[0]:
             continue  # the package's own, which a capture changes
-        met[id(module)] = held = vars(module)
-        modules += [held[name] for name in names & held.keys()]
-        fresh = tuple(name for name in sorted(names & held.keys())
-                      if (id(held), name) not in found.used_globals
-                      and (is_data(held[name]) or type(held[name]) in _CODE))
+        met[id(module)] = all_of = vars(module)
+        held = {name: original(module, name) for name in sorted(names & all_of.keys())}  # another thread may patch it
+        modules += held.values()
+        fresh = tuple(name for name, value in held.items() if (id(all_of), name) not in found.used_globals
+                      and (is_data(value) or type(value) in _CODE))
         if fresh:
-            found.used_globals.update((id(held), name) for name in fresh)
-            found.add(UsedGlobals(held, fresh, module), sources.Vars(sources.module(module.__name__)), kinds.GLOBALS)
+            found.used_globals.update((id(all_of), name) for name in fresh)
+            found.add(UsedGlobals(all_of, fresh, module), sources.Vars(sources.module(module.__name__)), kinds.GLOBALS)
 
 
 _CODE = types.FunctionType, types.BuiltinFunctionType, type

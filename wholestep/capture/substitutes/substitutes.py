@@ -19,7 +19,7 @@ from wholestep.capture.snapshot.reachable import Container, Reachable
 from wholestep.capture.sources import Item, Replacement, Root, Vars, lineage
 from wholestep.capture.substitutes.detached_aliases import DetachedAliases
 from wholestep.capture.substitutes.unsharded_views import PartsOf, UnshardedViews
-from wholestep.patches import Patches
+from wholestep.patches import Patches, is_put_into
 from wholestep.tensor_parts import Part
 
 
@@ -151,7 +151,9 @@ class Substitutes:
 
     def _exchange_in(self, container: Container) -> None:
         before = container.before
-        contents = {key: self.aliases.exchange(value) for key, value in before.items()}
+        library = container.value.library if container.kind is kinds.GLOBALS else None
+        contents = {key: value if is_put_into(library, key) else self.aliases.exchange(value)
+                    for key, value in before.items()}  # a module's own function is not what stands for another's
         if self._replaced and any(isinstance(s, Replacement) for s in lineage(container.source)):
             # a replacement may run the module that it replaces
             contents |= {key: value for key, value in before.items() if isinstance(value, nn.Module)}
