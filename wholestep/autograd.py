@@ -81,16 +81,21 @@ def aot_function(
 
 
 def aot_module(
-    module: nn.Module, fw_compiler: Backend, bw_compiler: Backend | None = None, **settings: Any
+    module: nn.Module,
+    fw_compiler: Backend,
+    bw_compiler: Backend | None = None,
+    partition_fn: Partition = default_partition,
+    decompositions: Table | None = None,
+    guard_data: bool = False,
+    dynamic: bool | None = None,
 ) -> nn.Module:
-    """`aot_function` of a module; the result shares its parameters, buffers, children and attributes.
-
-    Args:
-        settings: ``partition_fn``, ``decompositions``, ``guard_data`` and ``dynamic``, as for `aot_function`.
-    """
+    """`aot_function` of a module; the result shares its parameters, buffers, children and attributes."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
-    settings |= {"fw_compiler": fw_compiler, "bw_compiler": bw_compiler}
+    settings: dict[str, Any] = {
+        "fw_compiler": fw_compiler, "bw_compiler": bw_compiler, "partition_fn": partition_fn,
+        "decompositions": decompositions, "guard_data": guard_data, "dynamic": dynamic,
+    }  # fmt: skip
     make, again = functools.partial(aot_function, **settings), functools.partial(aot_module, **settings)
     return compiled_module(module, make, again)
 
