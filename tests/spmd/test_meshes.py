@@ -119,6 +119,6 @@ def order_of_collectives(make, rank, shape):
     ("make", "shape"),
     [(wide, (2, 2)), (turned, (2, 2)), (at_the_edge, (2, 2)), (with_nothing, (4, 2)), (single_rows, (3, 3))],
 )
-def test_ranks_with_unequal_parts_call_all_collectives_in_one_order(make, shape):
+def test_ranks_of_axes_that_do_not_divide_call_all_collectives_in_one_order(make, shape):
     first, *others = (order_of_collectives(make, rank, shape) for rank in range(0, math.prod(shape), shape[1]))
     assert {axis for _, axis in first} == {"a", "b"} and others == [first] * len(others)
