@@ -73,6 +73,10 @@ def _ours_ddp(model: nn.Module) -> nn.Module:
     return parallel.DistributedDataParallel(model)
 
 
+def _ours_ddp_compiled(model: nn.Module) -> nn.Module:
+    return cast(nn.Module, ws.compile(_ours_ddp(model)))
+
+
 def _ours() -> Step:
     return ws.compile(train_step, fullgraph=True)
 
@@ -134,6 +138,16 @@ VARIANTS = {
     "ddp-of-fused": Variant("DDP, Gloo, AdamW(fused=True)", 2, "ddp-of-fused", model=_ddp, optimizer=_fused_adamw),
     "ours-ddp-of-fused": Variant(
         "parallel.DistributedDataParallel, AdamW(fused=True)", 2, "ddp-of-fused", model=_ours_ddp,
+        optimizer=_fused_adamw,
+    ),
+    "fsdp2-of-fused": Variant(
+        "FSDP2, Gloo, AdamW(fused=True)", 2, "ddp-of-fused", model=_fsdp2, optimizer=_fused_adamw
+    ),
+    "ours-fsdp-of-fused": Variant(
+        "parallel.fully_shard, AdamW(fused=True)", 2, "fsdp2-of-fused", model=_ours_fsdp, optimizer=_fused_adamw
+    ),
+    "ours-ddp-module-compiled": Variant(
+        "ws.compile(our DDP), AdamW(fused=True)", 2, "ours-dp-of-fused", model=_ours_ddp_compiled,
         optimizer=_fused_adamw,
     ),
     "ours-dp-of-fused": _of_fused("DataParallel", ws.DataParallel("dp")),

@@ -31,10 +31,10 @@ class Block(nn.Module):
     def __init__(self, inner: int = 5, within: bool | None = None) -> None:
         super().__init__()
         self.up, self.down, self.within = nn.Linear(WIDE, inner), nn.Linear(inner, WIDE), within
-        self.norm = nn.LayerNorm(WIDE)
+        self.norm, self.scale = nn.LayerNorm(WIDE), 1.0
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(self.norm(x)).tanh())
+        return self.down(self.up(self.norm(x)).tanh()) * self.scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.within is None:
@@ -58,6 +58,9 @@ class Stack(nn.Module):
             self.blocks[0].requires_grad_(False)
             self.blocks[2].up.weight.requires_grad_(False)
             self.first.requires_grad_(False)
+        if marks.get("scalars"):
+            for block in self.blocks:
+                block.scale = nn.Parameter(torch.tensor(1.5))
         if marks.get("unused"):
             self.extra = nn.Linear(2, 2)
             self.blocks[1].extra = nn.Linear(3, 3)
@@ -100,6 +103,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Settings, Settings]] = {  # mode
     "blocks twice": (partial(Stack, times=2), {}, {}),
     "tied": (partial(Stack, tied=True), {}, {}),
     "frozen": (partial(Stack, frozen=True), {}, {"micro": 2}),
+    "scalars": (partial(Stack, scalars=True), {"reshard_after_forward": True}, {"micro": 3, "clip": 0.3}),
     "unused": (partial(Stack, unused=True), {}, {"clip": 0.3}),
     "checkpoint within": (partial(Stack, within=False), {}, {}),
     "checkpoint within, reentrant": (partial(Stack, within=True), {"reshard_after_forward": True}, {"needs": True}),
@@ -388,17 +392,11 @@ def mistakes() -> dict[str, str]:
         fully_shard(model[0])
         fully_shard(model)
 
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
     linear = fully_shard(nn.Linear(4, 4))
     note("module", lambda: fully_shard([nn.Linear(2, 2)]))
     note("container", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])))
     note("again", lambda: fully_shard(linear))
     note("number", lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=2))
-    note("scalar", lambda: fully_shard(Scalar()))
     note("meta", lambda: fully_shard(nn.Linear(2, 2, device="meta")))
     note("differ", lambda: fully_shard(nn.Linear(2, 2 + rank)))
     note("tied", tied_to_child)

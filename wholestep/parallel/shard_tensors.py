@@ -90,9 +90,37 @@ def become_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -
         if type(parameter) is nn.Parameter:
             parameter.__class__ = ShardParameter
             parameter.__dict__["wholestep_grad"] = kind
+    _hook_gradients(parameters, mark)
+
+
+def stay_whole(parameters: Sequence[torch.Tensor], groups: Sequence[comm.ProcessGroup], syncs: Any) -> None:
+    """Parameters that cannot be divided: rank 0's values are all ranks', gradients the mean of theirs where it syncs.
+
+    A gradient that was there before is the same on all ranks, or not reduced yet: the mean of the sum serves both.
+    """
+
+    @torch.no_grad()
+    def reduce(parameter: torch.Tensor) -> None:
+        if parameter.grad is None or not syncs():
+            return
+        for group in groups:
+            if is_captured():
+                want_mean(parameter.grad, group.group_name)
+            else:
+                comm.all_reduce(parameter.grad, "avg", group)
+
+    for parameter in parameters:
+        for group in reversed(groups):
+            comm.broadcast(parameter.detach(), group=group, group_src=0)
+    _hook_gradients(parameters, reduce)
+
+
+def _hook_gradients(parameters: Sequence[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> None:
+    """Frozen parameters have it, too: they may be so no longer."""
+    for parameter in parameters:
         if parameter.is_floating_point():
             learns = parameter.requires_grad
-            parameter.requires_grad_().register_post_accumulate_grad_hook(mark)  # frozen ones may be so no longer
+            parameter.requires_grad_().register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(learns)
 
 

@@ -14,7 +14,7 @@ from wholestep import comm
 from wholestep.deferred_init import fill
 from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
-from wholestep.parallel.shard_tensors import become_parts
+from wholestep.parallel.shard_tensors import become_parts, stay_whole
 from wholestep.parallel.sharded_parameters import ALONE_BYTES, Policies, ShardBucket, Sharded
 from wholestep.tensor_parts import part_of
 
@@ -69,6 +69,7 @@ class FSDPModule:
     """What `fully_shard` adds to a module's class."""
 
     _parameter_group: ParameterGroup
+    _scalars: list[nn.Parameter]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the module's own group of parameters, until `reshard` or the end of its next forward or backward.
@@ -126,6 +127,7 @@ def fully_shard(
     Each parameter object becomes this rank's part of it, along dimension 0; so do its gradient, which is the mean over
     the ranks, and the state of any optimizer. The parameters that are in no module below that was sharded before are
     gathered together: call it on the layers first, then on the model. In `forward` the module has whole parameters.
+    Those without a dimension stay whole on all ranks, with gradients that are the mean.
 
     Arguments and behaviour are those of `torch.distributed.fsdp.fully_shard`.
 
@@ -154,13 +156,15 @@ def fully_shard(
     groups = [comm.get_group() if axis is None else mesh.get_group(axis) for axis in axes]
     named = _parameters_of(module, {id(one) for one in ignored_params or ()})
     require_equal_models("fully_shard", [(name, one) for name, one, _ in named], groups[-1])
-    for one in [*module.buffers(), *(ignored_params or ())]:
+    scalars = [one for _, one, _ in named if one.dim() == 0]
+    named = [one for one in named if one[1].dim()]
+    for one in [*module.buffers(), *scalars, *(ignored_params or ())]:
         fill(one)
     device = torch.device("cpu")
     if (mesh.device_type if mesh is not None else named[0][1].device.type if named else "cpu") == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-        for buffer in module.buffers():
-            buffer.data = buffer.data.to(device)
+        for one in [*module.buffers(), *scalars]:
+            one.data = one.data.to(device)
     home = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
     pinned = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory and device.type == "cuda"
     policies = Policies(
@@ -177,7 +181,8 @@ def fully_shard(
         mp_policy.param_dtype if mp_policy.cast_forward_inputs else None, mp_policy.output_dtype,
     )  # fmt: skip
     become_parts([one.parameter for one in members], policies.group)
-    module.__dict__["_parameter_group"] = group
+    stay_whole(scalars, groups, lambda: module.__dict__.get("_gradient_sync", True))
+    module.__dict__["_parameter_group"], module.__dict__["_scalars"] = group, scalars
     module.register_forward_pre_hook(group.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(group.after_forward, with_kwargs=True, always_call=True)
     module.register_load_state_dict_pre_hook(_take_parts)
@@ -215,6 +220,7 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> _Named:
     """
     below = {id(one.parameter): {(id(o), n) for o, n in one.places}
              for group in _groups_in(module, True) for bucket in group.buckets for one in bucket.members}  # fmt: skip
+    ignored |= {id(scalar) for one in _sharded_in(module, True) for scalar in one._scalars}
     found: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for prefix, owner in module.named_modules():
         for last, parameter in owner._parameters.items():
@@ -227,11 +233,6 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> _Named:
                         f"fully_shard: {name} is tied to a parameter of a module that is sharded already, without it: "
                         "shard a module that has both, and not the one below"
                     )
-            elif parameter.dim() == 0:
-                raise ValueError(
-                    f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal "
-                    "to 1."
-                )
             elif part_of(parameter) is not None:
                 raise ValueError(f"fully_shard: {name} is a part already, of another plan or group")
             else:
