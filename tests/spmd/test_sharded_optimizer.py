@@ -129,8 +129,12 @@ def test_gradients_that_somebody_else_reads_are_reduced_whole():
     assert sorted(kinds(step)) == ["all_reduce", "share_rows", "share_rows"]
 
 
-def test_new_rows_are_computed_in_the_parameter_and_gradients_reduced_where_they_are():
-    code = lower(spread(train, small()), "aten").code
+FUSED = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+
+
+@pytest.mark.parametrize(("kind", "fused"), [(torch.optim.AdamW, False), *((kind, True) for kind in FUSED)])
+def test_new_rows_are_computed_in_the_parameter_and_gradients_reduced_where_they_are(kind, fused):
+    code = lower(spread(train, small(kind, fused=fused)), "aten").code
     for operand in (r"share_rows_(blocking)?\(model_0_weight", r"reduce_scatter(_blocking)?\(mm"):
         assert re.search(operand, code)
     assert "slice_Tensor(model_0_weight, 0, 3, 6).copy_" not in code and ".clone()" not in code

@@ -26,6 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adagrad fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
 }
 # Without rows of state: sgd has none, adafactor is not elementwise.

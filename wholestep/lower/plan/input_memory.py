@@ -120,15 +120,23 @@ class InputMemory:
         if not isinstance(new, fx.Node) or self.root[new] is not new or new in self.store or new in live.fixed:
             return False
         rows = next((u for u in old.users if u.target is aten.slice.Tensor and list(u.args[1:]) == span), None)
-        if rows is None or live.readers[new] != [scatter] or not is_pointwise(new.target) or way(new) != "out":
+        if rows is None or live.readers[new] != [scatter] or layout(info(new).value) != layout(info(rows).value):
+            return False
+        maker = origin_of(new)[0]
+        entry = next((w for w in live.written.get(maker, ()) if w.leaf is new), None)
+        if entry is None and not (maker is new and is_pointwise(new.target) and way(new) == "out"):
+            return False
+        if entry is not None and [w.old for w in live.written[maker] if self.root[w.old] is old] != [rows]:
             return False
         readers = [r for r in live.readers[old] if r is not scatter]
-        beside = [o for r in readers if live.item_of.get(r) == live.item_of[new] for o in tensor_operands(r)]
+        beside = [o for r in readers if live.item_of.get(r) == live.item_of[maker] for o in tensor_operands(r)]
         if any(self.root[o] is old and o is not rows for o in beside):
             return False
-        late = any(live.read_time(r, old) >= live.position[new] for r in readers if r is not new)
-        if late or layout(info(new).value) != layout(info(rows).value):
+        if any(live.read_time(r, old) >= live.position[maker] for r in readers if r is not maker):
             return False
         self.placed.share(new, old, variable(rows))
-        self.how[new] = "out"
+        if entry is None:
+            self.how[new] = "out"
+        else:
+            entry.in_place = True
         return True

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
+from wholestep.functional import base_name
 from wholestep.ir import GETITEM, StepGraph, info, is_effectful
 from wholestep.spmd.expand.graph_edits import is_view
 from wholestep.spmd.plans.global_view import owner_of
@@ -68,9 +69,10 @@ class ElementwiseUpdates:
                 updated = True
                 continue
             for result in self._results(node, gradient.get(node, list(node.users))):
-                if result is None or not _is_elementwise(result, like):
+                count = result is not None and _is_count(result)
+                if result is None or not (count or _is_elementwise(result, like)):
                     return False
-                ahead += [] if result in seen else [result]
+                ahead += [] if count or result in seen else [result]
                 seen.add(result)
         return updated
 
@@ -104,6 +106,12 @@ def _column_of(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 def _is_alike(value: object, like: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape and value.is_contiguous()
+
+
+def _is_count(node: fx.Node) -> bool:
+    """Whether a node is the count of steps that a fused optimizer gives back as it was."""
+    column = _column_of(node)
+    return column is not None and base_name(column[0].target).startswith("_fused_") and info(node).value.dim() == 0  # type: ignore[arg-type]
 
 
 def _is_elementwise(node: fx.Node, like: torch.Tensor) -> bool:

@@ -35,8 +35,8 @@ def _copied(call: Call) -> Iterator[Strategy]:
         yield Strategy((first, R), (R,))
 
 
-def _with_buffer(call: Call) -> Iterator[Strategy]:
-    """Beside the tensors of one shape there is one that the kernel may leave empty."""
+def _beside_others(call: Call) -> Iterator[Strategy]:
+    """Beside the tensors of one shape there are others: one that a kernel may leave empty, or a count of steps."""
     like = call.values[0]
     for dim in range(like.dim()):
         ins, outs = (tuple(Shard(dim) if one.shape == like.shape else R for one in side)
@@ -60,7 +60,7 @@ RULES: dict[str, Rule] = {
     "aten.where": linear(pointwise, (1, 2)),
     "aten.lerp": linear(pointwise, (0, 1)),
     **dict.fromkeys([f"aten.{name}_backward" for name in _SLOPES], linear(pointwise)),
-    **dict.fromkeys(["aten.log_sigmoid_forward", "aten.log_sigmoid_backward"], _with_buffer),
+    **dict.fromkeys(["aten.log_sigmoid_forward", "aten.log_sigmoid_backward", "aten._fused_adagrad"], _beside_others),
     **dict.fromkeys(["aten._prelu_kernel", "aten._prelu_kernel_backward", "aten.hardswish"], pointwise),
     "aten.native_dropout_backward": linear(pointwise),
     "aten.masked_fill": linear(pointwise, when=lambda call: bool(call.argument("value") == 0)),  # addends stay such
