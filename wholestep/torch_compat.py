@@ -408,6 +408,9 @@ def default_device() -> torch.device:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
+# By which Python learns what function modes are active, of which tracing is one.
+FUNCTION_MODES = ("_get_current_function_mode", "_get_current_function_mode_stack", "_len_torch_function_stack")
+
 # Where the gradient clipping functions find the one that tells whether tensors are of types that have foreach forms.
 FOREACH_SUPPORT = importlib.import_module("torch.nn.utils.clip_grad"), "_has_foreach_support"
 

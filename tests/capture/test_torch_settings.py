@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, backends, get_num_threads, nn
+from torch.utils import checkpoint
 
 import wholestep as ws
 from wholestep.capture.outside.torch_settings import GETTERS, SETTERS
@@ -32,6 +37,7 @@ def attribute(holder: Any, name: str, new: Any) -> tuple[Callable[[], Any], ...]
     return lambda: getattr(holder, name), lambda: setattr(holder, name, new), lambda: setattr(holder, name, old)
 
 
+ABOVE, LOGGER = logging.getLogger("wholestep"), logging.getLogger("wholestep.tests")
 PROFILER = torch.autograd.profiler.profile()
 # How to read a setting, to change it, and to change it back.
 READ: dict[str, tuple[Callable[[], Any], ...]] = {
@@ -84,6 +90,31 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
         lambda: torch.set_printoptions(profile="default")),
     "torch.nn.utils.parametrize._cache_enabled": (
         lambda: nn.utils.parametrize._cache_enabled, *attribute(nn.utils.parametrize, "_cache_enabled", 1)[1:]),
+    "allow_bf16_reduced_precision_reduction()": attribute(
+        backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "denormal numbers": (
+        lambda: (torch.full((1,), 1e-40) * 1).item() != 0, lambda: torch.set_flush_denormal(True),
+        lambda: torch.set_flush_denormal(False)),
+    "sys.modules": (
+        lambda: "wholestep_tests_none" in sys.modules,
+        lambda: sys.modules.update(wholestep_tests_none=ModuleType("wholestep_tests_none")),
+        lambda: sys.modules.pop("wholestep_tests_none")),
+    "warnings.filters": (
+        lambda: len(warnings.filters), lambda: warnings.filters.append(("ignore", None, Warning, None, 7)),  # type: ignore
+        lambda: warnings.filters.pop()),  # type: ignore[attr-defined]
+    "levels of the logger 'wholestep.tests'": (
+        lambda: LOGGER.isEnabledFor(logging.DEBUG), lambda: ABOVE.setLevel(logging.DEBUG),
+        lambda: ABOVE.setLevel(logging.NOTSET)),
+    "levels of the logger 'wholestep'": (
+        lambda: logging.getLogger("wholestep").level, lambda: ABOVE.setLevel(logging.DEBUG),
+        lambda: ABOVE.setLevel(logging.NOTSET)),
+    "G['LOGGER'].disabled": (lambda: LOGGER.disabled, *attribute(LOGGER, "disabled", True)[1:]),
+    "torch.jit._state._enabled.enabled": (
+        lambda: torch.jit._state._enabled.enabled, *attribute(torch.jit._state._enabled, "enabled", False)[1:]),
+    "sys.argv": (lambda: len(sys.argv), lambda: sys.argv.append("more"), lambda: sys.argv.pop()),
+    "torch.utils.checkpoint._enable_checkpoint_early_stop": (
+        lambda: checkpoint._enable_checkpoint_early_stop,
+        *attribute(checkpoint, "_enable_checkpoint_early_stop", False)[1:]),
     "profiler_enabled()": (
         lambda: torch.autograd._profiler_enabled(), lambda: PROFILER.__enter__(),
         lambda: PROFILER.__exit__(None, None, None)),
@@ -97,7 +128,7 @@ def test_what_is_read_of_settings_is_a_guard(name: str) -> None:
 
     def step(x: Tensor) -> Any:
         value = read()
-        return x * (len(value) if isinstance(value, str) else value), value
+        return x * (len(value) if isinstance(value, str) else bool(value) if value is None else value), value
 
     def same() -> bool:
         x = torch.ones(2, dtype=torch.double)
@@ -196,6 +227,30 @@ def test_settings_are_told_by_their_names() -> None:
     assert {"set_num_threads", "_set_mkldnn_enabled", "_set_fp32_precision_setter"} <= SETTERS.keys()
     assert {"_set_default_dtype", "_set_default_tensor_type"} <= SETTERS.keys()
     assert not SETTERS.keys() & {"_set_grad_enabled", "set_autocast_enabled"}
+
+
+def test_the_stack_of_function_modes_is_asked_in_python() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x + len(torch.overrides._get_current_function_mode_stack())
+
+    compiled = ws.compile(step)
+    for x in map(torch.tensor, (1.0, 2.0, 3.0)):
+        with nullcontext() if x == 1 else torch.device("cpu"):
+            assert compiled(x) == step(x)
+    with pytest.raises(DataDependentError, match="_get_current_function_mode_stack"):
+        ws.compile(step, fullgraph=True)(torch.ones(()))
+
+
+def test_lines_that_are_switched_off_are_logged_when_they_are_switched_on(caplog: pytest.LogCaptureFixture) -> None:
+    def step(x: Tensor) -> Tensor:
+        LOGGER.debug("a step")
+        return x + 1
+
+    compiled = ws.compile(step)
+    compiled(torch.ones(1))
+    with caplog.at_level(logging.DEBUG, "wholestep"):
+        assert compiled(torch.ones(1)) == 2 and caplog.messages == ["a step"]
+    assert compiled.captures == 1
 
 
 ASKING = {"threads": lambda: torch.set_num_threads(THREADS + 1), "time": time.time, "seed": torch.seed}

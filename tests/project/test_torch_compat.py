@@ -35,6 +35,7 @@ from wholestep.torch_compat import (
     CUMPROD_BY_DATA,
     DESCRIBING_MODULES,
     FOREACH_SUPPORT,
+    FUNCTION_MODES,
     GET_BASE,
     GET_VERSION,
     HOOK_TABLES,
@@ -506,6 +507,12 @@ def test_fake_tensors_take_the_foreach_form_where_real_ones_do():
     assert one_operator_for_all(lambda: torch.ones(2)) and not one_operator_for_all(fake)
     with patched([(*FOREACH_SUPPORT, has_foreach_support)], lambda: True):
         assert one_operator_for_all(lambda: torch.ones(2)) and one_operator_for_all(fake)
+
+
+def test_function_modes_are_known_by_three_functions():
+    with torch.device("cpu"):
+        last, every, count = (getattr(torch.overrides, name)() for name in FUNCTION_MODES)
+        assert last is every[-1] and len(every) == count
 
 
 def test_batch_norm_reads_its_count_as_a_float():

@@ -8,7 +8,6 @@ A source is a chain from the step's function or arguments down to the value. ``t
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -138,10 +137,7 @@ def argument(name: str, at: int | str, index: int | None = None) -> Root:
 
 def variable(name: str) -> Root:
     """A variable of the environment, None where there is none, or a setting of torch."""
-    if name in READERS:
-        return Root(name, name, lambda call: READERS[name]())
-    path = f"os.environ[{name!r}]"
-    return Root(path, path, lambda call: os.environ.get(name))
+    return Root(name, name, lambda call: READERS[name]())
 
 
 def module(name: str) -> Root:

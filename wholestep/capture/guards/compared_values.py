@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import math
 import uuid
 from dataclasses import is_dataclass
 from decimal import Decimal
@@ -24,6 +25,7 @@ PLAIN: tuple[type, ...] = (
     datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
 )
 EXACT_PLAIN = frozenset(PLAIN)
+_SMALLEST = math.ulp(0)  # which is zero in products where denormal numbers are flushed
 META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape", "stride")
 
 
@@ -41,7 +43,7 @@ def global_state() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(), default_device(), torch.are_deterministic_algorithms_enabled(),
-        einsum_flags(), global_hooks(), attention_kernels(),
+        einsum_flags(), global_hooks(), attention_kernels(), _SMALLEST * 1.0 == 0,
     )
 
 
@@ -53,12 +55,13 @@ def is_plain(value: Any) -> bool:
 
 
 def is_data(value: Any) -> bool:
-    """True for plain values, and containers and records of nothing but these."""
+    """True for plain values and classes, and containers and records of nothing but these."""
     if is_dataclass(type(value)):
         value = getattr(value, "__dict__", {})
     if type(value) is dict:
         value = [*value.values()]
-    return is_plain(value) or (type(value) in (list, tuple, set) and all(map(is_data, value)))
+    nested = type(value) in (list, tuple, set) and all(map(is_data, value))
+    return nested or is_plain(value) or isinstance(value, type)
 
 
 def is_one_of_a_kind(kind: type) -> bool:

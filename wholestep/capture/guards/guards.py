@@ -99,7 +99,7 @@ STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
     "autocast dtype on cuda", "autocast cache", "default dtype", "default device", "deterministic algorithms",
     "flags of torch.backends.opt_einsum", "hooks of all modules and optimizers",
-    "kernels of attention",
+    "kernels of attention", "denormal numbers being flushed",
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import datetime
 import decimal
+import functools
 import gc
 import importlib._bootstrap as machinery
 import io
@@ -36,13 +37,14 @@ from types import ClassMethodDescriptorType
 from typing import Any, NamedTuple
 
 import numpy
+import torch
 
 from wholestep import patches
 from wholestep.capture.outside.torch_settings import READERS, Settings
 from wholestep.capture.snapshot.user_code import is_library, is_system, origin
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.patches import Replacement, original, suspended
-from wholestep.torch_compat import dispatch_modes_off, function_modes_disabled
+from wholestep.torch_compat import FUNCTION_MODES, dispatch_modes_off, function_modes_disabled
 
 
 class Verdict(NamedTuple):
@@ -122,6 +124,7 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         queues.Queue: ("get", "qsize", "empty"), queues.SimpleQueue: ("get", "empty"),
         connection.Connection: ("recv", "recv_bytes", "poll"),
         decimal: ("getcontext",), locale: ("getlocale", "localeconv"), numpy: ("geterr", "get_printoptions"),
+        torch.overrides: FUNCTION_MODES,
     }),
     (ACTS, {
         builtins: ("print", "input"),
@@ -150,7 +153,9 @@ _SHARED = (_PYTHONS.__self__, "random"), (_NUMPYS.__self__, "numpy.random")
 _BOUND = [(module, name, method) for module in (random, numpy.random) for name, method in vars(module).items()
           if any(getattr(method, "__self__", None) is generator for generator, _ in _SHARED)]  # fmt: skip
 _SHORT = {os.path: "os.path"}
-ENVIRONMENT = "os.environ "  # before the name of a variable, among the names that a step uses
+# By what Python learns the levels of loggers.
+LEVELS: tuple[tuple[Any, str], ...] = (
+    (logging.Logger, "isEnabledFor"), (logging.Logger, "getEffectiveLevel"), (logging, "getLogger"))
 
 
 def looked_up(method: Any) -> Callable[..., Any]:
@@ -168,13 +173,22 @@ def _moves(name: str, generator: Any, *args: Any) -> bool:
 
 def variables(names: Iterable[str]) -> list[Any]:
     """The values of variables of the environment, and of settings."""
-    return [READERS[name]() if name in READERS else os.environ.get(name) for name in names]
+    return [READERS[name]() for name in names]
 
 
-def _caller() -> str:
-    """The file of the code that calls what is patched."""
+def _levels(logger: Any) -> list[int]:
+    """What decides on whether a logger logs: its own level and those above it, and what is switched off."""
+    found = [logger.manager.disable, logger.disabled]
+    while logger is not None:
+        found.append(logger.level)
+        logger = logger.parent
+    return found
+
+
+def _caller(between: str = "") -> str:
+    """The file of the code that calls what is patched, by way of another file or not."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename in (__file__, *_BETWEEN):
+    while frame.f_back is not None and frame.f_code.co_filename in (__file__, between, *_BETWEEN):
         frame = frame.f_back
     return frame.f_code.co_filename
 
@@ -189,7 +203,7 @@ class Outside:
     """What one step asks of the world outside, and would do there.
 
     Args:
-        names: those that are known to be used; with `ENVIRONMENT` before them, variables that are known to be read.
+        names: those that are known to be used, of variables and settings too.
 
     Attributes:
         refused: why it cannot be replayed; code of its own may have caught that.
@@ -202,14 +216,14 @@ class Outside:
         self.generators: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in _SHARED}
         self.settings = Settings(self.refused)
         self.environment: dict[str, Any] = self.settings.read
-        read = [name.removeprefix(ENVIRONMENT) for name in names if name.startswith(ENVIRONMENT)]
-        self.environment.update(zip(read, variables(read), strict=True))
+        for name in READERS.keys() & names:
+            self.settings.note(name, READERS[name])
         self._logged: list[tuple[logging.Logger, logging.LogRecord]] = []
 
     @property
     def names(self) -> frozenset[str]:
-        """The variables in the form of names."""
-        return frozenset(ENVIRONMENT + name for name in self.environment)
+        """Those of the variables and settings."""
+        return frozenset(self.environment)
 
     def replacements(self, named: Set[str]) -> Iterator[Replacement]:
         """What stands in the place of functions that ask and act.
@@ -223,6 +237,7 @@ class Outside:
                         if name in vars(owner) and (verdict is not ASKS or name in named or owner is SYSTEMS))
         yield from ((module, name, looked_up(method)) for module, name, method in _BOUND)
         yield type(os.environ), "__getitem__", lambda environ, key: self._read(environ, key)
+        yield from ((owner, name, self._of_level(owner, name)) for owner, name in LEVELS)
         yield logging.Logger, "handle", lambda logger, record: self._log(logger, record)
         yield machinery, "_find_and_load", _import
         yield from self.settings.replacements()
@@ -263,11 +278,23 @@ class Outside:
         return classmethod(of_class) if isinstance(found, (classmethod, ClassMethodDescriptorType)) else call
 
     def _read(self, environ: Any, key: Any) -> Any:
-        asked = not is_library(_caller())
+        asked, name = not is_library(_caller()), os.fsdecode(key)
+        if asked:
+            self.settings.note(f"os.environ[{name!r}]", functools.partial(os.environ.get, name))
         with suspended():
-            if asked:
-                self.environment[os.fsdecode(key)] = os.environ.get(os.fsdecode(key))
             return environ[key]
+
+    def _of_level(self, owner: Any, name: str) -> Any:
+        found = original(owner, name)
+
+        def ask(*args: Any) -> Any:
+            answer = found(*args)
+            logger = answer if owner is logging else args[0]
+            if not is_library(_caller(logging.__file__)):
+                self.settings.note(f"levels of the logger {logger.name!r}", functools.partial(_levels, logger))
+            return answer
+
+        return ask
 
     def _log(self, logger: logging.Logger, record: logging.LogRecord) -> None:
         if not is_library(record.pathname):

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.backends import ContextProp
 
-from wholestep.capture.guards.compared_values import is_plain
+from wholestep.capture.guards.compared_values import is_data, is_plain
 from wholestep.errors import CaptureError, UnsupportedError
-from wholestep.patches import Replacement, original
+from wholestep.patches import Replacement, original, suspended
 from wholestep.torch_compat import innermost_saved_tensor_hooks, setting_functions
 
 GETTERS, SETTERS = setting_functions()
 _SAVED = "hooks on saved tensors"
-# How what steps have read is read again, by its name.
+# How what steps have read is read again, by its name: settings, and variables of the environment.
 READERS: dict[str, Callable[[], Any]] = {_SAVED: lambda: innermost_saved_tensor_hooks() is not None}
 
 
@@ -71,6 +71,13 @@ class Settings:
             found.append((module, name, of_both))
         return found
 
+    def note(self, name: str, read: Callable[[], Any]) -> None:
+        """Makes a guard of what the step reads, as it is when it does so first."""
+        READERS.setdefault(name, read)
+        if name not in self.read:
+            with suspended():
+                self.read[name] = read()
+
     def refuse_saved_tensor_hooks(self) -> None:
         """Refuses a backward inside of the step where hooks from outside change what it has saved."""
         self.read[_SAVED] = False
@@ -82,10 +89,8 @@ class Settings:
     def _reading(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any) -> Any:
             value = function(*args)
-            if is_plain(value) and all(map(is_plain, args)):
-                name = _shown(function, args)
-                READERS.setdefault(name, functools.partial(function, *args))
-                self.read.setdefault(name, value)
+            if is_data(value) and all(map(is_plain, args)):
+                self.note(_shown(function, args), functools.partial(function, *args))
             return value
 
         return read
@@ -94,9 +99,7 @@ class Settings:
         value = original(ContextProp, "__get__")(prop, owner, kind)
         if not _calls_c(prop.getter) and is_plain(value):
             attribute = next(name for name, member in vars(type(owner)).items() if member is prop)
-            name = f"{owner.__name__}.{attribute}"
-            READERS.setdefault(name, functools.partial(getattr, owner, attribute))
-            self.read.setdefault(name, value)
+            self.note(f"{owner.__name__}.{attribute}", functools.partial(getattr, owner, attribute))
         return value
 
     def _set_property(self, prop: ContextProp, owner: Any, value: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -131,12 +131,12 @@ class UsedGlobals:
     """The global variables of one module that user code names, and all that the module has.
 
     Attributes:
-        library: the module, where it is a library's.
+        library: the module, or object, where it is a library's.
     """
 
     table: dict[str, Any]
     names: tuple[str, ...]
-    library: ModuleType | None = None
+    library: Any = None
 
 
 def _read_module(table: dict[str, Any]) -> Contents:

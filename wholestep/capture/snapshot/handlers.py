@@ -287,37 +287,45 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
         if fresh:
             of_module = sources.Globals(source, function.__module__ or "")
             found.add(UsedGlobals(function.__globals__, fresh), of_module, kinds.GLOBALS)
-        _modules(found, function)
+        _modules(found, function, source)
     else:
         found.names_read.names.add(function.__name__)
 
 
-def _modules(found: Reachable, function: types.FunctionType) -> None:
-    """The modules of the user's that a function imports, and data and functions that it names in those of libraries."""
+def _modules(found: Reachable, function: types.FunctionType, source: sources.Source) -> None:
+    """The modules of the user's that a function imports, and what it names in those of libraries and their objects."""
     table, names = function.__globals__, named(function.__code__)
-    modules = [table.get(name) for name in global_names(function.__code__)]
-    modules += [held for cell in function.__closure__ or () for held in kinds.CELL.read(cell).values()]
+    place, of_names = sources.Globals(source, function.__module__ or ""), global_names(function.__code__)
+    holders = [(table[name], sources.of_module(place, name)) for name in of_names if name in table]
+    holders += [(held, source) for cell in function.__closure__ or () for held in kinds.CELL.read(cell).values()]
+    holders = [(holder, where) for holder, where in holders
+               if isinstance(holder, types.ModuleType) or handler(type(holder)) is None]  # type: ignore[arg-type]
     if imports(function.__code__):
         packages = accumulate(str(table.get("__package__") or "").split("."), "{}.{}".format)
         above = ["", *(f"{package}." for package in packages)]
-        imported = [sys.modules.get(package + name) for package in above for name in names]
-        modules += imported
-        found.queued += [(m, sources.module(m.__name__)) for m in imported if m is not None and is_user_module(m)]
+        imported = [sys.modules[package + name] for package in above for name in names if package + name in sys.modules]
+        holders += [(module, source) for module in imported]
+        found.queued += [(module, sources.module(module.__name__)) for module in imported if is_user_module(module)]
+    if "modules" in names:
+        for name in sorted(names):
+            found.outside.settings.note(f"{name!r} in sys.modules", functools.partial(sys.modules.__contains__, name))
     met: dict[int, Any] = {}
-    while modules:
-        module = modules.pop()
-        if id(module) in met or not isinstance(module, types.ModuleType) or is_user_module(module):
+    while holders:
+        holder, where = holders.pop()
+        if id(holder) in met or not isinstance(getattr(holder, "__dict__", None), dict) or is_user_module(holder):
             continue
-        if module.__name__.partition(".")[0] == __package__.partition(".")[0]:
-            continue  # the package's own, which a capture changes
-        met[id(module)] = all_of = vars(module)
-        held = {name: original(module, name) for name in sorted(names & all_of.keys())}  # another thread may patch it
-        modules += held.values()
+        if isinstance(holder, types.ModuleType):
+            where = sources.module(holder.__name__)
+            if holder.__name__.partition(".")[0] == __package__.partition(".")[0]:
+                continue  # the package's own, which a capture changes
+        met[id(holder)] = all_of = vars(holder)
+        held = {name: original(holder, name) for name in sorted(names & all_of.keys())}  # another thread may patch it
+        holders += [(value, sources.Item(sources.Vars(where), name)) for name, value in held.items()]
         fresh = tuple(name for name, value in held.items() if (id(all_of), name) not in found.used_globals
                       and (is_data(value) or type(value) in _CODE))
         if fresh:
             found.used_globals.update((id(all_of), name) for name in fresh)
-            found.add(UsedGlobals(all_of, fresh, module), sources.Vars(sources.module(module.__name__)), kinds.GLOBALS)
+            found.add(UsedGlobals(all_of, fresh, holder), sources.Vars(where), kinds.GLOBALS)
 
 
 _CODE = types.FunctionType, types.BuiltinFunctionType, type
