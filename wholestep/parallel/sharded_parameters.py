@@ -14,6 +14,7 @@ from wholestep import comm
 from wholestep.comm.ops.rows import piece, piece_size
 from wholestep.deferred_init import become, part_values
 from wholestep.tensor_parts import Part, give_data, mark_part, part_of
+from wholestep.torch_compat import plain_subclasses
 
 ALONE_BYTES = 2**20  # a parameter from this size on is gathered by itself: right into its place, without a copy
 
@@ -160,7 +161,8 @@ class ShardBucket:
         Returns:
             Whether it began.
         """
-        flat, versions = self._checked(), [one._version for one in self.parameters]
+        with plain_subclasses():  # a microsecond less for each parameter
+            flat, versions = self._checked(), [one._version for one in self.parameters]
         if (self.whole is not None or self._coming is not None) and self.stamp == versions:
             return False
         self.drop()
@@ -259,7 +261,8 @@ class Reduction:
         self._bucket, policies, size = bucket, bucket.policies, bucket.policies.group.size()
         self.used = [one is not None for one in grads]
         self._members = [m for m, used in zip(bucket.members, self.used, strict=True) if used]
-        rows = [g.movedim(m.dim, 0) for m, g in zip(bucket.members, grads, strict=True) if g is not None]
+        pairs = zip(bucket.members, grads, strict=True)
+        rows = [g.movedim(m.dim, 0) if m.dim else g for m, g in pairs if g is not None]
         if len(rows) == 1 and self._members[0].even:
             given = rows[0].reshape(size, -1)
         else:
@@ -324,7 +327,8 @@ class Use:
 def _as_outputs(ctx: Any, given: list[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What a node gives of parameters of which some are frozen."""
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*(one for one, part in zip(given, parts, strict=True) if not part.requires_grad))
+    with plain_subclasses():
+        ctx.mark_non_differentiable(*(one for one, part in zip(given, parts, strict=True) if not part.requires_grad))
     return tuple(given)
 
 
