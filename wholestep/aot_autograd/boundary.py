@@ -100,7 +100,7 @@ def _is_plain_view(view: torch.Tensor, collector: OutputCollector) -> bool:
     A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own.
     """
     facts = [(t.dtype, t.is_conj(), t.is_neg()) for t in (view, view._base) if t is not None]
-    if facts[0] != facts[1] and collector.aliases[collector.alias(view)].kind is None:
+    if facts[0] != facts[1] and collector.aliases[collector.alias(view)].geometry is None:
         return False
     try:
         node, start = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]

@@ -33,19 +33,15 @@ def remade(
     tensor = base
     if alias.geometry is not None:
         size, stride, offset = alias.geometry
-        start, kind = base.storage_offset() + offset, alias.kind
-        if kind is not None:
-            start = base.storage_offset() * base.itemsize // kind.dtype.itemsize + offset
+        start = base.storage_offset() + offset
         if alias.base is not None:
             base = made[alias.base]
         # a view made without gradients could not be written later where eager's can
         with torch.set_grad_enabled(handle is not None and (not alias.state.leaf or not base.requires_grad)):
             if alias.views is not None:
                 tensor = _viewed(base, alias.views, alias.state.outdated)
-            elif kind is None:
-                tensor = base.as_strided(size, stride, start)
             else:
-                tensor = kind.signed(kind.shown(base).as_strided(size, stride, start))
+                tensor = base.as_strided(size, stride, start)
         tensor = tensor if alias.state.is_view else tensor.data if alias.counter == "own" else tensor.detach()
     if alias.state.parameter:
         return torch.nn.Parameter(tensor, alias.state.requires_grad)

@@ -11,7 +11,6 @@ from torch import fx
 from wholestep.errors import UnsupportedError
 from wholestep.nested import leaves
 from wholestep.trace.functionalize.aliases import Ref
-from wholestep.trace.functionalize.dtype_views import kind_of, offset_from
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.outputs.output_records import Counter, NewValue, OutputAlias, View
 from wholestep.trace.outputs.tensor_state import TensorState, counts_alone, is_leaf
@@ -73,12 +72,11 @@ class OutputCollector:
     def _described(self, tensor: torch.Tensor, ref: Ref, state: TensorState, stays: bool) -> OutputAlias:
         storage, here, whole = ref.storage, ref.geometry, ref.whole.geometry
         base = tensor._base if tensor._is_view() and is_made(tensor._base) else None
-        viewed = base if base is not None and self._has_memorys_elements(base) else None
-        kind = None
-        if here.dtype != whole.dtype or here.lazy:
-            kind = kind_of(tensor, ref) if not self.apart else None
-            if kind is None or viewed is not base:
-                return OutputAlias(state, self.add_output(ref.read()))
+        viewed = base if base is not None and id(base) in self._states else None
+        start = ref.whole if viewed is None else self.inputs.ref(viewed)
+        strided = ref.follows_strides and start.follows_strides
+        if not strided and (self.apart or self._views(tensor, start) is None):
+            return OutputAlias(state, self.add_output(ref.read()))
         is_whole = not tensor._is_view() and here == whole
         is_first = is_whole and self._first.setdefault(id(storage), tensor) is tensor
         item = None if storage.input is None else self.inputs.items[storage.input]
@@ -89,27 +87,24 @@ class OutputCollector:
             copy = self.recorder.builder.emit(aten.clone.default, (ref.read(),))
             alone = replace(state, is_view=False, several=False, leaf=bool(state.leaf))
             return OutputAlias(alone, self.add_output(copy))
-        place = tuple(here.shape), here.stride, offset_from(here, whole)
+        place = tuple(here.shape), here.stride, here.offset - whole.offset
         parent = self.alias(viewed) if viewed is not None else None
-        start = None if viewed is None else self.inputs.ref(viewed)
         if item is not None:
             is_state = item.source is None and is_first  # state that the step makes is the input
             inside: list[Any] = [*item.members] or [item.value]
             own = all(counts_alone(tensor, real) for real in inside)
-            if start is None:
-                start = item.ref if item.members else self.inputs.ref(item.value)  # type: ignore[arg-type]
-            views = None if own else self._views(tensor, start)
+            views = None if own and strided else self._views(tensor, start)
             geometry = None if is_state else place
-            return OutputAlias(state, None, item.index, geometry, kind, "own" if own else "shared", parent, views)
+            return OutputAlias(state, None, item.index, geometry, "own" if own else "shared", parent, views)
         if id(storage) not in self._by_storage:
             self._by_storage[id(storage)] = self.add_output(ref.whole.read())
         first = self._first.setdefault(id(storage), tensor)
         counter: Counter = "memory" if first is tensor else "own" if counts_alone(tensor, first) else "shared"
-        views = self._views(tensor, start)
+        views = self._views(tensor, start) if viewed is not None or not strided else None
         geometry = None if is_first else place
-        return OutputAlias(state, self._by_storage[id(storage)], None, geometry, kind, counter, parent, views)
+        return OutputAlias(state, self._by_storage[id(storage)], None, geometry, counter, parent, views)
 
-    def _views(self, view: torch.Tensor, start: Ref | None) -> tuple[View, ...] | None:
+    def _views(self, view: torch.Tensor, start: Ref) -> tuple[View, ...] | None:
         """The operators that lead from a tensor to a view of it, as autograd knows them.
 
         A view that is used after its memory was written is known to it as `as_strided` of the whole.
@@ -118,22 +113,15 @@ class OutputCollector:
         assert ref is not None
         used = ref.born if self._states[id(view)].several else ref.storage.generation
         views: list[View] = []
-        while ref is not None and ref is not start and ref.parent is not None and start is not None:
+        while ref is not None and ref is not start and ref.parent is not None:
             if ref.kwargs or any(isinstance(leaf, fx.Node) for leaf in leaves(ref.args)):
                 return None
-            if ref.born != used:
-                if ref.geometry.dtype != start.geometry.dtype or ref.geometry.lazy:
-                    return None
-                place = tuple(ref.geometry.shape), ref.geometry.stride, offset_from(ref.geometry, start.geometry)
+            if ref.born != used and ref.follows_strides and start.follows_strides:
+                place = tuple(ref.geometry.shape), ref.geometry.stride, ref.geometry.offset - start.geometry.offset
                 return ((aten.as_strided.default, place, None), *views[::-1])
             views.append((ref.view, _frozen(ref.args), ref.index))
             used, ref = ref.born, ref.parent
         return tuple(views[::-1]) or ((aten.alias.default, (), None),) if ref is start else None
-
-    def _has_memorys_elements(self, base: torch.Tensor) -> bool:
-        """Whether views can be made again from a tensor, which shows the memory's own elements."""
-        ref = self.inputs.ref(base)
-        return id(base) in self._states and ref.geometry.dtype == ref.whole.geometry.dtype and not ref.geometry.lazy
 
     def change(self, index: int, **changes: Any) -> None:
         """Changes an alias."""
@@ -146,7 +134,7 @@ class OutputCollector:
         if item not in self.inputs.items:
             self.inputs.add(item)
         here, base = self.inputs.ref(tensor).geometry, item.ref.geometry
-        place = (tuple(here.shape), here.stride, offset_from(here, base))
+        place = (tuple(here.shape), here.stride, here.offset - base.offset)
         self.change(self.alias(tensor), input=item.index, geometry=place, views=self._views(tensor, item.ref))
 
     def add_output(self, node: fx.Node) -> int:

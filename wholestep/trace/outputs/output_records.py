@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from torch import fx
 
-from wholestep.trace.functionalize.dtype_views import ElementKind
 from wholestep.trace.outputs.tensor_state import TensorState
 from wholestep.trace.record.inputs import TracedInput
 
@@ -33,12 +32,11 @@ class OutputAlias:
         input: index of the input whose memory it shares, or None.
         geometry: (size, stride, offset from the start of that output or input) for a view, None for the
             whole of it.
-        kind: what the view's elements are, where they are not that memory's own.
         counter: whose version counter it has: that of its output or input, which is set for it
             ("memory"); the same, set for another one ("shared"); or one of its own.
         base: index of the alias that autograd knows it as a view of.
-        views: the operators that lead there from that alias, or from the input, as autograd knows them; None where
-            strides alone say how.
+        views: the operators that lead there from that alias, or from the output or input, as autograd knows them; None
+            where strides alone say how.
         grad: index of the alias of its gradient.
         refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
     """
@@ -47,7 +45,6 @@ class OutputAlias:
     output: int | None = None
     input: int | None = None
     geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
-    kind: ElementKind | None = None
     counter: Counter = "memory"
     base: int | None = None
     views: tuple[View, ...] | None = None
