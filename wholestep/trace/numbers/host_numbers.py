@@ -26,7 +26,6 @@ import torch
 from torch import fx
 
 from wholestep.trace.outputs.leaks import Watch
-from wholestep.trace.record.provenance import user_line
 
 
 class NumberRecorder(Protocol):
@@ -88,7 +87,7 @@ class HostNode:
         return int(self.recorder.escaped(self, "int(…) needs its value"))
 
     def guard_bool(self, file: str, line: int) -> bool:
-        return self.recorder.decide(self.fx_node, user_line())
+        return bool(self.hint)
 
     expect_true = expect_size = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
     statically_known_true = guard_bool
@@ -104,9 +103,18 @@ class HostNode:
 
     wrap_float = wrap_bool = wrap_int
 
+    def __getattr__(self, name: str) -> Callable[..., HostNode]:
+        function = _OF_CPP.get(name) or getattr(operator, name)
 
-def _result(function: Callable[..., Any], *args: Any) -> Any:
-    """The number that a call of a function on host numbers gives."""
+        def call(*nodes: HostNode) -> HostNode:
+            found = _record(function, *map(make_host, (self, *nodes)))
+            return found.node if isinstance(found, HOSTS) else self.wrap_int(found)  # type: ignore[no-any-return]
+
+        return call
+
+
+def _record(function: Callable[..., Any], *args: Any) -> Any:
+    """The number that a call of a function on host numbers gives; a bool is decided on at once."""
     owner = next(a for a in args if isinstance(a, HOSTS))
     hints = [a.node.hint if isinstance(a, HOSTS) else a for a in args]
     try:
@@ -116,32 +124,16 @@ def _result(function: Callable[..., Any], *args: Any) -> Any:
     return owner.node.recorder.record(function, args, hint)
 
 
-def _record(function: Callable[..., Any], *args: Any) -> Any:
-    """The same, for Python, which decides at once on a bool."""
-    result = _result(function, *args)
-    if isinstance(result, HostBool):
-        return result.node.recorder.decide(result.node.fx_node, user_line())
-    return result
-
-
-def _of_nodes(function: Callable[..., Any]) -> Callable[..., HostNode]:
-    """A function of numbers as C++ asks for it: from nodes to a node."""
-    return lambda *nodes: _result(function, *(make_host(n) if isinstance(n, HostNode) else n for n in nodes)).node
-
-
-# What C++ computes with an integer before it needs it, such as the size of a padded tensor.
-for _name, _function in {
-    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg")},
-    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+# What C++ computes with an integer before it needs it, such as the size of a padded tensor, by names of its own.
+_OF_CPP: dict[str, Callable[..., Any]] = {
     "int_truediv": operator.truediv, "float_truediv": operator.truediv, "int_floordiv": operator.floordiv,
     "float_pow": operator.pow, "pow_by_natural": operator.pow, "sym_min": min, "sym_max": max,
     "ceil": math.ceil, "floor": math.floor, "sym_float": operator.pos, "sym_and": operator.and_, "sym_or": operator.or_,
-}.items():  # fmt: skip
-    setattr(HostNode, _name, _of_nodes(_function))
+}  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, HostFloat, HostInt))
+    return isinstance(value, (int, float, *HOSTS))
 
 
 def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Any, Any], Any]:
@@ -159,7 +151,7 @@ def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def plain(number: Any, how: str) -> Any:
     """The Python number that a host number is now; anything else as it is."""
-    return number.node.recorder.escaped(number.node, how) if isinstance(number, (HostFloat, HostInt)) else number
+    return number.node.recorder.escaped(number.node, how) if isinstance(number, HOSTS) else number
 
 
 def _escape(how: str, convert: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,7 +234,7 @@ def is_for_plain(error: TypeError) -> bool:
     """Whether an error may be that of code which takes no number but Python's own."""
     frame, text = list(traceback.walk_tb(error.__traceback__))[-1][0], str(error)
     raised = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "RAISE_VARARGS"  # and not by C, which names the type
-    given = raised and any(isinstance(value, (HostFloat, HostInt)) for value in frame.f_locals.values())
+    given = raised and any(isinstance(value, HOSTS) for value in frame.f_locals.values())
     return given or "HostInt" in text or ("HostFloat" in text and re.search(r"\bints?\b", text) is None)
 
 
@@ -250,20 +242,11 @@ HostFloat: Any = _number_class("HostFloat", torch.SymFloat, float)
 HostInt: Any = _number_class("HostInt", torch.SymInt, int)
 
 
-class HostBool:
-    """The outcome of a comparison, before it is decided."""
-
-    def __init__(self, node: HostNode) -> None:
-        self.node = node
-
-
-HOSTS = (HostFloat, HostInt, HostBool)
+HOSTS = (HostFloat, HostInt)
 
 
 def make_host(node: HostNode) -> Any:
     """The Python object that stands for a host number of the node's type."""
-    if node.is_bool():
-        return HostBool(node)
     return HostInt(node) if node.is_int() else HostFloat(node)
 
 
@@ -271,7 +254,7 @@ def _aware(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, recording its call when it is given a host number."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, (HostFloat, HostInt)) for a in args) and not kwargs:
+        if any(isinstance(a, HOSTS) for a in args) and not kwargs:
             return _record(function, *args)
         return function(*args, **kwargs)
 
@@ -291,7 +274,7 @@ def aware_choice(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         items = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-        if not kwargs and any(isinstance(a, (HostFloat, HostInt)) for a in items) and all(map(_is_number, items)):
+        if not kwargs and any(isinstance(a, HOSTS) for a in items) and all(map(_is_number, items)):
             return _record(function, *items)
         return function(*args, **kwargs)
 

@@ -82,13 +82,15 @@ class RecordedNumbers:
         return make_host(HostNode(self, self.inputs.number(source, value).node, value, known=True))
 
     def record(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any:
-        """Adds a call of a Python function on host numbers; gives the number that stands for its result."""
+        """Adds a call of a Python function on host numbers; gives what stands for its result; a bool is decided on."""
         hosts = [isinstance(getattr(a, "node", None), HostNode) for a in args]
         nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
         known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
         if key not in self._recorded:  # pure functions of numbers: the same call is the same number
             self._recorded[key] = self.builder.emit(function, nodes, value=hint)
+        if isinstance(hint, bool):
+            return self.decide(self._recorded[key], user_line())
         return make_host(HostNode(self, self._recorded[key], hint, known))
 
     def size(self, number: Any) -> Any:
