@@ -153,8 +153,9 @@ class Count(int):
     """
 
     tensor: torch.Tensor
+    what, remedy = "a version counter", "compare it with another reading of the same tensor's counter"
 
-    def of(self, tensor: torch.Tensor) -> Count:
+    def of(self, tensor: torch.Tensor) -> Any:
         """The same number, for a tensor."""
         self.tensor = tensor
         return self
@@ -173,10 +174,7 @@ class Count(int):
     def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
         if isinstance(other, Count) and other.tensor is self.tensor:
             return compare(int(self), int(other))
-        raise CaptureError(
-            "Python compares a version counter, which is another number at each call",
-            remedy="compare it with another reading of the same tensor's counter",
-        )
+        raise CaptureError(f"Python computes with {self.what}, another number at each call", remedy=self.remedy)
 
     def __bool__(self) -> bool:
         return bool(self._compare(int.__ne__, 0))
@@ -188,6 +186,29 @@ def _comparison(compare: Callable[[int, int], Any]) -> Callable[[Count, Any], An
 
 for _way in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Count, _way, _comparison(getattr(int, _way)))
+
+
+class Identity(Count):
+    """`id()` or `hash()` of a tensor that may be another one at each call.
+
+    It may be kept, returned, and be a key; Python may ask whether two tensors are one.
+    """
+
+    what, remedy = "the id() or hash() of a tensor", "use it as a key, or compare it with another tensor's"
+
+    def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
+        same = isinstance(other, Identity) and compare in (int.__eq__, int.__ne__)
+        return compare(self, other) if same else super()._compare(compare, None)
+
+
+    def known(self) -> Any:
+        """Refuses to be known."""
+        return super()._compare(int.__eq__, None)
+
+
+for _way in ({*dir(int)} - {*dir(object)}) | {"__repr__", "__str__", "__format__"}:
+    if callable(getattr(int, _way)):
+        setattr(Identity, _way, lambda number, *others: number.known())
 
 
 class UnderGrad(Wrapped):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholestep as ws
-from wholestep.errors import DataDependentError
+from wholestep.errors import CaptureError, DataDependentError
 
 ADDRESS, VALUE = "Cannot access data pointer", "Python needs the value"
 READS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -97,3 +97,47 @@ def test_an_operators_kernel_may_read_memory_when_the_step_runs() -> None:
         x = torch.arange(3.0) + start
         assert torch.equal(step(x), x * 2)
         assert addresses.pop() == x.data_ptr()
+
+
+OTHER_NUMBERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "id": lambda x, y: float(id(x) % 1009),
+    "hash": lambda x, y: x + hash(x),
+    "text": lambda x, y: {f"{id(x)}": y},
+    "order": lambda x, y: sorted([x, y], key=id)[0],
+    "of what is made": lambda x, y: torch.tensor(id(x * 2)),
+    "_cdata": lambda x, y: float(x.untyped_storage()._cdata == y.untyped_storage()._cdata),
+    "is_set_to": lambda x, y: x.is_set_to(y) + y,
+}
+
+
+@pytest.mark.parametrize("how", OTHER_NUMBERS)
+def test_numbers_that_objects_have_are_not_baked_in(how: str) -> None:
+    def step(x: Tensor, y: Tensor) -> Any:
+        return OTHER_NUMBERS[how](x, y), y + 1
+
+    with pytest.raises(CaptureError, match="memory|another number") as error:
+        ws.compile(step, fullgraph=True)(torch.ones(2), torch.ones(2))
+    assert f"at: {__file__}:" in str(error.value) and "to do: " in str(error.value)
+    compiled, x = ws.compile(step), torch.ones(2)
+    for y in (x, torch.zeros(2), x):
+        got, want = compiled(x, y)[0], step(x, y)[0]
+        assert str(got) == str(want) or how == "of what is made"
+    assert compiled.breaks
+
+
+def test_ids_are_keys() -> None:
+    model = torch.nn.Linear(2, 2)
+    twice = {id(model.weight)}
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        memo = {id(t): t + i for i, t in enumerate((x, y, x * 2))}
+        scaled = sum((2 if id(p) in twice else 1) * p.sum() for p in model.parameters())
+        return sum(memo.values()) * scaled, len({hash(x), hash(y)}), id(x) == id(y), id(y)
+
+    compiled, x = ws.compile(step, fullgraph=True), torch.ones(2)
+    for fresh in (False, True):
+        for y in (torch.ones(2), torch.zeros(2), x):
+            got, want = compiled(x, y), step(x, y)
+            assert torch.equal(got[0], want[0]) and got[1:] == want[1:] and type(got[3]) is int
+        assert compiled.captures == (4 if fresh else 2)
+        model = torch.nn.Linear(2, 2)  # of which no parameter counts twice

@@ -23,9 +23,10 @@ from wholestep.capture.snapshot.names_read import entered_with
 from wholestep.capture.snapshot.new_objects import kept_in_module
 from wholestep.capture.snapshot.reachable import Container, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot
+from wholestep.capture.sources import Identity as IdentityOf
 from wholestep.capture.sources import Source, Version
 from wholestep.errors import LeakError, UnsupportedError
-from wholestep.functional import Count
+from wholestep.functional import Count, Identity
 from wholestep.patches import unpatched
 from wholestep.torch_compat import HOOK_TABLES, is_fakes_own
 
@@ -91,7 +92,11 @@ class _Described:
             raise UnsupportedError(f"{where} was given a scheduler's own attributes", remedy="read them outside")
         if isinstance(value, Count):
             found = self.snap.find(value.tensor)
+            if isinstance(value, Identity) and found is None:
+                value.known()
             assert found is not None
+            if isinstance(value, Identity):
+                return Existing(IdentityOf(found.source), value)
             return Existing(Version(found.source, found.tensor._version - int(value)), value)
         if type(value) is torch.SymBool:
             return Const(bool(value))  # a guard, as where Python decides on it

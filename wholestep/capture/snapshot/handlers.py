@@ -330,9 +330,10 @@ def _modules(found: Reachable, function: types.FunctionType, source: sources.Sou
 
 _CODE = types.FunctionType, types.BuiltinFunctionType, type
 
-# Functions that tell symbolic numbers from Python's, and names beside which alone they do.
+# Functions that tell symbolic numbers from Python's, or objects from others, and names beside which alone they do.
 _ASKING: dict[str, tuple[str, ...]] = {
     "type": ("type",), "isinstance": ("SymFloat", "SymInt", "SymBool"), "hasattr": ("node",), "getattr": ("node",),
+    "id": ("id",), "hash": ("hash",),
 }  # fmt: skip
 
 

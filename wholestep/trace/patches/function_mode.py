@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.functional import Count, Required
+from wholestep.functional import Count, Identity, Required
 from wholestep.nested import leaves, map_leaves
 from wholestep.patches import Replacement
 from wholestep.torch_compat import (
@@ -71,6 +71,9 @@ class TorchCalls(TorchFunctionMode):
 
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
+        for given in args:
+            if type(given) is Identity:
+                given.known()
         if name in ESCAPES and args and isinstance(args[0], torch.Tensor):
             return self._escape(name, func, args)
         if name == "storage_offset" and not _is_ours(sys._getframe(2)):
@@ -339,6 +342,7 @@ REFUSED: dict[Any, tuple[str, str]] = {
         (*PACKED_SEQUENCES, *RECURRENT),
         ("takes or makes a packed sequence, whose shapes depend on its lengths", "use padded tensors and masks"),
     ),
+    torch.Tensor.is_set_to: ("tells whether tensors are the same memory", "compare them outside of the step"),
     **dict.fromkeys(COMPRESSED, ("makes a tensor that no fake one can stand for", "use dense tensors")),
 }
 

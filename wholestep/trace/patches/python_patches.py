@@ -239,7 +239,7 @@ def patched_python(
         *recorder.storages.patches(),
         *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
         *generator_methods.methods(recorder),
-        *types_asked.patches(recorder.inputs.world.reachable.asking.values(), recorder.builder.sizes is not None),
+        *types_asked.patches(recorder.inputs, recorder.builder.sizes is not None),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
         *(_refused(torch.nested, name, NO_NESTED, tracing) for name in NESTED),

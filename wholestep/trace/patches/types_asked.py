@@ -7,17 +7,23 @@ the classes themselves, by which they work.
 
 from __future__ import annotations
 
+import builtins
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 
 from wholestep.capture.snapshot.user_code import origin
+from wholestep.errors import DataDependentError
+from wholestep.functional import Identity
 from wholestep.patches import Replacement
 from wholestep.torch_compat import FakeTensor
 from wholestep.trace.numbers.host_numbers import HostFloat, HostInt
+from wholestep.trace.numbers.symbolic_sizes import is_made
+from wholestep.trace.record.inputs import Inputs
+from wholestep.trace.record.provenance import user_line
 
 NUMBERS: dict[type, type] = {
     HostFloat: float, HostInt: int, torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool,
@@ -47,6 +53,18 @@ def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
     return ask
 
 
+def _number_of(function: Callable[[Any], int], inputs: Inputs) -> Callable[[Any], int]:
+    """`id`, `hash` of tensors that may be others at each call; those of the step's own parameters are guards."""
+
+    def ask(value: Any) -> int:
+        number = function(value)
+        if not isinstance(value, torch.Tensor) or not is_made(value) and inputs.world.is_known(value):
+            return number
+        return Identity(number).of(value)
+
+    return ask
+
+
 ASKED = {"type": _type} | {function.__name__: _asked(function) for function in (isinstance, hasattr, getattr)}
 
 
@@ -63,6 +81,13 @@ def _asked_outside() -> bool:
     return False
 
 
+def _address(storage: Any) -> Any:
+    if _asked_outside():
+        remedy = "ask for it outside of the step"
+        raise DataDependentError("a storage's _cdata is another number at each call", user_line(), remedy)
+    return vars(torch.UntypedStorage.__base__)["_cdata"].__get__(storage)
+
+
 def _class(value: Any) -> type:
     return _shown(value) if _asked_outside() else type(value)
 
@@ -77,16 +102,17 @@ def _printed(kind: type) -> Callable[[Any], str]:
     return shown
 
 
-def patches(asking: Iterable[tuple[dict[str, Any], str]], symbolic: bool) -> Iterator[Replacement]:
+def patches(inputs: Inputs, symbolic: bool) -> Iterator[Replacement]:
     """What stands in for `type` and the like in the globals of functions, and for ``__class__``.
 
     Args:
-        asking: globals of functions that ask for types, and by which function.
         symbolic: sizes are symbols.
     """
-    for table, name in asking:
-        yield table, name, ASKED[name]
+    for table, name in inputs.world.reachable.asking.values():
+        yield table, name, ASKED[name] if name in ASKED else _number_of(getattr(builtins, name), inputs)
     yield FakeTensor, "__class__", property(_class)
+    if "_cdata" in inputs.world.reachable.names_read.names:
+        yield torch.UntypedStorage, "_cdata", property(_address)
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool) if symbolic else ():
         yield kind, "__class__", property(_class)
         yield kind, "__repr__", _printed(kind)
