@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import wholestep as ws
 from tests.lower.test_interpreter import compare
 from tests.support.lower_programs import OPTIMIZERS, Builder, program
 from wholestep.lower.fusion import chains
@@ -35,6 +37,23 @@ def test_an_optimizer_runs_as_chains(optimizer: str) -> None:
     step, inputs = program("mlp", optimizer)
     fast = compare(step, inputs)
     assert "chain_" in fast.code and "addcdiv_(" not in fast.code and "torch.sqrt(" not in fast.code
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_steps_of_all_parameters_are_counted_by_one_chain(fused: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    opt = torch.optim.AdamW(model.parameters(), fused=fused)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        opt.step()
+
+    compiled = ws.compile(step, fullgraph=True)
+    for _ in range(3):
+        compiled(torch.randn(2, 4))
+    assert [float(state["step"]) for state in opt.state.values()] == [3.0] * 4
+    lines = [index for index, line in enumerate(compiled.code.splitlines()) if "_step = add(" in line]
+    assert lines == [*range(lines[0], lines[0] + 4)] and "_step.add_(" not in compiled.code
 
 
 def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ def chain_step(node: fx.Node) -> Step | None:
         return None
     if value.numel() >= SHARED_FROM and torch.get_num_threads() > 1:
         return None
+    if not value.dim() and getattr(node.args[0], "op", "") != "placeholder":  # not an optimizer's count of steps
+        return None
     step = _spelled(node)
     if step is None or not all(isinstance(o, fx.Node) and _whole(info(o).value, value) for o in step.operands):
         return None
@@ -91,7 +93,7 @@ def chain_step(node: fx.Node) -> Step | None:
 def _whole(value: Any, like: torch.Tensor) -> bool:
     """True for contiguous float32 memory of the CPU, of a given shape."""
     return (isinstance(value, torch.Tensor) and value.dtype is torch.float32 and value.device.type == "cpu"
-            and value.shape == like.shape and value.is_contiguous() and value.dim() > 0 < value.numel())  # fmt: skip
+            and value.shape == like.shape and value.is_contiguous() and value.numel() > 0)  # fmt: skip
 
 
 def _spelled(node: fx.Node) -> Step | None:

@@ -3,7 +3,7 @@
 Three groupings change the order of nodes, never their bits:
 
 - a `chain` is the optimizer's arithmetic on one parameter, run by one compiled kernel (see `chains`), with the product
-  of matrices that is its gradient where nobody else reads that (see `blocked_matmuls`);
+  of matrices that is its gradient where nobody else reads that (see `blocked_matmuls`); one chain counts all steps;
 - an `update` is a fused optimizer's call on one parameter, with the product that is its gradient (see `fused_updates`);
 - a `tile` group is a chain of other operators over big tensors of one shape. It runs on 64 K elements after another,
   so that memory is passed over once instead of once for each operator.
@@ -72,6 +72,7 @@ class _Grouping:
         self.direct: list[int] = []
         self.indirect: list[int] = []
         self.taint: dict[fx.Node, int] = {}
+        self.counts: dict[int, None] = {}  # the group of an optimizer's counts of steps, one for each parameter
         self.effects = 0  # what the last call in the order of effects depends on: the next one follows it
 
     def visit(self, node: fx.Node) -> None:
@@ -93,6 +94,9 @@ class _Grouping:
         mine = self._open(node, key)
         phase = info(node).phase
         near = {self.group_of[o]: None for o in node.all_input_nodes if o in self.group_of}
+        counts = key[0] == "chain" and not value.dim()  # those of all parameters run together
+        if counts:
+            near |= self.counts
         for operand in node.all_input_nodes:
             if key[0] == "chain" and getattr(info(operand).value, "shape", None) != value.shape:
                 continue  # parameters that meet the same number have nothing else in common
@@ -100,6 +104,8 @@ class _Grouping:
         for group in near:
             if group != mine and self.keys[group] == key and self.members[group]:
                 mine = self._merge(group, mine)
+        if counts:
+            self.counts = {mine: None}
 
     def _decided_before(self, node: fx.Node) -> list[fx.Node]:
         """The decisions on what a call reads."""
