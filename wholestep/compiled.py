@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,7 +21,7 @@ from wholestep import pipeline
 from wholestep.capture import Guard, GuardFailure, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
 from wholestep.deferred_init import allocated, any_deferred, fill, record_of
-from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
+from wholestep.errors import PACKAGE, BreakError, CaptureError, LazyError, UnsupportedError, WholestepError
 from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import Entries, Entry, Program, give_back
@@ -284,6 +286,10 @@ class Compiled:
                 entry = self._build(args, kwargs, failure.varying - self._fixed)
         except BaseException as error:
             self._undo()
+            if isinstance(error, RecursionError) and _is_ours(error):
+                what = "arguments, state or results of the step are nested too deeply for Python's recursion limit"
+                remedy = "nest them less deeply, or raise sys.setrecursionlimit()"
+                raise UnsupportedError(what, line_of(error), remedy) from None
             if isinstance(error, CaptureError) and not error.where:  # of what the step can see, or found at its end
                 error.locate(line_of(error))
             raise
@@ -307,17 +313,18 @@ class Compiled:
             pipeline.refuse_leaks(entry)
             return entry
 
-        if varying <= self._varying:
-            return make(self._varying)
-        try:
-            entry = make(self._varying | varying)
-        except Exception:  # a size, an index, a text: or the step's own error, which comes again
-            inputs = self._varying
-            for path in sorted(varying) if len(varying) > 1 else ():
-                inputs |= self._can_vary(args, kwargs, inputs, path)
-            self._fixed |= varying - inputs
-            entry, varying = make(inputs), inputs
-        self._varying |= varying
+        entry, inputs = None, self._varying | varying
+        if not varying <= self._varying:
+            with suppress(Exception):  # a size, an index, a text: or the step's own error, which comes again
+                entry = make(inputs)
+            if entry is None:
+                inputs = self._varying
+                for path in sorted(varying) if len(varying) > 1 else ():
+                    inputs |= self._can_vary(args, kwargs, inputs, path)
+                self._fixed |= varying - inputs
+        if entry is None:
+            entry = make(inputs)
+        self._varying = inputs
         return entry
 
     def _deferred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -446,3 +453,9 @@ class Compiled:
     def code(self) -> str:
         """The generated program that served last, as readable Python."""
         return self._latest().code
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it is this package that has gone too deep, and none of the user's functions."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return sum(file.startswith(PACKAGE) for file in files) > len(files) // 3

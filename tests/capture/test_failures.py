@@ -252,3 +252,39 @@ def test_a_step_that_is_not_captured_handles_no_exception_of_a_capture() -> None
     for _ in range(3):
         compiled(torch.ones(1))
     assert compiled.breaks and handled == [None] * len(handled)
+
+
+def nested(value: Any, depth: int) -> Any:
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("where", ["arguments", "results"])
+def test_what_is_nested_too_deeply_is_refused_or_served_by_python(where: str) -> None:
+    def step(x: Any) -> Any:
+        while isinstance(x, list):
+            (x,) = x
+        return nested(x * 2, 700 if where == "results" else 0)
+
+    def given(number: int) -> Any:
+        return nested(torch.tensor(number), 700 if where == "arguments" else 0)
+
+    with pytest.raises(UnsupportedError, match="nested too deeply") as error:
+        ws.compile(step, fullgraph=True)(given(1))
+    assert f"at: {__file__}" in str(error.value) and "to do: nest them less deeply" in str(error.value)
+    compiled = ws.compile(step)
+    for number in range(3):
+        got = compiled(given(number))
+        while isinstance(got, list):
+            (got,) = got
+        assert got.item() == 2 * number
+    assert "nested too deeply" in compiled.breaks[0]
+
+
+def test_functions_that_call_themselves_for_ever_raise_what_they_do_in_eager() -> None:
+    def step(x: torch.Tensor) -> Any:
+        return step(x + 1)
+
+    with pytest.raises(RecursionError):
+        ws.compile(step, fullgraph=True)(torch.ones(1))

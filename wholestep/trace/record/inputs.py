@@ -203,7 +203,8 @@ class Inputs:
                 "compute it inside of the step, or pass it detached",
             )
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise UnsupportedError(f"{found.source} is a {type(tensor).__name__}, a tensor subclass", user_line())
+            what = f"{found.source} is a {type(tensor).__name__}, a tensor subclass"
+            raise UnsupportedError(what, user_line(), "pass a plain tensor: x.as_subclass(torch.Tensor)")
         return found
 
     def _member(self, tensor: torch.Tensor, found: TensorInput) -> TracedInput:
