@@ -40,6 +40,7 @@ WHOLE: dict[str, Use] = {
     "unflatten": lambda x, p: x.flatten().unflatten(0, (p, -1)),
     "diagonal": lambda x, p: x.diagonal(p, 2, 3),
     "cumsum": lambda x, p: x.cumsum(p),
+    "roll": lambda x, p: x.roll(p, 0),
     "full": lambda x, p: torch.full((p, 2), 1.0),
     "range": lambda x, p: sum(x * i for i in range(p)),
     "a_list": lambda x, p: x * [5.0, 6.0, 7.0, 8.0][p],
@@ -66,7 +67,6 @@ PLAIN: dict[str, Use] = {
 # What computes with the number, whatever it is, so that none needs another capture.
 FREE: dict[str, Use] = {
     "alpha": lambda x, p: x.add(x, alpha=p),
-    "roll": lambda x, p: x.roll(p, 0) if isinstance(p, int) else x * p,
     "round": lambda x, p: x * round(p, 3) + round(p) + math.floor(p) + math.ceil(p / 2) + math.trunc(p),
     "bits": lambda x, p: x * ((p << 1 | 4) ^ 3) + ~p + (7 & p) if isinstance(p, int) else x * p,
     "divmod": lambda x, p: x * divmod(p, 2)[1] + divmod(9, p)[0],

@@ -19,7 +19,6 @@ import torch
 from torch.utils import checkpoint as checkpoints
 
 from wholestep.capture.outside.torch_settings import Settings
-from wholestep.capture.snapshot.snapshot import tensors_below
 from wholestep.capture.substitutes.detached_aliases import refuse_outside
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Gradient, wanted_mean
@@ -156,22 +155,9 @@ NESTED = [name for name in torch.nested.__all__ if name != "to_padded_tensor"]  
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 
 
-def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
-    """`torch.cond`: the branch of the call, a decision like any other."""
-    results = (true_fn if pred else false_fn)(*operands)
-    held = [cell.cell_contents for branch in (true_fn, false_fn) for cell in getattr(branch, "__closure__", None) or ()]
-    plain = [r for r in tensors_below([results]) if r.is_floating_point() and not r.requires_grad]
-    if plain and torch.is_grad_enabled() and any(t.requires_grad for t in tensors_below([operands, held])):
-        what = "a result of torch.cond, of values that require grad, does not: whether it shall, its other branch says"
-        raise UnsupportedError(what, user_line(), "call it under torch.no_grad(), or have both branches require grad")
-    return results
-
-
-def _compiled_operator(operator: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
-    """An operator on functions, whose arguments torch has checked: only `cond` is followed."""
-    if len(args) == 4 and callable(args[1]) and callable(args[2]):
-        return _cond(*args)
-    remedy = "write it as a Python loop or branch, or with torch.where"
+def _refused_operator(*_: Any, **__: Any) -> Any:
+    """A higher-order operator, `torch.cond` among them, which in eager Dynamo runs."""
+    remedy = "write it as a Python loop or branch, or with torch.where, or compile without fullgraph=True"
     raise UnsupportedError("the step calls a higher-order operator, which tracing cannot follow", user_line(), remedy)
 
 
@@ -258,7 +244,7 @@ def patched_python(
         (logging.getLogger(FakeTensor.__module__), "handle", lambda record: None),
     ]
     known = hasattr(*COMPILED_OPERATORS)
-    replacements.append((*COMPILED_OPERATORS, _compiled_operator) if known else (torch, "cond", _cond))
+    replacements.append((*(COMPILED_OPERATORS if known else (torch, "cond")), _refused_operator))
     if not reentrant:
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
     inside = functools.partial(_inside, recorder.inputs.world.reachable.outside.settings)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +140,7 @@ class Recorder(TorchDispatchMode):
         return args if differentiated else (args[0], *(args[1:2] or VECTORS[func]), False)
 
     def _with_plain_numbers(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments, with those numbers known now that the place or the shape of a result depends on."""
+        """The arguments, with those integers known now on which the place or the shape of a result may depend."""
         if not any(map(is_host, (*leaves(args), *leaves(kwargs)))):
             return args, kwargs
         arguments = {a.name: a for a in func._schema.arguments}
@@ -149,29 +148,12 @@ class Recorder(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         for name, value in given.items():
             whole = "int" in str(arguments[name].type) or func.overloadpacket in RANGES
-            if whole and any(map(is_host, leaves(value))) and not self._is_free(func, given, len(args), name):
+            if whole and any(map(is_host, leaves(value))):
                 given[name] = map_leaves(self._plain, value)
         return tuple(given[name] for name in names[: len(args)]), {name: given[name] for name in kwargs}
 
-    def _is_free(self, func: Any, given: dict[str, Any], count: int, name: str) -> bool:
-        """Whether an operator's result has its shape whatever an integer is."""
-        if func.is_view or torch.Tag.inplace_view in func.tags:
-            return False
-        tried = [given | {name: map_leaves(partial(_tried, wanted), given[name])} for wanted in TRIED]
-        shapes = [self._shapes(func, arguments, count) for arguments in tried]
-        return shapes[0] is not None and all(other == shapes[0] for other in shapes)
-
     def _plain(self, leaf: Any) -> Any:
-        return self.numbers.escaped(leaf.node, "the shape of a result depends on it") if is_host(leaf) else leaf
-
-    def _shapes(self, func: Any, given: dict[str, Any], count: int) -> Any:
-        """The shapes of what a call gives, the first arguments by position; None where it fails."""
-        given = {name: map_leaves(self._for_graph, value) for name, value in given.items()}
-        try:
-            out = self.inputs.run(func, [given.pop(name) for name in list(given)[:count]], given)
-            return [(leaf.shape, leaf.stride()) for leaf in leaves(out) if isinstance(leaf, torch.Tensor)]
-        except Exception:
-            return None
+        return self.numbers.escaped(leaf.node, "an operator takes it as a size or a place") if is_host(leaf) else leaf
 
     def _for_graph(self, leaf: Any) -> Any:
         """Host numbers and generators -> their nodes; everything else as it is."""
@@ -245,10 +227,6 @@ def _refuse_gradients(func: Any, args: Any, kwargs: Any) -> None:
         raise UnsupportedError(what, user_line(), "register one with torch.library.register_autograd, or detach")
 
 
-def _tried(wanted: int | None, leaf: Any) -> Any:
-    return leaf if not is_host(leaf) else leaf.node.hint if wanted is None else wanted
-
-
 def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
     if kind == "device":
         return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
@@ -284,9 +262,6 @@ OF_VALUES = frozenset({
 
 # Operators whose result has as many elements as its numbers say, whatever their type.
 RANGES = {aten.arange, aten.range}
-
-# What stands for an integer to see whether a result's shape depends on it; None for the integer's own hint.
-TRIED = (None, 0, 1, 2, 5, -3, 1000)
 
 # Operators whose result's shape depends on the data of other operands than the first.
 SHAPE_ALONE = {aten.index.Tensor, aten.masked_select.default}
