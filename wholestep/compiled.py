@@ -215,6 +215,7 @@ class Compiled:
             return self._fn(*args, **kwargs)
         for tensor in self._deferred(args, kwargs):
             fill(tensor)
+        _let_go(error)
         co_run = CoRun(self._fn, collecting(self._fn), self._options)
         if any(map(needs_memory, (error, error.__cause__))):
             co_run.eager = "C++ reads memory of tensors in it past the dispatcher"
@@ -453,6 +454,13 @@ class Compiled:
     def code(self) -> str:
         """The generated program that served last, as readable Python."""
         return self._latest().code
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Has an error, and those behind it, hold no frames, with which results of calls would live on."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _is_ours(error: Exception) -> bool:

@@ -355,6 +355,24 @@ def test_a_compiled_step_keeps_nothing_alive_that_it_was_given(program: Callable
         assert alive == [None] * len(alive)
 
 
+def test_results_of_a_step_whose_python_runs_die_with_their_last_reference() -> None:
+    def step(x: Tensor) -> SimpleNamespace:
+        print(end="")
+        return SimpleNamespace(t=x * 2)
+
+    compiled = ws.compile(step)
+    gc.disable()
+    try:
+        for _ in range(3):
+            made = compiled(torch.ones(2))
+            seen = weakref.ref(made.t)
+            del made
+            assert seen() is None
+    finally:
+        gc.enable()
+    assert compiled.breaks
+
+
 def test_a_step_serves_other_modules_after_one_has_died() -> None:
     compiled, x = ws.compile(lambda model, x: model(x).sum(), fullgraph=True), torch.ones(2, 30)
     for _ in range(3):
