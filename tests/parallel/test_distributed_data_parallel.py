@@ -26,7 +26,7 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
         assert "DistMismatchError" in each["differ"] and "1.weight float32 [5, 3] on rank 1" in each["differ"]
         assert "bias float32 [3] on rank 0 (2 in all), none on rank 1 (1)" in each["fewer"]
         assert each["frozen"].startswith("RuntimeError") and "not needed" in each["frozen"]
-        assert "weight is on the meta device" in each["meta"]
+        assert "weight, bias is on the meta device, without values" in each["meta"]
         assert "['cuda:0']" in each["device_ids"] and "['cpu']" in each["device_ids"]
         assert "did not receive grad for rank" in each["unused"] and "layers.1.weight, layers.1.bias" in each["unused"]
         assert "mark a variable ready only once. Parameter second." in each["used twice"]

@@ -53,7 +53,13 @@ def test_details():
 
 
 def test_mistakes_are_errors_with_names_on_all_ranks():
-    for each in run_ranks(programs.mistakes, 2):
+    both = run_ranks(programs.mistakes, 2)
+    assert "this rank reduces gradients of a.weight, a.bias, b.weight, b.bias; others do not" in both[0]["fewer"]
+    assert "this rank reduces gradients of a.weight, a.bias; others do not" in both[1]["fewer"]
+    for each in both:
+        assert "size mismatch for weight: [3, 4] in the state, [4, 4] in the model, of which this rank" in each["size"]
+        assert "parameter 0 is weight float32 [2, 2] on rank 0 (2 in all), weight float32 [2, 2] fr" in each["frozen"]
+        assert "running_mean, running_var, num_batches_tracked is on the meta device" in each["buffer"]
         assert "expects an nn.Module, found list" in each["module"]
         assert "containers that do not implement forward: ModuleList" in each["container"]
         assert "this FSDPLinear is sharded already" in each["again"]

@@ -350,7 +350,7 @@ def mistakes() -> dict[str, str]:
             call()
             found[name] = "no error"
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            found[name] = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -366,7 +366,7 @@ def mistakes() -> dict[str, str]:
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
-            return getattr(self, which)(x)
+            return sum(getattr(self, one)(x) for one in which)
 
     class Writes(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -392,7 +392,7 @@ def mistakes() -> dict[str, str]:
         fully_shard(model[0])
         fully_shard(model)
 
-    linear = fully_shard(nn.Linear(4, 4))
+    linear, alone = fully_shard(nn.Linear(4, 4)), fully_shard(Alone())
     note("module", lambda: fully_shard([nn.Linear(2, 2)]))
     note("container", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])))
     note("again", lambda: fully_shard(linear))
@@ -406,8 +406,12 @@ def mistakes() -> dict[str, str]:
     note("stepped", stepped_between)
     note("exchanged", exchanged)
     note("missing", lambda: linear.load_state_dict({"weight": torch.ones(4, 4)}))
+    note("size", lambda: linear.load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(4)}))
+    note("frozen", lambda: fully_shard(nn.Linear(2, 2).requires_grad_(rank == 0)))
+    note("buffer", lambda: fully_shard(nn.BatchNorm1d(2, affine=False, device="meta")))
     note("copied", lambda: copy.deepcopy(linear))
     note("forward", lambda: linear.forward(torch.ones(2, 4)))
     linear(torch.ones(2, 4)).sum().backward()
     note("norms", lambda: torch.linalg.vector_norm(linear.weight.grad, dim=0))
+    note("fewer", lambda: alone(torch.ones(2, 4), "ab"[: 2 - rank]).sum().backward())
     return found

@@ -17,8 +17,8 @@ from wholestep.ir import set_bucket
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
 from wholestep.parallel.comm_hooks.mean import BUILTIN_HOOKS
 from wholestep.parallel.comm_hooks.ordered import Hook
-from wholestep.parallel.equal_models import require_equal_models
-from wholestep.parallel.join import Join, Joinable, JoinHook, hint_at_join
+from wholestep.parallel.equal_models import noted, require_equal_models
+from wholestep.parallel.join import WITHOUT_JOIN, Join, Joinable, JoinHook
 from wholestep.parallel.logging_data import logging_data
 from wholestep.parallel.outputs import joined_in_one_node
 from wholestep.parallel.reducer import GradientReducer
@@ -86,9 +86,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             if f"{prefix}.{name}".lstrip(".") not in ignored
         ]
         self.device_ids = [torch.device("cuda", d) if isinstance(d, int) else d for d in device_ids or []]
-        _check(named, self.device_ids)
+        _check(named, self.device_ids, init_sync)
         if init_sync:
-            require_equal_models("DistributedDataParallel", named, self.process_group)
+            require_equal_models("DistributedDataParallel", module, named, self.process_group)
             self._broadcast([*self._own, *(self._buffers_now() if init_buffers else [])], 0)
         cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         limits = (FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap)
@@ -145,7 +145,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             outputs = joined_in_one_node(outputs, self.reducer.backward_begun)
         return outputs
 
-    @hint_at_join()
+    @noted(WITHOUT_JOIN)
     def _begin_iteration(self, syncs: bool, joined: bool = False) -> bool:
         """Sends what a forward does before the module's own.
 
@@ -293,7 +293,7 @@ class _FollowOthers(JoinHook):
         wrapper._broadcast([*wrapper._own, *buffers], source)
 
 
-def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any]) -> None:
+def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any], compared: bool) -> None:
     if not named:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
@@ -305,6 +305,8 @@ def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any]) -> None
             "gradients itself; to do: leave the wrapper out"
         )
     devices = {str(p.device): name for name, p in reversed(named)}
+    if "meta" in devices and compared:
+        return  # all ranks will be told
     if "meta" in devices:
         raise ValueError(
             f"DistributedDataParallel: parameter {devices['meta']} is on the meta device; to do: give the module "

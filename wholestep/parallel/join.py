@@ -7,28 +7,17 @@ main hook of each joinable once for each iteration of the others, and the post h
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from wholestep import comm
-from wholestep.errors import DistError
 
-
-@contextmanager
-def hint_at_join() -> Iterator[None]:
-    """Errors of collectives say what to do if some ranks have no more batches."""
-    try:
-        yield
-    except DistError as failure:
-        failure.add_note(
-            "DistributedDataParallel: ranks that have fewer batches leave the others alone: put the loop into "
-            "`with model.join():`"
-        )
-        raise
+WITHOUT_JOIN = (
+    "DistributedDataParallel: ranks that have fewer batches leave the others alone: put the loop into "
+    "`with model.join():`"
+)
 
 
 class JoinHook:

@@ -18,10 +18,16 @@ from wholestep.errors import UnsupportedError
 from wholestep.ir import want_mean
 from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment, flat_as, views_of
 from wholestep.parallel.comm_hooks.ordered import Hook, value_of
-from wholestep.parallel.join import hint_at_join
+from wholestep.parallel.equal_models import noted
+from wholestep.parallel.join import WITHOUT_JOIN
 from wholestep.parallel.logging_data import StepTimes
 from wholestep.parallel.outputs import nodes_behind
 from wholestep.torch_compat import at_end_of_backward, skipped_by_dynamo
+
+_ELSEWHERE = (
+    "DistributedDataParallel: this rank reduces the gradients of {}; others do not, if their step raised an error, "
+    "their loss uses other parameters (find_unused_parameters=True) or they have fewer batches (`with model.join():`)"
+)
 
 
 @skipped_by_dynamo
@@ -245,7 +251,8 @@ class GradientReducer:
         """Begins to reduce what a bucket sends, in place: each a flat tensor, of which a hook has one."""
         bucket = self.buckets[number]
         if self.hook is None:
-            bucket.under_way = [self._all_reduce(one) for one in memory]
+            with noted(_ELSEWHERE, [self.names[i] for i in bucket.members[:9]]):
+                bucket.under_way = [self._all_reduce(one) for one in memory]
             return
         before = self.buckets[number - 1].under_way
         if number and not isinstance(before, list):  # torch's PowerSGD sends in callbacks: in no order with two at once
@@ -342,7 +349,7 @@ class GradientReducer:
         self._finish(learns=True)
 
     @torch.no_grad()
-    @hint_at_join()
+    @noted(WITHOUT_JOIN)
     def _finish(self, learns: bool = False) -> None:
         """Ends a backward: waits for all buckets and gives the parameters their gradients."""
         self.backward.expected = self._begun = False

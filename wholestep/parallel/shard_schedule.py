@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -234,7 +235,9 @@ class ParameterGroup:
         if current_autograd_node() is None:  # else a checkpoint computes again what the backward is about to need
             if self._reshards or not outputs:
                 self.reshard()
-            if self.schedule.root is self:
+            if output is None and sys.exc_info()[0]:  # which goes to the user, now
+                self.schedule.events.clear()
+            elif self.schedule.root is self:
                 self.schedule.end(bool(outputs))
         if outputs:
             register_multi_grad_hook(outputs, self._before_backward, mode="any")

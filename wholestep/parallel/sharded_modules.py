@@ -155,7 +155,7 @@ def fully_shard(
         raise ValueError(f"fully_shard: a mesh of one or two axes is required, found {mesh}")
     groups = [comm.get_group() if axis is None else mesh.get_group(axis) for axis in axes]
     named = _parameters_of(module, {id(one) for one in ignored_params or ()})
-    require_equal_models("fully_shard", [(name, one) for name, one, _ in named], groups[-1])
+    require_equal_models("fully_shard", module, [(name, one) for name, one, _ in named], groups[-1])
     scalars = [one for _, one, _ in named if one.dim() == 0]
     named = [one for one in named if one[1].dim()]
     for one in [*module.buffers(), *scalars, *(ignored_params or ())]:
@@ -261,8 +261,15 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
         for last in owner._parameters:
             key, one = prefix + f"{path}.{last}".lstrip("."), places.get((owner, last))
             value = state.get(key)
-            if one is not None and isinstance(value, torch.Tensor) and value.shape == one.shape:
+            if one is None or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape == one.shape:
                 state[key] = value if part_of(value) else value[one.part.slices]
+            elif list(value.shape) != one.own_shape:
+                raise RuntimeError(
+                    f"fully_shard: size mismatch for {key}: {list(value.shape)} in the state, {list(one.shape)} in the "
+                    f"model, of which this rank has {one.own_shape}: load a state of this model, whole or its parts"
+                )
 
 
 @contextmanager

@@ -13,10 +13,16 @@ from torch import nn
 from wholestep import comm
 from wholestep.comm.ops.rows import piece, piece_size
 from wholestep.deferred_init import become, part_values
+from wholestep.parallel.equal_models import noted
 from wholestep.tensor_parts import Part, give_data, mark_part, part_of
 from wholestep.torch_compat import plain_subclasses
 
 ALONE_BYTES = 2**20  # a parameter from this size on is gathered by itself: right into its place, without a copy
+
+_ELSEWHERE = (
+    "fully_shard: this rank {}; others do not, if their step raised an error: have every rank run the same modules on "
+    "equally many batches, and use all they give in its loss"
+)
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,9 @@ class ShardBucket:
         source = flat.to(self.policies.device, dtype)
         gathered = self.policies.empty(self.policies.group.size() * len(flat), dtype, self.policies.device)
         self.stamp = versions
-        self._coming = comm.all_gather_into_tensor(gathered, source, self.policies.group, async_op), gathered, source
+        with noted(_ELSEWHERE.format("gathers {}"), self.members):
+            work = comm.all_gather_into_tensor(gathered, source, self.policies.group, async_op)
+        self._coming = work, gathered, source
         return True
 
     @torch.no_grad()
@@ -269,7 +277,8 @@ class Reduction:
             filled = [one for one in rows if one.numel()]  # the kernel refuses others
             given = torch.ops.aten._chunk_cat(filled, 0, size) if filled else rows[0].new_empty(size, 0)
         self._result = policies.empty(given.shape[1], given.dtype, given.device)
-        self._work = comm.reduce_scatter_tensor(self._result, given, "avg", policies.group, async_op)
+        with noted(_ELSEWHERE.format("reduces gradients of {}"), self._members):
+            self._work = comm.reduce_scatter_tensor(self._result, given, "avg", policies.group, async_op)
         self._given: torch.Tensor | None = given
 
     def wait(self) -> None:
