@@ -55,6 +55,7 @@ def _collect_when_due() -> None:
     if not _Counted.frozen or not gc.isenabled():
         return
     _Counted.frozen = False
+    gc.collect(0)  # a capture's own garbage is among the new objects, which alone are searched
     if 4 * sys.getallocatedblocks() > 5 * _Counted.blocks:
         gc.collect()
         _Counted.blocks = sys.getallocatedblocks()
