@@ -19,6 +19,18 @@ def written_through(z: Tensor) -> list[Tensor]:
     return [w.conj(), w]
 
 
+class Doubled(torch.autograd.Function):
+    """What it gives has a history of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 CASES: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "an input's": lambda z: [z.conj(), z.real, z],
     "a value's": lambda z: [(z * 2).conj(), (z * 3).imag],
@@ -68,6 +80,22 @@ def test_results_of_another_kind_are_views(name: str, leaf: bool) -> None:
     compiled = ws.compile(CASES[name], fullgraph=True)
     for _ in range(2):
         assert outcome(compiled, leaf) == outcome(CASES[name], leaf)
+
+
+def test_a_view_of_another_dtype_with_a_history_of_its_own() -> None:
+    def step(z: Tensor) -> tuple[Tensor, Tensor]:
+        w = z * 2
+        return Doubled.apply(w.real), Doubled.apply(w)[1:]  # type: ignore[no-untyped-call]
+
+    found = []
+    for run in (step, ws.compile(step, fullgraph=True)):
+        z = torch.arange(6.0).add(1j).view(3, 2).requires_grad_()
+        real, rows = run(z)
+        (real.sum() + rows.abs().sum()).backward()
+        assert z.grad is not None
+        facts = [(t.tolist(), t.stride(), t.storage_offset(), t._is_view()) for t in (real, rows)]
+        found.append([*facts, z.grad.tolist()])
+    assert found[0] == found[1]
 
 
 INPUT_VIEWS = {

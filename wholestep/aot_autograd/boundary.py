@@ -90,7 +90,7 @@ def results_of(recorder: Recorder, collector: OutputCollector, values: list[Any]
         alias = collector.alias(whole)
         found.setdefault(alias, Output(whole, alias))
         if base is None:
-            collector.change(collector.alias(value), base=None, views=None)
+            collector.cut(value)
     return list(found.values())
 
 
@@ -100,7 +100,7 @@ def _is_plain_view(view: torch.Tensor, collector: OutputCollector) -> bool:
     A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own.
     """
     facts = [(t.dtype, t.is_conj(), t.is_neg()) for t in (view, view._base) if t is not None]
-    if facts[0] != facts[1] and collector.aliases[collector.alias(view)].geometry is None:
+    if facts[0] != facts[1] and collector.aliases[collector.alias(view)].views is None:
         return False
     try:
         node, start = view.grad_fn, view._base.grad_fn  # type: ignore[union-attr]

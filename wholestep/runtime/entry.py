@@ -58,7 +58,7 @@ class Entry:
         slots = list(enumerate(traced.aliases))
         self.inference = {a.output for a in traced.aliases if a.state.inference and a.output is not None}
         plain = [(i, s) for i, s in slots if not s.state.inference]
-        self.several = [i for i, s in plain if s.state.several and s.geometry is not None and s.views is None]
+        self.several = [i for i, s in plain if s.state.several and s.by_strides]
         # nothing was counted for what a program gives; eager may count writes, and so may the making of initial state
         fresh = [(i, s) for i, s in plain if s.counter != "shared" and (s.state.version or s.input in hoisted)]
         # what is made, bases before their views, and for which of it writes are counted, and how many
@@ -73,7 +73,7 @@ class Entry:
         rewritten = traced.refused or (derivative and derivative.rewritten)
         self.copied = set(traced.step.signature.mutations) if rewritten else set()
         if self.plan is not None:
-            whole = [s for s in traced.aliases if s.geometry is None]
+            whole = [s for s in traced.aliases if s.views is None]
             versions = {("output", s.output): s.state.version for s in whole if s.state.version}
             self.hoisted = {s.input: s.state.version for s in whole if s.input in hoisted}
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}

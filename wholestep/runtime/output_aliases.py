@@ -31,17 +31,12 @@ def remade(
     """
     base: torch.Tensor = values[alias.input] if alias.output is None else outputs[alias.output]  # type: ignore[index]
     tensor = base
-    if alias.geometry is not None:
-        size, stride, offset = alias.geometry
-        start = base.storage_offset() + offset
+    if alias.views is not None:
         if alias.base is not None:
             base = made[alias.base]
         # a view made without gradients could not be written later where eager's can
         with torch.set_grad_enabled(handle is not None and (not alias.state.leaf or not base.requires_grad)):
-            if alias.views is not None:
-                tensor = _viewed(base, alias.views, alias.state.outdated)
-            else:
-                tensor = base.as_strided(size, stride, start)
+            tensor = _viewed(base, alias.views, alias.state.outdated and not alias.by_strides)
         tensor = tensor if alias.state.is_view else tensor.data if alias.counter == "own" else tensor.detach()
     if alias.state.parameter:
         return torch.nn.Parameter(tensor, alias.state.requires_grad)

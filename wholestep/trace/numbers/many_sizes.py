@@ -43,7 +43,7 @@ class ManySizes:
         self.sizes, self.decisions = sizes, decisions
         self._asked, self._aliases = asked, aliases
         self.in_order = [source.path for source, _, _ in sizes.layouts]
-        self._expressions = [*dict.fromkeys(_expressions([asked, [(a.geometry, a.views) for a in aliases]]))]
+        self._expressions = [*dict.fromkeys(_expressions([asked, [a.views for a in aliases]]))]
         self._function = decisions.function(map(repr, self._expressions))
         self._conditions: tuple[list[str], Any] = [], None
         made_for = self._key([inputs[path] for path in self.in_order])
@@ -98,7 +98,7 @@ class ManySizes:
         for target, args, kwargs, value in self._asked:
             if differ(target, *_at((args, kwargs, value), numbers)):
                 return f"{target} gives another layout than for the sizes that the program was made for"
-        return [replace(a, geometry=_at(a.geometry, numbers), views=_at(a.views, numbers)) for a in self._aliases]
+        return [replace(a, views=_at(a.views, numbers)) for a in self._aliases]
 
 
 def _expressions(tree: Any) -> list[Size]:

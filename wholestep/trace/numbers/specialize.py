@@ -144,10 +144,7 @@ def at_sizes(
         inputs=[items[id(i)] for i in traced.hoisted.inputs],
         state=[items[id(i)] for i in traced.hoisted.state],
     )
-    aliases = [
-        replace(a, geometry=a.geometry and at.numbers(a.geometry), views=a.views and at.numbers(a.views))
-        for a in traced.aliases
-    ]
+    aliases = [replace(a, views=a.views and at.numbers(a.views)) for a in traced.aliases]
     if decisions is not None and initial.known:  # what the step makes from nothing is made for these sizes alone
         decisions.specialized = True
     return replace(

@@ -87,22 +87,30 @@ class OutputCollector:
             copy = self.recorder.builder.emit(aten.clone.default, (ref.read(),))
             alone = replace(state, is_view=False, several=False, leaf=bool(state.leaf))
             return OutputAlias(alone, self.add_output(copy))
-        place = tuple(here.shape), here.stride, here.offset - whole.offset
         parent = self.alias(viewed) if viewed is not None else None
         if item is not None:
             is_state = item.source is None and is_first  # state that the step makes is the input
             inside: list[Any] = [*item.members] or [item.value]
             own = all(counts_alone(tensor, real) for real in inside)
-            views = None if own and strided else self._views(tensor, start)
-            geometry = None if is_state else place
-            return OutputAlias(state, None, item.index, geometry, "own" if own else "shared", parent, views)
+            views = None if is_state else self._place(tensor, start, not own)
+            return OutputAlias(state, None, item.index, "own" if own else "shared", parent, views)
         if id(storage) not in self._by_storage:
             self._by_storage[id(storage)] = self.add_output(ref.whole.read())
         first = self._first.setdefault(id(storage), tensor)
         counter: Counter = "memory" if first is tensor else "own" if counts_alone(tensor, first) else "shared"
-        views = self._views(tensor, start) if viewed is not None or not strided else None
-        geometry = None if is_first else place
-        return OutputAlias(state, self._by_storage[id(storage)], None, geometry, counter, parent, views)
+        views = None if is_first else self._place(tensor, start, viewed is not None)
+        return OutputAlias(state, self._by_storage[id(storage)], None, counter, parent, views)
+
+    def _place(self, tensor: torch.Tensor, start: Ref, known: bool = True) -> tuple[View, ...] | None:
+        """What leads from one tensor to another in its memory: operators, or strides where they say how.
+
+        Args:
+            known: whether autograd knows the other as a view of it.
+        """
+        ref = self.inputs.ref(tensor)
+        strided = ref.follows_strides and start.follows_strides
+        views = self._views(tensor, start) if known or not strided else None
+        return (_strided(ref, start),) if strided and views is None else views
 
     def _views(self, view: torch.Tensor, start: Ref) -> tuple[View, ...] | None:
         """The operators that lead from a tensor to a view of it, as autograd knows them.
@@ -117,8 +125,7 @@ class OutputCollector:
             if ref.kwargs or any(isinstance(leaf, fx.Node) for leaf in leaves(ref.args)):
                 return None
             if ref.born != used and ref.follows_strides and start.follows_strides:
-                place = tuple(ref.geometry.shape), ref.geometry.stride, ref.geometry.offset - start.geometry.offset
-                return ((aten.as_strided.default, place, None), *views[::-1])
+                return (_strided(ref, start), *views[::-1])
             views.append((ref.view, _frozen(ref.args), ref.index))
             used, ref = ref.born, ref.parent
         return tuple(views[::-1]) or ((aten.alias.default, (), None),) if ref is start else None
@@ -133,9 +140,13 @@ class OutputCollector:
             return
         if item not in self.inputs.items:
             self.inputs.add(item)
-        here, base = self.inputs.ref(tensor).geometry, item.ref.geometry
-        place = (tuple(here.shape), here.stride, here.offset - base.offset)
-        self.change(self.alias(tensor), input=item.index, geometry=place, views=self._views(tensor, item.ref))
+        self.change(self.alias(tensor), input=item.index, views=self._place(tensor, item.ref))
+
+    def cut(self, tensor: torch.Tensor) -> None:
+        """Makes a tensor's alias none of another's: it has a history of its own."""
+        index = self.alias(tensor)
+        views = self.aliases[index].views and self._place(tensor, self.inputs.ref(tensor).whole, False)
+        self.change(index, base=None, views=views)
 
     def add_output(self, node: fx.Node) -> int:
         """Makes a node an output of the graph; gives its index."""
@@ -158,6 +169,12 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
     """The gradient that a tensor of the step's own has by now."""
     held = bool(is_leaf(tensor)) or tensor.retains_grad
     return tensor.grad if held and is_made(tensor.grad) else None
+
+
+def _strided(ref: Ref, start: Ref) -> View:
+    """A tensor as `as_strided` of another, with an offset from that one's first element."""
+    here = ref.geometry
+    return aten.as_strided.default, (tuple(here.shape), here.stride, here.offset - start.geometry.offset), None
 
 
 def _frozen(args: Any) -> Any:

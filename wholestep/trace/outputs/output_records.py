@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from wholestep.trace.outputs.tensor_state import TensorState
@@ -30,13 +31,11 @@ class OutputAlias:
         state: what autograd knows of it.
         output: index of the graph's output that holds its memory, or None.
         input: index of the input whose memory it shares, or None.
-        geometry: (size, stride, offset from the start of that output or input) for a view, None for the
-            whole of it.
         counter: whose version counter it has: that of its output or input, which is set for it
             ("memory"); the same, set for another one ("shared"); or one of its own.
         base: index of the alias that autograd knows it as a view of.
-        views: the operators that lead there from that alias, or from the output or input, as autograd knows them; None
-            where strides alone say how.
+        views: the operators that lead there from that alias, or from the output or input, as autograd knows them: one
+            `as_strided` where it knows of none; None for the whole of it.
         grad: index of the alias of its gradient.
         refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
     """
@@ -44,12 +43,16 @@ class OutputAlias:
     state: TensorState
     output: int | None = None
     input: int | None = None
-    geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
     counter: Counter = "memory"
     base: int | None = None
     views: tuple[View, ...] | None = None
     grad: int | None = None
     refusal: str = ""
+
+    @property
+    def by_strides(self) -> bool:
+        """Whether strides say how it is found."""
+        return self.views is not None and self.views[-1][0] is torch.ops.aten.as_strided.default
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def _derivative(backward: Differentiated | None, n_forward: int) -> Derivative |
 def _output(collector: OutputCollector, place: NewValue) -> int | None:
     """The output that is all of what the step leaves at a place."""
     alias = None if place.alias is None else collector.aliases[place.alias]
-    return alias.output if alias is not None and alias.geometry is None else None
+    return alias.output if alias is not None and alias.views is None else None
 
 
 def _set_phases(graph: fx.Graph, last: fx.Node) -> None:
