@@ -6,7 +6,6 @@ Each refused step marks its offending line with a comment; the error must name e
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import itertools
 import random
@@ -594,15 +593,3 @@ def test_an_error_of_what_a_step_leaves_behind_names_the_steps_line() -> None:
 
     with pytest.raises(CaptureError, match=f"at: {__file__}:{step.__code__.co_firstlineno}"):
         ws.compile(step, fullgraph=True)(torch.ones(2))
-
-
-def test_a_deep_copy_of_a_tensor_in_the_step() -> None:
-    def step(x: Tensor) -> Tensor:
-        return copy.deepcopy(x).mul_(2) + x  # HERE
-
-    with pytest.raises(DataDependentError, match="__deepcopy__ copies memory past all operators") as refused:
-        ws.compile(step, fullgraph=True)(torch.ones(2))
-    assert marked_line(step) in refused.value.where and "clone()" in refused.value.remedy
-    compiled, x = ws.compile(step), torch.arange(3.0)
-    assert all(torch.equal(compiled(x), step(x)) for _ in range(3)) and torch.equal(x, torch.arange(3.0))
-    assert len(compiled.breaks) == 1

@@ -54,12 +54,12 @@ def _viewed(base: torch.Tensor, views: Sequence[View], outdated: bool) -> torch.
     Args:
         outdated: it was made before the base was written last.
     """
+    if not outdated:
+        return viewed(base, views)
     version = base._version
-    if outdated:
-        set_versions((base,), (NEVER,))
+    set_versions((base,), (NEVER,))
     view = viewed(base, views)
-    if outdated:
-        set_versions((base,), (version,))
+    set_versions((base,), (version,))
     return view
 
 

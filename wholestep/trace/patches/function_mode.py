@@ -6,7 +6,9 @@ is done here by operators.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -266,6 +268,28 @@ class TorchCalls(TorchFunctionMode):
         tensor.copy_(torch.where(mask, new, tensor))
         return None
 
+    def _deepcopy(self, func: Any, args: tuple[torch.Tensor, dict[int, Any]], kwargs: Any) -> torch.Tensor:
+        """`copy.deepcopy(t)`, which copies memory without the dispatcher's knowing."""
+        tensor, memo = args
+        if id(tensor) in memo:
+            return memo[id(tensor)]  # type: ignore[no-any-return]
+        if not tensor.is_leaf:
+            what = "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            raise RuntimeError(f"{what} at the moment")
+        with no_modes():
+            ref = self.inputs.ref(tensor)
+        if math.prod(ref.geometry.shape) != math.prod(ref.whole.geometry.shape):
+            what = "a deep copy of a part of a tensor's memory, which copies the whole"
+            raise UnsupportedError(what, user_line(), "copy it with tensor.clone()")
+        with torch.no_grad():
+            copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with no_modes():
+            set_versions((copied,), (1,))  # as eager counts the giving of memory
+        memo[id(tensor)] = copied
+        if tensor.grad is not None:
+            copied.grad = copy.deepcopy(tensor.grad, memo)
+        return copied
+
     def _set_data(self, func: Any, args: tuple[torch.Tensor, torch.Tensor], kwargs: Any) -> None:
         """`t.data = new`: the tensor leaves its memory for the new one's."""
         tensor, new = args
@@ -319,7 +343,6 @@ REFUSED: dict[Any, tuple[str, str]] = {
         ("takes or makes a packed sequence, whose shapes depend on its lengths", "use padded tensors and masks"),
     ),
     torch.Tensor.is_set_to: ("tells whether tensors are the same memory", "compare them outside of the step"),
-    torch.Tensor.__deepcopy__: ("copies memory past all operators", "copy the tensor: tensor.detach().clone()"),
     **dict.fromkeys(COMPRESSED, ("makes a tensor that no fake one can stand for", "use dense tensors")),
 }
 
@@ -340,6 +363,7 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys(BY_VALUE, TorchCalls._by_value),
     **dict.fromkeys(REFUSED, TorchCalls._refuse),
     SET_DATA: TorchCalls._set_data,
+    torch.Tensor.__deepcopy__: TorchCalls._deepcopy,
     torch.Tensor.__getitem__: TorchCalls._get_item,
     torch.Tensor.__setitem__: TorchCalls._set_item,
     **{getattr(functional, name): TorchCalls._cross_entropy  # of which `as_eager_sums` speaks
