@@ -174,7 +174,8 @@ class Count(int):
     def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
         if isinstance(other, Count) and other.tensor is self.tensor:
             return compare(int(self), int(other))
-        raise CaptureError(f"Python computes with {self.what}, another number at each call", remedy=self.remedy)
+        what = f"Python compares {self.what}, or computes with it, another number at each call"
+        raise CaptureError(what, remedy=self.remedy)
 
     def __bool__(self) -> bool:
         return bool(self._compare(int.__ne__, 0))
