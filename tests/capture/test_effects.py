@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import string
 import types
-from collections import OrderedDict, defaultdict, deque, namedtuple
+import uuid
+from collections import ChainMap, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from contextvars import ContextVar
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,3 +336,29 @@ def test_results_keep_the_identity_of_what_was_there_and_of_what_is_held_twice()
     assert list(result) == ["kept", "list", "out", "x", "n"] and result["n"] == 3
     assert result["kept"] is kept and result["list"] is kept.last and kept.last[0] is made[0] and result["x"] is x
     assert type(result["out"]) is Output and result["out"].y is result["out"]["y"] is made[0]
+
+
+OF_SIZES: dict[str, Callable[[int], Any]] = {
+    "dictionary": lambda n: OrderedDict(n=n),
+    "namespace": lambda n: SimpleNamespace(n=n),
+    "chain": lambda n: ChainMap({"n": n}),
+    "template": lambda n: string.Template("x" * n),
+    "identifier": lambda n: uuid.UUID(int=n),
+    "fraction": lambda n: Fraction(n, 7),
+}
+
+
+@pytest.mark.parametrize("kind", OF_SIZES)
+def test_sizes_are_kept_in_objects_of_the_standard_library(kind: str) -> None:
+    """Of each the last one dies when the step puts another into its place."""
+
+    def step(holder: SimpleNamespace, x: torch.Tensor) -> torch.Tensor:
+        holder.kept = OF_SIZES[kind](x.shape[0])
+        return x.sum()
+
+    compiled, holder = ws.compile(step, fullgraph=True), SimpleNamespace()
+    for size in (4, 5, 6, 7, 4):
+        assert compiled(holder, torch.ones(size)) == size
+        want = OF_SIZES[kind](size)
+        assert type(holder.kept) is type(want)
+        assert repr(getattr(holder.kept, "__dict__", holder.kept)) == repr(getattr(want, "__dict__", want))

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
+from uuid import UUID
 
 import torch
 
@@ -126,7 +127,8 @@ class _Described:
         return self.made[id(value)][1]
 
     def _is_of_numbers(self, value: Any) -> bool:
-        return type(value) is torch.Size and any(isinstance(size, self.numbers) for size in value)
+        held = value if type(value) is torch.Size else kinds.SLOTS.read(value).values() if type(value) is UUID else ()
+        return any(isinstance(number, self.numbers) for number in held)
 
     def _new(self, value: Any) -> New:
         return self.new.setdefault(id(value), New(value, len(self.new)))

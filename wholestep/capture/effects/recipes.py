@@ -139,6 +139,7 @@ RECIPES: dict[Any, Callable[[Any], Recipe]] = {
     set: lambda v: Recipe(set.__new__, (type(v),), contents(v)),
     frozenset: lambda v: Recipe(frozenset.__new__, (type(v), contents(v))),
     deque: _deque,
+    types.SimpleNamespace: lambda v: Recipe(types.SimpleNamespace.__new__, (type(v),)),
     types.FunctionType: _function,
     types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),
     types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),

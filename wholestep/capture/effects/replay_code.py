@@ -51,6 +51,9 @@ class Replay:
         for index, effect in enumerate(effects):
             self._effect(index, effect)
         head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
+        if path.writer.weak:  # what the step replaces lives until it is done
+            self.space["WEAK"] = path.writer.weak
+            head.append("kept = [reference() for reference in WEAK]")
         self.space["let_go"] = path.last.let_go
         lines = [*head, *self.reads, *self.writes, *self.late, f"result = {outcome}", "let_go()", "return result"]
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"

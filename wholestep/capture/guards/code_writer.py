@@ -22,6 +22,7 @@ class CodeWriter:
         names: id of an object -> the name that stands for it in the code.
         space: the code's global variables.
         spaces: these, and those of the code that goes with it.
+        weak: references to what the code does not keep alive; where one of these dies, the spaces are emptied.
         tensors: id of a tensor of a persistent container -> an expression for it.
     """
 
@@ -32,6 +33,7 @@ class CodeWriter:
             "call": call, "match": match, "global_state": global_state, "STATE": state, "memory": memory,
         }
         self.spaces = [self.space]
+        self.weak: list[Any] = []
         self.lines: list[str] = []
         self.tensors: dict[int, str] = {}
 

@@ -147,7 +147,8 @@ class PerCallObjects:
                 space.clear()
 
         try:
-            return f"{self._writer.constant(weakref.ref(value, drop))}()"
+            self._writer.weak.append(weakref.ref(value, drop))
+            return f"{self._writer.constant(self._writer.weak[-1])}()"
         except TypeError:
             return self._writer.name(value)
 

@@ -45,7 +45,7 @@ class ManySizes:
         self.in_order = [source.path for source, _, _ in sizes.layouts]
         self._expressions = [*dict.fromkeys(_expressions([asked, [a.views for a in aliases]]))]
         self._function = decisions.function(map(repr, self._expressions))
-        self._conditions: tuple[list[str], Any] = [], None
+        self._conditions: tuple[list[str], Any] = [], decisions.function([])
         made_for = self._key([inputs[path] for path in self.in_order])
         self._served: dict[Any, list[OutputAlias] | str] = {made_for: aliases}
 
