@@ -40,13 +40,14 @@ def test_accelerate(tmp_path):
         assert each["losses"] and each["weights"], "the bits of Accelerate's own"
         assert each["reductions"] == 3 and each["unwrapped"]
         assert each["resumed"] and each["late"] and each["hook"] and each["bf16"]
+        assert each["sharded"] and each["sharded resumed"], "under fully_shard"
         assert "did not receive grad for rank" in each["unused"] and "spare.weight, spare.bias" in each["unused"]
         assert "serves data parallelism on CPUs and CUDA, found DistributedType.MEGATRON_LM" in each["kind"]
 
 
 def test_the_trainer(tmp_path):
     for each in run_ranks(accelerate_ranks.trainer_checks, 2, args=(free_port(), str(tmp_path))):
-        flags = {"weights": True, "losses": True, "unused allowed": True, "resumed": True}
+        flags = {"weights": True, "losses": True, "unused allowed": True, "resumed": True, "parts": True}
         assert each == flags | {"wrapper": "wholestep", "reductions": 4}
 
 

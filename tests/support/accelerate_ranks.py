@@ -15,6 +15,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from torch import nn
 
 from wholestep import comm
+from wholestep.parallel import fully_shard
 from wholestep.parallel.integrations.accelerate import Accelerator
 from wholestep.parallel.integrations.transformers import Trainer
 
@@ -26,8 +27,8 @@ def begin(port: int) -> None:
     comm.destroy_process_group()
 
 
-def make() -> nn.Module:
-    torch.manual_seed(int(os.environ["RANK"]))  # rank 0's values count
+def make(seed: int | None = None) -> nn.Module:
+    torch.manual_seed(int(os.environ["RANK"]) if seed is None else seed)  # rank 0's values count
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 
 
@@ -42,9 +43,11 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 class Loop:
     """A loop as Accelerate's documentation has it."""
 
-    def __init__(self, kind: Any, rows: int = 48, **settings: Any) -> None:
+    def __init__(self, kind: Any, rows: int = 48, shards: bool = False, **settings: Any) -> None:
         self.accelerator = kind(cpu=True, gradient_accumulation_steps=2, **settings)
-        self.module = model = make()
+        self.module = model = make(0 if shards else None)
+        if shards:
+            fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(7))
         data = torch.utils.data.TensorDataset(x, x[:, :2] ** 2)
@@ -109,6 +112,18 @@ def accelerate_checks(port: int, folder: str) -> dict[str, Any]:
             one.late()
         found[name] = equal(*(state(one.module) for one in loops))
     accelerate.state.AcceleratorState._reset_state()
+    whole, parts = Loop(Accelerator), Loop(Accelerator, shards=True)
+    found["sharded"] = torch.allclose(torch.tensor(whole.epoch()), torch.tensor(parts.epoch()), atol=1e-6)
+    names = [name for name, _ in parts.module.named_parameters() if name != "0.bias"]  # noise: the norm cancels it
+    left = [one.accelerator.get_state_dict(one.model) for one in (whole, parts)]
+    found["sharded"] &= all(torch.allclose(*(one[name] for one in left), atol=1e-6) for name in names)
+    parts.accelerator.save_state(folder + "-sharded")
+    parts.epoch()
+    again = Loop(Accelerator, shards=True)
+    again.accelerator.load_state(folder + "-sharded")
+    again.epoch()
+    found["sharded resumed"] = equal(*(list(one.module.parameters()) for one in (parts, again)))  # buffers: rank 0's
+    accelerate.state.AcceleratorState._reset_state()
     uneven = Loop(Accelerator, rows=20)  # five batches
     with uneven.accelerator.join_uneven_inputs([uneven.model], even_batches=False):
         batches = 0
@@ -159,7 +174,12 @@ def trainer_checks(port: int, folder: str) -> dict[str, Any]:
     ours, losses, trainer = trained(Trainer, Path(folder, "ours"))
     resumed, *_ = trained(Trainer, Path(folder, "ours"), resume=True)
     wrapper = trainer.model_wrapped
+    try:
+        refused = str(trainer.accelerator.prepare_model(fully_shard(nn.Linear(2, 2))))
+    except ValueError as error:
+        refused = str(error)
     return {
+        "parts": "each rank has a part of its own of weight, bias" in refused,
         "weights": equal(stock, ours),
         "losses": losses == stock_losses and len(losses) == 4,
         "wrapper": type(wrapper).__module__.split(".")[0],

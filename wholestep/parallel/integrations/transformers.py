@@ -12,6 +12,10 @@ except ImportError as missing:
     raise extra_needed("transformers") from missing
 
 
+class _Accelerator(Accelerator):
+    serves_parts = False  # a Trainer writes what rank 0 has
+
+
 class TrainerMixin:
     """Has a Trainer's models wrapped by our `DistributedDataParallel`: ``class Mine(TrainerMixin, Trainer): ...``.
 
@@ -23,7 +27,7 @@ class TrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's accelerator, as it has made it, with our way to wrap models."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator.__class__ = Accelerator
+        self.accelerator.__class__ = _Accelerator
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
