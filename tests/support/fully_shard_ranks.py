@@ -304,6 +304,8 @@ def details() -> dict[str, Any]:
         torch.allclose(g, e[s : s + g.shape[0]], atol=1e-12) for g, e, s in zip(grads, expected, starts, strict=True)
     )
     arrived: list[int] = []
+    model.set_modules_to_forward_prefetch([*model.blocks])
+    model.set_modules_to_backward_prefetch([*model.blocks])
     model.first.weight.register_post_accumulate_grad_hook(lambda p: arrived.append(p.grad.numel()))
     model(x).square().mean().backward()
     found["hooks"] = arrived == [model.first.weight.numel()]

@@ -103,6 +103,11 @@ class FSDPModule:
             one._parameter_group.reshards = reshard_after_forward
             one._parameter_group.say_how()
 
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """For scripts that say it: what comes next is known from the last forward, and one module is gathered ahead."""
+
+    set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("a module under fully_shard cannot be copied: copy it before, or by its state dict")
 
