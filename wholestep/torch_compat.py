@@ -566,6 +566,20 @@ def compile_with_inductor(
         return compile_fx.compile_fx_inner(plain, list(inputs))  # type: ignore[no-any-return]
 
 
+def inductor_kernels(compiled: Any) -> dict[str, Any]:
+    """The globals of the Python that Inductor wrote for a graph; its C++ kernels are those of type `builtin`.
+
+    Each is the function ``kernel`` of a module that is a shared library: it takes tensors, of which it reads and writes
+    the memory, and in C a pointer for each of them.
+    """
+    return compiled.current_callable.__globals__  # type: ignore[no-any-return]
+
+
+def parse_schema(text: str) -> Any:
+    """The schema of an operator, from its text."""
+    return torch._C.parse_schema(text)
+
+
 # --- comm ------------------------------------------------------------------------------------------------
 
 

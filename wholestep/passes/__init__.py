@@ -1,10 +1,11 @@
 """passes/: rewriting, `StepGraph` -> `StepGraph`.
 
-A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit.
-May import: errors, inline, ir, torch_compat.
+A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit, but for `fuse_pointwise`.
+May import: errors, functional, inline, ir, torch_compat.
 """
 
 from wholestep.ir import Pass
 from wholestep.passes.bucket_parts import bucket_parts
 from wholestep.passes.common_subexpressions import same_values
+from wholestep.passes.fuse_pointwise import Region, fuse_pointwise
 from wholestep.passes.gm_transformation import transformed

@@ -23,6 +23,7 @@ from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.codegen import emit
 from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory, tile_size
+from wholestep.lower.fusion.compiled_regions import COMPILATION, regions_of, with_kernels
 from wholestep.lower.fusion.execution_order import arrange
 from wholestep.lower.fusion.fused_updates import split_fused_updates
 from wholestep.lower.plan.arena import SHARED
@@ -55,13 +56,14 @@ def lower_aten(step: StepGraph) -> Program:
     return Program(step)
 
 
-def plan_of(step: StepGraph, held: frozenset[str] = frozenset()) -> Plan:
+def plan_of(step: StepGraph, held: frozenset[str] = frozenset(), fused: bool = False) -> Plan:
     """The order of execution and the place of each value; the graph is left as it is.
 
     Args:
         held: see `make_plan`.
+        fused: whether regions that are compiled run so.
     """
-    graph = same_host_numbers(expand_foreach(list_items(copy_step(step))))
+    graph = same_host_numbers(expand_foreach(list_items(copy_step(with_kernels(step, fused)))))
     graph = split_fused_updates(dead_code(plain_views(dead_code(graph))))
     return make_plan(graph, arrange(graph), held)
 
@@ -83,11 +85,13 @@ class Program:
         self._moves: Counter[int] = Counter()  # how often an input whose memory is bound was elsewhere
         self.rebinds = 0
         self._lock = threading.Lock()  # a backward may run in any thread, and there is one arena
+        self._regions = COMPILATION.start(regions_of(step))  # until they are used
+        self._fused = False
         self._make(step)
 
     def _make(self, step: StepGraph) -> None:
         with torch.no_grad():
-            plan = plan_of(step, self._held)
+            plan = plan_of(step, self._held, self._fused)
             self._source = source = emit.emit(plan, {i for i, times in self._moves.items() if times >= OFTEN})
         self.code = source.text + (f"\n{source.of_sizes}" if source.of_sizes else "")
         self._sizes, self._growing = plan.arena, plan.growing
@@ -143,6 +147,9 @@ class Program:
             with self._lock, below_autograd():
                 if out := self._loans.out():
                     self._held |= frozenset(out)
+                    self._make(self._unpack())
+                if self._regions and COMPILATION.done.keys() >= {*self._regions}:
+                    self._regions, self._fused = [], True
                     self._make(self._unpack())
                 sizes = self._signature.sizes.sizes(inputs) if self._signature.sizes else ()
                 if not self._as_bound(inputs):
