@@ -81,6 +81,10 @@ def _ours() -> Step:
     return ws.compile(train_step, fullgraph=True)
 
 
+def _ours_in_regions() -> Step:
+    return ws.compile(train_step, fullgraph=True, passes=[ws.passes.fuse_pointwise])
+
+
 def _spread(plan: Plan) -> Callable[[], Step]:
     """Our step on two ranks, by a plan along their one axis."""
 
@@ -125,6 +129,10 @@ VARIANTS = {
     "eager-fused": Variant("eager, AdamW(fused=True)", optimizer=_fused_adamw),
     "torch-compile": Variant("torch.compile(model)", model=_compiled, slow_start=True),
     "ours": Variant("wholestep", step=_ours),
+    "ours-regions": Variant("wholestep, fuse_pointwise", step=_ours_in_regions),
+    "ours-regions-of-fused": Variant(
+        "wholestep, fuse_pointwise, AdamW(fused=True)", 1, "eager-fused", step=_ours_in_regions, optimizer=_fused_adamw
+    ),
     "ours-of-fused": Variant("wholestep, AdamW(fused=True)", 1, "eager-fused", step=_ours, optimizer=_fused_adamw),
     "ddp": Variant("DDP, Gloo", 2, "ddp", model=_ddp),
     "compiled-ddp": Variant("torch.compile(DDP), Gloo", 2, "ddp", model=_compiled_ddp, slow_start=True),

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import sys
 import threading
+import types
 from collections import namedtuple
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -81,6 +82,7 @@ from wholestep.torch_compat import (
     gloo_options,
     has_foreach_support,
     has_native_kernel,
+    inductor_kernels,
     innermost_saved_tensor_hooks,
     is_batched,
     is_deferring,
@@ -96,8 +98,10 @@ from wholestep.torch_compat import (
     makes_subclass,
     mkl_square_root,
     needs_memory,
+    nll_loss_backward,
     no_modes,
     node_sequence_number,
+    parse_schema,
     plain_subclasses,
     plain_torch_function,
     python_text,
@@ -607,6 +611,27 @@ def test_inductor_compiles_a_graph_of_aten_calls():
     made = compiled(given)
     assert given == [], "the list is emptied, so that inputs can be freed"
     torch.testing.assert_close(list(made), list(program(*real)))
+    kernels = [made for made in inductor_kernels(compiled).values() if isinstance(made, types.BuiltinFunctionType)]
+    (kernel,) = (made for made in kernels if made.__name__ == "kernel")
+    written = torch.empty(3, 3)
+    assert ctypes.CDLL(kernel.__self__.__file__).kernel, "a function of C"
+    kernel(*real, written)
+    torch.testing.assert_close(written, program(*real)[0])
+
+
+@pytest.mark.parametrize("reduction", range(3))
+def test_the_gradient_of_the_negative_log_likelihood_is_torchs(reduction: int):
+    x, target, weight = torch.randn(5, 4).log_softmax(-1), torch.tensor([0, 3, -100, 1, 2]), torch.rand(4)
+    for given in (weight, None):
+        loss, total = aten.nll_loss_forward.default(x, target, given, reduction, -100)
+        rest = torch.rand_like(loss), x, target, given, reduction, -100, total
+        expected = aten.nll_loss_backward.default(*rest)
+        torch.testing.assert_close(nll_loss_backward(*rest), expected)
+
+
+def test_a_schema_is_read():
+    schema = parse_schema("ours::f(Tensor[] reads, Tensor(a!)[] writes) -> ()")
+    assert [argument.name for argument in schema.arguments if argument.alias_info] == ["writes"]
 
 
 def test_mkls_square_root_is_that_of_torch():

@@ -1,6 +1,6 @@
 """passes/: rewriting, `StepGraph` -> `StepGraph`.
 
-A `Pass` is a plain function; settings are bound with `functools.partial`. Passes here keep every bit, but for `fuse_pointwise`.
+A `Pass` is a plain function; settings are bound with `functools.partial`. All but `fuse_pointwise` keep every bit.
 May import: errors, functional, inline, ir, torch_compat.
 """
 

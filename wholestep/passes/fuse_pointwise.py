@@ -1,6 +1,6 @@
 """Pointwise fusion: stretches of elementwise calls and reductions become one `Region` each, which Inductor compiles.
 
-Opt-in, since results are equal to float tolerance and not bitwise: ``ws.compile(step, passes=[ws.passes.fuse_pointwise])``.
+Opt-in, since results are equal to float tolerance and not bitwise: ``passes=[ws.passes.fuse_pointwise]``.
 Products of matrices, convolutions, attention, random operators, collectives and the update stay as they are.
 """
 
@@ -23,6 +23,7 @@ from wholestep.ir import (
     dead_code,
     info,
     is_effectful,
+    nbytes,
     set_info,
 )
 from wholestep.passes.canonicalize import copy_step
@@ -33,12 +34,16 @@ aten = torch.ops.aten
 # Besides all that torch tags as pointwise: what Inductor makes loops of.
 LOOPS = {
     "native_layer_norm", "native_layer_norm_backward", "_softmax", "_safe_softmax", "_softmax_backward_data",
-    "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "sum", "mean", "amax", "amin",
-    "clone", "_to_copy", "gelu", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward",
+    "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "sum", "mean", "amax",
+    "amin", "clone", "_to_copy", "gelu", "gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward",
     "threshold_backward",
 }  # fmt: skip
-# Kernels per region from which one pass over memory is worth a call of its own.
-LEAST = 2
+# Those that also sum over rows. Inductor goes down each column for itself: slower than ATen beyond the cache.
+ROW_SUMS = {"native_layer_norm_backward", "sum", "mean", "amax", "amin"}
+CACHED = 1 << 18  # bytes
+# Kernels from which one pass over memory is worth a call of its own; one fewer where one of them is of `LOOPS`: two of
+# plain arithmetic write over their operands, which a region does not.
+LEAST = 3
 
 
 class Region:
@@ -86,9 +91,14 @@ def fuse_pointwise(step: StepGraph) -> StepGraph:
     for node in calls:
         if node.target is aten.addmm.default and (key := _only_reader(node, keys)) is not None:
             keys[_split_bias(node)] = key
-    regions = [members for members in _components(step, keys) if sum(n.target is not GETITEM for n in members) >= LEAST]
+    regions = [members for members in _components(step, keys) if _is_worth_it(members)]
     fused = StepGraph(lazy_graph_module(step.gm, _contracted(step.graph, regions)), step.signature, "fuse_pointwise")
     return dead_code(fused)
+
+
+def _is_worth_it(members: list[fx.Node]) -> bool:
+    names = [base_name(node.target) for node in members if node.target is not GETITEM]  # type: ignore[arg-type]
+    return len(names) + any(name in LOOPS for name in names) >= LEAST and len(names) > 1
 
 
 def _keys(calls: list[fx.Node]) -> dict[fx.Node, Any]:
@@ -110,8 +120,19 @@ def _is_fusible(node: fx.Node) -> bool:
     if op._schema.is_mutable or any(isinstance(user.target, Decided | Required) for user in node.users):
         return False
     made = record.value if isinstance(record.value, (tuple, list)) else [record.value]
-    values = [*made, *(info(operand).value for operand in node.all_input_nodes)]
-    return all(_is_plain(value) for value in values)
+    read = [info(operand).value for operand in node.all_input_nodes]
+    if base_name(op) in ROW_SUMS and nbytes(read[0]) > CACHED and not _reduces_columns(node):
+        return False
+    return all(_is_plain(value) for value in (*made, *read))
+
+
+def _reduces_columns(node: fx.Node) -> bool:
+    """True for a reduction over a last dimension whose elements lie side by side."""
+    value, dims = info(node.args[0]).value, node.args[1] if len(node.args) > 1 else None  # type: ignore[arg-type]
+    if base_name(node.target) == "native_layer_norm_backward":  # type: ignore[arg-type]
+        return False
+    last = not isinstance(dims, (list, tuple)) or value.dim() - 1 in {dim % value.dim() for dim in dims}
+    return last and value.is_contiguous()
 
 
 def _is_plain(value: Any) -> bool:
@@ -243,10 +264,11 @@ def _add_region(made: fx.Graph, members: list[fx.Node], add: Any, copies: dict[f
         for operand in node.all_input_nodes:
             if operand not in inner and _base(operand) not in inside:
                 reads.append(operand)
-                inner[operand] = set_info(body.placeholder(f"x{len(inner)}"), replace(info(operand), module="", where=""))
+                inner[operand] = set_info(body.placeholder(f"x{len(inner)}"), info(operand))
     for node in members:
         inner[node] = _counted(body, node, within)
-    gives = [n for n in members if isinstance(info(n).value, torch.Tensor) and any(r not in inside for r in _readers(n))]
+    gives = [node for node in members if isinstance(info(node).value, torch.Tensor)]
+    gives = [node for node in gives if any(reader not in inside for reader in _readers(node))]
     body.output(tuple(inner[node] for node in gives))
     region = Region(body)
     first = info(members[-1])

@@ -23,7 +23,7 @@ from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.codegen import emit
 from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory, tile_size
-from wholestep.lower.fusion.compiled_regions import COMPILATION, regions_of, with_kernels
+from wholestep.lower.fusion.compiled_regions import Awaited, with_kernels
 from wholestep.lower.fusion.execution_order import arrange
 from wholestep.lower.fusion.fused_updates import split_fused_updates
 from wholestep.lower.plan.arena import SHARED
@@ -85,8 +85,7 @@ class Program:
         self._moves: Counter[int] = Counter()  # how often an input whose memory is bound was elsewhere
         self.rebinds = 0
         self._lock = threading.Lock()  # a backward may run in any thread, and there is one arena
-        self._regions = COMPILATION.start(regions_of(step))  # until they are used
-        self._fused = False
+        self._regions, self._fused = Awaited(step), False
         self._make(step)
 
     def _make(self, step: StepGraph) -> None:
@@ -148,8 +147,8 @@ class Program:
                 if out := self._loans.out():
                     self._held |= frozenset(out)
                     self._make(self._unpack())
-                if self._regions and COMPILATION.done.keys() >= {*self._regions}:
-                    self._regions, self._fused = [], True
+                if self._regions.ready():
+                    self._fused = True
                     self._make(self._unpack())
                 sizes = self._signature.sizes.sizes(inputs) if self._signature.sizes else ()
                 if not self._as_bound(inputs):

@@ -1,7 +1,8 @@
 """Regions as kernels of Inductor's: compiled aside, by processes of their own, while the step runs without them.
 
-Each unique region is compiled once, and kept on disk: in ``$WHOLESTEP_CACHE``, or ``~/.cache/wholestep``. Until all regions
-of a step are compiled it runs as if there were none; one that cannot be compiled stays as it was, which is said once.
+Each unique region is compiled once, and kept on disk: in ``$WHOLESTEP_CACHE``, or ``~/.cache/wholestep``. Until all
+regions of a step are compiled it runs as if there were none; one that cannot be compiled stays as it was, which is
+said once.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import ctypes
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +26,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.functional import Functionalized
+from wholestep import comm
+from wholestep.functional import Functionalized, is_collective
 from wholestep.ir import GETITEM, StepGraph, add_call, copy_node, info, set_info
 from wholestep.passes import Region
 from wholestep.torch_compat import lazy_graph_module, parse_schema
 
 aten = torch.ops.aten
+FAILED, PENDING, READY = range(3)
 PROCESSES = 4  # that compile at once, at most; no more than there are cores
 _SCHEMA = parse_schema("wholestep_region::fused_region(Tensor[] reads, Tensor(a!)[] writes) -> ()")
 
@@ -58,14 +63,19 @@ class Kernel:
 
 
 class _Compilation:
-    """Compiles regions in processes of their own, those of one `start` shared out among them."""
+    """Compiles regions in processes of their own, those of one `start` shared out among them.
+
+    Attributes:
+        kernels: by name; None for what failed.
+        errors: by cause, the operators of these, until somebody was told.
+    """
 
     def __init__(self) -> None:
-        self.done: dict[str, Kernel | None] = {}  # by name; None for what failed
+        self.kernels: dict[str, Kernel | None] = {}
+        self.errors: dict[str, list[str]] = {}
         self._begun: set[str] = set()
         self._processes: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
-        atexit.register(self._end)
 
     def start(self, regions: Iterable[Region]) -> list[str]:
         """Begins with those that are neither compiled nor begun; gives the names of all."""
@@ -86,28 +96,42 @@ class _Compilation:
         made_for = torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), region.text
         return hashlib.sha256(repr(made_for).encode()).hexdigest()[:40]
 
+    def state(self, names: Iterable[str]) -> int:
+        """Of regions together: `FAILED` where one did, `PENDING` where one is under way, else `READY`."""
+        found = [self.kernels[name] is not None if name in self.kernels else None for name in names]
+        return FAILED if False in found else PENDING if None in found else READY
+
+    def settled(self, names: Iterable[str]) -> bool:
+        """Whether none is under way; warns of what has failed."""
+        if not self.kernels.keys() >= {*names}:
+            return False
+        while self.errors:
+            why, which = self.errors.popitem()
+            warnings.warn(f"fuse_pointwise: regions that stay as they were ({'; '.join(which)}): {why}", stacklevel=1)
+        return True
+
     def _load(self, name: str, region: Region) -> bool:
-        if (folder() / f"{name}.json").exists():
-            self.done[name] = Kernel(name, region.operators, folder())
-        return name in self.done
+        with suppress(OSError, ValueError, LookupError, AttributeError):  # not there, or not whole: it is made anew
+            self.kernels[name] = Kernel(name, region.operators, folder())
+        return name in self.kernels
 
     def _compile(self, regions: dict[str, Region]) -> None:
-        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        errors: dict[str, str] = {}
+        compiler = os.environ.get("CXX", "g++")  # as Inductor chooses it
         try:
+            if shutil.which(compiler) is None:
+                raise FileNotFoundError(f"there is no C++ compiler {compiler!r}: install one, or name yours in $CXX")
+            folder().mkdir(parents=True, exist_ok=True, mode=0o700)
             errors = self._run({name: [region.text, region.inputs] for name, region in regions.items()})
         except OSError as error:
             errors = dict.fromkeys(regions, str(error))
         for name, region in regions.items():
             if not self._load(name, region):
-                self.done[name] = None
-        failed = [regions[name] for name in regions if self.done[name] is None]
-        if failed:
-            why = next(iter(errors.values()), "its process ended").splitlines()[0]
-            names = "; ".join(region.operators for region in failed)
-            warnings.warn(f"fuse_pointwise: not compiled, runs unfused: {names}: {why}", stacklevel=1)
+                why = errors.get(name, "the process that compiles it ended").partition("\n")[0]
+                self.errors.setdefault(why, []).append(region.operators)
+                self.kernels[name] = None
 
     def _run(self, request: dict[str, Any]) -> dict[str, str]:
+        """Has one process compile regions; gives the errors of those that failed."""
         command = [sys.executable, "-m", "wholestep.lower.fusion.region_compiler", str(folder())]
         process = subprocess.Popen(
             [*command, str(torch.get_num_threads())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -117,13 +141,14 @@ class _Compilation:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()  # and stays open: its end tells that nobody waits
-        errors = dict(json.loads(line) for line in process.stdout if line.startswith("["))
+        errors = dict(json.loads(line) for line in process.stdout if line.startswith('["'))
         process.wait()
         process.stdin.close()
         self._processes.discard(process)
         return errors
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends its processes."""
         for process in [*self._processes]:
             process.kill()
 
@@ -134,11 +159,40 @@ def folder() -> Path:
 
 
 COMPILATION = _Compilation()
+atexit.register(COMPILATION.end)
+os.register_at_fork(after_in_child=COMPILATION.__init__)  # type: ignore[misc]
 
 
 def regions_of(step: StepGraph) -> list[Region]:
     """The regions that a graph calls."""
     return [node.target for node in step.graph.nodes if isinstance(node.target, Region)]
+
+
+class Awaited:
+    """The regions of a graph, until their kernels are used.
+
+    Ranks begin to use them at the same call, or not at all: what they compute alike has to stay so.
+    """
+
+    def __init__(self, step: StepGraph) -> None:
+        self.names = COMPILATION.start(regions_of(step))
+        groups = (node.args[-1] for node in step.graph.nodes if is_collective(node.target)) if self.names else ()
+        self.groups = [comm.get_group(group) for group in dict.fromkeys(groups)] if comm.is_initialized() else []
+
+    def ready(self) -> bool:
+        """Whether kernels are to be used from now on; true once."""
+        if not self.names:
+            return False
+        settled, state = COMPILATION.settled(self.names), COMPILATION.state(self.names)
+        if self.groups:
+            flag = torch.tensor([state])
+            for group in self.groups:
+                comm.all_reduce(flag, comm.ReduceOp.MIN, group=group)
+            state = int(flag)
+            settled = state != PENDING
+        if settled:
+            self.names = []
+        return settled and (state == READY or not self.groups)
 
 
 def with_kernels(step: StepGraph, fused: bool) -> StepGraph:
@@ -152,7 +206,7 @@ def with_kernels(step: StepGraph, fused: bool) -> StepGraph:
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     for node in step.graph.nodes:
         if isinstance(node.target, Region):
-            kernel = COMPILATION.done.get(COMPILATION.name(node.target)) if fused else None
+            kernel = COMPILATION.kernels.get(COMPILATION.name(node.target)) if fused else None
             given = [copies[operand] for operand in node.args]
             copies[node] = _inlined(graph, node, given) if kernel is None else _called(graph, node, given, kernel)
         elif node.target is GETITEM and isinstance(copies[node.args[0]], tuple):

@@ -13,12 +13,12 @@ import os
 import shutil
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
 
 import torch
-from torch import fx
 
 from wholestep.errors import LoweringError
 from wholestep.torch_compat import FakeTensorMode, compile_with_inductor, inductor_kernels, make_fx
@@ -64,11 +64,11 @@ class _Recorded:
 
     def __init__(self, compiled: Any, given: list[torch.Tensor], expected: Any) -> None:
         self.calls: list[tuple[str, list[int]]] = []
-        called: list[tuple[str, list[torch.Tensor]]] = []
+        called: list[tuple[str, Any]] = []
         names = inductor_kernels(compiled)
         for name, kernel in list(names.items()):
             if isinstance(kernel, BuiltinFunctionType) and kernel.__name__ == "kernel":
-                names[name] = lambda *args, kernel=kernel: (called.append((kernel.__self__.__file__, args)), kernel(*args))
+                names[name] = partial(_call, kernel, called)
         self.results = list(compiled(list(given)))
         memory = [t.untyped_storage().data_ptr() for t in (*given, *self.results)]
         if len(set(memory)) < len(memory) or any(t.storage_offset() for t in self.results):
@@ -86,18 +86,22 @@ class _Recorded:
         self.temporaries = sizes
 
 
+def _call(kernel: Any, called: list[tuple[str, Any]], *tensors: torch.Tensor) -> None:
+    called.append((kernel.__self__.__file__, tensors))
+    kernel(*tensors)
+
+
 def _strides(tensor: torch.Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _example(shape: list[int], strides: list[int], dtype: str) -> torch.Tensor:
-    """Numbers for one input; zeros and ones where they may be indices."""
-    made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype))
-    made.untyped_storage().fill_(0)
-    if made.is_floating_point():
-        flat = torch.empty(0, dtype=made.dtype).set_(made.untyped_storage())
+    """Numbers for one input; zeros where they may be indices."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    flat = torch.zeros(last + 1, dtype=getattr(torch, dtype))
+    if flat.is_floating_point():
         flat.copy_(torch.rand(flat.shape).add_(0.1))
-    return made
+    return flat.as_strided(shape, strides)
 
 
 def main(folder: Path, threads: int) -> None:
