@@ -85,7 +85,8 @@ class Program:
         self._moves: Counter[int] = Counter()  # how often an input whose memory is bound was elsewhere
         self.rebinds = 0
         self._lock = threading.Lock()  # a backward may run in any thread, and there is one arena
-        self._regions, self._fused = Awaited(step), False
+        self._regions = Awaited(step)
+        self._fused = not self._regions.groups and self._regions.ready()  # as those on disk are
         self._make(step)
 
     def _make(self, step: StepGraph) -> None:
