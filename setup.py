@@ -1,4 +1,4 @@
-"""The parts of the package that are compiled: the shared-memory engine, elementwise chains, the guards on tables.
+"""The parts of the package that are compiled: the shared-memory engine, chains, random draws, the guards on tables.
 
 All else is in pyproject.toml.
 """
@@ -43,6 +43,14 @@ setup(
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off",
                                 "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
             extra_link_args=["-pthread", "-lm"],
+            py_limited_api=True,
+            optional=True,
+        ),
+        Extension(
+            "wholestep.lower.fusion._draws",
+            ["wholestep/lower/fusion/native/draws.c"],
+            extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-Wall", "-Wextra"],
+            extra_link_args=["-lm"],
             py_limited_api=True,
             optional=True,
         ),

@@ -14,6 +14,7 @@ from wholestep.lower.codegen.literals import commas, keyword, literal, targets
 from wholestep.lower.codegen.program_text import ProgramText
 from wholestep.lower.fusion.blocked_matmuls import in_parts
 from wholestep.lower.fusion.blocking_collectives import blocking_collectives, blocking_form
+from wholestep.lower.fusion.draws import bernoulli_
 from wholestep.lower.plan.operator_facts import (
     SCATTERS,
     UNSET,
@@ -40,6 +41,8 @@ _SYMBOLS: dict[Any, str] = {
     operator.floordiv: "//", operator.mod: "%", operator.lt: "<", operator.le: "<=", operator.gt: ">",
     operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
 }  # fmt: skip
+
+OWN_KERNELS: dict[Any, Any] = {aten.bernoulli_.float: bernoulli_}  # with the bits of the operators that they stand for
 
 
 class CallWriter:
@@ -243,7 +246,7 @@ class CallWriter:
                 texts.append(keyword(name, self.source.list_of(items)))
             else:
                 texts.append(keyword(name, self._given(swap.get((name, None)), value)))
-        text = f"{self.source.function(variant.op)}({commas(texts)})"
+        text = f"{self.source.function(OWN_KERNELS.get(variant.op, variant.op))}({commas(texts)})"
         if not variant.fresh:
             self.source.line(text, node)
             return

@@ -1,0 +1,3 @@
+"""Random draws of torch's CPU generator; see native/draws.c."""
+
+def bernoulli(out: int, count: int, p: float, state: int, /) -> None: ...
