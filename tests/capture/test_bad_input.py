@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -588,7 +588,7 @@ def test_an_error_of_what_a_step_leaves_behind_names_the_steps_line() -> None:
     holder = SimpleNamespace()
 
     def step(x: Tensor) -> Tensor:
-        holder.made = SimpleNamespace(x=x)
+        holder.made = MappingProxyType({"x": x})
         return x
 
     with pytest.raises(CaptureError, match=f"at: {__file__}:{step.__code__.co_firstlineno}"):
