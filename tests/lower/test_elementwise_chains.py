@@ -56,6 +56,17 @@ def test_the_steps_of_all_parameters_are_counted_by_one_chain(fused: bool) -> No
     assert lines == [*range(lines[0], lines[0] + 4)] and "_step.add_(" not in compiled.code
 
 
+def test_another_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials are of float32 whatever a script has chosen."""
+    monkeypatch.setitem(chains.__dict__, "_FOUND", {})
+    step, inputs = program("mlp", "adamw")
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert "chain_" in compare(step, inputs).code
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chains, "native", None)
     fast = compare(*program("mlp", "adamw"))

@@ -148,10 +148,10 @@ def _same_bits(node: fx.Node, step: Step, kernel: str, tensor: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     for number in _NUMBERS if step.number is not None else (None,):
         operands = [_trial(generator) for _ in step.operands]
-        arg = torch.tensor(number) if tensor else number
+        arg = torch.tensor(number, dtype=torch.float32) if tensor else number
         theirs = _as_called(node, step, operands, arg)
         ours = torch.empty_like(theirs)
-        cell = torch.tensor(0.0 if number is None else number)
+        cell = torch.tensor(0.0 if number is None else number, dtype=torch.float32)
         names = [f"o{i}" for i in range(len(operands))]
         row = (kernel, "r", tuple(names), None if number is None else "n")
         chain(ours.numel(), [row], {**dict(zip(names, operands, strict=True)), "r": ours, "n": cell})()
@@ -163,9 +163,10 @@ def _same_bits(node: fx.Node, step: Step, kernel: str, tensor: bool) -> bool:
 
 def _trial(generator: torch.Generator) -> torch.Tensor:
     count = 4093
-    values = torch.randn(count, generator=generator) * torch.randn(count, generator=generator).mul(8).exp()
+    values, scale = (torch.randn(count, generator=generator, dtype=torch.float32) for _ in range(2))
+    values *= scale.mul(8).exp()
     where = torch.randperm(count, generator=generator)[: 20 * len(_SPECIAL)]
-    values[where] = torch.tensor(_SPECIAL).repeat(20)
+    values[where] = torch.tensor(_SPECIAL, dtype=torch.float32).repeat(20)
     return values
 
 

@@ -44,8 +44,8 @@ def _has_torchs_bits() -> bool:
     with no_modes():
         ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
         for count, p in ((1, 0.5), (623, 0.1), (4096, 0.9), (3, 0.0), (5001, 1.0), (2500, 0.37)):
-            expected = torch.empty(count).bernoulli_(p, generator=theirs)
-            same = torch.equal(_drawn(torch.empty(count), p, ours), expected)
+            expected = torch.empty(count, dtype=torch.float32).bernoulli_(p, generator=theirs)
+            same = torch.equal(_drawn(torch.empty_like(expected), p, ours), expected)
             if not same or not torch.equal(ours.get_state(), theirs.get_state()):
                 return False
     return True

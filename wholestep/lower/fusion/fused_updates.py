@@ -128,10 +128,10 @@ def _tried(node: fx.Node, bound: dict[str, Any], dtype: torch.dtype) -> bool:
     for name, value in bound.items():
         if isinstance(value, (list, tuple)):
             steps = name == "state_steps"
-            tensor = torch.tensor(3.0) if steps else torch.rand(count, dtype=dtype, generator=generator)
+            tensor = torch.tensor(3.0, dtype=torch.float32) if steps else torch.rand(count, dtype=dtype, generator=generator)
             trial[name] = [tensor] * bool(value)
         elif isinstance(value, fx.Node):
-            trial[name] = torch.tensor(0.37) if isinstance(info(value).value, torch.Tensor) else 0.37
+            trial[name] = torch.tensor(0.37, dtype=torch.float32) if isinstance(info(value).value, torch.Tensor) else 0.37
         else:
             trial[name] = value
     whole = node.target(**trial)  # type: ignore[operator]
