@@ -127,11 +127,12 @@ def _tried(node: fx.Node, bound: dict[str, Any], dtype: torch.dtype) -> bool:
     trial: dict[str, Any] = {}
     for name, value in bound.items():
         if isinstance(value, (list, tuple)):
-            steps = name == "state_steps"
-            tensor = torch.tensor(3.0, dtype=torch.float32) if steps else torch.rand(count, dtype=dtype, generator=generator)
+            counted = torch.tensor(3.0, dtype=torch.float32) if name == "state_steps" else None
+            tensor = torch.rand(count, dtype=dtype, generator=generator) if counted is None else counted
             trial[name] = [tensor] * bool(value)
         elif isinstance(value, fx.Node):
-            trial[name] = torch.tensor(0.37, dtype=torch.float32) if isinstance(info(value).value, torch.Tensor) else 0.37
+            number = torch.tensor(0.37, dtype=torch.float32)
+            trial[name] = number if isinstance(info(value).value, torch.Tensor) else 0.37
         else:
             trial[name] = value
     whole = node.target(**trial)  # type: ignore[operator]
