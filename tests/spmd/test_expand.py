@@ -21,7 +21,6 @@ from wholestep.spmd.placements import Placement, Replicate, Shard
 from wholestep.spmd.plans.fully_shard import FullyShard, fully_shard
 from wholestep.spmd.plans.state_placements import state_placements
 from wholestep.spmd.plans.tensor_parallel import TensorParallel, tensor_parallel
-from wholestep.spmd.schedule import overlap
 from wholestep.spmd.schedule.coalesce import coalesce
 from wholestep.spmd.schedule.overlap import start_early, wait_late
 from wholestep.testing import run_ranks
@@ -192,26 +191,16 @@ def test_small_collectives_are_packed_and_results_stay(ranks: int) -> None:
     assert counts(operators) == {"all_gather": 3, "all_reduce": 2, "reduce_scatter": 1}
 
 
-def gathers_ahead(first: Any) -> int:
-    """Gathers that are started before the first product."""
+def test_collectives_start_early_as_far_as_the_memory_in_flight_allows() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9), nn.Linear(9, 7))
+    plan = FullyShard("dp", min_bytes=1)
     arguments = (train, model, torch.optim.AdamW(model.parameters()), torch.randn(6, 6))
-    operators = compare(*arguments, plan=FullyShard("dp", min_bytes=1), passes=[wait_late, first])
-    return operators[: operators.index("aten.addmm.default")].count("wholestep.all_gather.default")
 
+    def gathers_ahead(in_flight: int) -> int:
+        """Gathers that are started before the first product."""
+        operators = compare(*arguments, plan=plan, passes=[wait_late, partial(start_early, in_flight=in_flight)])
+        return operators[: operators.index("aten.addmm.default")].count("wholestep.all_gather.default")
 
-def test_collectives_start_early_as_far_as_the_memory_in_flight_allows() -> None:
-    one, many = (gathers_ahead(partial(start_early, in_flight=cap)) for cap in (1, 1 << 20))
+    one, many = (gathers_ahead(cap) for cap in (1, 1 << 20))
     assert one < 6 <= many
-
-
-def test_where_no_core_is_free_large_collectives_start_where_they_are_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(overlap, "MIB", 32)
-    ahead = []
-    for busy in (False, True):
-        monkeypatch.setattr(overlap, "cores_are_busy", lambda group, busy=busy: busy)
-        ahead.append(gathers_ahead(start_early))
-    assert ahead[1] < 6 <= ahead[0]

@@ -7,7 +7,6 @@ from collections import deque
 import torch
 from torch import fx
 
-from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.spmd.expand.graph_edits import COPIES, copy_step, is_view
 from wholestep.spmd.schedule.coalesce import Collective, found
@@ -46,17 +45,14 @@ def _is_light(node: fx.Node) -> bool:
     return node.target in COPIES or all(isinstance(v, torch.Tensor) and not v.dim() for v in values)
 
 
-def start_early(step: StepGraph, *, in_flight: int | None = None) -> StepGraph:
+def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
     """Moves each start to right after what it sends is made, or after a wait that makes room for it; in their order.
 
     Args:
         step: left as it is.
         in_flight: results of collectives that were moved, and not waited for, hold at most so many bytes. A collective
-            that alone gives more stays where it is. By default 64 MiB, and 1 MiB, in which small ones can be packed,
-            where no core is free to run them meanwhile: they run where they start, and only take memory there.
+            that alone gives more stays where it is.
     """
-    groups = {one.start.args[-1] for one in found(step)}
-    in_flight = in_flight or (MIB if any(map(cores_are_busy, groups)) else 64 * MIB)  # type: ignore[arg-type]
     step = copy_step(step, "start_early")
     flying: deque[Collective] = deque()
     in_air = 0
