@@ -181,6 +181,27 @@ def test_writes_to_memory_of_any_layout(name: str) -> None:
     assert all(map(torch.equal, *seen))
 
 
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": lambda x, y: (x * y * y).mul(y),
+    "div": lambda x, y: x / y / y,
+    "mul_": lambda x, y: (x * 2).mul_(y),
+    "div_": lambda x, y: (x * 2).div_(y),
+    "polar": lambda x, y: torch.polar(x.real.t(), x.imag.t()).contiguous().t() * y,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_complex_products_round_by_where_their_results_lie(name: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 33, dtype=torch.complex64, requires_grad=True), torch.randn(33, 16, dtype=torch.complex64).t()
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        result = PRODUCTS[name](x, y)
+        return (result, *torch.autograd.grad(result.real.sum() + result.abs().sum(), x))
+
+    assert all(map(torch.equal, fn(x, y), ws.compile(fn, fullgraph=True)(x, y)))
+
+
 def test_values_saved_for_a_backward_lie_as_in_eager() -> None:
     """A `chunk` has gaps between its rows; the gradient of its GELU rounds otherwise without them."""
     torch.manual_seed(0)

@@ -45,4 +45,6 @@ def may_write_over(live: Liveness, node: fx.Node, root: fx.Node, how: How) -> bo
     item = live.items[live.item_of[node]]
     if item.by_pieces and live.read_time(node, root) != live.position[node]:
         return False
+    if info(node).value.is_complex():  # compiled twice, with and without overlap, which round products otherwise
+        return how == "copy"
     return how == "copy" or is_pointwise(node.target)

@@ -126,7 +126,7 @@ class Mutations:
         news = [*self._new_values(func, variant, node, len(written), scaled)]
         on_clones = isinstance(variant.target, Functionalized)
         computes = not on_clones and not tables.is_list_op(func) and variant.target not in OFFSETS
-        if computes and _permutes(refs, news):
+        if computes and (_permutes(refs, news) or _is_product(func, news)):
             return self._write(func, Variant(Functionalized(func)), written, args, kwargs)
         for ref, new in zip(refs, news, strict=True):
             ref.write(new)
@@ -207,6 +207,11 @@ def _permutes(refs: list[Ref], news: list[fx.Node]) -> bool:
     """
     pairs = [(ref.geometry, fake_value(new)) for ref, new in zip(refs, news, strict=True)]
     return any(place.shape == value.shape and not place.repeats and not place.orders(value) for place, value in pairs)
+
+
+def _is_product(func: OpOverload, news: list[fx.Node]) -> bool:
+    """Whether kernels in place may round otherwise than others: their loops over complex numbers are compiled twice."""
+    return func is not aten.copy_.default and any(fake_value(new).is_complex() for new in news)
 
 
 def _only(index: int, count: int, argument: Any) -> Any:
