@@ -193,7 +193,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_complex_products_round_by_where_their_results_lie(name: str) -> None:
     torch.manual_seed(0)
-    x, y = torch.randn(16, 33, dtype=torch.complex64, requires_grad=True), torch.randn(33, 16, dtype=torch.complex64).t()
+    x = torch.randn(16, 33, dtype=torch.complex64, requires_grad=True)
+    y = torch.randn(33, 16, dtype=torch.complex64).t()
 
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         result = PRODUCTS[name](x, y)
