@@ -190,12 +190,12 @@ for _way in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
 
 
 class Identity(Count):
-    """`id()` or `hash()` of a tensor that may be another one at each call.
+    """`id()` or `hash()` of an object that may be another one at each call.
 
-    It may be kept, returned, and be a key; Python may ask whether two tensors are one.
+    It may be kept, that of a tensor returned, and be a key; Python may ask whether two objects are one.
     """
 
-    what, remedy = "the id() or hash() of a tensor", "use it as a key, or compare it with another tensor's"
+    what, remedy = "the id() or hash() of an object", "use it as a key, or compare it with another object's"
 
     def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
         same = isinstance(other, Identity) and compare in (int.__eq__, int.__ne__)

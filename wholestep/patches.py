@@ -153,6 +153,11 @@ def is_put_into(owner: Any, name: Any) -> bool:
     return (id(owner), name) in active
 
 
+def is_added(name: Any, value: Any) -> bool:
+    """Whether a value is what stands by a name in globals which do not have it otherwise."""
+    return type(value) is _Object and value.patch.name == name and value.patch._own is _ABSENT
+
+
 def _callable(patch: Patch) -> Any:
     if not isinstance(patch.original, FunctionType):
         return _Object(patch)

@@ -209,6 +209,13 @@ def test_classes_made_in_the_step_and_other_threads() -> None:
     assert "type" not in globals() and seen == [(True, True)]
 
 
+def test_a_copy_of_globals_has_no_other_names() -> None:
+    space: dict[str, Any] = {"torch": torch}
+    exec("def step(x): return type(x) is torch.Tensor, dict(globals()), {'type': type}, x * 2", space)
+    *given, product = ws.compile(space["step"], fullgraph=True)(torch.ones(2))
+    assert given == [True, space, {"type": type}] and torch.equal(product, torch.full((2,), 2.0))
+
+
 def test_a_class_pattern_of_type_itself() -> None:
     """Under another name it is a class no longer, which `match` needs: eager's way where Python runs, else refused."""
 

@@ -28,7 +28,7 @@ from wholestep.capture.sources import Identity as IdentityOf
 from wholestep.capture.sources import Source, Version
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.functional import Count, Identity
-from wholestep.patches import unpatched
+from wholestep.patches import is_added, unpatched
 from wholestep.torch_compat import HOOK_TABLES, is_fakes_own
 
 NUMBER_TYPES: tuple[type, ...] = (torch.SymFloat, torch.SymInt)
@@ -181,7 +181,9 @@ class _Described:
         return id(value) in self.new_ids
 
     def tree(self, kind: type, contents: Contents, where: str) -> Tree:
-        """A plain container described by its contents."""
+        """A plain container described by its contents; a copy of globals has no names that are there for a trace."""
+        if "__builtins__" in contents:
+            contents = {key: held for key, held in contents.items() if not is_added(key, held)}
         keys = tuple(self.value(key, where) for key in contents)
         return Tree(kind, keys, tuple(self.value(v, f"{where}[{k!r}]") for k, v in contents.items()))
 

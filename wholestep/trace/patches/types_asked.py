@@ -10,12 +10,16 @@ from __future__ import annotations
 import builtins
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
+from wholestep.capture.guards.compared_values import is_plain
+from wholestep.capture.guards.per_call_objects import PERSISTENT
+from wholestep.capture.snapshot.snapshot import tensors_below
 from wholestep.capture.snapshot.user_code import origin
+from wholestep.capture.sources import lineage
 from wholestep.errors import DataDependentError
 from wholestep.functional import Identity
 from wholestep.patches import Replacement
@@ -28,6 +32,8 @@ from wholestep.trace.record.provenance import user_line
 NUMBERS: dict[type, type] = {
     HostFloat: float, HostInt: int, torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool,
 }  # fmt: skip
+
+_CODE = type, ModuleType, FunctionType, BuiltinFunctionType
 
 
 def _shown(value: Any) -> type:
@@ -54,13 +60,23 @@ def _asked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _number_of(function: Callable[[Any], int], inputs: Inputs) -> Callable[[Any], int]:
-    """`id`, `hash` of tensors that may be others at each call; those of the step's own parameters are guards."""
+    """`id`, `hash` of what may be another object at each call; those of what guards compare by identity are known."""
+    world = inputs.world
+
+    def is_another(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return is_made(value) or not world.is_known(value)
+        if function is hash and type(value).__hash__ is not object.__hash__:
+            return any(map(is_another, value if isinstance(value, (tuple, frozenset)) else tensors_below(value)))
+        if is_plain(value) or isinstance(value, (*PERSISTENT, *_CODE)):
+            return False
+        source = world.reachable.first.get(id(value))
+        of_call = source is None or getattr([*lineage(source)][-1], "argument", None) is not None
+        return of_call or isinstance(value, (dict, list, tuple, set, frozenset))
 
     def ask(value: Any) -> int:
         number = function(value)
-        if not isinstance(value, torch.Tensor) or not is_made(value) and inputs.world.is_known(value):
-            return number
-        return Identity(number).of(value)
+        return Identity(number).of(value) if is_another(value) else number
 
     return ask
 
