@@ -107,6 +107,17 @@ class Record:
     others: dict[str, torch.Tensor]
 
 
+class Halves(nn.Module):
+    """Two outputs, each of parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.first(x), self.second(x)]
+
+
 class Branches(nn.Module):
     """By iteration and by rank, another layer has no part in the outputs; one layer never has.
 
@@ -150,4 +161,6 @@ def loss_of(output: Any) -> torch.Tensor:
         fields = output if isinstance(output, dict) else vars(output)
         main = 0 if fields["main"] is None else fields["main"].square().mean()
         return main + fields["others"]["b"].square().mean()  # "a" is an output that the loss does not use
+    if isinstance(output, list):
+        return torch.stack([loss_of(one) for one in output]).sum()
     return output.float().square().mean()

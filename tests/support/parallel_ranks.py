@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDDP
 from tests.support.parallel_models import (
     Branches,
     Checkpointed,
+    Halves,
     MixedDtypes,
     Net,
     RowsRead,
@@ -48,6 +49,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "plain": (Net, {}),
     "many buckets": (Net, {"bucket_cap_mb": SMALL}),
     "views": (Net, {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": True}),
+    "two backwards": (Halves, {"bucket_cap_mb": SMALL}),
     "no buffers": (Net, {"broadcast_buffers": False}),
     "tied": (Tied, {"bucket_cap_mb": SMALL}),
     "shared gradients": (SharedGradients, {"bucket_cap_mb": 0.0001}),
@@ -91,10 +93,12 @@ def trained(wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], ite
         if iteration % 2:
             with wrapped.no_sync():
                 loss_of(wrapped(batch.flip(0), *choice)).backward()
-        loss = loss_of(wrapped(batch, *choice))
-        loss.backward()
+        outputs = wrapped(batch, *choice)
+        losses = [loss_of(one) for one in (outputs if isinstance(outputs, list) else [outputs])]
+        for loss in losses:
+            loss.backward()
         grads = [torch.zeros(1) if p.grad is None else p.grad.to_dense().clone() for p in wrapped.parameters()]
-        seen += [loss.detach(), *grads]
+        seen += [losses[0].detach(), *grads]
         opt.step()
         opt.zero_grad(set_to_none=iteration < 2)
         seen += [one.clone() for one in wrapped.state_dict().values()]
@@ -134,7 +138,9 @@ def beside_naive(make: Callable[[], nn.Module], settings: dict[str, Any], iterat
 def as_naive() -> list[float]:
     record = partial(Branches, record=True)
     found = [beside_naive(Net, {"bucket_cap_mb": SMALL, "gradient_as_bucket_view": view}) for view in (False, True)]
-    return [*found, beside_naive(record, {"find_unused_parameters": True})]
+    found.append(beside_naive(record, {"find_unused_parameters": True}))
+    with patch.object(comm, "empty", side_effect=comm.DistBackendError("/dev/shm is full")):
+        return [*found, beside_naive(Net, {})]
 
 
 def mistakes() -> dict[str, str]:
@@ -153,9 +159,10 @@ def mistakes() -> dict[str, str]:
         for _ in range(2):
             loss_of(wrapped(torch.ones(2, 8), 1)).backward()
 
-    def used_twice() -> None:
-        wrapped = DistributedDataParallel(Checkpointed(True, times=2))
-        loss_of(wrapped(torch.ones(2, 8))).backward()
+    def used_twice(*times: int) -> None:
+        wrapped = DistributedDataParallel(Checkpointed(True))
+        for wrapped.module.times in times:
+            loss_of(wrapped(torch.ones(2, 8))).backward()
 
     def made_sparse() -> None:
         wrapped = DistributedDataParallel(RowsRead(), broadcast_buffers=False)
@@ -185,7 +192,8 @@ def mistakes() -> dict[str, str]:
     note("meta", lambda: DistributedDataParallel(nn.Linear(2, 3, device="meta")))
     note("device_ids", lambda: DistributedDataParallel(nn.Linear(2, 3), device_ids=[0]))
     note("unused", unused)
-    note("used twice", used_twice)
+    note("used twice", lambda: used_twice(2))
+    note("later twice", lambda: used_twice(1, 1, 2))
     note("shape", lambda: hooked(short))
     note("raises", lambda: hooked(raising))
     note("no future", lambda: hooked(lambda state, bucket: bucket.buffer()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -73,6 +74,14 @@ def flat_as(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return flat
 
 
+def memory_for(group: comm.ProcessGroup, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory on which the group's collectives work in place, if there is room; freed blocks of it are used again."""
+    if device.type == "cpu" and comm.get_backend(group) == "shm":
+        with suppress(comm.DistBackendError):  # /dev/shm is small: the transport copies out of private memory instead
+            return comm.empty(elements, dtype=dtype, shared=True)
+    return torch.empty(elements, dtype=dtype, device=device)
+
+
 class GradBucket:
     """What a communication hook is given, with the methods of torch's class of this name."""
 
@@ -118,8 +127,10 @@ class Bucket:
     """
 
     def __init__(
-        self, members: list[int], parameters: list[torch.Tensor], large_bytes: float, sparse: bool = False
-    ) -> None:
+        self, members: list[int], parameters: list[torch.Tensor], group: comm.ProcessGroup, large_bytes: float,
+        sparse: bool,
+    ) -> None:  # fmt: skip
+        self.group = group
         self.members, self.parameters, self.pending = members, parameters, len(members)
         self.large = {k: _dense_strides(one) for k, one in enumerate(parameters) if one.nbytes >= large_bytes}
         self.large = {} if sparse else self.large
@@ -137,7 +148,7 @@ class Bucket:
     def flat(self) -> torch.Tensor:
         """Memory for the packed gradients, one after the other."""
         count = sum(self.parameters[k].numel() for k in self.packed)
-        return torch.empty(count, dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+        return memory_for(self.group, count, self.parameters[0].dtype, self.parameters[0].device)
 
     @cached_property
     def views(self) -> list[torch.Tensor]:

@@ -69,8 +69,9 @@ class GradientReducer:
         self.limits = limits
         self._overlaps = not cores_are_busy(group.group_name)
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in self.parameters]
+        self._noted: list[int] = []  # parameters whose gradients have come, while hooks do no more than say so
         for index, node in enumerate(self._nodes):
-            node.register_hook(_weak_hook(weakref.ref(self), index))
+            node.register_hook(_weak_hook(weakref.ref(self), self._noted, index))
         self._begun, self.backward = False, SimpleNamespace(expected=False, arrived=[], order=())
         self._learning = False
         self._arrived: list[int] = []
@@ -89,7 +90,7 @@ class GradientReducer:
         in_place = self.hook is None and not self.as_view and self.parameters[0].is_cpu
         large = LARGE_BYTES if in_place else math.inf  # hooks are given all of a bucket in one tensor
         self.buckets = [
-            Bucket(own, [self.parameters[i] for i in own], large, own[0] in self.sparse) for own in members
+            Bucket(own, [self.parameters[i] for i in own], self.group, large, own[0] in self.sparse) for own in members
         ]
         self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._reset()
@@ -97,7 +98,9 @@ class GradientReducer:
     def _reset(self) -> None:
         """All gradients of a backward are still to come."""
         self._next, self._counting = 0, False
+        self._noted.clear()
         self._remaining = list(self._triggers) if self._triggers is not None else [1] * len(self.parameters)
+        self._notes = not self._overlaps and self._triggers is None
         for bucket in self.buckets:
             bucket.pending = len(bucket.members)
 
@@ -146,7 +149,7 @@ class GradientReducer:
             self.unused = {i for i, node in enumerate(self._nodes) if node not in reached}
 
     def _unfinished(self) -> str:
-        left = {i for i, count in enumerate(self._remaining) if count} - {*self.backward.arrived}
+        left = {i for i, count in enumerate(self._remaining) if count} - {*self.backward.arrived, *self._noted}
         missing = [self.names[i] for i in sorted(left)]
         return (
             "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -165,6 +168,9 @@ class GradientReducer:
 
     def gradient_arrived(self, index: int) -> None:
         """The autograd node that accumulates a parameter's gradient has run."""
+        if self._counting:
+            self._ready(index)
+            return
         if not self.backward.expected:
             return
         if is_captured():
@@ -180,9 +186,23 @@ class GradientReducer:
                 self._ready(unused)
         if self.find_unused or not self.rebuilt or learning:
             self._note(index, learning)
+        elif self._notes:
+            self._noted.append(index)
+            at_end_of_backward(self._count_noted)
+            return
         else:
             self._counting = True  # and nothing else, until the backward ends
         if not learning:
+            self._ready(index)
+
+    def _count_noted(self) -> None:
+        """The backward ends of which the hooks have noted what came: all gradients, mostly, and each of them once."""
+        noted, self._notes = [*self._noted], False
+        self._noted.clear()
+        if len(noted) == len({*noted}) == len(self.parameters):
+            self._finish()
+            return
+        for index in noted:
             self._ready(index)
 
     def _note(self, index: int, learning: bool) -> None:
@@ -369,12 +389,13 @@ class GradientReducer:
         self.times.end_iteration()
 
 
-def _weak_hook(reducer: weakref.ref[GradientReducer], index: int) -> Callable[..., None]:
+def _weak_hook(reducer: weakref.ref[GradientReducer], noted: list[int], index: int) -> Callable[..., None]:
     """Does not keep the reducer, which keeps the node that has the hook."""
 
     def hook(*_: Any) -> None:
-        found = reducer()
-        if found is not None:
-            (found._ready if found._counting else found.gradient_arrived)(index)
+        if noted:  # the first one has seen to all else
+            noted.append(index)
+        elif (found := reducer()) is not None:
+            found.gradient_arrived(index)
 
     return hook

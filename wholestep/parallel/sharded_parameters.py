@@ -13,6 +13,7 @@ from torch import nn
 from wholestep import comm
 from wholestep.comm.ops.rows import piece, piece_size
 from wholestep.deferred_init import become, part_values
+from wholestep.parallel.buckets import memory_for
 from wholestep.parallel.equal_models import noted
 from wholestep.tensor_parts import Part, give_data, mark_part, part_of
 from wholestep.torch_compat import plain_subclasses
@@ -52,10 +53,8 @@ class Policies:
         return self.reduce_dtype or cast or parameter.dtype
 
     def empty(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory on which the group's collectives work in place; freed blocks of it are used again."""
-        if device.type == "cpu" and comm.get_backend(self.group) == "shm":
-            return comm.empty(elements, dtype=dtype, shared=True)
-        return torch.empty(elements, dtype=dtype, device=device)
+        """Memory on which the group's collectives work in place."""
+        return memory_for(self.group, elements, dtype, device)
 
 
 class Sharded:
