@@ -26,7 +26,7 @@ from wholestep.override import Override, Overrides
 from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import Entries, Entry, Program, give_back
 from wholestep.step_log import Logged, collecting
-from wholestep.torch_compat import needs_memory, skipped_by_dynamo, transforms_active
+from wholestep.torch_compat import modes_active, needs_memory, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
 from wholestep.trace.record.provenance import line_of
@@ -105,6 +105,8 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # part of another step, or of a transform of `torch.func`, or of what TorchScript traces
         if pipeline.is_tracing() or transforms_active() or is_deferring() or torch.jit.is_tracing():
+            return self._fn(*args, **kwargs)
+        if modes_active() and self._executor.plain and not self._module_override:  # they see eager's calls
             return self._fn(*args, **kwargs)
         return self.serve(args, kwargs)
 

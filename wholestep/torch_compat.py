@@ -38,7 +38,9 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _foreach_utils
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map as tree_map
@@ -613,6 +615,13 @@ def gloo_options(engine: Any, address: str, timeout: timedelta) -> Any:
 def dispatch_modes_active() -> bool:
     """True inside a `TorchDispatchMode`: a recorder, or a fake-tensor mode, sees every call."""
     return count_dispatch_modes() > 0
+
+
+def modes_active() -> bool:
+    """True inside of a mode that sees operators, or calls of torch's Python API; a default device is none of these."""
+    if count_dispatch_modes() > 0:
+        return True
+    return function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def is_inside(mode: TorchDispatchMode) -> bool:

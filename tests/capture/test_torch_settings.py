@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, backends, get_num_threads, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import wholestep as ws
 from wholestep.capture.outside.torch_settings import GETTERS, SETTERS
@@ -283,3 +286,40 @@ def test_functions_by_which_one_setting_is_known_stay_their_modules() -> None:
             assert asked is torch._C._is_multithreading_enabled
     finally:
         torch._C._set_multithreading_enabled(before)
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.relu else result
+
+
+class Lists(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.relu.default else result
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", [Doubles, Lists, lambda: FlopCounterMode(display=False)])
+def test_modes_around_a_step_see_what_eager_calls(kind: Callable[[], Any], captured: bool) -> None:
+    weight = torch.randn(3, 3, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        weight.grad = None
+        nn.functional.relu(x @ weight).sum().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    x, found = torch.randn(4, 3), []
+    for run in (step, ws.compile(step, fullgraph=True)):
+        if captured:
+            run(x)
+        with kind() as mode:
+            found.append((run(x), getattr(mode, "seen", None) or getattr(mode, "flop_counts", None)))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]

@@ -97,6 +97,7 @@ from wholestep.torch_compat import (
     make_optimizer_state,
     makes_subclass,
     mkl_square_root,
+    modes_active,
     needs_memory,
     nll_loss_backward,
     no_modes,
@@ -325,7 +326,10 @@ def test_versions_are_set():
 def test_the_default_device_is_known_by_function_modes():
     assert default_device() == torch.get_default_device() == torch.device("cpu")
     with torch.device("meta"):
-        assert default_device() == torch.device("meta")
+        assert default_device() == torch.device("meta") and not modes_active()
+    for mode in (Seen(), TorchFunctionMode()):
+        with mode:
+            assert modes_active()
     torch.set_default_device("meta")
     try:
         assert default_device() == torch.device("meta")
