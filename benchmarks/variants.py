@@ -95,6 +95,26 @@ def _spread(plan: Plan) -> Callable[[], Step]:
     return make
 
 
+def _gradients(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = model(batch["x"], batch["y"])
+    loss.backward()
+    return cast(torch.Tensor, loss.detach())
+
+
+def _spread_gradients() -> Step:
+    """Forward and backward by a plan, the update in eager: what is compiled of `ws.compile(ddp)`."""
+    mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    gradients = ws.compile(_gradients, mesh=mesh, plan=ws.DataParallel("dp"))
+
+    def step(model: nn.Module, opt: Optimizer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = gradients(model, batch)
+        opt.step()
+        opt.zero_grad()
+        return cast(torch.Tensor, loss)
+
+    return step
+
+
 @dataclass(frozen=True)
 class Variant:
     """One way to run a step.
@@ -155,8 +175,12 @@ VARIANTS = {
         "parallel.fully_shard, AdamW(fused=True)", 2, "fsdp2-of-fused", model=_ours_fsdp, optimizer=_fused_adamw
     ),
     "ours-ddp-module-compiled": Variant(
-        "ws.compile(our DDP), AdamW(fused=True)", 2, "ours-dp-of-fused", model=_ours_ddp_compiled,
+        "ws.compile(our DDP), AdamW(fused=True)", 2, "ours-dp-gradients", model=_ours_ddp_compiled,
         optimizer=_fused_adamw,
+    ),
+    "ours-dp-gradients": Variant(
+        "wholestep, DataParallel of forward and backward, AdamW(fused=True)", 2, "ddp-of-fused",
+        step=_spread_gradients, optimizer=_fused_adamw,
     ),
     "ours-dp-of-fused": _of_fused("DataParallel", ws.DataParallel("dp")),
     "ours-so-of-fused": _of_fused("ShardedOptimizer", ws.ShardedOptimizer("dp")),

@@ -19,8 +19,9 @@ def test_gradients_are_those_of_the_naive_form(transport, size):
         assert len(each) == 4 and max(each) < 1e-12
 
 
-def test_mistakes_are_errors_with_names_on_all_ranks():
-    one, two = run_ranks(programs.mistakes, 2)
+@pytest.mark.parametrize("transport", ["shm", "thread"])
+def test_mistakes_are_errors_with_names_on_all_ranks(transport):
+    one, two = run_ranks(programs.mistakes, 2, transport)
     assert one["differ"] == two["differ"]
     for each in (one, two):
         assert "DistMismatchError" in each["differ"] and "1.weight float32 [5, 3] on rank 1" in each["differ"]
@@ -37,6 +38,8 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
         assert "sparse=True, found those of rows: use such a layer" in each["made sparse"]
         assert "a part of its own of weight, bias: fully_shard reduces the gradients itself" in each["parts"]
         assert each["raises"] == "ValueError: no more of bucket 0"
+        assert "ValueError: no more of bucket 0" in each["raises on one"]  # also where another rank's hook raised
+        assert "one tensor of 18 elements" in each["short on one"]
         assert "must be callable, found int" in each["no hook"]
 
 

@@ -169,8 +169,9 @@ def mistakes() -> dict[str, str]:
         wrapped(torch.tensor([1, 2])).sum().backward()
 
     def hooked(hook: Any) -> None:
-        wrapped = DistributedDataParallel(nn.Linear(8, 2))
-        wrapped.register_comm_hook(None, hook)
+        group = comm.new_group()  # which ends when the hook fails
+        wrapped = DistributedDataParallel(nn.Linear(8, 2), process_group=group)
+        wrapped.register_comm_hook(group, hook)
         loss_of(wrapped(torch.ones(2, 8))).backward()
 
     def raising(state: Any, bucket: GradBucket) -> torch.futures.Future:
@@ -196,6 +197,8 @@ def mistakes() -> dict[str, str]:
     note("later twice", lambda: used_twice(1, 1, 2))
     note("shape", lambda: hooked(short))
     note("raises", lambda: hooked(raising))
+    note("raises on one", lambda: hooked(raising if rank else parallel.allreduce_hook))
+    note("short on one", lambda: hooked(short if rank else parallel.allreduce_hook))
     note("no future", lambda: hooked(lambda state, bucket: bucket.buffer()))
     note("no hook", lambda: hooked(3))
     return found

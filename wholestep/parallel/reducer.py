@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -275,9 +276,20 @@ class GradientReducer:
                 bucket.under_way = [self._all_reduce(one) for one in memory]
             return
         before = self.buckets[number - 1].under_way
-        if number and not isinstance(before, list):  # torch's PowerSGD sends in callbacks: in no order with two at once
-            before.wait()
-        bucket.under_way = self._hooked(self.hook, number, memory[0])
+        with self._telling():
+            if number and not isinstance(before, list):  # torch's PowerSGD sends in callbacks: in no order with two
+                before.wait()
+            bucket.under_way = self._hooked(self.hook, number, memory[0])
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """The other ranks, which wait for what a hook sends, are told why it has failed here."""
+        try:
+            yield
+        except Exception as failure:
+            if self.hook is not None and not isinstance(failure, comm.DistError):
+                self.group.abort(f"its communication hook has failed with {type(failure).__name__}: {failure}")
+            raise
 
     def _hooked(self, given: tuple[Hook, Any], number: int, flat: torch.Tensor) -> torch.futures.Future:
         """What a hook makes of a bucket, whose gradients are in a flat tensor."""
@@ -377,7 +389,8 @@ class GradientReducer:
         if not self._overlaps:
             for number in range(len(self.buckets)):
                 self._send(number)
-        reduced = [bucket.reduced() for bucket in self.buckets]
+        with self._telling():
+            reduced = [bucket.reduced() for bucket in self.buckets]
         if self.find_unused or learns:
             comm.all_reduce(self._used, group=self.group)
             self._untouched = {i for i, used in enumerate(self._used.tolist()) if not used}
