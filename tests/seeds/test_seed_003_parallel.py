@@ -62,13 +62,13 @@ class Once(nn.Module):
 
 
 def equal_gradients(module, whole_checkpointed=None, **settings):
-    """Trains the module on all rows and the wrapper on this rank's: whether gradients are near in three iterations."""
+    """Trains the module on all rows and the wrapper on this rank's: whether gradients are near in five iterations."""
     torch.manual_seed(31415)
     model, wrapped = copy.deepcopy(module), DistributedDataParallel(module, bucket_cap_mb=1, **settings)
     assert wrapped.logging_data().get("static_graph") == settings.get("static_graph", False)
     x, y = torch.rand(32, 20, requires_grad=True), torch.randn(32, 20)
     mine = slice(16 * comm.get_rank(), 16 * comm.get_rank() + 16)
-    for _ in range(3):
+    for _ in range(5):
         for one, rows in ((model, slice(None)), (wrapped, mine)):
             one.zero_grad(set_to_none=False)
             given = x[rows]
