@@ -22,6 +22,10 @@ def test_what_is_left_is_what_the_wrapper_leaves_in_eager(case, both):
     assert both[case] == ("", "")
 
 
+def test_an_evaluation_is_one_more_capture():
+    assert run_ranks(programs.captures_with_evaluations, 2, "thread") == [2, 2]
+
+
 @pytest.fixture(scope="module")
 def sharded():
     """What each of two ranks found with modules under `fully_shard`."""

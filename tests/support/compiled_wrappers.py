@@ -54,6 +54,18 @@ def without_bias() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False))
 
 
+def captures_with_evaluations() -> int:
+    """Of `ws.compile(ddp)`, for a model without buffers that is evaluated after each epoch."""
+    model, x = ws.compile(DDP(without_bias())), torch.ones(2, 8)
+    for _ in range(3):
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        with torch.no_grad():
+            _ = model(x), model(x)
+    return int(model.captures)
+
+
 def train(model: Any, opt: Any, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     loss.backward()

@@ -73,7 +73,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.forward_sync_buffers = init_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
-        self.require_backward_grad_sync = self._buffers_due = True
+        self.require_backward_grad_sync = True
         self.has_joined = False
         ignored = set(getattr(module, IGNORED, ()))
         own = [(name, one) for name, one in module.named_parameters() if name not in ignored]
@@ -85,6 +85,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             for name in owner._buffers
             if f"{prefix}.{name}".lstrip(".") not in ignored
         ]
+        self._syncs_buffers = self._buffers_due = self.forward_sync_buffers and bool(self._named_buffers)
         self.device_ids = [torch.device("cuda", d) if isinstance(d, int) else d for d in device_ids or []]
         _check(named, self.device_ids, init_sync)
         if init_sync:
@@ -132,7 +133,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     @skipped_by_dynamo
     def _end_forward(self, outputs: Any, others: Any) -> Any:
         """Awaits a backward from these outputs, if there is to be one."""
-        self._buffers_due = self._syncs
+        self._buffers_due = self._syncs and self._syncs_buffers
         if not self._syncs:
             return outputs
         if self.reducer.divisor is not None:
@@ -161,7 +162,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             syncs = self._largest(syncs) == 1
         if syncs:
             self.reducer.rebuild()
-        if self._buffers_due and self.forward_sync_buffers and (buffers := self._buffers_now()):
+        if self._buffers_due and (buffers := self._buffers_now()):
             self._broadcast(buffers, self._largest(-1 if joined else self.process_group.rank()) if joins else 0)
         return syncs
 
@@ -281,8 +282,9 @@ class _FollowOthers(JoinHook):
 
     def main_hook(self) -> None:
         wrapper = self._wrapper
-        wrapper._buffers_due = wrapper._begin_iteration(False, joined=True)
-        if wrapper._buffers_due:
+        follows = wrapper._begin_iteration(False, joined=True)
+        wrapper._buffers_due = follows and wrapper._syncs_buffers
+        if follows:
             wrapper.reducer.divisor = None if wrapper._divides_by_initial_world_size else 1
             wrapper.reducer.follow()
 
