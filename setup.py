@@ -38,7 +38,8 @@ setup(
         ),
         Extension(
             "wholestep.lower.fusion._chain",
-            ["wholestep/lower/fusion/native/chain.c"],
+            ["wholestep/lower/fusion/native/chain.c", "wholestep/lower/fusion/native/straight.c"],
+            depends=["wholestep/lower/fusion/native/chain.h"],
             # no product is fused with a sum unless the code says so: the bits are torch's
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off",
                                 "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],

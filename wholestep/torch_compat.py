@@ -522,12 +522,30 @@ def mkl_square_root() -> int:
 
     torch's own square root calls it on the CPU, and it does not round correctly.
     """
+    return _address("vmsSqrt")
+
+
+@cache
+def matrix_product() -> int:
+    """Address of the BLAS's ``sgemm_`` within torch; 0 for none."""
+    return _address("sgemm_")
+
+
+def _address(name: str) -> int:
     folder = Path(torch.__file__).parent / "lib"
     try:
-        found = ctypes.CDLL(str(folder / "libtorch_cpu.so")).vmsSqrt
+        found = getattr(ctypes.CDLL(str(folder / "libtorch_cpu.so")), name)
     except (OSError, AttributeError):
         return 0
     return ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
+_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+
+
+def full_precision() -> bool:
+    """Whether products of float32 matrices are computed in float32 on the CPU."""
+    return _precision("mkldnn", "matmul") in ("none", "ieee")
 
 
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")

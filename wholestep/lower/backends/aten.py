@@ -31,7 +31,7 @@ from wholestep.lower.plan.memory_plan import Plan, make_plan
 from wholestep.packed_graph import Packed
 from wholestep.passes.canonicalize import copy_step, expand_foreach, list_items, plain_views
 from wholestep.passes.common_subexpressions import same_host_numbers
-from wholestep.torch_compat import below_autograd, set_grad_mode
+from wholestep.torch_compat import below_autograd, full_precision, set_grad_mode
 
 _pointer = torch.Tensor.data_ptr
 OFTEN = 4  # calls at which memory was elsewhere, after which it is no longer bound
@@ -85,6 +85,7 @@ class Program:
         self._moves: Counter[int] = Counter()  # how often an input whose memory is bound was elsewhere
         self.rebinds = 0
         self._lock = threading.Lock()  # a backward may run in any thread, and there is one arena
+        self._full_precision = full_precision()  # products are of the BLAS's, as long as ATen's are
         self._regions = Awaited(step)
         self._fused = not self._regions.groups and self._regions.ready()  # as those on disk are
         self._make(step)
@@ -147,6 +148,9 @@ class Program:
             with self._lock, below_autograd():
                 if out := self._loans.out():
                     self._held |= frozenset(out)
+                    self._make(self._unpack())
+                if full_precision() is not self._full_precision:
+                    self._full_precision = not self._full_precision
                     self._make(self._unpack())
                 if self._regions.ready():
                     self._fused = True

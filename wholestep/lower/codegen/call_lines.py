@@ -14,7 +14,9 @@ from wholestep.lower.codegen.literals import commas, keyword, literal, targets
 from wholestep.lower.codegen.program_text import ProgramText
 from wholestep.lower.fusion.blocked_matmuls import in_parts
 from wholestep.lower.fusion.blocking_collectives import blocking_collectives, blocking_form
+from wholestep.lower.fusion.chains import Named
 from wholestep.lower.fusion.draws import bernoulli_
+from wholestep.lower.fusion.straight_calls import straight_step
 from wholestep.lower.plan.operator_facts import (
     SCATTERS,
     UNSET,
@@ -170,7 +172,17 @@ class CallWriter:
     def _inplace(self, node: fx.Node) -> None:
         target, op = self.destination(node), inplace_variant(node.target)  # type: ignore[arg-type]
         self._over(target, node.args[0])
-        self.source.line(self.source.call(op, [target, *self.source.arguments(node)[1:]], node), node)
+        text = self.source.call(op, [target, *self.source.arguments(node)[1:]], node)
+        self.source.line(text, node, self._straight(node, target, over_first=True))
+
+    def _straight(self, node: fx.Node, target: str, over_first: bool = False) -> Named | None:
+        """A call as a straight one, if it can be one; ``over_first``: its first operand lies where it writes."""
+        step = None if self.source.in_tile else straight_step(node)
+        if step is None:
+            return None
+        first, *others = map(self.source.name, step.operands)
+        number = None if step.number is None else self.source.operand(node, step.number)
+        return step.kernels[0], target, (target if over_first else first, *others), number
 
     def _out(self, node: fx.Node) -> None:
         first, op = node.args[0], node.target
@@ -192,7 +204,7 @@ class CallWriter:
             text = f"{self.source.function(blocking_form(self.plan, node))}({commas([*args, f'{out}={target}'])})"
         else:
             text = self.source.call(overload, [*args, f"{out}={target}"], node, extra, **{out: info(node).value})
-        self.source.line(text, node)
+        self.source.line(text, node, self._straight(node, target))
 
     def _call(self, node: fx.Node) -> None:
         value, text = info(node).value, self.source.call(node.target, self.source.arguments(node), node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -18,7 +19,8 @@ from wholestep.ir import info
 from wholestep.lower.codegen.bind_memory import at, cells, filled, pieces, tiles
 from wholestep.lower.codegen.literals import INDENT, LONGEST, commas, commented, keyword, literal, targets
 from wholestep.lower.fusion.blocked_matmuls import by_rows, parts
-from wholestep.lower.fusion.chains import chain
+from wholestep.lower.fusion.chains import Named, chain
+from wholestep.lower.fusion.straight_calls import straight
 from wholestep.lower.plan.arena import Slot
 from wholestep.lower.plan.memory_plan import Plan
 from wholestep.lower.plan.operator_facts import aten, offset_of, reaches
@@ -31,8 +33,16 @@ NUMBER_AS_TENSOR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.
 _WORDS = re.compile(r"\w+")
 _HELPERS = {
     "direct": direct_call, "at": at, "filled": filled, "cells": cells, "tiles": tiles, "pieces": pieces,
-    "chain": chain, "by_rows": by_rows, "parts": parts, "clone_as_it_lies": clone_as_it_lies,
+    "chain": chain, "straight": straight, "by_rows": by_rows, "parts": parts, "clone_as_it_lies": clone_as_it_lies,
 }  # fmt: skip
+
+
+class _Straight(list[str]):
+    """The lines of a call that may run beside its neighbours with no Python between them."""
+
+    def __init__(self, lines: list[str], row: str) -> None:
+        super().__init__(lines)
+        self.row = row
 
 
 class ProgramText:
@@ -76,12 +86,21 @@ class ProgramText:
         self.lasting.add(name)
         return name
 
-    def line(self, text: str, comment: str | fx.Node = "") -> None:
-        """A line of the step, with where a node comes from as its comment."""
+    def line(self, text: str, comment: str | fx.Node = "", row: Named | None = None) -> None:
+        """A line of the step, with where a node comes from as its comment.
+
+        Args:
+            row: the call as a straight one: it runs so where all of its memory lasts, at any size.
+        """
         if isinstance(comment, fx.Node):
             record = info(comment)
             comment = "  ".join(part for part in (record.where.rsplit("/", 1)[-1], record.module) if part)
-        self._step += [self._indent + line for line in commented(text, comment)]
+        lines = [self._indent + line for line in commented(text, comment)]
+        names = {row[1], *row[2], row[3] or row[1]} if row is not None else set()
+        if row is not None and self.lasting >= names and self.sized.isdisjoint(names):
+            self._step.append(_Straight(lines, f"({row[0]!r}, {row[1]!r}, ({commas(map(repr, row[2]))},), {row[3]!r})"))
+        else:
+            self._step += lines
 
     def assign(self, target: str, text: str, comment: str | fx.Node = "", names: Iterable[str] = ()) -> None:
         """A line that gives a variable a value, or several, whose names are given beside the target's text."""
@@ -110,7 +129,7 @@ class ProgramText:
 
     def text(self, head: str) -> str:
         """The whole program."""
-        step = [line for lines in self._step for line in ([lines] if isinstance(lines, str) else lines)]
+        step = [line for lines in self._in_rows() for line in ([lines] if isinstance(lines, str) else lines)]
         made = []
         for dtype, numbers in self._cells.items():
             short = _short(dtype)
@@ -120,6 +139,17 @@ class ProgramText:
             "# What lasts between calls: made before the first one, and anew when a parameter has moved.",
             *made, *self._binding, "",
         ])  # fmt: skip
+
+    def _in_rows(self) -> Iterator[str | list[str]]:
+        """The step's lines, with straight calls in a row as one."""
+        number = itertools.count()
+        for kind, group in itertools.groupby(self._step, type):
+            calls = [*group]
+            if kind is _Straight and len(calls) > 1:
+                rows = commas(call.row for call in calls)  # type: ignore[union-attr]
+                name = self.bind(f"straight_{next(number)}", f"straight([{rows}], globals())")
+                calls = [f"{name}()", *([f"#   {line}" for line in call] for call in calls)]
+            yield from calls
 
     def text_of_sizes(self) -> str:
         """What is made for each size, with the symbols among its globals; "" for a program of one size."""

@@ -27,7 +27,7 @@ try:
     from wholestep.lower.fusion import _chain as native
 except ImportError:  # not built: torch's kernels, and tiles, serve instead
     native = None  # type: ignore[assignment]
-if not hasattr(native, "run_part"):  # built from older source
+if not hasattr(native, "run_straight"):  # built from older source
     native = None  # type: ignore[assignment]
 
 aten = torch.ops.aten
@@ -60,6 +60,8 @@ _KERNELS: dict[Any, tuple[tuple[str, ...], int]] = {
     aten.sqrt.default: (("sqrt", "sqrt_mkl"), 1),
     aten.maximum.default: (("maximum",), 2),
     aten.minimum.default: (("minimum",), 2),
+    aten.relu.default: (("relu",), 1),
+    aten.threshold_backward.default: (("threshold_backward",), 2),
     aten.lerp.Scalar: (("lerp_fused", "lerp"), 2),
     aten.addcmul.default: (("addcmul_fused", "addcmul"), 3),
     aten.addcdiv.default: (("addcdiv",), 3),

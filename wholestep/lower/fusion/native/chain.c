@@ -2,24 +2,14 @@
  *
  * Stable ABI, no header of torch: memory comes as addresses. Each kernel rounds after every operation, or fuses a product
  * with a sum where its name says so; which of the two torch does is found out by trial (`chains.py`). */
-#define _GNU_SOURCE
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
+#include "chain.h"
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define BLOCK 256        /* elements: operands and what is asked for ahead stay in the first cache; 512 took 1.3 times as long */
 #define ALONE_FROM 65536 /* elements from which other Python threads may run meanwhile */
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
 
 /* Operands may be the very same memory as the result, never shifted against it. */
 #define EACH _Pragma("GCC ivdep") for (Py_ssize_t i = 0; i < n; i++)
@@ -48,6 +38,8 @@ KERNEL(absolute, fabsf(a[i]))
 KERNEL(root, sqrtf(a[i]))
 KERNEL(largest, a[i] != a[i] || a[i] > b[i] ? a[i] : b[i])
 KERNEL(least, a[i] != a[i] || a[i] < b[i] ? a[i] : b[i])
+KERNEL(relu, a[i] < 0 ? 0 : a[i])
+KERNEL(threshold_backward, b[i] <= s ? 0 : a[i])
 KERNEL(addcmul, a[i] + s * b[i] * c[i])
 KERNEL(addcmul_fused, fmaf(s * b[i], c[i], a[i]))
 KERNEL(addcdiv, a[i] + s * b[i] / c[i])
@@ -112,6 +104,7 @@ static const struct {
     {"add", add}, {"add_number", add_number}, {"sub", sub}, {"sub_number", sub_number}, {"mul", mul},
     {"mul_number", mul_number}, {"div", div_}, {"div_number", div_number}, {"axpy", axpy}, {"axpy_fused", axpy_fused},
     {"neg", negate}, {"abs", absolute}, {"sqrt", root}, {"sqrt_mkl", root_mkl}, {"maximum", largest}, {"minimum", least},
+    {"relu", relu}, {"threshold_backward", threshold_backward},
     {"addcmul", addcmul}, {"addcmul_fused", addcmul_fused}, {"addcdiv", addcdiv}, {"lerp", lerp},
     {"lerp_fused", lerp_fused}, {"mul_add", mul_add}, {"mul_axpy", mul_axpy}, {"mul_axpy_fused", mul_axpy_fused},
     {"mul_addcmul", mul_addcmul}, {"mul_addcmul_fused", mul_addcmul_fused}, {"mul_addcdiv", mul_addcdiv},
@@ -121,20 +114,6 @@ static const struct {
 
 enum { MEMORY, SCRATCH, GIVEN, PART }; /* an address; a block of the chain's own; an address that each call gives, for
                                           the whole, and for the elements on which the call works */
-
-typedef struct {
-    int64_t kind, value;
-} place_t;
-typedef struct {
-    int64_t kernel, result, a, b, c, number, other; /* places, -1 for none */
-    int64_t touches;                                /* which of result, a, b, c is memory that no earlier step touched, as bits */
-} step_t;
-typedef struct {
-    Py_ssize_t count, places, steps, scratch, given;
-    int in_parts;
-    place_t *place;
-    step_t *step;
-} chain_t;
 
 typedef struct {
     const chain_t *chain;
@@ -175,6 +154,11 @@ static void work(call_t *call) {
                                    at(call, s->c, from), number ? *number : 0, other ? *other : 0);
         }
     }
+}
+
+void run_chain(const chain_t *c) {
+    call_t whole = {.chain = c, .end = c->count};
+    work(&whole);
 }
 
 static void forget(PyObject *capsule) {
@@ -279,6 +263,8 @@ static PyMethodDef METHODS[] = {
     {"chain", py_chain, METH_VARARGS, NULL},
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
     {"run_part", (PyCFunction)(void (*)(void))py_run_part, METH_FASTCALL, NULL},
+    {"straight", straight, METH_VARARGS, NULL},
+    {"run_straight", run_straight, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_chain", NULL, -1, METHODS, NULL, NULL, NULL, NULL};
