@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import fx
 
 from wholestep.functional import OFFSETS
@@ -176,12 +177,21 @@ class CallWriter:
         self.source.line(text, node, self._straight(node, target, over_first=True))
 
     def _straight(self, node: fx.Node, target: str, over_first: bool = False) -> Named | None:
-        """A call as a straight one, if it can be one; ``over_first``: its first operand lies where it writes."""
-        step = None if self.source.in_tile else straight_step(node)
+        """A call as a straight one, where all of its memory lasts and is of one size; else None.
+
+        Args:
+            over_first: whether its first operand lies where it writes.
+        """
+        tensors = [o for o in node.all_input_nodes if isinstance(info(o).value, torch.Tensor)]
+        names = {target, *map(self.source.name, tensors)}
+        fixed = self.source.lasting >= names and self.source.sized.isdisjoint(names)
+        step = straight_step(node) if fixed and not self.source.in_tile else None
         if step is None:
             return None
         first, *others = map(self.source.name, step.operands)
         number = None if step.number is None else self.source.operand(node, step.number)
+        if number is not None and number not in self.source.lasting:
+            return None
         return step.kernels[0], target, (target if over_first else first, *others), number
 
     def _out(self, node: fx.Node) -> None:

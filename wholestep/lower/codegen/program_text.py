@@ -90,17 +90,16 @@ class ProgramText:
         """A line of the step, with where a node comes from as its comment.
 
         Args:
-            row: the call as a straight one: it runs so where all of its memory lasts, at any size.
+            row: the call as one that may run in a row with others.
         """
         if isinstance(comment, fx.Node):
             record = info(comment)
             comment = "  ".join(part for part in (record.where.rsplit("/", 1)[-1], record.module) if part)
         lines = [self._indent + line for line in commented(text, comment)]
-        names = {row[1], *row[2], row[3] or row[1]} if row is not None else set()
-        if row is not None and self.lasting >= names and self.sized.isdisjoint(names):
-            self._step.append(_Straight(lines, f"({row[0]!r}, {row[1]!r}, ({commas(map(repr, row[2]))},), {row[3]!r})"))
-        else:
+        if row is None:
             self._step += lines
+        else:
+            self._step.append(_Straight(lines, f"({row[0]!r}, {row[1]!r}, ({commas(map(repr, row[2]))},), {row[3]!r})"))
 
     def assign(self, target: str, text: str, comment: str | fx.Node = "", names: Iterable[str] = ()) -> None:
         """A line that gives a variable a value, or several, whose names are given beside the target's text."""
