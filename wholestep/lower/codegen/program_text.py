@@ -147,7 +147,7 @@ class ProgramText:
             if kind is _Straight and len(calls) > 1:
                 rows = commas(call.row for call in calls)  # type: ignore[union-attr]
                 name = self.bind(f"straight_{next(number)}", f"straight([{rows}], globals())")
-                calls = [f"{name}()", *([f"#   {line}" for line in call] for call in calls)]
+                calls = [f"{name}()", *(f"#   {line}" for call in calls for text in call for line in text.split("\n"))]
             yield from calls
 
     def text_of_sizes(self) -> str:
