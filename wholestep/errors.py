@@ -107,7 +107,7 @@ class MemoryBudgetError(WholestepError, ValueError):
         least: bytes of the least that was found to be possible.
     """
 
-    def __init__(self, text: str, least: int) -> None:
+    def __init__(self, text: str, least: int = 0) -> None:
         super().__init__(text)
         self.least = least
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 
 import pytest
 import torch
@@ -101,6 +102,7 @@ def test_a_budget_that_cannot_be_met_says_what_can(monkeypatch):
     with pytest.raises(MemoryBudgetError, match=r"cannot do with 0.05 .* the least that was found is 0\.\d+") as error:
         run(memory_budget=0.05)
     assert error.value.least > 0
+    assert pickle.loads(pickle.dumps(error.value)).least == error.value.least, "ranks send their errors"
     with pytest.raises(MemoryBudgetError, match=r"cannot do with 1.0 MiB; .* MiB are parameters, states and the batch"):
         run(memory_budget="1MiB")
 

@@ -74,6 +74,7 @@ from wholestep.torch_compat import (
     fake_of,
     fake_refusal,
     fake_view,
+    full_precision,
     function_modes,
     function_modes_disabled,
     function_modes_off,
@@ -96,6 +97,7 @@ from wholestep.torch_compat import (
     make_one_of_several,
     make_optimizer_state,
     makes_subclass,
+    matrix_product,
     mkl_square_root,
     modes_active,
     needs_memory,
@@ -646,6 +648,28 @@ def test_mkls_square_root_is_that_of_torch():
         x, made = torch.rand(1000), torch.empty(1000)
         kernel(1000, x.data_ptr(), made.data_ptr(), 0x2 | 0x100 | 0x140000)
         assert torch.equal(made, torch.sqrt(x))
+
+
+def test_the_blas_is_that_of_torchs_products():
+    address = matrix_product()
+    assert bool(address) or "BLAS_INFO=mkl" not in torch.__config__.show()
+    if address:
+        kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)(address)
+        x, y, made = torch.randn(7, 5), torch.randn(5, 3), torch.empty(7, 3)
+        m, n, k = (ctypes.byref(ctypes.c_int(size)) for size in (3, 7, 5))
+        as_it_is, one, zero = ctypes.c_char_p(b"n"), *(ctypes.byref(ctypes.c_float(f)) for f in (1, 0))
+        kernel(as_it_is, as_it_is, m, n, k, one, y.data_ptr(), m, x.data_ptr(), k, zero, made.data_ptr(), m)
+        assert torch.equal(made, x @ y)
+
+
+def test_the_precision_of_products_is_what_torch_was_set_to():
+    assert full_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert not full_precision()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert full_precision()
 
 
 def test_dispatch_modes_are_seen_on_their_own_thread():
