@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from wholestep import pipeline
-from wholestep.capture import Guard, GuardFailure, materialize_fakes, no_collection, snapshot
+from wholestep.capture import Guard, GuardFailure, InitialState, materialize_fakes, no_collection, snapshot
 from wholestep.co_run import CoRun, is_deferring
 from wholestep.deferred_init import allocated, any_deferred, fill, record_of
 from wholestep.errors import PACKAGE, BreakError, CaptureError, LazyError, UnsupportedError, WholestepError
@@ -356,7 +356,13 @@ class Compiled:
         fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
         take = self._taking() if args is given else self._taking(Overrides(self._module_override))
         how = self._varying, self._options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
-        return pipeline.capture(fn, args, kwargs, *how)[1], args is given
+        initial = InitialState(take(fn, args, kwargs))
+        try:
+            if args is given and self._options.decisions != "none":
+                initial.fill()
+            return pipeline.capture(fn, args, kwargs, *how)[1], args is given
+        finally:
+            initial.drop()
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call would do, before it does: collectives, bytes, memory, and where they come from.

@@ -151,8 +151,7 @@ def build(
             traced.many = None if program.sizes.specialized else traced.many.planned(program.sizes)
         inputs = signature.inputs[: traced.n_inputs]
         values = [original(item.value) for item in traced.inputs[: len(inputs)]]
-        written = [traced.inputs[i].source for i in signature.mutations.values()]
-        mutated = [source for source in written if source is not None]
+        mutated = [traced.inputs[i].source for i in signature.mutations.values()]
         refuse_shared_parts(world, mutated)
         unused = world.trained_besides({item.source for item in inputs})  # rank 0's all the same
         spread = [*inputs, *(Input("", f.source.text, f.kind) for f in unused)], [*values, *(f.tensor for f in unused)]
@@ -165,7 +164,7 @@ def build(
         unread = world.replaced_gradients
         world = take(fn, args, kwargs, names=world.names, varying=world.varying)
         world.replaced_gradients = unread
-    bound = [item.source for item in traced.inputs if item.source is not None]
+    bound = [item.source for item in traced.inputs]
     sizeless = traced.many.paths if traced.many is not None else frozenset[str]()
     binder = Binder(world, bound, mutated, traced.effects, traced.result, sizeless)
     forget(traced.effects, traced.result)
@@ -217,8 +216,7 @@ def _overriding(overrides: Sequence[Override], traced: Traced) -> list[Pass]:
     """The overrides' transformations as passes."""
     if not overrides:
         return []
-    initial = dict(zip(map(id, traced.hoisted.state), traced.hoisted.initial_values(), strict=True))
-    flat = [initial.get(id(item), item.value) for item in traced.inputs[: traced.n_inputs]]
+    flat = [item.value for item in traced.inputs[: traced.n_inputs]]
 
     def overriding(override: Override) -> Pass:
         name = f"{type(override).__qualname__}.transform"

@@ -54,13 +54,7 @@ def compare(
     traced = capture(fn, args, {}, differentiable=False)[1]
     step = traced.step
     real = [item.value for item in traced.inputs]
-    values = []
-    for place, node in enumerate(step.placeholders):
-        fake = info(node).value
-        value = real[place] if place < len(real) else fake
-        hoisted = isinstance(fake, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
-        values.append(torch.zeros(fake.shape, dtype=fake.dtype) if hoisted else value)
-    values = [v.detach() if isinstance(v, torch.Tensor) else v for v in values]
+    values = [v.detach() if isinstance(v, torch.Tensor) else v for v in real[: len(step.placeholders)]]
     rest = state_placements(step, of if plan is None else plan.placement_of, AxisGroup("", ranks, 0))
     torch.manual_seed(1)
     want = step.gm(*values)

@@ -7,13 +7,18 @@ from typing import Any
 
 import wholestep as ws
 from wholestep import comm
+from wholestep.capture import InitialState, snapshot
 from wholestep.ir import StepGraph, check
 from wholestep.pipeline import capture
 
 
 def rank_graph(step: Callable[..., Any], args: tuple[Any, ...], plan: Any, ranks: int = 2, rank: int = 1) -> StepGraph:
     """The step of one rank after all passes of a plan, each checked."""
-    made = capture(step, args, {})[1].step
+    initial = InitialState(snapshot(step, args))
+    try:
+        made = capture(step, args, {})[1].step
+    finally:
+        initial.drop()
     comm.init_process_group("null", rank=rank, world_size=ranks)
     try:
         mesh = ws.init_device_mesh("cpu", (ranks,), mesh_dim_names=(plan.axis,))

@@ -48,7 +48,7 @@ def donated_inputs(traced: Traced, count: int, read: Collection[str]) -> Donated
     paths = [f"args[0][{i}]" for i in range(count)]
     kept = frozenset(i for i, path in enumerate(paths) if any(r.startswith(path) for r in read))
     donated = {path for i, path in enumerate(paths) if i not in kept}
-    sources = [item.source.path if item.source is not None else "" for item in traced.inputs]
+    sources = [item.source.path for item in traced.inputs]
     items = frozenset(i for i, path in enumerate(sources) if path in donated and i not in looked_at)
     freed = frozenset(i for i in items if i < traced.n_inputs and signature.inputs[i].kind not in LASTING)
     return DonatedInputs(items, freed, kept)

@@ -15,7 +15,6 @@ from wholestep.capture.sources import Decision
 from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, plan_of
 from wholestep.runtime.donated_inputs import DonatedInputs
 from wholestep.runtime.early_exit import EarlyExit
-from wholestep.runtime.initial_state import StateInitializer
 from wholestep.runtime.output_aliases import as_inference, refuse, remade
 from wholestep.runtime.program import Program
 from wholestep.tensor_parts import Part, mark_part
@@ -47,9 +46,6 @@ class Entry:
         self.releases = releases and self.early_exit is None  # another program may have to begin where this one did
         derivative = traced.derivative
         self.count = traced.n_inputs
-        initializer = StateInitializer(traced, program.placements)
-        hoisted = initializer.hoisted
-        self.begin = initializer.put if hoisted else None
         kept = {o: p for o, p in enumerate(program.kept) if isinstance(p, Part)}
         self.kept = {k: kept[s.output] for k, s in enumerate(traced.aliases) if s.output in kept}
         self.flat = [i for i, x in enumerate(traced.inputs) if x.members]  # the first members of shared memories
@@ -59,8 +55,8 @@ class Entry:
         self.inference = {a.output for a in traced.aliases if a.state.inference and a.output is not None}
         plain = [(i, s) for i, s in slots if not s.state.inference]
         self.several = [i for i, s in plain if s.state.several and s.by_strides]
-        # nothing was counted for what a program gives; eager may count writes, and so may the making of initial state
-        fresh = [(i, s) for i, s in plain if s.counter != "shared" and (s.state.version or s.input in hoisted)]
+        # nothing was counted for what a program gives; eager may count writes
+        fresh = [(i, s) for i, s in plain if s.counter != "shared" and s.state.version]
         # what is made, bases before their views, and for which of it writes are counted, and how many
         self.phases: list[tuple[list[int], list[int], tuple[int, ...]]] = []
         for views in (False, True):
@@ -75,12 +71,11 @@ class Entry:
         if self.plan is not None:
             whole = [s for s in traced.aliases if s.views is None]
             versions = {("output", s.output): s.state.version for s in whole if s.state.version}
-            self.hoisted = {s.input: s.state.version for s in whole if s.input in hoisted}
             self.saved_versions = {place: versions[place] for place in self.plan.backward.saved if place in versions}
         self.graded = [(i, s.grad) for i, s in enumerate(traced.aliases) if s.state.retains or s.grad is not None]
         sources = [item.source for item in traced.inputs]
         self.many, self.aliases = traced.many, traced.aliases
-        places = {source.path: index for index, source in enumerate(sources) if source is not None}
+        places = {source.path: index for index, source in enumerate(sources)}
         self.sized = [places[path] for path in self.many.in_order] if self.many is not None else []
         flat = [(i, traced.inputs[i].value.numel()) for i in self.flat]  # type: ignore[union-attr]
         # what is asked of inputs before the program runs: which, how it is found, what it was, in words
@@ -98,7 +93,7 @@ class Entry:
             *(self.early_exit.guards if self.early_exit is not None else ()),
         ]
         # the first call's tensors and the graph would else live as long as the program
-        self.traced = replace(traced, step=None, inputs=[], hoisted=None)  # type: ignore[arg-type]
+        self.traced = replace(traced, step=None, inputs=[])  # type: ignore[arg-type]
 
     def may_follow(self, outcomes: tuple[str, ...]) -> bool:
         """Whether the program may serve a call whose first decisions have these outcomes."""
@@ -115,8 +110,6 @@ class Entry:
         values = self.binder(args, kwargs)
         if type(values) is not list:
             return values
-        if self.begin is not None:
-            self.begin(values)
         if self.many is not None:
             served = self.many.serve([values[i] for i in self.sized])
             if isinstance(served, str):
@@ -203,7 +196,7 @@ class Entry:
         inputs = values if self.count == len(values) else values[: self.count]
         outputs = list(self.program.run(*inputs))
         saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
-        if versions or self.saved_versions or self.hoisted:
+        if versions or self.saved_versions:
             self._count_saved(plan, values, saved, versions)
         if self.copied:
             again = [where == "output" and i in self.copied for where, i in plan.backward.saved]
@@ -226,9 +219,8 @@ class Entry:
         return outputs, slots
 
     def _count_saved(self, plan: Plan, values: list[Any], saved: list[Any], versions: tuple[int, ...]) -> None:
-        """Counts writes to inputs, to the initial state and to what is saved, before it is saved."""
+        """Counts writes to inputs and to what is saved, before it is saved."""
         set_versions(tuple([values[i] for i in self.written]), versions)
-        set_versions(tuple([values[i] for i in self.hoisted]), tuple(self.hoisted.values()))
         places = zip(saved, plan.backward.saved, strict=True)
         counted = [value for value, place in places if place in self.saved_versions]
         set_versions(tuple(counted), tuple(self.saved_versions.values()))

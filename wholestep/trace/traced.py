@@ -11,7 +11,6 @@ from wholestep.ir import StepGraph
 from wholestep.trace.numbers.many_sizes import ManySizes
 from wholestep.trace.numbers.predicates import Predicate
 from wholestep.trace.outputs.collect_outputs import OutputCollector
-from wholestep.trace.outputs.hoisted_state import HoistedState
 from wholestep.trace.outputs.leaks import Watch
 from wholestep.trace.outputs.output_records import Derivative, Differentiated, NewValue, OutputAlias
 from wholestep.trace.record.inputs import TracedInput
@@ -48,7 +47,6 @@ class Traced:
         effects: changes of Python objects, as capture describes them.
         new_values: where to find the new values that result and effects hold, in the order in which they count them.
         predicates: decisions of Python's that are known before the step.
-        hoisted: the state that the step makes.
         versions: input index -> how many in-place writes eager execution counts.
         fingerprint: equal for programs that compute the same.
         watch: tells what of the trace is alive when it shall not be.
@@ -70,7 +68,6 @@ class Traced:
     effects: list[Any]
     new_values: list[NewValue]
     predicates: list[Predicate]
-    hoisted: HoistedState
     versions: dict[int, int]
     fingerprint: str
     watch: Watch

@@ -123,7 +123,7 @@ class _Reductions:
     ) -> Placement:
         """By rows, when an elementwise update alone reads a gradient that fills its memory as the parameter does."""
         source, parameter = gradients[0].parameter, found.get(gradients[0].parameter)
-        if parameter is None or len({g.parameter for g in gradients}) > 1 or self._is_result(node):
+        if parameter is None or len({g.parameter for g in gradients}) > 1:
             return R
         value, wanted = info(node).value, in_memory(Shard(0), gradients[0])
         if not isinstance(wanted, Shard) or not value.is_contiguous() or any(n > 1 for n in value.shape[: wanted.dim]):
@@ -140,9 +140,8 @@ class _Reductions:
 
     def _pending(self) -> dict[fx.Node, list[Gradient]]:
         """The gradients that somebody reads other than a later backward which adds to them, by their memory."""
-        in_whole_step = not self.step.signature.of_part
         return {node: gradients for node, gradients in self._by_memory(self.gradients).items()
-                if self._is_read_outside(node) or (in_whole_step and self._is_result(node))}  # fmt: skip
+                if self._is_read_outside(node)}  # fmt: skip
 
     def _by_memory(self, several: Sequence[Gradient]) -> dict[fx.Node, list[Gradient]]:
         by_node: dict[fx.Node, list[Gradient]] = {}
@@ -154,11 +153,6 @@ class _Reductions:
         adds = {self.passes.get(self.nodes[g.after]) for g in self.gradients if g.before == node.name} - {None}
         others = [r for r in readers(node) if r.op != "output" or not self.step.signature.of_part]
         return any(not self._inside(node, r) and self.passes.get(r) not in adds for r in others)
-
-    def _is_result(self, node: fx.Node) -> bool:
-        """A gradient that was made from nothing, hoisted, is left to the user in the input's own memory."""
-        written = self.step.signature.mutations.values()
-        return node.op == "placeholder" and node not in (self.step.placeholders[i] for i in written)
 
     def _count_once(self, gradient: Gradient, reduced: Sequence[Gradient]) -> None:
         """Summing: a gradient from before the backward is the same on all ranks, so each adds its part of it."""
@@ -189,12 +183,6 @@ class _Reductions:
     def _reduce(self, node: fx.Node, gradients: Sequence[Gradient], to: Placement) -> None:
         """Everybody who reads a gradient after its backward reads the reduced one."""
         _check_memory(info(node).value, gradients)
-        if self._is_result(node):
-            (output,) = (one for one in self.step.graph.nodes if one.op == "output")
-            output.args = ((*output.args[0], node),)  # type: ignore[misc]
-            signature = self.step.signature
-            signature.mutations[signature.n_outputs] = self.step.placeholders.index(node)
-            signature.n_outputs += 1
         names = tuple(gradient.parameter for gradient in gradients)
         constrain(node, Constraint(to, self.addends, names), "backward", lambda r: not self._inside(node, r))
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from wholestep.functional import base_name
-from wholestep.ir import GETITEM, StepGraph, info, is_effectful
+from wholestep.ir import GETITEM, StepGraph, ancestors, info, is_effectful
 from wholestep.spmd.expand.graph_edits import is_view
 from wholestep.spmd.plans.global_view import owner_of
 from wholestep.spmd.rules.foreach import is_on_lists
@@ -39,6 +39,8 @@ class ElementwiseUpdates:
             kept = item is not None and item.kind in ("parameter", "state")
             if isinstance(value, fx.Node):
                 self._owners[value].add(owner if kept else "")
+                if item is not None and item.kind == "state" and into is None:  # an input of the next call
+                    self._states[owner] += filter(_is_from_nothing, ancestors([value], until=_is_known_apart))
         self._new = {outputs[index]: inputs[into][0] for index, into in step.signature.mutations.items()}
         self._items: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)  # results of calls on lists
         for node in step.graph.nodes:
@@ -106,6 +108,16 @@ def _column_of(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 def _is_alike(value: object, like: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == like.shape and value.is_contiguous()
+
+
+def _is_from_nothing(node: fx.Node) -> bool:
+    """Whether a call makes a tensor of numbers and another one's shape."""
+    made = isinstance(node.target, OpOverload) and base_name(node.target).endswith(("_like", "zeros", "ones", "full"))
+    return made and not is_effectful(node)
+
+
+def _is_known_apart(node: fx.Node) -> bool:
+    return _is_from_nothing(node) or info(node).phase == "backward"
 
 
 def _is_count(node: fx.Node) -> bool:

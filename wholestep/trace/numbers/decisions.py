@@ -66,7 +66,7 @@ class RealValues:
     def given(self) -> dict[fx.Node, Any]:
         """What inputs are in the call, those of symbolic sizes, too."""
         found = {found.source.path: found.tensor for found in self.inputs.world.tensors.values()}
-        fakes = [item for item in self.inputs.items if isinstance(item.value, FakeTensor) and item.source is not None]
+        fakes = [item for item in self.inputs.items if isinstance(item.value, FakeTensor)]
         real: dict[fx.Node, Any] = {item.node: item.value for item in self.inputs.items}
         return real | {item.node: found[item.source.path] for item in fakes if item.source.path in found}
 

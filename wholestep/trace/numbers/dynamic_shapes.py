@@ -55,7 +55,7 @@ class Template:
     def written(self) -> frozenset[str]:
         """Paths of the inputs that the step writes."""
         items = [self.traced.inputs[i] for i in self.traced.step.signature.mutations.values()]
-        return frozenset(item.source.path for item in items if item.source is not None)
+        return frozenset(item.source.path for item in items)
 
     def misfit(self, world: Snapshot) -> str | None:
         """Why the trace does not serve a call; None when it does."""
@@ -72,7 +72,7 @@ class Template:
     def _decided_otherwise(self, world: Snapshot) -> str | None:
         """The first decision, of those that are known before the step, which a call takes otherwise."""
         given = _given(world)
-        paths = [item.source.path if item.source is not None else "" for item in self.traced.inputs]
+        paths = [item.source.path for item in self.traced.inputs]
         for predicate in self.traced.predicates:
             if not predicate.holds({index: given.get(paths[index]) for index in predicate.inputs}):
                 return predicate.reason
@@ -86,9 +86,7 @@ class Template:
     def forget(self) -> None:
         """Lets go of the first call's tensors."""
         for item in self.traced.inputs:
-            if item.source is None:  # of state that the step makes, the graph's own
-                item.value, item.ref = item.node.meta["info"].value, None
-            elif not item.members:
+            if not item.members:
                 item.value, item.ref, item.fake = 0.0, None, None
 
 

@@ -137,22 +137,12 @@ def at_sizes(
     constants = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
     nodes = dict(zip(traced.step.graph.nodes, gm.graph.nodes, strict=True))
     items = {id(item): _at_call(item, nodes.get(item.node, item.node), inputs) for item in traced.inputs}
-    initial = AtSizes(sizes.mode, values)
-    hoisted = replace(
-        traced.hoisted,
-        module=initial.module(traced.hoisted.module),
-        inputs=[items[id(i)] for i in traced.hoisted.inputs],
-        state=[items[id(i)] for i in traced.hoisted.state],
-    )
     aliases = [replace(a, views=a.views and at.numbers(a.views)) for a in traced.aliases]
-    if decisions is not None and initial.known:  # what the step makes from nothing is made for these sizes alone
-        decisions.specialized = True
     return replace(
         traced,
         step=step,
         inputs=list(items.values()),
         aliases=aliases,
-        hoisted=hoisted,
         fingerprint=fingerprint(step, constants, decisions.hints if decisions is not None else traced.derivative),
         many=ManySizes(sizes, decisions, [*at.asked.values()], aliases, inputs) if decisions is not None else None,
     )
@@ -160,7 +150,7 @@ def at_sizes(
 
 def _decisions(traced: Traced, sizes: Sizes, values: Mapping[Any, int]) -> SizeDecisions | None:
     """What is decided on sizes; None where the program's inputs do not show them, or the trace is for one size."""
-    places = {str(i.source): index for index, i in enumerate(traced.inputs[: traced.n_inputs]) if i.source is not None}
+    places = {str(i.source): index for index, i in enumerate(traced.inputs[: traced.n_inputs])}
     found = {s.symbol: (places[str(s.source)], s.dim) for s in sizes.symbols if str(s.source) in places}
     if traced.derivative is not None or len(found) < len(sizes.symbols) or len(sizes.specialized()) == len(found):
         return None
@@ -168,6 +158,6 @@ def _decisions(traced: Traced, sizes: Sizes, values: Mapping[Any, int]) -> SizeD
 
 
 def _at_call(item: TracedInput, node: fx.Node, inputs: Mapping[str, Any]) -> TracedInput:
-    if item.source is None or item.members:
+    if item.members:
         return replace(item, node=node)
     return replace(item, node=node, value=inputs.get(item.source.path, item.value))

@@ -83,16 +83,15 @@ class OutputCollector:
         if storage.left:
             what = f"a result in the memory that {self.inputs.describe(item.value)} was given by .data"  # type: ignore
             raise UnsupportedError(what, remedy="return a clone, or copy in: tensor.data.copy_(new)")
-        if self.apart and (not is_first and stays if item is None else item.source is not None or not is_first):
+        if self.apart and (item is not None or (stays and not is_first)):
             copy = self.recorder.builder.emit(aten.clone.default, (ref.read(),))
             alone = replace(state, is_view=False, several=False, leaf=bool(state.leaf))
             return OutputAlias(alone, self.add_output(copy))
         parent = self.alias(viewed) if viewed is not None else None
         if item is not None:
-            is_state = item.source is None and is_first  # state that the step makes is the input
             inside: list[Any] = [*item.members] or [item.value]
             own = all(counts_alone(tensor, real) for real in inside)
-            views = None if is_state else self._place(tensor, start, not own)
+            views = self._place(tensor, start, not own)
             return OutputAlias(state, None, item.index, "own" if own else "shared", parent, views)
         if id(storage) not in self._by_storage:
             self._by_storage[id(storage)] = self.add_output(ref.whole.read())

@@ -12,7 +12,6 @@ from wholestep.ir import Gradient, Input, Phase, Signature, StepGraph, dead_code
 from wholestep.torch_compat import lazy_graph_module
 from wholestep.trace.outputs.canonical import fingerprint, order_inputs
 from wholestep.trace.outputs.collect_outputs import OutputCollector
-from wholestep.trace.outputs.hoisted_state import HoistedState
 from wholestep.trace.outputs.output_records import Derivative, Differentiated, NewValue
 from wholestep.trace.record.inputs import QUESTIONS, TracedInput
 from wholestep.trace.record.recorder import Recorder
@@ -25,7 +24,6 @@ def finish(
     result: Any,
     effects: list[Any],
     new_values: list[NewValue],
-    hoisted: HoistedState,
     versions: dict[TracedInput, int],
     backward: Differentiated | None,
     state_outputs: Mapping[int, Input],
@@ -94,7 +92,6 @@ def finish(
         new_values,
         [replace(p, inputs=tuple(items[i].index for i in p.inputs))
          for p in recorder.numbers.predicates.values() if p.inputs],
-        hoisted,
         {item.index: times for item, times in versions.items()},
         fingerprint(step, builder.constants, derivative),
         builder.watch,

@@ -42,8 +42,7 @@ class TracedInput:
     """One input: a real tensor with its fake, a number, a generator, or memory that several tensors share.
 
     Attributes:
-        source: where the value is found (for shared memory, where its first member is); None for state that the step
-            makes.
+        source: where the value is found (for shared memory, where its first member is).
         ref: itself as a view of its storage.
         members: the tensors in a shared memory, whose value is then the memory as one flat tensor.
         index: its position among the inputs.

@@ -19,7 +19,6 @@ from wholestep.trace.numbers.host_numbers import is_for_plain
 from wholestep.trace.numbers.predicates import OTHERWISE
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_made
 from wholestep.trace.outputs.collect_outputs import OutputCollector
-from wholestep.trace.outputs.hoisted_state import hoist
 from wholestep.trace.outputs.leaks import made_at
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
 from wholestep.trace.patches.function_mode import TorchCalls
@@ -130,13 +129,12 @@ def _recorded(
     collector.observe(new)
     versions = _versions(recorder, before)
     stays = {index: Input("", source, kind) for index, (source, kind) in state_outputs(effects).items()}
-    hoisted = hoist(recorder, new, stays)
     places = [collector.new_value(v, index in stays) for index, v in enumerate(new)]
     backward = differentiate(recorder, collector, new, recording) if differentiate else None
     if backward:
         _refuse_late_effects(world, effects)
         _refuse_shared_writes(recorder)  # of inputs that only it reads: bases of those that the step writes
-    traced = finish(recorder, collector, value, effects, places, hoisted, versions, backward, stays)
+    traced = finish(recorder, collector, value, effects, places, versions, backward, stays)
     if torch.is_grad_enabled() != grad_mode:
         traced.grad_mode = not grad_mode
     return traced
