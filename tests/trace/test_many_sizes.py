@@ -70,7 +70,8 @@ def test_sizes_in_views_results_and_numbers() -> None:
     def fn(x: Tensor, y: Tensor) -> Any:
         z = (x @ y).relu()
         n = x.shape[0]
-        return z[1:], z.t(), n, z.numel() * 2, x[: n // 2] * (n - 1) ** 0.5, z.sum() / n, torch.cat([x, x]).view(n, -1)
+        wide = torch.cat([x, x]).view(n, -1)
+        return z[1:], z.t(), n, z.numel() * 2, x[: n // 2] * (n - 1) ** 0.5, z.sum() / n, wide, torch.zeros(n)
 
     batches = [(torch.randn(n, 8), torch.randn(8, m)) for n, m in ((4, 6), (5, 6), (9, 2), (6, 3), (31, 40), (4, 6))]
     check(fn, batches, 1)
