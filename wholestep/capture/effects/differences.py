@@ -24,8 +24,8 @@ from wholestep.capture.snapshot.names_read import entered_with
 from wholestep.capture.snapshot.new_objects import kept_in_module
 from wholestep.capture.snapshot.reachable import Container, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot
+from wholestep.capture.sources import Globals, Source, Vars, Version
 from wholestep.capture.sources import Identity as IdentityOf
-from wholestep.capture.sources import Source, Version
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.functional import Count, Identity
 from wholestep.patches import is_added, unpatched
@@ -59,9 +59,10 @@ def outcome(
     for stand_in in snap.substitutes.lists:
         source, new = vars(stand_in)["source"], taken(stand_in)
         if new:
-            effects.append(changes.Extend(source, described.tree(list, dict(enumerate(new)), source.text)))
+            tree = described.tree(list, dict(enumerate(new)), source.text)
+            effects.append(changes.Effect(source, changes.EXTEND, value=tree))
     outcome = described.value(result, "the step's result")
-    return [*effects, *(changes.CallMethod(n.source, "step", n.args) for n in snap.substitutes.noted)], outcome
+    return [*effects, *(_call(n.source, "step", n.args) for n in snap.substitutes.noted)], outcome
 
 
 class _Described:
@@ -219,10 +220,10 @@ def _differences(snap: Snapshot, container: Container, described: _Described) ->
             yield from _entry_differences(snap, container, now, before, described)
     if kind is kinds.TENSOR and now["grad"] is container.before["grad"] is None:
         if snap.reachable.child(container, "grad").path in snap.replaced_gradients:  # a later call may find one
-            yield changes.SetGrad(source, Const(None))
+            yield changes.Effect(source, changes.SET_GRAD)
 
 
-def _new_contents(container: Container, now: Contents, before: Contents, described: _Described) -> changes.SetContents:
+def _new_contents(container: Container, now: Contents, before: Contents, described: _Described) -> changes.Effect:
     kind, source = container.kind, container.source
     tree = described.tree(dict if kind is kinds.MAPPING else list, now, source.text)
     grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
@@ -231,27 +232,27 @@ def _new_contents(container: Container, now: Contents, before: Contents, describ
     new += [v.value for v in added if isinstance(v, Existing) and v.late]
     if new or (added and kind is not kinds.SET):
         described.grown.append((source, len(now) - len(before), [*new, None][0]))
-    return changes.SetContents(source, kind, tree)
+    return changes.Effect(source, changes.SET_CONTENTS, Const(kind), tree)
 
 
 def _entry_differences(
     snap: Snapshot, container: Container, now: Contents, before: Contents, described: _Described
 ) -> Iterator[changes.Effect]:
     source, is_mapping = container.source, container.kind is kinds.MAPPING
-    for key in before:
-        if key not in now:
-            removed = described.value(key, source.text) if is_mapping else None
-            yield changes.DelAttr(source, key) if removed is None else changes.DelItem(source, removed)
+    put, delete = changes.SET_ATTR, changes.DEL_ATTR
+    if is_mapping:
+        put, delete = changes.SET_ITEM, changes.DEL_ITEM
+    elif isinstance(source, (Vars, Globals)):
+        put, delete = changes.SET_NAME, changes.DEL_NAME
+    for key in [key for key in before if key not in now]:
+        yield changes.Effect(source, delete, described.value(key, source.text) if is_mapping else Const(key))
     for key, value in now.items():
         if key in before and _unchanged(value, before[key]):
             continue
         if not is_plain(value) and key in entered_with(type(container.owner)):  # type: ignore[arg-type]
             continue  # a handle of C that only the `with` statement under way needs: `torch.inference_mode()`
         new = described.value(value, snap.reachable.child(container, key).text)
-        if is_mapping:
-            yield changes.SetItem(source, described.value(key, source.text), new)
-        else:
-            yield changes.SetAttr(source, key, new)
+        yield changes.Effect(source, put, described.value(key, source.text) if is_mapping else Const(key), new)
 
 
 def _unchanged(now: Any, before: Any) -> bool:
@@ -274,9 +275,9 @@ def _tensor_differences(container: Container, now: Contents, described: _Describ
         if _unchanged(value, container.before[name]) or (name == "requires_grad" and has_history):
             continue  # with a history comes the flag
         if name == "grad":
-            yield changes.SetGrad(source, described.value(value, f"{source}.grad"))
+            yield changes.Effect(source, changes.SET_GRAD, value=described.value(value, f"{source}.grad"))
         elif name == "requires_grad":
-            yield changes.SetAttr(source, name, Const(value))
+            yield changes.Effect(source, changes.SET_ATTR, Const(name), Const(value))
         else:
             raise _hooked(source)
 
@@ -287,11 +288,15 @@ def _autograd_effects(found: TensorInput, original: torch.Tensor) -> Iterator[ch
     if any(getattr(alias, name) for name in HOOK_TABLES):
         raise _hooked(source)
     if alias.retains_grad and not original.retains_grad:
-        yield changes.CallMethod(source, "retain_grad")
+        yield _call(source, "retain_grad")
     if found.beginning is not None and alias.grad_fn is None:
         if alias.requires_grad:
             raise LeakError(f"{source} is detached in place, and requires grad again", remedy="use tensor.detach()")
-        yield changes.CallMethod(source, "detach_")
+        yield _call(source, "detach_")
+
+
+def _call(source: Source, name: str, args: tuple[Any, ...] = ()) -> changes.Effect:
+    return changes.Effect(source, changes.CALL, Const(name), Const(args))
 
 
 def _hooked(source: Source) -> LeakError:

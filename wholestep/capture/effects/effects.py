@@ -1,136 +1,70 @@
 """Effects: what a step changed in the Python world, as values that can be done again without running it.
 
-`differences` describes them, `replay_code` writes the code that does them in a later call. Each effect says by two
-templates how it reads and which statement does it: `container`, `key` and `value` are variables of that code.
+`differences` describes them, `replay_code` writes the code that does them in a later call. A table of two templates
+says how each reads and which statement does it: `container`, `key` and `value` are variables of that code.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from wholestep.capture.effects.values import NOTHING, Const, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.snapshot import container_kinds as kinds
-from wholestep.capture.sources import Globals, Source, Vars, base_of
+from wholestep.capture.sources import Source, base_of
 from wholestep.ir import InputKind
+
+
+class Change(NamedTuple):
+    """A kind of change: how it reads, and the statement that does it."""
+
+    text: str
+    code: str
+
+
+SET_ITEM = Change("{source}[{key}] = {value}", "base_of({container}).__setitem__({container}, {key}, {value})")
+DEL_ITEM = Change("del {source}[{key}]", "base_of({container}).__delitem__({container}, {key})")
+# Attributes, slots, classes, closure cells and ``.requires_grad``; and names in a table.
+SET_ATTR = Change("{source}.{name} = {value}", "{container}.{name} = {value}")
+DEL_ATTR = Change("del {source}.{name}", "del {container}.{name}")
+SET_NAME = Change("{source}.{name} = {value}", "{container}[{name!r}] = {value}")
+DEL_NAME = Change("del {source}.{name}", "{container}.pop({name!r}, None)")
+SET_GRAD = Change("{source}.grad = {value}", "{container}.grad = {value}")
+# All of a list, set, deque or reordered dict, which stays the same object; the key is its kind.
+SET_CONTENTS = Change("{source}[:] = {value}", "refill({key}, {container}, {value})")
+# A list or deque that the step appends to and does not read.
+EXTEND = Change("{source} += {value}", "base_of({container}).extend({container}, {value})")
+# A learning-rate scheduler moves on, after all else; a tensor retains its gradient.
+CALL = Change("{source}.{name}{value}", "{container}.{name}(*{value})")
 
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """One change at ``source``, the container; subclasses say which."""
+    """One change at ``source``, the container."""
 
     source: Source
-    code = text = ""
+    change: Change
+    key: Value = NOTHING
+    value: Value = NOTHING
 
     @property
     def parts(self) -> dict[str, Value]:
         """The key and the value that must be made before the change."""
-        return {name: getattr(self, name) for name in ("key", "value") if hasattr(self, name)}
-
-    def statement(self, variables: dict[str, str], constant: Callable[[Any], str]) -> str:
-        """The statement that does it.
-
-        Args:
-            variables: those of the code, by the names that templates have for them.
-            constant: gives the name of a constant.
-        """
-        own = {name: getattr(self, name) for name in ("name", "kind", "args") if hasattr(self, name)}
-        shown = {name: value if isinstance(value, str) else constant(value) for name, value in own.items()}
-        return self.code.format(**variables, **shown)
-
-    def __str__(self) -> str:
-        return self.text.format(**vars(self))
-
-
-@dataclass(frozen=True, eq=False)
-class SetItem(Effect):
-    """``source[key] = value``."""
-
-    key: Value
-    value: Value
-    text = "{source}[{key}] = {value}"
-    code = "base_of({container}).__setitem__({container}, {key}, {value})"
-
-
-@dataclass(frozen=True, eq=False)
-class DelItem(Effect):
-    """``del source[key]``."""
-
-    key: Value
-    text = "del {source}[{key}]"
-    code = "base_of({container}).__delitem__({container}, {key})"
-
-
-@dataclass(frozen=True, eq=False)
-class SetAttr(Effect):
-    """``source.name = value``, for attributes, slots, classes, closure cells and ``.requires_grad``."""
-
-    name: str
-    value: Value
-    text = "{source}.{name} = {value}"
+        return {name: getattr(self, name) for name in ("key", "value") if f"{{{name}}}" in self.change.code}
 
     @property
-    def code(self) -> str:  # type: ignore[override]
-        return "{container}[{name!r}] = {value}" if _is_table(self.source) else "{container}.{name} = {value}"
+    def name(self) -> Any:
+        """The key as a name."""
+        return self.key.value if isinstance(self.key, Const) else ""
 
-
-@dataclass(frozen=True, eq=False)
-class DelAttr(Effect):
-    """``del source.name``."""
-
-    name: str
-    text = "del {source}.{name}"
-
-    @property
-    def code(self) -> str:  # type: ignore[override]
-        return "{container}.pop({name!r}, None)" if _is_table(self.source) else "del {container}.{name}"
-
-
-@dataclass(frozen=True, eq=False)
-class SetGrad(Effect):
-    """``source.grad = value``."""
-
-    value: Value
-    text = "{source}.grad = {value}"
-    code = "{container}.grad = {value}"
-
-
-@dataclass(frozen=True, eq=False)
-class SetContents(Effect):
-    """The whole contents of a list, set, deque or reordered dict, the container staying the same object."""
-
-    kind: kinds.ContainerKind
-    value: Tree
-    text = "{source}[:] = {value}"
-    code = "refill({kind}, {container}, {value})"
-
-
-@dataclass(frozen=True, eq=False)
-class Extend(Effect):
-    """``source.extend(values)``: a list or deque that the step appends to and does not read."""
-
-    value: Tree
-    text = "{source} += {value}"
-    code = "base_of({container}).extend({container}, {value})"
-
-
-@dataclass(frozen=True, eq=False)
-class CallMethod(Effect):
-    """``source.name(*args)``: a learning-rate scheduler moves on, after all else; a tensor retains its gradient."""
-
-    name: str
-    args: tuple[Any, ...] = ()
-    code = "{container}.{name}(*{args})"
+    def statement(self, variables: dict[str, str]) -> str:
+        """The statement that does it, given the code's variables by the names that templates have for them."""
+        return self.change.code.format(**variables, name=self.name)
 
     def __str__(self) -> str:
-        return f"{self.source}.{self.name}({', '.join(map(repr, self.args))})"
-
-
-def _is_table(source: Source) -> bool:
-    """Whether what is at a source is a table of names."""
-    return isinstance(source, (Vars, Globals))
+        return self.change.text.format(**vars(self), name=self.name)
 
 
 def refill(kind: kinds.ContainerKind, container: Any, built: Any) -> None:
@@ -182,11 +116,11 @@ def state_outputs(effects: Sequence[Effect]) -> dict[int, tuple[str, InputKind]]
                 collect(inner, f"{where}[{key}]")
 
     for effect in effects:
-        if isinstance(effect, SetGrad) and isinstance(effect.value, New):
+        if effect.change is SET_GRAD and isinstance(effect.value, New):
             found[effect.value.index] = f"{effect.source}.grad", "grad"
-        elif isinstance(effect, SetItem):
+        elif effect.change is SET_ITEM:
             collect(effect.value, f"{effect.source}[{effect.key}]")
-        elif isinstance(effect, SetContents):
+        elif effect.change is SET_CONTENTS:
             collect(effect.value, str(effect.source))
     return found
 
@@ -196,9 +130,5 @@ _STATE = re.compile(r"\.state\[.*\]\[[^\[\]]*\]$")
 
 def replaced_containers(effects: Sequence[Effect]) -> frozenset[tuple[str, Any]]:
     """Path and key of the places where effects put a container that they make."""
-    places = []
-    for effect in effects:
-        if isinstance(effect, (SetAttr, SetItem)) and isinstance(effect.value, (Made, Tree)):
-            key = Const(effect.name) if isinstance(effect, SetAttr) else effect.key
-            places += [(effect.source.path, key.value)] if isinstance(key, Const) else []
-    return frozenset(places)
+    return frozenset((effect.source.path, effect.key.value) for effect in effects
+                     if isinstance(effect.value, (Made, Tree)) and isinstance(effect.key, Const))  # fmt: skip

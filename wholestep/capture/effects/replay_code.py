@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.effects.effects import FUNCTIONS, Effect, SetGrad
+from wholestep.capture.effects.effects import FUNCTIONS, SET_GRAD, Effect
 from wholestep.capture.effects.recipes import fill
 from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, is_late
 from wholestep.capture.guards.code_writer import compiled
@@ -145,6 +145,6 @@ class Replay:
         for name, part in effect.parts.items():
             expression = self._whole(part)
             (self.late if late else self.reads).append(f"{variables[name]} = {expression}")
-        if isinstance(effect, SetGrad):
+        if effect.change is SET_GRAD:
             self._replace(effect.source)
-        (self.late if late else self.writes).append(effect.statement(variables, self._constant))
+        (self.late if late else self.writes).append(effect.statement(variables))

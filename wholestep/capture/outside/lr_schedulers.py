@@ -2,7 +2,7 @@
 
 A scheduler computes numbers from a count that grows with every call, in Python of any kind. Traced, that would be a
 new program for each step. So while a step is captured, `scheduler.step()` only takes note of the call; the effect
-`CallMethod` makes the real call after the program has run. Until then the numbers that the scheduler sets are
+`CALL` makes the real call after the program has run. Until then the numbers that the scheduler sets are
 `Pending`: whoever reads them before the step ends is told so.
 """
 
