@@ -107,6 +107,7 @@ INPUT_VIEWS = {
     "expand": lambda x: x[0].expand(3, 6),
     "squeeze": lambda x: x.unsqueeze(-1).squeeze(-1)[None].squeeze(0),
     "diagonal": lambda x: x.diagonal(1, -1, 0),
+    "diagonal below": lambda x: x.diagonal(-1),
     "unfold": lambda x: x.unfold(1, 2, 2),
     "split": lambda x: x.split(2)[1],
     "unbind": lambda x: x.unbind(0)[1],

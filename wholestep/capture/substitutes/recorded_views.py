@@ -6,45 +6,22 @@ reach the same elements by another one. Autograd's nodes say which it was, and w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+aten = torch.ops.aten
 
-def _dim(number: int) -> int:
-    """A dimension as autograd's nodes show it, which is without sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def _slice(x: torch.Tensor, node: Any, *_: Any) -> torch.Tensor:
-    start, end = _dim(node._saved_start), _dim(node._saved_end)
-    return torch.ops.aten.slice(x, _dim(node._saved_dim), start, end, node._saved_step)  # type: ignore[no-any-return]
-
-
-# Name of a node -> the view of a tensor that it stands for. Called with the tensor, the node, the shape of its output,
-# and which of its outputs is asked for.
-MADE_BY: dict[str, Callable[[torch.Tensor, Any, Any, int], torch.Tensor]] = {
-    "AliasBackward0": lambda x, node, shape, nr: torch.ops.aten.alias(x),
-    "DiagonalBackward0": lambda x, node, shape, nr: x.diagonal(
-        node._saved_offset, _dim(node._saved_dim1), _dim(node._saved_dim2)
-    ),
-    "ExpandBackward0": lambda x, node, shape, nr: x.expand(shape),
-    "PermuteBackward0": lambda x, node, shape, nr: x.permute([_dim(d) for d in node._saved_dims]),
-    "SelectBackward0": lambda x, node, shape, nr: x.select(_dim(node._saved_dim), _dim(node._saved_index)),
-    "SliceBackward0": _slice,
-    "SplitBackward0": lambda x, node, shape, nr: x.split(node._saved_split_size, _dim(node._saved_dim))[nr],
-    "SqueezeBackward0": lambda x, node, shape, nr: x.squeeze(),
-    "SqueezeBackward1": lambda x, node, shape, nr: x.squeeze(_dim(node._saved_dim)),
-    "TBackward0": lambda x, node, shape, nr: x.t(),
-    "TransposeBackward0": lambda x, node, shape, nr: x.transpose(_dim(node._saved_dim0), _dim(node._saved_dim1)),
-    "UnbindBackward0": lambda x, node, shape, nr: x.unbind(_dim(node._saved_dim))[nr],
-    "UnfoldBackward0": lambda x, node, shape, nr: x.unfold(
-        _dim(node._saved_dimension), node._saved_size, node._saved_step
-    ),
-    "UnsqueezeBackward0": lambda x, node, shape, nr: x.unsqueeze(_dim(node._saved_dim)),
-    "ViewBackward0": lambda x, node, shape, nr: x.view(shape),
-}
+# Name of a node -> the operator that makes such views, whose arguments the node has saved under their names.
+MADE_BY: dict[str, Any] = {
+    "AliasBackward0": aten.alias.default, "DiagonalBackward0": aten.diagonal.default,
+    "ExpandBackward0": aten.expand.default, "PermuteBackward0": aten.permute.default,
+    "SelectBackward0": aten.select.int, "SliceBackward0": aten.slice.Tensor, "SplitBackward0": aten.split.Tensor,
+    "SqueezeBackward0": aten.squeeze.default, "SqueezeBackward1": aten.squeeze.dim, "TBackward0": aten.t.default,
+    "TransposeBackward0": aten.transpose.int, "UnbindBackward0": aten.unbind.int,
+    "UnfoldBackward0": aten.unfold.default, "UnsqueezeBackward0": aten.unsqueeze.default,
+    "ViewBackward0": aten.view.default,
+}  # fmt: skip
 
 
 def view_again(view: torch.Tensor, of: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -84,10 +61,23 @@ def _path(view: torch.Tensor, of: torch.Tensor) -> list[tuple[Any, int]]:
 def _follow(path: list[tuple[Any, int]], tensor: torch.Tensor) -> torch.Tensor | None:
     try:
         for node, nr in path:
-            tensor = MADE_BY[node.name()](tensor, node, node._input_metadata[nr].shape, nr)
+            operator = MADE_BY[node.name()]
+            names = [argument.name for argument in operator._schema.arguments[1:] if not argument.kwarg_only]
+            if operator in (aten.view.default, aten.expand.default):
+                found = operator(tensor, node._input_metadata[nr].shape)
+            else:
+                found = operator(tensor, *(_signed(getattr(node, f"_saved_{name}")) for name in names))
+            tensor = found if isinstance(found, torch.Tensor) else found[nr]
     except (RuntimeError, AttributeError, IndexError):
         return None
     return tensor
+
+
+def _signed(saved: Any) -> Any:
+    """Numbers as they were given: autograd's nodes show them without sign."""
+    if isinstance(saved, tuple):
+        return tuple(map(_signed, saved))
+    return saved - (1 << 64) if saved >= 1 << 63 else saved
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
