@@ -142,9 +142,10 @@ def saved_as_it_is(node: Any, name: str) -> torch.Tensor | None:
 
 
 def saved_numbers(node: Any, name: str) -> tuple[Any, ...]:
-    """The numbers that an autograd node saved under the name of one of its operator's arguments."""
+    """The numbers that an autograd node saved under the name of one of its operator's arguments, as they were given."""
     found = getattr(node, f"_saved_{name}", None)
-    return found if isinstance(found, tuple) else (found,)
+    several = found if isinstance(found, tuple) else (found,)
+    return tuple(n - (1 << 64) if isinstance(n, int) and n >= 1 << 63 else n for n in several)  # it shows no sign
 
 
 CUMPROD_BY_DATA = torch.__version__.startswith("2.11.")

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from wholestep.torch_compat import saved_numbers
+
 aten = torch.ops.aten
 
 # Name of a node -> the operator that makes such views, whose arguments the node has saved under their names.
@@ -62,22 +64,15 @@ def _follow(path: list[tuple[Any, int]], tensor: torch.Tensor) -> torch.Tensor |
     try:
         for node, nr in path:
             operator = MADE_BY[node.name()]
-            names = [argument.name for argument in operator._schema.arguments[1:] if not argument.kwarg_only]
             if operator in (aten.view.default, aten.expand.default):
                 found = operator(tensor, node._input_metadata[nr].shape)
             else:
-                found = operator(tensor, *(_signed(getattr(node, f"_saved_{name}")) for name in names))
+                saved = [(saved_numbers(node, given.name), given.type) for given in operator._schema.arguments[1:]]
+                found = operator(tensor, *(n if "List" in str(kind) else n[0] for n, kind in saved))
             tensor = found if isinstance(found, torch.Tensor) else found[nr]
     except (RuntimeError, AttributeError, IndexError):
         return None
     return tensor
-
-
-def _signed(saved: Any) -> Any:
-    """Numbers as they were given: autograd's nodes show them without sign."""
-    if isinstance(saved, tuple):
-        return tuple(map(_signed, saved))
-    return saved - (1 << 64) if saved >= 1 << 63 else saved
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

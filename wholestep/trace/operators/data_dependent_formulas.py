@@ -89,8 +89,8 @@ def _of_product(node: Any, grad: Tensor, made: Tensor) -> Any:
     if x.dim() == 0 or x.numel() == 0:
         return None
     dim: Any = saved_numbers(node, "dim")[0]
-    if dim is not None:  # autograd shows it without its sign
-        dim = (dim - (1 << 64) if dim >= 1 << 63 else dim) % x.dim()
+    if dim is not None:
+        dim %= x.dim()
         grad = grad.unsqueeze(dim) if saved_numbers(node, "keepdim")[0] is False else grad
     return torch.ops.wholestep_formulas.product_gradient(node.name(), grad, x.to(grad.dtype), dim)
 
