@@ -198,7 +198,7 @@ def test_memory_of_another_size_is_a_reason_to_capture_again():
     assert compiled(x, y) == 12
     x.untyped_storage().resize_(16)
     assert compiled(x, y) == 16
-    assert compiled.recompiles == ["memory of L['x']: expected 12 bytes, found 16"]
+    assert compiled.recompiles == ["L['x'] bytes of memory: expected 12, found 16"]
 
 
 def test_memory_is_as_before_when_a_capture_fails():

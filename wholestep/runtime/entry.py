@@ -77,18 +77,14 @@ class Entry:
         self.many, self.aliases = traced.many, traced.aliases
         places = {source.path: index for index, source in enumerate(sources)}
         self.sized = [places[path] for path in self.many.in_order] if self.many is not None else []
-        flat = [(i, traced.inputs[i].value.numel()) for i in self.flat]  # type: ignore[union-attr]
         # what is asked of inputs before the program runs: which, how it is found, what it was, in words
         self.checks: list[tuple[int, Callable[[Any], Any], Any, str]] = [
-            *((i, QUESTIONS[name], n, f"{sources[i]} {name}: expected {n}") for i, name, n in traced.answers),
-            *((i, _elements, n, f"memory of {sources[i]}: expected {n} elements") for i, n in flat),
-            *((i, _bytes, n, f"memory of {sources[i]}: expected {n} bytes") for i, n, _ in traced.storage_sizes),
-        ]  # fmt: skip
+            (i, QUESTIONS[name], n, f"{sources[i]} {name}: expected {n}") for i, name, n in traced.answers
+        ]
         self.guards = [
             *binder.guards,
             *(Guard(Decision(text), why, True) for text, why in (self.many.conditions if self.many else ())),
             *(Guard(sources[i], name, before) for i, name, before in traced.answers),
-            *(Guard(sources[i], "bytes of memory", before) for i, before, _ in traced.storage_sizes),
             *(Guard(Decision(p.text), f"decided at {p.line}", p.expected) for p in traced.predicates),
             *(self.early_exit.guards if self.early_exit is not None else ()),
         ]
@@ -224,11 +220,3 @@ class Entry:
         places = zip(saved, plan.backward.saved, strict=True)
         counted = [value for value, place in places if place in self.saved_versions]
         set_versions(tuple(counted), tuple(self.saved_versions.values()))
-
-
-def _elements(tensor: torch.Tensor) -> int:
-    return flat_memory(tensor).numel()
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()

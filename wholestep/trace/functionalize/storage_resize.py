@@ -66,6 +66,7 @@ class StorageSizes:
         item, storage = self._inputs.of(tensor), tensor.untyped_storage()
         if storage_id(storage) not in self._known:
             self._known[storage_id(storage)] = StorageSize(item, _nbytes(storage), _nbytes(storage))
+            self._inputs.asked[id(item), "bytes of memory"] = item
         return self._known[storage_id(storage)]
 
     def _set(self, known: StorageSize, size: int) -> None:

@@ -34,6 +34,8 @@ from wholestep.trace.record.provenance import user_line
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "storage offset": torch.Tensor.storage_offset, "being a view": IS_VIEW, "inference mode": torch.Tensor.is_inference,
     "base": lambda tensor: None if tensor._base is None else metadata(tensor._base),
+    "bytes of memory": lambda tensor: tensor.untyped_storage().nbytes(),
+    "elements of memory": lambda tensor: flat_memory(tensor).numel(),
 }  # fmt: skip
 
 
@@ -214,6 +216,7 @@ class Inputs:
             fake = fake_of(self.builder.fake_mode, flat)
             self._flat[memory] = self._root(f"memory of {found.source}", found.source, found.kind, flat, fake)
         base = self._flat[memory]
+        self.asked[id(base), "elements of memory"] = base
         assert base.ref is not None
         if tensor.dtype != base.ref.geometry.dtype:
             raise UnsupportedError(f"{found.source} shares written memory under another dtype", user_line())
