@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -210,9 +211,10 @@ def test_compiled_regions_are_swapped_in_and_kept_on_disk(fresh: Any, monkeypatc
     close(trained(Small, again), expected)
     assert "fused_region" in again.code
     whole = trained(Small, train_step, rows=8)
-    for results, text in run_ranks(on_two_ranks, 2, "thread"):
-        close(results[-4:], whole[-4:])
-        assert "fused_region" in text
+    for transport, plan in [("thread", ws.DataParallel), ("shm", ws.DataParallel), ("shm", ws.ShardedOptimizer)]:
+        for results, text in run_ranks(on_two_ranks, 2, transport, (plan, str(compiled_regions.folder()))):
+            close(results[-4:], whole[-4:])
+            assert "fused_region" in text
 
     next(compiled_regions.folder().glob("*.json")).write_text("{")  # a torn file is made anew
     torn = compiled_regions._Compilation()
@@ -229,10 +231,11 @@ def regions_of_small() -> list[Region]:
     return regions(seen[-1])
 
 
-def on_two_ranks() -> tuple[list[Any], str]:
+def on_two_ranks(plan: Callable[[str], Any], kernels: str) -> tuple[list[Any], str]:
     """Each rank has half of the rows."""
+    os.environ["WHOLESTEP_CACHE"] = kernels
     mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    step = compiled(mesh=mesh, plan=ws.DataParallel("dp"))
+    step = compiled(mesh=mesh, plan=plan("dp"))
     with START:  # threads share the random generator
         model, opt = started(Small)
         batches = torch.randn(4, 8, 16)
