@@ -1,6 +1,6 @@
-"""Fake evaluation of calls, memoised: the layers of a model make the same calls again.
+"""Fake evaluation of calls, memoised: the layers of a model make the same calls again, and so do captures.
 
-What is known is kept by the mode of the fake tensors, by all that operators see of their arguments.
+What is known is kept by all that operators see of their arguments, and by the settings they choose kernels by.
 May import: functional, ir, nested, torch_compat.
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from wholestep.functional import OFFSETS
+from wholestep.functional import OFFSETS, operator_of
 from wholestep.ir import info
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
@@ -23,10 +24,12 @@ from wholestep.torch_compat import (
     below_autograd,
     empty_fake,
     fake_view,
+    kernel_settings,
     storage_id,
 )
 
-_MEMORY = "wholestep_values", "wholestep_results"  # attributes of the mode: they live as long as it does
+_VALUES = "wholestep_values"  # an attribute of a mode: its values live as long as it does
+_MOST = 1 << 16  # calls whose results are known
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 
 
@@ -41,10 +44,10 @@ def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -
     values: list[torch.Tensor] = []
     key = target, key_of(args, values), key_of(kwargs, values), torch.get_default_dtype()
     mode = mode or values[0].fake_mode  # type: ignore[attr-defined]
-    known = mode.__dict__.setdefault(_MEMORY[0], {})
+    known = mode.__dict__.setdefault(_VALUES, {})
     found = _get(known, key)
     if found is None:
-        found = run(mode, target, *fx.map_arg((args, kwargs), lambda node: info(node).value))
+        found = results(mode, target, *fx.map_arg((args, kwargs), lambda node: info(node).value))
         with contextlib.suppress(TypeError):
             known[key] = found
     return found
@@ -53,17 +56,20 @@ def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -
 def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """What a call gives on fake tensors: tensors in memory of their own, views of its arguments, or these."""
     operands: list[torch.Tensor] = []
-    key = func, key_of(args, operands), key_of(kwargs, operands), torch.get_default_dtype()
-    known = mode.__dict__.setdefault(_MEMORY[1], {})
-    found = _get(known, key)
-    if found is not None:
-        return map_leaves(lambda leaf: _anew(leaf, mode, operands), found)
+    key = func, key_of(args, operands), key_of(kwargs, operands), torch.get_default_dtype(), kernel_settings()
+    if not (_depends_on_layouts(func) and all(_is_plain_fake(one, mode) for one in operands)):
+        return run(mode, func, args, kwargs)
+    kept = _get(_known, key)
+    if kept is not None:
+        return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
     found = run(mode, func, args, kwargs)
-    if _depends_on_layouts(func, mode, operands) and key[1:3] == (key_of(args, []), key_of(kwargs, [])):
-        kept = map_leaves(lambda leaf: _kept(leaf, mode, operands), found)
+    if mode.shape_env is None and key[1:3] == (key_of(args, []), key_of(kwargs, [])):
+        kept = map_leaves(lambda leaf: _kept(leaf, operands), found)
         if _UNKNOWN not in leaves(kept):
+            if len(_known) >= _MOST:
+                _known.clear()
             with contextlib.suppress(TypeError):
-                known[key] = kept
+                _known[key] = kept
     return found
 
 
@@ -104,6 +110,8 @@ def _get(known: dict[Any, Any], key: Any) -> Any:
 
 
 _UNKNOWN = object()
+_LAYOUTS = FakeTensorMode()  # of the tensors that results are made like
+_known: dict[Any, Any] = {}  # a call and what it goes by -> what its results are made of anew
 
 
 @dataclass(frozen=True)
@@ -114,25 +122,29 @@ class _InOperand:
     like: FakeTensor | None
 
 
-def _depends_on_layouts(func: Any, mode: FakeTensorMode, operands: list[torch.Tensor]) -> bool:
+@cache
+def _depends_on_layouts(func: Any) -> bool:
     """Whether calls of an operator on tensors of equal layouts give tensors of equal layouts, and change none."""
-    if not isinstance(func, OpOverload) or func.namespace != "aten" or func in OFFSETS:
+    op = operator_of(func)
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or op in OFFSETS:
         return False
-    if _BY_DATA & {*func.tags} or func.overloadpacket is torch.ops.aten.set_ or mode.shape_env is not None:
-        return False
-    return all(isinstance(one, FakeTensor) and one.constant is None and is_plain(one) for one in operands)
+    return not _BY_DATA & {*op.tags} and op.overloadpacket is not torch.ops.aten.set_
 
 
-def _kept(leaf: Any, mode: FakeTensorMode, operands: list[torch.Tensor]) -> Any:
+def _is_plain_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.constant is None
+
+
+def _kept(leaf: Any, operands: list[torch.Tensor]) -> Any:
     """What one result is made of anew."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if not is_plain(leaf):
         return _UNKNOWN
-    memory, made = leaf.untyped_storage(), empty_fake(mode, leaf)
+    memory, made = leaf.untyped_storage(), empty_fake(_LAYOUTS, leaf)
     for place, one in enumerate(operands):
         if leaf is one or storage_id(one.untyped_storage()) == storage_id(memory):
-            return _InOperand(place, None if leaf is one else fake_view(leaf, leaf))
+            return _InOperand(place, None if leaf is one else fake_view(made, leaf))
     return made if memory.nbytes() == made.untyped_storage().nbytes() else _UNKNOWN
 
 

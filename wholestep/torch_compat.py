@@ -199,7 +199,7 @@ _threads, _deterministic = torch.get_num_threads, torch.are_deterministic_algori
 
 def kernel_settings() -> tuple[Any, ...]:
     """Settings of the process by which operators choose among their kernels."""
-    return _threads(), _mkldnn_enabled(), _deterministic()
+    return _threads(), _mkldnn_enabled(), _deterministic(), attention_kernels()
 
 
 _ATTENTION = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in ("flash", "math", "mem_efficient")]
