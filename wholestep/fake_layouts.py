@@ -176,10 +176,10 @@ def _is_settled(func: OpOverload, operands: list[torch.Tensor]) -> bool:
     if func in PRODUCTS:
         return len(operands) == 2 or _is_contiguous(operands[0])
     row_by_row = (torch.Tag.pointwise in func.tags or func in CONTIGUOUS) and all(map(_is_contiguous, operands))
-    return row_by_row or not operands or _is_opaque(operands)
+    return row_by_row or not operands or is_opaque(operands)
 
 
-def _is_opaque(tensors: list[torch.Tensor]) -> bool:
+def is_opaque(tensors: list[torch.Tensor]) -> bool:
     """Whether there are bytes among numbers: a kernel's workspace, in a form that it alone knows."""
     return len({t.dtype is torch.uint8 for t in tensors}) > 1
 
@@ -199,21 +199,32 @@ def _takes_generator(func: OpOverload) -> bool:
 
 def _asked(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
     with no_modes():
-        given = scratch_tensors(args), scratch_tensors(kwargs)
-        try:
-            if torch.Tag.nondeterministic_seeded in func.tags and _takes_generator(func):
-                given[1]["generator"] = torch.Generator()
-            found = [*tensors_of(func(*given[0], **given[1]))]
-        except Exception:  # whatever it is: the call itself will say it
+        ran = run_kernel(func, args, kwargs)
+        if ran is None:
             return None
-        memories = {t.untyped_storage().data_ptr() for t in tensors_of(given)}
-        if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in found):
-            return None
-        if _is_opaque([t for t in found if t.numel()]):
-            return None
-        shared = [t.numel() > 0 and t.untyped_storage().data_ptr() in memories for t in found]
-        pairs = zip(found, shared, strict=True)
+        operands, found = ran
+        memories = {t.untyped_storage().data_ptr() for t in operands}
+        shared = [t.numel() > 0 and t.untyped_storage().data_ptr() in memories for t in tensors_of(found)]
+        pairs = zip(tensors_of(found), shared, strict=True)
         return tuple([None if inside else (t.shape, t.stride(), t.dtype, t.device) for t, inside in pairs])
+
+
+def run_kernel(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Any] | None:
+    """Runs a call on scratch tensors, with no modes on.
+
+    Returns:
+        These tensors and what the call gives; None where that fails, or says nothing on layouts.
+    """
+    try:
+        given = scratch_tensors(args), scratch_tensors(kwargs)
+        if torch.Tag.nondeterministic_seeded in operator_of(func).tags and _takes_generator(func):
+            given[1]["generator"] = torch.Generator()
+        results = func(*given[0], **given[1])
+    except Exception:  # whatever it is: the call itself will say it
+        return None
+    found = [*tensors_of(results)]
+    is_said = all(t.layout is torch.strided and not t.is_conj() and not t.is_neg() for t in found)
+    return ([*tensors_of(given)], results) if is_said and not is_opaque([t for t in found if t.numel()]) else None
 
 
 def scratch_tensors(tree: Any) -> Any:
@@ -233,9 +244,10 @@ def _scratch(leaf: Any) -> Any:
         if not plain or any(type(n) is not int for n in leaf.shape):
             raise CannotTry
         made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-        if 0 in leaf.shape:  # some kernels ask what memory is there
+        if 0 in leaf.shape or leaf.storage_offset():  # some kernels ask what memory is there
             there = min(leaf.untyped_storage().nbytes(), LARGEST) // leaf.itemsize
-            made = torch.empty(there, dtype=leaf.dtype, device=leaf.device).as_strided(leaf.shape, leaf.stride())
+            made = torch.empty(there, dtype=leaf.dtype, device=leaf.device)
+            made = made.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
         made.fill_(leaf.dtype is torch.int32)  # pivots of LAPACK begin at 1 and are not checked; indices begin at 0
         return made.conj() if leaf.is_conj() else made
     known = leaf is None or isinstance(leaf, (bool, int, float, complex, str)) or type(leaf).__module__ == "torch"

@@ -265,7 +265,8 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
 
 def fake_view(base: Any, like: torch.Tensor) -> FakeTensor:
     """A fake tensor in the memory of one, of another's dtype, size, stride and offset."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    # in inference mode, too, a view is an inference tensor where its base is one
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode(base.is_inference()):
         made = torch.empty(0, dtype=like.dtype, device="meta")
         made.set_(base.untyped_storage(), like.storage_offset(), like.size(), like.stride())
         return FakeTensor(base.fake_mode, made, base.fake_device)

@@ -10,7 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import wholestep as ws
-from wholestep.fake_evaluate import _MEMORY, results, run
+from wholestep import fake_evaluate
+from wholestep.fake_evaluate import results, run
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.passes.decompose import decompose
 
@@ -56,9 +57,12 @@ def looks(found: Any, given: list[Any]) -> list[Any]:
     return seen
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("layout", MADE)
 @pytest.mark.parametrize("func", CALLS, ids=str)
-def test_a_known_call_gives_what_it_gave_at_first(func: Any, layout: str) -> None:
+def test_a_known_call_gives_what_it_gave_at_first(
+    func: Any, layout: str, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def called(evaluate: Callable[..., Any], mode: Any) -> Any:
         with mode:
             args = CALLS[func](MADE[layout])
@@ -69,10 +73,11 @@ def test_a_known_call_gives_what_it_gave_at_first(func: Any, layout: str) -> Non
         except Exception as error:
             return type(error)
 
-    mode = strict_fake_mode()
+    monkeypatch.setattr(fake_evaluate, "_known", known := {})
+    monkeypatch.setattr(fake_evaluate, "_SMALL", 1 << 16 if by_kernel else 0)
     expected = called(run, strict_fake_mode())
-    assert [called(results, mode) for _ in range(3)] == [expected] * 3
-    known = mode.__dict__[_MEMORY[1]]
+    first, second = strict_fake_mode(), strict_fake_mode()
+    assert [called(results, mode) for mode in (first, second, second)] == [expected] * 3
     assert len(known) == int(func is not aten.resize_.default and isinstance(expected, list))
 
 
