@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from wholestep.fake_layouts import is_opaque, run_kernel
-from wholestep.functional import OFFSETS, operator_of
+from wholestep.functional import OFFSETS, Functionalized, operator_of
 from wholestep.ir import info
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
@@ -32,7 +32,7 @@ from wholestep.torch_compat import (
 )
 
 _VALUES = "wholestep_values"  # an attribute of a mode: its values live as long as it does
-_MOST = 1 << 16  # calls whose results are known
+_MOST = 1 << 14  # calls whose results are known
 _SMALL = 1 << 16  # bytes of operands on which kernels take microseconds, however much they broadcast
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 
@@ -68,22 +68,23 @@ def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
     if _is_small(func, args, kwargs, operands):
         kept = _by_kernel(func, args, kwargs)
-        if _UNKNOWN not in leaves(kept):
-            _keep(key, kept)
+        if _keep(key, kept):
             return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
     found = run(mode, func, args, kwargs)
     if mode.shape_env is None and key[1:3] == (key_of(args, []), key_of(kwargs, [])):
-        kept = map_leaves(lambda leaf: _kept(leaf, operands), found)
-        if _UNKNOWN not in leaves(kept):
-            _keep(key, kept)
+        _keep(key, map_leaves(lambda leaf: _kept(leaf, operands), found))
     return found
 
 
-def _keep(key: Any, kept: Any) -> None:
-    if len(_known) >= _MOST:
-        _known.clear()
-    with contextlib.suppress(TypeError):  # an argument without a hash
-        _known[key] = kept
+def _keep(key: Any, kept: Any) -> bool:
+    """Remembers what a call's results are made of anew, where that is known."""
+    is_known = all(leaf is not _UNKNOWN for leaf in leaves(kept))
+    if is_known:
+        if len(_known) >= _MOST:
+            _known.clear()
+        with contextlib.suppress(TypeError):  # an argument without a hash
+            _known[key] = kept
+    return is_known
 
 
 def _is_small(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> bool:
@@ -146,7 +147,6 @@ def _get(known: dict[Any, Any], key: Any) -> Any:
 
 
 _UNKNOWN = object()
-_LAYOUTS = FakeTensorMode()  # of the tensors that results are made like
 _known: dict[Any, Any] = {}  # a call and what it goes by -> what its results are made of anew
 
 
@@ -158,18 +158,23 @@ class _InOperand:
     like: FakeTensor | None
 
 
-@cache
 def _depends_on_layouts(func: Any) -> bool:
     """Whether calls of an operator on tensors of equal layouts give tensors of equal layouts, and change none."""
-    op = operator_of(func)
+    op = func.op if isinstance(func, Functionalized) else func
     if not isinstance(op, OpOverload) or op.namespace != "aten" or op in OFFSETS:
         return False
-    return not _BY_DATA & {*op.tags} and op.overloadpacket is not torch.ops.aten.set_
+    return _BY_DATA.isdisjoint(op.tags) and op.overloadpacket is not torch.ops.aten.set_
 
 
 def _is_plain_fake(tensor: torch.Tensor, mode: FakeTensorMode) -> bool:
     is_its = isinstance(tensor, FakeTensor) and tensor.fake_mode is mode and tensor.constant is None
     return is_its and is_plain(tensor)
+
+
+@cache
+def _mode_of_kept() -> FakeTensorMode:
+    """The mode of the tensors that results are made like; the first mode that is made imports much of torch."""
+    return FakeTensorMode()
 
 
 def _kept(leaf: Any, operands: list[torch.Tensor]) -> Any:
@@ -178,7 +183,7 @@ def _kept(leaf: Any, operands: list[torch.Tensor]) -> Any:
         return leaf
     if not is_plain(leaf):
         return _UNKNOWN
-    memory, made = leaf.untyped_storage(), empty_fake(_LAYOUTS, leaf)
+    memory, made = leaf.untyped_storage(), empty_fake(_mode_of_kept(), leaf)
     for place, one in enumerate(operands):
         if leaf is one or storage_id(one.untyped_storage()) == storage_id(memory):
             return _InOperand(place, None if leaf is one else fake_view(made, leaf))

@@ -219,7 +219,8 @@ def run_kernel(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], A
         given = scratch_tensors(args), scratch_tensors(kwargs)
         if torch.Tag.nondeterministic_seeded in operator_of(func).tags and _takes_generator(func):
             given[1]["generator"] = torch.Generator()
-        results = func(*given[0], **given[1])
+        with torch.no_grad():
+            results = func(*given[0], **given[1])
     except Exception:  # whatever it is: the call itself will say it
         return None
     found = [*tensors_of(results)]
