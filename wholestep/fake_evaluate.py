@@ -1,7 +1,7 @@
 """Fake evaluation of calls, memoised: the layers of a model make the same calls again, and so do captures.
 
 What is known is kept by all that operators see of their arguments, and by the settings they choose kernels by.
-May import: functional, ir, nested, torch_compat.
+May import: fake_layouts, functional, ir, nested, torch_compat.
 """
 
 from __future__ import annotations
