@@ -226,3 +226,25 @@ def test_a_module_with_its_own_decisions():
         found.append(seen)
     for a, b in zip(*found, strict=True):
         assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_writes_to_lists_of_tensors_count(count):
+    """Autograd refuses a backward through what was written since, which it learns from version counters."""
+    weights = [torch.ones(3, requires_grad=True) for _ in range(count)]
+
+    def step(x):
+        loss = sum((x * weight).exp().sum() for weight in weights)
+        print(loss.item())
+        with torch.no_grad():
+            torch._foreach_add_(weights, 1.0)
+        (gradient,) = torch.autograd.grad(loss, x)
+        return gradient
+
+    compiled = ws.compile(step)
+    for run in (step, compiled, compiled):
+        versions = [weight._version for weight in weights]
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(torch.ones(3, requires_grad=True))
+        assert [weight._version for weight in weights] == [version + 1 for version in versions]
+    assert compiled.breaks

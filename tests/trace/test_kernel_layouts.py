@@ -181,11 +181,18 @@ def test_writes_to_memory_of_any_layout(name: str) -> None:
     assert all(map(torch.equal, *seen))
 
 
+def in_place(function: Callable[..., Any], written: list[Tensor], *others: Any) -> Tensor:
+    function(written, *others)
+    return written[0]
+
+
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul": lambda x, y: (x * y * y).mul(y),
     "div": lambda x, y: x / y / y,
     "mul_": lambda x, y: (x * 2).mul_(y),
     "div_": lambda x, y: (x * 2).div_(y),
+    "list": lambda x, y: torch._foreach_mul([x], [y])[0] / y,
+    "list in place": lambda x, y: in_place(torch._foreach_mul_, [x * 2], [y]),
     "polar": lambda x, y: torch.polar(x.real.t(), x.imag.t()).contiguous().t() * y,
 }
 

@@ -70,6 +70,7 @@ class Facts:
         any_float: floats among its arguments do not decide how its results are laid out.
         refuses: the error that its kernel may raise on data.
         differentiated_inside: autograd sees what its kernel calls.
+        in_loop: writes to lists of tensors, on the CPU by calls in place that count.
     """
 
     op: OpOverload
@@ -81,6 +82,7 @@ class Facts:
     any_float: bool
     refuses: type[Exception] | None = None
     differentiated_inside: bool = False
+    in_loop: bool = False
 
     def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int) -> Any:
         """An argument by its position in the schema."""
@@ -105,7 +107,8 @@ def facts_of(op: Any) -> Facts:
         random = torch.Tag.nondeterministic_seeded in op.tags
         inside = is_differentiated_inside(op)
         kind, refused = _kind(op), refuses(op)
-        found = Facts(op, kind, written, names, only_reads, random, any_float, refused, inside)
+        in_loop = bool(written) and name.startswith("_foreach_")
+        found = Facts(op, kind, written, names, only_reads, random, any_float, refused, inside, in_loop)
         _known[id(op)] = found
     return found
 

@@ -106,6 +106,9 @@ class Queue(UnwrappedDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         facts = facts_of(func)
+        if facts.in_loop:  # of calls in place, which count nothing below autograd
+            counted = [t for t in self._written(facts, args, kwargs) if t.device.type == "cpu" and not t.is_inference()]
+            torch.autograd.graph.increment_version(counted)
         if facts.kind is AT_ONCE or (facts.refuses is not None and is_caught(facts.refuses)):
             return self._at_once(facts, args, kwargs)
         if facts.written and self.exposed and self.exposed.holds(self._written(facts, args, kwargs)):

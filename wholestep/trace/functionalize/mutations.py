@@ -126,7 +126,7 @@ class Mutations:
         news = [*self._new_values(func, variant, node, len(written), scaled)]
         on_clones = isinstance(variant.target, Functionalized)
         computes = not on_clones and not tables.is_list_op(func) and variant.target not in OFFSETS
-        if computes and (_permutes(refs, news) or _is_product(func, news)):
+        if computes and _permutes(refs, news) or not on_clones and _is_product(func, news):
             return self._write(func, Variant(Functionalized(func)), written, args, kwargs)
         for ref, new in zip(refs, news, strict=True):
             ref.write(new)
