@@ -272,6 +272,13 @@ def fake_view(base: Any, like: torch.Tensor) -> FakeTensor:
         return FakeTensor(base.fake_mode, made, base.fake_device)
 
 
+def viewed(base: Any, size: torch.Size) -> FakeTensor:
+    """A view of a fake tensor as C++ lays it out: torch's rule gives sizes of one other strides."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        like = base.view(size)
+    return fake_view(base, like)
+
+
 class _SizeName(Source):
     """The name of a size, as the shape environment asks for it."""
 

@@ -125,6 +125,7 @@ from wholestep.torch_compat import (
     tree_map,
     tree_map_only,
     unseen_fakes,
+    viewed,
     wait_collective,
     with_autograd,
     without_saved_tensor_hooks,
@@ -323,6 +324,16 @@ def test_versions_are_set():
     assert [t._version for t in tensors] == [3, 7]
     tensors[0].add_(1)
     assert tensors[0]._version == 4
+
+
+def test_sizes_of_one_have_strides_of_their_own_in_torchs_rule_for_views():
+    real = torch.empty(20).as_strided((1, 2, 4, 1), (4, 4, 1, 4), 3)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(real)
+        assert fake.view(1, 2, 4).stride() == (4, 4, 1)
+    view = viewed(fake, torch.Size((1, 2, 4)))
+    assert view.stride() == real.view(1, 2, 4).stride() == (8, 4, 1) and view.storage_offset() == 3
+    assert view.device == real.device and storage_id(view.untyped_storage()) == storage_id(fake.untyped_storage())
 
 
 def test_the_default_device_is_known_by_function_modes():

@@ -181,6 +181,26 @@ def test_writes_to_memory_of_any_layout(name: str) -> None:
     assert all(map(torch.equal, *seen))
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a last size of one": lambda x: x.as_strided((1, 2, 4, 1), (4, 4, 1, 4), 3).view(1, 2, 4),
+    "a size of one after": lambda x: x[3:12].view(3, 3).t().view(1, 3, 3, 1),
+    "a size of one before": lambda x: x[2:8].view(2, 3).t()[:, None].view(3, 2),
+    "a product": lambda x: torch.einsum("aij,ajk->aik", x[:6].view(1, 2, 3), x[:12].view(1, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_sizes_of_one_have_the_strides_that_views_give_them(name: str) -> None:
+    def fn(x: Tensor) -> tuple[Any, ...]:
+        view = VIEWS[name](x)
+        return view.detach(), view + 1, view.stride(), view.detach().stride(), view.storage_offset()
+
+    x = torch.arange(20.0)
+    for one, two in zip(fn(x), ws.compile(fn, fullgraph=True)(x), strict=True):
+        same = torch.equal(one, two) and one.stride() == two.stride() if isinstance(one, Tensor) else one == two
+        assert same
+
+
 def in_place(function: Callable[..., Any], written: list[Tensor], *others: Any) -> Tensor:
     function(written, *others)
     return written[0]
