@@ -81,6 +81,14 @@ def test_a_known_call_gives_what_it_gave_at_first(
     assert len(known) == int(func is not aten.resize_.default and isinstance(expected, list))
 
 
+def test_kernels_that_would_read_beyond_their_operands_are_not_asked() -> None:
+    mode = strict_fake_mode()
+    with mode:
+        one, rows, classes = torch.empty(()), torch.empty(5), torch.empty(5, 0)
+        given = rows, classes, torch.empty(5, dtype=torch.int64), None, 0, -100, one
+    assert results(mode, aten.nll_loss_backward.default, given, {}).shape == (5, 0)
+
+
 def test_operands_of_equal_layout_are_told_apart() -> None:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.addcmul(x.sin(), y.sin(), x.cos(), value=3.0)
