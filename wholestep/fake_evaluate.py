@@ -72,7 +72,7 @@ def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
             return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
     found = run(mode, func, args, kwargs)
     if mode.shape_env is None and key[1:3] == (key_of(args, []), key_of(kwargs, [])):
-        _keep(key, map_leaves(lambda leaf: _kept(leaf, operands), found))
+        _keep(key, _kept(found, operands))
     return found
 
 
@@ -107,7 +107,7 @@ def _by_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         operands, found = ran
         if any(not isinstance(one, torch.Tensor) for one in leaves(found)) and operator_of(func)._schema.returns:
             return _UNKNOWN  # a number that depends on what tensors hold, or a tensor that this call does not need
-        return map_leaves(lambda leaf: _kept(leaf, operands), found)
+        return _kept(found, operands)
 
 
 def run(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
@@ -177,17 +177,26 @@ def _mode_of_kept() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _kept(leaf: Any, operands: list[torch.Tensor]) -> Any:
-    """What one result is made of anew."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if not is_plain(leaf):
-        return _UNKNOWN
-    memory, made = leaf.untyped_storage(), empty_fake(_mode_of_kept(), leaf)
-    for place, one in enumerate(operands):
-        if leaf is one or storage_id(one.untyped_storage()) == storage_id(memory):
-            return _InOperand(place, None if leaf is one else fake_view(made, leaf))
-    return made if memory.nbytes() == made.untyped_storage().nbytes() else _UNKNOWN
+def _kept(found: Any, operands: list[torch.Tensor]) -> Any:
+    """What a call's results are made of anew."""
+    places = [*enumerate(operands)][::-1]  # the first one counts
+    by_id = {id(one): place for place, one in places}
+    by_memory = {storage_id(one.untyped_storage()): place for place, one in places}
+
+    def kept(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not is_plain(leaf):
+            return _UNKNOWN
+        if id(leaf) in by_id:
+            return _InOperand(by_id[id(leaf)], None)
+        memory, made = leaf.untyped_storage(), empty_fake(_mode_of_kept(), leaf)
+        place = by_memory.get(storage_id(memory))
+        if place is not None:
+            return _InOperand(place, fake_view(made, leaf))
+        return made if memory.nbytes() == made.untyped_storage().nbytes() else _UNKNOWN
+
+    return map_leaves(kept, found)
 
 
 def _anew(leaf: Any, mode: FakeTensorMode, operands: list[torch.Tensor]) -> Any:
