@@ -7,6 +7,7 @@ May import: fake_layouts, functional, ir, nested, torch_compat.
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -45,6 +46,8 @@ def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -
         target: what is called.
         args, kwargs: its arguments, nodes among them.
     """
+    if target is operator.getitem:  # of as many results as there are parameters
+        return info(args[0]).value[args[1]]
     values: list[torch.Tensor] = []
     key = target, key_of(args, values), key_of(kwargs, values), torch.get_default_dtype()
     mode = mode or values[0].fake_mode  # type: ignore[attr-defined]
@@ -59,9 +62,11 @@ def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -
 
 def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """What a call gives on fake tensors: tensors in memory of their own, views of its arguments, or these."""
+    if not _depends_on_layouts(func):
+        return run(mode, func, args, kwargs)
     operands: list[torch.Tensor] = []
     key = func, key_of(args, operands), key_of(kwargs, operands), torch.get_default_dtype(), kernel_settings()
-    if not (_depends_on_layouts(func) and all(_is_plain_fake(one, mode) for one in operands)):
+    if not all(_is_plain_fake(one, mode) for one in operands):
         return run(mode, func, args, kwargs)
     kept = _get(_known, key)
     if kept is not None:
