@@ -39,7 +39,7 @@ setup(
         Extension(
             "wholestep.lower.fusion._chain",
             ["wholestep/lower/fusion/native/chain.c", "wholestep/lower/fusion/native/straight.c"],
-            depends=["wholestep/lower/fusion/native/chain.h"],
+            depends=["wholestep/lower/fusion/native/chain.h", "wholestep/lower/fusion/native/clones.h"],
             # no product is fused with a sum unless the code says so: the bits are torch's
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-fno-math-errno", "-ffp-contract=off",
                                 "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
@@ -50,6 +50,7 @@ setup(
         Extension(
             "wholestep.lower.fusion._draws",
             ["wholestep/lower/fusion/native/draws.c"],
+            depends=["wholestep/lower/fusion/native/clones.h"],
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-Wall", "-Wextra"],
             extra_link_args=["-lm"],
             py_limited_api=True,

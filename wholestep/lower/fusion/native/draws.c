@@ -2,18 +2,9 @@
  *
  * The generator is MT19937 (Matsumoto and Nishimura, 1998); a draw takes two of its words as 53 bits of a number between
  * 0 and 1. Stable ABI, no header of torch: memory comes as addresses, the state in the layout that `get_state` gives. */
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
+#include "clones.h"
 
 #include <math.h>
-#include <stdint.h>
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
 
 #define N 624
 #define M 397
