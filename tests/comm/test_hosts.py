@@ -16,8 +16,9 @@ import torch
 
 from tests.support.comm_programs import run_program
 from wholestep import comm
-from wholestep.comm.engines.hosts import Topology, host_identity
+from wholestep.comm.engines.host_groups import Topology
 from wholestep.comm.engines.reference_reduce import naive_reduce
+from wholestep.comm.engines.shm_segment import host_identity
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import as_op
 from wholestep.launcher import free_port

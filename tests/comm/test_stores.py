@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wholestep import comm
-from wholestep.comm.stores.torch_store import TorchStore
+from wholestep.comm.engines.c10d_adapters import TorchStore
 
 QUICK = timedelta(seconds=0.3)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from wholestep import comm
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.ir import Input, StepGraph, check, info
 from wholestep.pipeline import capture
 from wholestep.spmd.expand.expand import expand

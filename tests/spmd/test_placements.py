@@ -13,7 +13,7 @@ from torch import fx
 
 import wholestep as ws
 from wholestep import comm
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.errors import PlanError
 from wholestep.ir import NodeInfo, set_info
 from wholestep.spmd.expand.redistribute import RULES, redistribute, rule_of

@@ -9,7 +9,7 @@ from torch import nn
 
 import wholestep as ws
 from wholestep import comm
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.errors import PlanError
 from wholestep.tensor_parts import Part, mark_part, narrow_to, part_of
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from wholestep import comm
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.ir import GETITEM, NodeInfo, info, set_info
 from wholestep.nested import tensors_of
 from wholestep.spmd import rules

@@ -6,7 +6,6 @@ torch.distributed itself is imported by `engines/c10d.py` and `torch_backend.py`
 May import: errors, torch_compat.
 """
 
-import wholestep.comm.engines.forks  # noqa: F401 - the import registers what forks do
 from wholestep.comm.api.backends_registry import (
     Backend,
     BackendConfig,

@@ -1,4 +1,4 @@
-"""The group of ranks, and what a backend may implement.
+"""The group of ranks, what a backend may implement, and what becomes of groups in a fork.
 
 A backend is a subclass of `ProcessGroup` with some of the collective methods, or with `_run`, which they all come to;
 a method takes lists of tensors and an `Options`, starts the collective and returns a `Work`. Tensors that reach it are
@@ -7,6 +7,8 @@ contiguous.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +17,10 @@ from typing import Any
 
 import torch
 
+from wholestep.comm import shared_tensors
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.work import All, Work, checked_timeout
-from wholestep.errors import DistBackendError
+from wholestep.errors import DistBackendError, DistMismatchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -183,3 +186,65 @@ class ProcessGroup:
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         return self._run("recv", tensors, [], Options(root=src))
+
+
+_LENGTH = 160  # bytes of a description that are compared
+
+
+def in_bytes(text: str) -> torch.Tensor:
+    """A description as ranks show it."""
+    return torch.frombuffer(bytearray(text.encode()[:_LENGTH].ljust(_LENGTH)), dtype=torch.uint8)
+
+
+def in_words(shown: torch.Tensor) -> str:
+    """The description that a rank shows."""
+    return shown.numpy().tobytes().decode(errors="replace").strip()
+
+
+def require_equal(group: ProcessGroup, said: Sequence[str]) -> None:
+    """Compares what the ranks of a group are about to call.
+
+    Raises:
+        DistMismatchError: a rank calls something else than this one.
+    """
+    me = group.rank()
+    for rank, theirs in enumerate(said):
+        if theirs != said[me]:
+            raise DistMismatchError(
+                f"group {group.group_name!r}: the ranks disagree: rank {group.labels[me]} calls {said[me]}; "
+                f"rank {group.labels[rank]} calls {theirs}"
+            )
+
+
+class ForkedGroup(ProcessGroup):
+    """A group in a process that was forked from one of its ranks. It tells ranks, and ends without a word."""
+
+    def _live(self, what: str) -> int:
+        raise DistBackendError(
+            f"{what}: this process was forked from rank {self.labels[self._rank]} of group {self.group_name!r} and is "
+            "no rank of it: start it by spawn or forkserver, or call destroy_process_group and init_process_group "
+            "here, for a group of its own"
+        )
+
+    def _run(self, op: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
+        self._live(op)
+        raise AssertionError
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._live("a collective")  # where each begins, before the flight recorder notes it
+
+
+def _in_child() -> None:
+    if shared_tensors.native is not None:
+        shared_tensors.native.after_fork()
+    shared_tensors.renew_pool()
+    for group in list(alive):
+        if group.ends_with_fork:
+            engine = vars(group).get("_engine")
+            if engine is not None:  # its destructor would wait for threads that only the parent has
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+            vars(group)["_handle"] = 0
+            group.__class__ = ForkedGroup
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -17,16 +17,17 @@ import torch
 import torch.distributed as dist
 
 from wholestep.comm.api import collective_table as table
-from wholestep.comm.api import collectives, p2p, sparse_all_reduce
+from wholestep.comm.api import collectives, p2p
 from wholestep.comm.api.collective_table import ArgumentKind, Collective
 from wholestep.comm.api.groups import World, world
 from wholestep.comm.api.tracing import TracedWork
+from wholestep.comm.api.uneven_collectives import sparse_all_reduce
+from wholestep.comm.engines.c10d_adapters import TorchStore
+from wholestep.comm.engines.hierarchical import create_shared
 from wholestep.comm.engines.reference_reduce import fold
-from wholestep.comm.engines.shared_memory import create_shared
-from wholestep.comm.futures import FutureCompleter
+from wholestep.comm.engines.work_queue import FutureCompleter
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.stores.torch_store import TorchStore
 from wholestep.comm.work import All, Finished, Work, seconds
 from wholestep.torch_compat import skipped_by_dynamo
 
@@ -202,7 +203,7 @@ def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
             row.out: out,
         }
         sparse = row is table.ALL_REDUCE and out.is_sparse
-        work = (sparse_all_reduce.all_reduce if sparse else collective)(**call)
+        work = (sparse_all_reduce if sparse else collective)(**call)
         others = [one for one in several if one is not out]
         if work is not None and others:
             work = All([work], several, lambda: [one.copy_(out) for one in others])

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from wholestep import comm
-from wholestep.comm.api import sparse_all_reduce
 from wholestep.comm.api.tracing import is_captured
+from wholestep.comm.api.uneven_collectives import sparse_all_reduce
 from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.errors import UnsupportedError
 from wholestep.ir import want_mean
@@ -311,7 +311,7 @@ class GradientReducer:
             nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
             grad = torch.sparse_coo_tensor(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
         mean = (grad if grad.is_sparse else grad.to_sparse(1)).coalesce() / (self.divisor or self.group.size())
-        sparse_all_reduce.all_reduce(mean, group=self.group)
+        sparse_all_reduce(mean, group=self.group)
         return mean if grad.is_sparse else mean.to_dense()
 
     @torch.no_grad()

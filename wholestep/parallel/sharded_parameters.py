@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from wholestep import comm
-from wholestep.comm.ops.rows import piece, piece_size
+from wholestep.comm.ops.functional_collectives import piece, piece_size
 from wholestep.deferred_init import become, part_values
 from wholestep.parallel.buckets import memory_for
 from wholestep.parallel.equal_models import noted

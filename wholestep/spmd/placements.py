@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.errors import PlanError
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.tensor_parts import Part, Span

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 from wholestep.comm.engines import c10d
-from wholestep.comm.engines.shared_memory import create_shared
+from wholestep.comm.engines.hierarchical import create_shared
 from wholestep.comm.engines.threads import NullGroup, ThreadGroup
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.shared_tensors import native

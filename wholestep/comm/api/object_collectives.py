@@ -11,7 +11,7 @@ from wholestep.comm.api import checks, collectives, p2p
 from wholestep.comm.api.groups import get_group
 from wholestep.comm.api.issue import Group, group_root
 from wholestep.comm.api.tracing import not_recorded
-from wholestep.comm.api.uneven_gather import all_gather_rows
+from wholestep.comm.api.uneven_collectives import all_gather_rows
 
 
 def _pack(value: Any) -> torch.Tensor:

@@ -17,16 +17,21 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
 
 from wholestep.comm.diagnostics.debug_level import DebugLevel, get_debug_level
-from wholestep.comm.engines.c10d_work import EngineWork
-from wholestep.comm.engines.dtype_carriers import movable, reducible_as
-from wholestep.comm.engines.length_prefixed import LengthPrefixed
+from wholestep.comm.engines.c10d_adapters import EngineWork, LengthPrefixed, TorchStore, movable, reducible_as
 from wholestep.comm.engines.reference_reduce import average
-from wholestep.comm.engines.signatures import in_bytes, in_words, require_equal
-from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
+from wholestep.comm.process_group import (
+    DEFAULT_TIMEOUT,
+    Options,
+    ProcessGroup,
+    description,
+    in_bytes,
+    in_words,
+    part_of,
+    require_equal,
+)
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, WRITES, PrefixStore, Store
 from wholestep.comm.stores.store_barrier import exchange, forget
-from wholestep.comm.stores.torch_store import TorchStore
 from wholestep.comm.work import All, Work, checked_timeout
 from wholestep.errors import DistBackendError, DistError, DistNetworkError, DistRankError
 from wholestep.torch_compat import gloo_options

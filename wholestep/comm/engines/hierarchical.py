@@ -1,4 +1,4 @@
-"""A group over several hosts: shared memory inside each, an engine of torch.distributed between them.
+"""The backend ``shm``; over several hosts, shared memory inside each and an engine of torch.distributed between them.
 
 The first rank of each host leads it. A collective runs inside the hosts, then among the leaders, then inside the
 hosts again, so that data crosses between hosts once per host and not once per rank. The engine only moves bytes: the
@@ -24,13 +24,16 @@ from datetime import timedelta
 
 import torch
 
-from wholestep.comm.engines.host_groups import HostGroups
-from wholestep.comm.engines.hosts import Topology
+from wholestep.comm.engines.host_groups import HostGroups, Topology
 from wholestep.comm.engines.reference_reduce import HALVES, average, fold
+from wholestep.comm.engines.shm import ShmGroup
+from wholestep.comm.engines.shm_segment import host_identity
 from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.reduce_op import RedOpType
+from wholestep.comm.shared_tensors import need_native
 from wholestep.comm.stores.store import Store
+from wholestep.comm.stores.store_barrier import exchange, forget
 from wholestep.comm.work import Work
 from wholestep.errors import DistBackendError, DistMismatchError
 
@@ -240,3 +243,20 @@ class HierarchicalGroup(ProcessGroup):
         if self.topology.host_of[src] == self._hosts.host:
             return self._inside.recv(tensors, self.topology.place_of[src], tag)
         return self._hosts.pairs.recv(tensors, src, tag)
+
+
+def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> ProcessGroup:
+    """A group over shared memory: `ShmGroup` where all ranks are on one host, else `HierarchicalGroup`.
+
+    Raises:
+        DistBackendError: the engine is not built, or cannot be started.
+        DistStoreError: not all ranks came within the time-out.
+    """
+    need_native()
+    topology = Topology(exchange(rank, store, "hosts", size, timeout, host_identity()))
+    if len(topology.hosts) == 1:
+        group: ProcessGroup = ShmGroup(store, rank, size, timeout)
+    else:
+        group = HierarchicalGroup(store, rank, topology, timeout)
+    forget(store, "hosts", size)
+    return group

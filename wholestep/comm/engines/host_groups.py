@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import accumulate
 
 import torch
 
 from wholestep import errors
 from wholestep.comm.engines.c10d import C10dGroup
-from wholestep.comm.engines.hosts import Topology
 from wholestep.comm.engines.shm import ShmGroup
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.stores.store import PrefixStore, Store
@@ -32,6 +33,39 @@ from wholestep.errors import (
 LATER = timedelta(seconds=2)
 PATIENCE = 0.7  # seconds for a rank that knows the reason to tell it
 LONGER = 4.0  # the same, where that rank may be one that waits LATER
+
+
+@dataclass
+class Topology:
+    """The hosts of a group, in the order of their first ranks.
+
+    Attributes:
+        homes: identity of each rank's host.
+        hosts: ranks of each host, ascending; the first of each is its leader.
+        host_of: number of each rank's host.
+        place_of: each rank's number on its host.
+        rows: of each host, in a table with one row a rank that lists the ranks host by host.
+        row_of: each rank's row in that table.
+    """
+
+    homes: list[str]
+    hosts: list[list[int]] = field(init=False)
+    host_of: list[int] = field(init=False)
+    place_of: list[int] = field(init=False)
+    rows: list[slice] = field(init=False)
+    row_of: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        by_home: dict[str, list[int]] = {}
+        for rank, home in enumerate(self.homes):
+            by_home.setdefault(home, []).append(rank)
+        self.hosts = list(by_home.values())
+        number = {home: index for index, home in enumerate(by_home)}
+        self.host_of = [number[home] for home in self.homes]
+        self.place_of = [by_home[home].index(rank) for rank, home in enumerate(self.homes)]
+        ends = list(accumulate(len(ranks) for ranks in self.hosts))
+        self.rows = [slice(end - len(ranks), end) for end, ranks in zip(ends, self.hosts, strict=True)]
+        self.row_of = [self.rows[host].start + place for host, place in zip(self.host_of, self.place_of, strict=True)]
 
 
 class HostGroups:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from wholestep.comm.engines import native_codes as codes
-from wholestep.comm.engines.native_errors import Outcome, collective_error, message_error
+from wholestep.comm.engines.native_codes import Outcome, collective_error, message_error
 from wholestep.comm.engines.shm_segment import attach
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, part_of
 from wholestep.comm.reduce_op import RedOpType

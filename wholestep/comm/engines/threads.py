@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.comm.engines.reference_reduce import naive_reduce
-from wholestep.comm.engines.signatures import require_equal
-from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
+from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of, require_equal
 from wholestep.comm.stores.store import Store
 from wholestep.comm.work import Finished, Work, seconds
 from wholestep.errors import DistBackendError, DistError, DistMismatchError, DistRankError, DistTimeoutError

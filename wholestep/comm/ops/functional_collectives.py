@@ -5,7 +5,7 @@ ends it and gives *the same tensor* (equal memory: a memory plan must treat its 
 the two the copy may not be read. ``scatter`` takes a tensor of the result's shape and, on ``src`` alone, the parts;
 ``gather`` gives no rows but on ``dst``. ``send`` gives what it sends, ``recv`` takes a tensor of the shape that comes,
 ``barrier`` gives its input when all ranks have reached it. ``share_rows`` is an all-gather in place: each rank has
-written its own rows (`rows.piece`) of a tensor and receives the others'.
+written its own rows (`piece`) of a tensor and receives the others'.
 
 Lowered programs, which own their buffers, use the ``…_`` forms, which work in place, the ``.out`` forms, and where
 they have nothing to do meanwhile `BLOCKING`: functions that end the collective before they return.
@@ -28,7 +28,6 @@ from torch.fx.node import has_side_effect
 from wholestep.comm.api import collectives, p2p
 from wholestep.comm.api.groups import get_group, get_world_size
 from wholestep.comm.ops import gradients
-from wholestep.comm.ops.rows import piece
 from wholestep.comm.work import All, Work
 
 __all__ = ["BLOCKING", "SCHEMAS", "cores_are_busy", "pending"]
@@ -239,3 +238,14 @@ _define("wait", "(Tensor x) -> Tensor", _wait, _written)
 _define("wait_", "(Tensor(a!) x) -> Tensor(a!)", _wait, _written)
 for _name, (_gradient, _keep) in gradients.RULES.items():
     torch.library.register_autograd(f"wholestep::{_name}", _gradient, setup_context=_keep, lib=_library)
+
+
+def piece_size(length: int, ranks: int) -> int:
+    """Rows of all pieces but the last ones."""
+    return -(-length // ranks)
+
+
+def piece(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Where one rank's rows start and stop: those of `torch.chunk`, so that the last ranks have less, or nothing."""
+    step = piece_size(length, ranks)
+    return min(rank * step, length), min((rank + 1) * step, length)

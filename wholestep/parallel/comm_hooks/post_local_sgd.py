@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
-from wholestep.comm.engines.hosts import host_identity
+from wholestep.comm.engines.shm_segment import host_identity
 from wholestep.parallel.buckets import views_of
 from wholestep.parallel.comm_hooks.mean import Group, allreduce_hook, mean, noop_hook
 from wholestep.parallel.comm_hooks.ordered import communication_hook

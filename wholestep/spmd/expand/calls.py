@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.functional import operator_of
 from wholestep.ir import info
 from wholestep.nested import tensors_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, copy_node, dead_code, info, set_info
 from wholestep.nested import map_leaves
 from wholestep.spmd.expand.calls import Call, R

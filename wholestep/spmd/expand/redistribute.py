@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.comm.ops.rows import piece_size
+from wholestep.comm.ops.functional_collectives import piece_size
 from wholestep.ir import NodeInfo, info, is_dense
 from wholestep.spmd.expand.strategy import Build
 from wholestep.spmd.mesh import AxisGroup

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.fake_evaluate import evaluate
 from wholestep.ir import add_call, info, set_info
 from wholestep.nested import tensors_of

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from wholestep.comm.ops.rows import piece
+from wholestep.comm.ops.functional_collectives import piece
 from wholestep.errors import PlanError
 from wholestep.ir import Gradient, Input, NodeInfo, StepGraph, ancestors, info, is_communication, is_dense, nbytes
 from wholestep.spmd.expand.calls import R

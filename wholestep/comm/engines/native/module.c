@@ -1,7 +1,7 @@
 /* The Python names of the engine. Stable ABI, no header of torch: tensors come as addresses.
  *
  * A failed collective gives (status, culprit rank, our descriptor, the other's descriptor, whether they are of an earlier
- * collective); native_errors.py words it. */
+ * collective); native_codes.py words it. */
 #define _GNU_SOURCE
 #include "python.h"
 
