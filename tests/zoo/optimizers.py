@@ -55,11 +55,12 @@ class Target(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(3, 2))
         self.scale = nn.Parameter(torch.tensor(1.5))
+        self.twins = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])  # of one kind, updated one after the other
         for p in self.parameters():
             p.requires_grad_(p.requires_grad and (p.ndim == 2 or not matrices_only))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.inner(x, y) * self.scale
+        return self.inner(self.twins[1](self.twins[0](x)), y) * self.scale
 
 
 def optimized(factory: Factory, after: Callable[[int, Any, Any, Any], None] | None = None, **settings: Any) -> Make:

@@ -58,6 +58,7 @@ class RecordedNumbers:
 
     Attributes:
         predicates: node that Python decided on -> the decision, where it is a guard.
+        decided: node that Python decided on -> the decision.
         decisions: what Python may decide on besides.
         real: the values that decisions follow from.
         refusal: the first error of this run's, whether the step let it pass or not.
@@ -70,7 +71,7 @@ class RecordedNumbers:
         self.inputs, self.builder, self.decisions = inputs, inputs.builder, decisions
         self.watch, self.real = self.builder.watch, RealValues(inputs)
         self.predicates: dict[fx.Node, Predicate] = {}
-        self._decided: dict[fx.Node, Any] = {}
+        self.decided: dict[fx.Node, Any] = {}
         self.refusal: CaptureError | None = None
         self._recorded: dict[tuple[Any, ...], fx.Node] = {}
         self.call: PythonCall | None = None
@@ -126,13 +127,13 @@ class RecordedNumbers:
         Args:
             fixed: it is the same at each call.
         """
-        if node not in self._decided:
+        if node not in self.decided:
             try:
-                self._decided[node] = self._value(node, line, fixed)
+                self.decided[node] = self._value(node, line, fixed)
             except CaptureError as error:
                 self.refused(error)
                 raise
-        return self._decided[node]
+        return self.decided[node]
 
     def _value(self, node: fx.Node, line: str, fixed: bool) -> Any:
         nodes = ancestors([node], MAX_NODES)

@@ -40,6 +40,7 @@ from wholestep.trace.operators.tables import NO_NESTED
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
 from wholestep.trace.patches import generator_methods, types_asked
 from wholestep.trace.patches.engine_hook import handled
+from wholestep.trace.patches.like_updates import LikeUpdates
 from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
 
@@ -225,6 +226,7 @@ def patched_python(
         *recorder.storages.patches(),
         *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
         *generator_methods.methods(recorder),
+        *LikeUpdates(recorder).patches(),
         *types_asked.patches(recorder.inputs, recorder.builder.sizes is not None),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
