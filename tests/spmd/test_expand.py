@@ -18,9 +18,8 @@ from wholestep.pipeline import capture
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate, Shard
-from wholestep.spmd.plans.fully_shard import FullyShard, fully_shard
-from wholestep.spmd.plans.state_placements import state_placements
-from wholestep.spmd.plans.tensor_parallel import TensorParallel, tensor_parallel
+from wholestep.spmd.plans.global_view import state_placements
+from wholestep.spmd.plans.plan import FullyShard, TensorParallel, fully_shard, tensor_parallel
 from wholestep.spmd.schedule.coalesce import coalesce
 from wholestep.spmd.schedule.overlap import start_early, wait_late
 from wholestep.testing import run_ranks

@@ -20,7 +20,7 @@ from wholestep.report.missing_rules import missing_rules
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Replicate
-from wholestep.spmd.plans.state_placements import StatePlacements, state_placements
+from wholestep.spmd.plans.global_view import StatePlacements, state_placements
 from wholestep.testing import run_ranks
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))

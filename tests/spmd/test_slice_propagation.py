@@ -14,7 +14,7 @@ from wholestep.ir import info
 from wholestep.pipeline import capture
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.plans.state_placements import state_placements
+from wholestep.spmd.plans.global_view import state_placements
 
 BATCH, LENGTH, WIDTH = 6, 7, 4
 

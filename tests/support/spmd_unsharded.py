@@ -20,7 +20,7 @@ from wholestep.ir import StepGraph
 from wholestep.spmd import ParameterPlan, Replicate, Shard
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.plans.state_placements import PlacementOf, state_placements
+from wholestep.spmd.plans.global_view import PlacementOf, state_placements
 from wholestep.tensor_parts import part_of
 
 

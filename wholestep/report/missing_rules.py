@@ -8,7 +8,7 @@ from torch import fx
 
 from wholestep.ir import GETITEM, StepGraph, info, nbytes
 from wholestep.nested import tensors_of
-from wholestep.spmd.expand.sharding_constraint import sharding_constraint
+from wholestep.spmd.expand.graph_edits import sharding_constraint
 from wholestep.spmd.rules import name_of, rule_of
 
 

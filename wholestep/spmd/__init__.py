@@ -13,10 +13,8 @@ from wholestep.spmd.full_state import full_state_dict, gather_parts
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
-from wholestep.spmd.plans.fully_shard import FullyShard
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, ParameterPlan, Plan
-from wholestep.spmd.plans.plan import DataParallel, ShardedOptimizer
+from wholestep.spmd.plans.plan import DataParallel, FullyShard, ShardedOptimizer, TensorParallel
 from wholestep.spmd.plans.plan_file import load_plan, save_plan
-from wholestep.spmd.plans.tensor_parallel import TensorParallel
 from wholestep.spmd.preflight.plan_executor import PlanExecutor
 from wholestep.spmd.rules import register_sharding

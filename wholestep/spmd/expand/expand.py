@@ -18,17 +18,29 @@ from torch import fx
 from wholestep.comm.ops.functional_collectives import piece
 from wholestep.ir import GETITEM, Gradient, Input, NodeInfo, StepGraph, copy_node, dead_code, info, set_info
 from wholestep.nested import map_leaves
-from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.choose_strategy import Choices, ShardedValue, replicated
-from wholestep.spmd.expand.decompositions import decomposition
-from wholestep.spmd.expand.graph_edits import Writer, is_view, kept, locate_gradients, part_of_whole
+from wholestep.spmd.expand.calls import Call, R, decomposition
+from wholestep.spmd.expand.choose_strategy import (
+    Choices,
+    ShardedValue,
+    is_cheap,
+    is_factory,
+    replicated,
+    slice_strategy,
+)
+from wholestep.spmd.expand.graph_edits import (
+    Writer,
+    in_memory,
+    is_view,
+    kept,
+    locate_gradients,
+    part_of_whole,
+    sharding_constraint,
+)
 from wholestep.spmd.expand.redistribute import redistribute
-from wholestep.spmd.expand.sharding_constraint import in_memory, sharding_constraint
-from wholestep.spmd.expand.slice_propagation import is_cheap, is_factory, slice_strategy
 from wholestep.spmd.expand.strategy import Build, Decomposed, Strategy
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal, splits
-from wholestep.spmd.plans.state_placements import StatePlacements
+from wholestep.spmd.plans.global_view import StatePlacements
 from wholestep.spmd.rules import strategies
 from wholestep.spmd.rules.foreach import columns_of, is_on_lists, of_columns
 from wholestep.torch_compat import lazy_graph_module

@@ -1,4 +1,8 @@
-"""Graph edits: adds calls with their records, and reroutes the users of a value to another one."""
+"""Graph edits: adds calls with their records, and reroutes the users of a value to another one.
+
+Sharding constraints are calls in a whole step's graph that say how a value shall be placed for its readers: plans write
+them; the expansion brings the value there by the collective that this takes.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,9 @@ import torch
 from torch import fx
 
 from wholestep.fake_evaluate import evaluate
-from wholestep.ir import GETITEM, NodeInfo, Phase, StepGraph, add_call, copy_graph, info, set_info
+from wholestep.ir import GETITEM, Gradient, NodeInfo, Phase, StepGraph, add_call, copy_graph, info, set_info
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.placements import Placement, Shard, cut
+from wholestep.spmd.placements import Partial, Placement, Shard, cut
 from wholestep.tensor_parts import Part
 from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
 
@@ -154,3 +158,51 @@ def kept(node: fx.Node, whole: NodeInfo, placement: Placement, group: AxisGroup)
         node = Writer(node.graph, NodeInfo(None, "optimizer")).clone(node)
     part = part_of_whole(whole, placement, group).placement if isinstance(placement, Shard) else whole.placement
     return set_info(node, replace(info(node), placement=part))
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What the record of a constraint's node says.
+
+    Attributes:
+        to: the placement for the readers.
+        addends: in the local view: what the ranks' own values are to one another; they are reduced.
+        names: of the parameters whose gradients are reduced, for buckets and reports.
+    """
+
+    to: Placement
+    addends: Partial | None = None
+    names: tuple[str, ...] = ()
+
+
+def sharding_constraint(value: Any) -> Any:
+    """Its argument: the record of the node that calls it has the `Constraint`."""
+    return value
+
+
+def constrain(node: fx.Node, constraint: Constraint, phase: Phase, chosen: Choice) -> fx.Node | None:
+    """Has the chosen readers of a value, and of its views, read it as constrained; None when there are none.
+
+    Args:
+        phase: for the records of the constraint and of views that are made anew.
+    """
+    if not node.users:
+        return None
+    # a placeholder's constraint comes after all placeholders; nodes compare by their place in the graph
+    following = node.next if node.op == "call_function" else min(node.users)
+    with node.graph.inserting_before(following):
+        made = node.graph.call_function(sharding_constraint, (node,))
+    set_info(made, replace(info(node), phase=phase, placement=constraint))
+    reroute(node, made, lambda reader: reader is not made and chosen(reader), phase)
+    if made.users:
+        return made
+    node.graph.erase_node(made)
+    return None
+
+
+def in_memory(placement: Placement, gradient: Gradient) -> Placement | None:
+    """A gradient's placement for the memory in which it lies, perhaps with its dimensions in another order."""
+    if not isinstance(placement, Shard):
+        return placement
+    dim = gradient.dims[placement.dim]
+    return None if dim is None else Shard(dim)

@@ -19,14 +19,22 @@ from wholestep.errors import PlanError
 from wholestep.ir import Gradient, Input, NodeInfo, StepGraph, ancestors, info, is_communication, is_dense, nbytes
 from wholestep.spmd.expand.calls import R
 from wholestep.spmd.expand.expand import expand
-from wholestep.spmd.expand.graph_edits import Writer, copy_step, is_view, readers, reroute
-from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_memory, sharding_constraint
+from wholestep.spmd.expand.graph_edits import (
+    Constraint,
+    Writer,
+    constrain,
+    copy_step,
+    in_memory,
+    is_view,
+    readers,
+    reroute,
+    sharding_constraint,
+)
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Partial, Placement, Shard, splits
 from wholestep.spmd.plans.divided_parameters import DividedParameters, divided_by
 from wholestep.spmd.plans.elementwise_updates import ElementwiseUpdates
-from wholestep.spmd.plans.global_view import owner_of
-from wholestep.spmd.plans.state_placements import state_placements
+from wholestep.spmd.plans.global_view import owner_of, state_placements
 
 aten = torch.ops.aten
 

@@ -19,13 +19,11 @@ from wholestep.functional import base_name
 from wholestep.ir import GETITEM, Gradient, Input, StepGraph, info
 from wholestep.nested import tensors_of
 from wholestep.spmd.expand.calls import R
-from wholestep.spmd.expand.graph_edits import COPIES, is_view
-from wholestep.spmd.expand.sharding_constraint import in_memory
+from wholestep.spmd.expand.graph_edits import COPIES, in_memory, is_view
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard
-from wholestep.spmd.plans.global_view import owner_of
+from wholestep.spmd.plans.global_view import StatePlacements, owner_of, state_placements
 from wholestep.spmd.plans.sharding_constraints import constrain_parameters
-from wholestep.spmd.plans.state_placements import StatePlacements, state_placements
 from wholestep.torch_compat import OpOverload
 
 NORMS = "linalg_vector_norm", "_foreach_norm", "norm"

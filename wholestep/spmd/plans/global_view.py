@@ -1,25 +1,29 @@
 """The global view: a step means what it means on one device with the whole batch.
 
 A plan of the global view says where each tensor lies when no step runs (`placement_of`), and its passes make of the
-graph of the whole step the graph of one rank. Capture, launch and the passes all ask the same plan.
+graph of the whole step the graph of one rank. Capture, launch and the passes all ask the same plan. Patterns name
+parameters and modules.
 """
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+from torch import fx
 
 from wholestep.capture import TensorInput
 from wholestep.errors import PlanError
-from wholestep.ir import Input, Pass
+from wholestep.ir import Input, InputKind, Pass, StepGraph, info
+from wholestep.spmd.expand.calls import R
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
-from wholestep.spmd.placements import Placement, Replicate, Shard, cut, normal
-from wholestep.spmd.plans.patterns import argument_path, check_patterns, matches
+from wholestep.spmd.placements import Placement, Replicate, Shard, cut, normal, split_evenly
 from wholestep.tensor_parts import Part
 
 _GRAD = re.compile(r"(?P<owner>.+)\.grad")
@@ -165,3 +169,82 @@ class GlobalView:
             if isinstance(placement, Shard):
                 shape[placement.dim] *= group.size
         return None if shape == list(found.tensor.shape) else cut(shape, placements, self.groups)
+
+
+def parameter_path(source: str) -> str:
+    """A parameter's path in its model: ``L['model'].layers.0.weight`` -> ``layers.0.weight``."""
+    return source.rpartition("]")[2].removeprefix(".") or source
+
+
+def argument_path(source: str) -> str:
+    """An argument's path in the step: ``L['batch']['mask']`` -> ``batch.mask``."""
+    return ".".join(re.findall(r"[^\[\]'\".]+", source.removeprefix("L")))
+
+
+def paths_of(step: StepGraph, *kinds: InputKind) -> list[str]:
+    """The paths of all parameters, or buffers, that a step reads."""
+    return [parameter_path(item.source) for item in step.signature.inputs if item.kind in kinds]
+
+
+def matches(path: str, pattern: str) -> bool:
+    """True when a path, or the end of it after a dot, fits a pattern; ``*`` stands for dots, too."""
+    return any(fnmatch.fnmatchcase(path, form) for form in (pattern, f"*.{pattern}"))
+
+
+def check_patterns(
+    plan: str, patterns: Sequence[str], names: Sequence[str], what: str = "parameter or module of the step"
+) -> None:
+    """Refuses a pattern that matches nothing.
+
+    Args:
+        what: the names are of.
+
+    Raises:
+        PlanError: naming the nearest names.
+    """
+    names = list(dict.fromkeys(names))
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
+            found = f"such as {', '.join(map(repr, near))}" if near else "none"
+            raise PlanError(
+                f"{plan}: the pattern {pattern!r} matches no {what}\n  found: {found}\n"
+                "  to do: correct the pattern; * stands for any text, dots included"
+            )
+
+
+PlacementOf = Callable[[Input, torch.Tensor], Placement]
+
+
+@dataclass(frozen=True)
+class StatePlacements:
+    """The placements of tensors along one axis between steps.
+
+    Attributes:
+        inputs: of each input of the step.
+        outputs: of those outputs that stay: new contents of inputs, gradients and states that the step makes; None
+            for values that the next graph of the step takes as they are.
+    """
+
+    inputs: Sequence[Placement]
+    outputs: Mapping[int, Placement | None]
+
+
+def state_placements(step: StepGraph, placement_of: PlacementOf, group: AxisGroup) -> StatePlacements:
+    """Asks a plan for all inputs and outputs of a step, by their whole shapes."""
+
+    def ask(item: Input, node: fx.Node) -> Placement:
+        value, part = info(node).value, info(node).placement
+        if not isinstance(value, torch.Tensor):
+            return R
+        if isinstance(part, Part):
+            with value.fake_mode:  # type: ignore[attr-defined]
+                value = value.new_empty(part.shape)
+        wanted = normal(placement_of(item, value), value.shape, item.source)
+        return split_evenly(wanted, info(node).value.shape, group)
+
+    pairs = zip(step.signature.inputs, step.placeholders, strict=True)
+    inputs = [ask(i, node) if i.placements is None else i.placements[0] for i, node in pairs]
+    kept = {index: ask(item, step.outputs[index]) if item.placements is None else None
+            for index, item in step.signature.state_outputs.items()}  # fmt: skip
+    return StatePlacements(inputs, kept | {index: inputs[into] for index, into in step.signature.mutations.items()})

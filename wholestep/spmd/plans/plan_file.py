@@ -18,9 +18,7 @@ from typing import Any
 
 from wholestep.errors import PlanError
 from wholestep.spmd.placements import Replicate, Shard
-from wholestep.spmd.plans.fully_shard import FullyShard
-from wholestep.spmd.plans.plan import DataParallel, ShardedOptimizer
-from wholestep.spmd.plans.tensor_parallel import TensorParallel
+from wholestep.spmd.plans.plan import DataParallel, FullyShard, ShardedOptimizer, TensorParallel
 
 _KINDS: tuple[type[Any], ...] = (DataParallel, ShardedOptimizer, FullyShard, TensorParallel)
 PLANS = {kind.__name__: kind for kind in _KINDS}

@@ -11,10 +11,9 @@ from torch import fx
 
 from wholestep.ir import Phase, StepGraph, info, nbytes
 from wholestep.spmd.expand.calls import R
-from wholestep.spmd.expand.graph_edits import COPIES, is_view, readers
-from wholestep.spmd.expand.sharding_constraint import Constraint, constrain, in_memory
+from wholestep.spmd.expand.graph_edits import COPIES, Constraint, constrain, in_memory, is_view, readers
 from wholestep.spmd.placements import Placement, Shard, normal
-from wholestep.spmd.plans.patterns import matches
+from wholestep.spmd.plans.global_view import matches
 from wholestep.spmd.rules.foreach import is_on_lists
 from wholestep.torch_compat import OpOverload
 

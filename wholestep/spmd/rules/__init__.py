@@ -13,29 +13,11 @@ from wholestep.functional import Functionalized, UnderGrad
 from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.strategy import Rule, Strategy
 from wholestep.spmd.placements import splits
-from wholestep.spmd.rules import (
-    attention,
-    contractions,
-    convolutions,
-    dimwise,
-    indexing,
-    losses,
-    mesh_collectives,
-    norm_layers,
-    pointwise,
-    random_ops,
-    recurrent,
-    reductions,
-    slicing,
-    view_ops,
-)
+from wholestep.spmd.rules import indexing, layers, losses, pointwise, reductions, views
 from wholestep.spmd.rules.foreach import is_on_lists
 from wholestep.torch_compat import OpOverload
 
-_FILES = (
-    contractions, reductions, dimwise, norm_layers, convolutions, attention,
-    losses, indexing, view_ops, slicing, pointwise, random_ops, recurrent, mesh_collectives,
-)  # fmt: skip
+_FILES = (reductions, layers, losses, indexing, views, pointwise)
 TABLE: dict[str, Rule] = {name: rule for file in _FILES for name, rule in file.RULES.items()}
 
 
