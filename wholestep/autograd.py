@@ -26,7 +26,7 @@ from wholestep.aot_autograd import (
 from wholestep.compiled import Compiled
 from wholestep.ir import Pass, check
 from wholestep.lower import Backend
-from wholestep.passes.decompose import decompose
+from wholestep.passes.user_functions import decompose
 from wholestep.pipeline import Options, TakeSnapshot, capture, joint_of
 from wholestep.runtime import compiled_module
 from wholestep.spmd import PlanExecutor

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from tests.support.joints import joint_of, run_halves
-from wholestep.aot_autograd.memory_budget import GAP, within_budget
-from wholestep.aot_autograd.min_cut import Value, cheapest
+from wholestep.aot_autograd.min_cut import GAP, Value, cheapest, within_budget
 from wholestep.aot_autograd.min_cut_partition import lasting
 from wholestep.autograd import Joint, Partitioned, default_partition, min_cut_partition
 from wholestep.ir import info, is_effectful

@@ -23,7 +23,7 @@ from wholestep.comm import shared_tensors
 from wholestep.comm.diagnostics import flight_recorder
 from wholestep.comm.stores import tcp_server, tcp_store
 from wholestep.comm.stores.store_barrier import exchange
-from wholestep.comm.stores.wire_protocol import HELLO, MAX_FRAME, pack
+from wholestep.comm.stores.tcp_server import HELLO, MAX_FRAME, pack
 from wholestep.launcher import World, free_port
 from wholestep.testing import run_ranks
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from tests.lower.test_interpreter import compare
 from tests.support.equal import World, assert_same_run
 from tests.support.lower_programs import Builder, training_step
-from wholestep.lower.fusion import blocked_matmuls, fused_updates
+from wholestep.lower.fusion import blocked_matmuls
 
 aten = torch.ops.aten
 
@@ -75,8 +75,8 @@ def test_fused_optimizers_update_by_rows(name: str) -> None:
 def test_fused_updates_that_must_be_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients that are kept, or kernels that round the rows of a block otherwise."""
     assert "parts_" not in compare(*wide_step(keep_grads=True, optimizer="adamw_fused")).code
-    monkeypatch.setattr(fused_updates, "_SAME_BITS", {})
-    monkeypatch.setattr(fused_updates, "_tried", lambda *_: False)
+    monkeypatch.setattr(blocked_matmuls, "_SAME_BITS", {})
+    monkeypatch.setattr(blocked_matmuls, "_tried", lambda *_: False)
     assert "parts_" not in compare(*wide_step(optimizer="adamw_fused")).code
 
 

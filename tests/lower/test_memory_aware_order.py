@@ -10,7 +10,7 @@ import wholestep as ws
 from tests.lower.test_interpreter import compare
 from tests.support.lower_programs import Builder
 from wholestep.lower.fusion import blocking_collectives
-from wholestep.lower.plan.in_place import ACCUMULATE, ROW_BY_ROW
+from wholestep.lower.plan.placement import ACCUMULATE, ROW_BY_ROW
 from wholestep.testing import run_ranks
 
 aten = torch.ops.aten

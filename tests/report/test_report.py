@@ -13,7 +13,7 @@ from wholestep import comm
 from wholestep.comm.ops import functional_collectives
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.report import Traffic
-from wholestep.report.traffic import COSTS
+from wholestep.report.traffic_and_memory import COSTS
 from wholestep.spmd.preflight.contract import communication
 from wholestep.testing import run_ranks
 

@@ -13,7 +13,7 @@ import wholestep as ws
 from wholestep import fake_evaluate
 from wholestep.fake_evaluate import results, run
 from wholestep.fake_layouts import strict_fake_mode
-from wholestep.passes.decompose import decompose
+from wholestep.passes.user_functions import decompose
 
 aten = torch.ops.aten
 

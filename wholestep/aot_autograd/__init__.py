@@ -8,7 +8,6 @@ May import: capture, errors, functional, ir, nested, torch_compat, trace.
 """
 
 from wholestep.aot_autograd.compiled_backward import CompiledBackward, Served
-from wholestep.aot_autograd.joint import Joint, Partition, Partitioned
 from wholestep.aot_autograd.min_cut_partition import min_cut_partition
-from wholestep.aot_autograd.partition import default_partition, split
+from wholestep.aot_autograd.partition import Joint, Partition, Partitioned, default_partition, split
 from wholestep.aot_autograd.step_memory import MemoryBudget, fit_memory

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from wholestep.aot_autograd.bool_masks import with_bool_masks
-from wholestep.aot_autograd.memory_budget import Limit, least_time
-from wholestep.aot_autograd.min_cut_partition import value_of
+from wholestep.aot_autograd.min_cut import Limit, least_time
+from wholestep.aot_autograd.min_cut_partition import value_of, with_bool_masks
 from wholestep.aot_autograd.recompute_costs import draws, is_pure, seconds
 from wholestep.errors import MemoryBudgetError
 from wholestep.functional import Replayed, get_rng_state

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.aot_autograd.joint import Partitioned
+from wholestep.aot_autograd.partition import Partitioned
 from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, check, copy_graph, copy_node, dead_code, info, set_info
 from wholestep.nested import tensors_of

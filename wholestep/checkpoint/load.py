@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.checkpoint.progress_bar import progress
 from wholestep.checkpoint.read import Reader
-from wholestep.checkpoint.saving_ranks import Ranks
+from wholestep.checkpoint.saving_ranks import Ranks, progress
 from wholestep.checkpoint.state_names import (
     Contents,
     model_contents,

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wholestep.checkpoint import directory
-from wholestep.checkpoint.progress_bar import progress
-from wholestep.checkpoint.saving_ranks import Ranks
+from wholestep.checkpoint.saving_ranks import Ranks, progress
 from wholestep.checkpoint.state_names import Contents, extra_contents, model_contents, optimizer_contents
 from wholestep.checkpoint.transformers_format import WholeFiles
 from wholestep.errors import CheckpointError

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from wholestep.co_run.exposed_memory import ExposedMemory
 from wholestep.co_run.operators import Facts, Kind, facts_of
 from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, place_of, storage_of
 from wholestep.co_run.ranks import Ranks
-from wholestep.co_run.reads import ExtensionWatch
+from wholestep.co_run.reads import ExposedMemory, ExtensionWatch
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
 from wholestep.co_run.shards import At, PartViews
 from wholestep.errors import PlanError

@@ -11,8 +11,7 @@ import torch
 
 from wholestep.capture import InitialState
 from wholestep.co_run.prefix_tree import place_of
-from wholestep.co_run.segment import Segment
-from wholestep.co_run.segment_program import CapturedSegment
+from wholestep.co_run.segment import CapturedSegment, Segment
 from wholestep.co_run.shards import Shards
 from wholestep.ir import Input, InputKind, StepGraph, dead_code
 from wholestep.lower import lower

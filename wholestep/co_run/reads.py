@@ -1,4 +1,8 @@
-"""Reads of memory that never reach the dispatcher: methods, functions and C extensions that flush the queue first."""
+"""Reads of memory that never reach the dispatcher: methods, functions and C extensions that flush the queue first.
+
+What a step writes to memory that Python reads without torch, of NumPy arrays or buffers such as `bytearray`, is written
+at once, since its readers ask nobody.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,20 @@ import functools
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 from torch.utils import dlpack
 
-from wholestep.capture import setters
+from wholestep.capture import setters, unguarded_in_sight
 from wholestep.capture.snapshot.user_code import origin
 from wholestep.patches import Replacement, original
-from wholestep.torch_compat import COMPILED_OPERATORS, dispatch_modes_off
+from wholestep.torch_compat import COMPILED_OPERATORS, dispatch_modes_off, storage_id
 
 # Methods of tensors that hand out memory or what is in it.
 TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr",
@@ -179,3 +185,46 @@ def _is_extension(name: str) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     in_c = file.endswith(tuple(EXTENSION_SUFFIXES)) and origin(file) in ("installed", "user")
     return in_c and name.partition(".")[0] not in WITHOUT_TENSORS
+
+
+_STORAGE = torch.Tensor.untyped_storage  # as the queue asks: not one of the step's reads, by which it is replaced
+
+
+class ExposedMemory:
+    """Knows such memory: of the arrays that a step can see at its first call, and of those that it makes.
+
+    Args:
+        fn: the step, with the arguments of its first call.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._seen = [at for value in unguarded_in_sight(fn, args, kwargs) if (at := _addresses(value))]
+        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of an array -> itself, and the storage
+
+    def add(self, array: Any, tensor: Any) -> None:
+        """Notes an array that was made of a tensor, for as long as it is there."""
+        if isinstance(array, numpy.ndarray) and isinstance(tensor, torch.Tensor):
+            key, made = id(array), self._made
+            made[key] = weakref.ref(array, lambda _: made.pop(key, None)), storage_id(tensor.untyped_storage())
+
+    def __bool__(self) -> bool:
+        return bool(self._seen or self._made)
+
+    def holds(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether some of the tensors are there."""
+        storages = [_STORAGE(t) for t in tensors if t.layout is torch.strided]
+        if not {storage for _, storage in self._made.values()}.isdisjoint(map(storage_id, storages)):
+            return True
+        return any(seen.start < s.data_ptr() + s.nbytes() and s.data_ptr() < seen.stop
+                   for s in storages for seen in self._seen)  # fmt: skip
+
+
+def _addresses(value: Any) -> range:
+    """Where in memory an array or a buffer is; nowhere for all else."""
+    try:
+        array = value if isinstance(value, numpy.ndarray) else numpy.asarray(memoryview(value))
+    except TypeError:
+        return range(0)
+    ends = [stride * (size - 1) for size, stride in zip(array.shape, array.strides, strict=True)]
+    first, last = (array.ctypes.data + sum(pick(end, 0) for end in ends) for pick in (min, max))
+    return range(first, last + array.itemsize if array.size else first)

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 
-from wholestep.co_run.exposed_memory import ExposedMemory
 from wholestep.co_run.prefix_tree import Node, Signatures
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.rank_program import RankProgram
 from wholestep.co_run.ranks import Ranks
-from wholestep.co_run.reads import flushing
-from wholestep.co_run.segment import Segment, same
-from wholestep.co_run.segment_program import SegmentProgram
+from wholestep.co_run.reads import ExposedMemory, flushing
+from wholestep.co_run.segment import Segment, SegmentProgram, same
 from wholestep.errors import CaptureError, DistError, PlanError
 from wholestep.patches import Replacement, patched
 from wholestep.pipeline import Options

@@ -60,8 +60,7 @@ from wholestep.comm.diagnostics.debug_level import (
     set_debug_level,
     set_debug_level_from_env,
 )
-from wholestep.comm.diagnostics.doctor import diagnose
-from wholestep.comm.diagnostics.flight_recorder import dump
+from wholestep.comm.diagnostics.flight_recorder import diagnose, dump
 from wholestep.comm.ops.functional_collectives import SCHEMAS as OPERATORS
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType, ReduceOp, premul_sum

@@ -6,6 +6,6 @@ May import: errors, functional, inline, ir, torch_compat.
 
 from wholestep.ir import Pass
 from wholestep.passes.bucket_parts import bucket_parts
-from wholestep.passes.common_subexpressions import same_values
+from wholestep.passes.canonicalize import same_values
 from wholestep.passes.fuse_pointwise import Region, fuse_pointwise
-from wholestep.passes.gm_transformation import transformed
+from wholestep.passes.user_functions import transformed

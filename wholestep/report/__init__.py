@@ -4,8 +4,6 @@ Takes graphs, a mesh and the words that capture left. Gives an `Explanation`. No
 May import: aot_autograd, comm, errors, functional, ir, lower, nested, spmd.
 """
 
-from wholestep.report.explanation import Explanation, explain, explain_segments
-from wholestep.report.memory import Memory
+from wholestep.report.explanation import Explanation, Stage, code, explain, explain_segments
 from wholestep.report.missing_rules import MissingRule
-from wholestep.report.stage_text import Stage, code
-from wholestep.report.traffic import Traffic
+from wholestep.report.traffic_and_memory import Memory, Traffic

@@ -8,8 +8,6 @@ May import: aot_autograd, capture, functional, ir, lower, packed_graph, tensor_p
 
 from wholestep.runtime.backward_programs import Backward
 from wholestep.runtime.compiled_module import compiled_module
-from wholestep.runtime.donated_inputs import DonatedInputs, donated_inputs
 from wholestep.runtime.entries import Entries
 from wholestep.runtime.entry import Entry
-from wholestep.runtime.program import Program, saved_places
-from wholestep.runtime.trim_memory import give_back
+from wholestep.runtime.program import DonatedInputs, Program, donated_inputs, give_back, saved_places

@@ -20,8 +20,8 @@ from wholestep.aot_autograd.tangent_layouts import (
     without_last_views,
 )
 from wholestep.ir import StepGraph, info
-from wholestep.runtime.replayed_views import viewed
 from wholestep.torch_compat import no_modes
+from wholestep.trace.outputs.output_records import View
 
 Run = Callable[..., Sequence[Any]]
 
@@ -177,3 +177,13 @@ class Backward:
 def consuming(run: Run) -> Callable[[list[Any]], Sequence[Any]]:
     """A program as a function of a list of values that it may let go of as soon as they are read, where it can."""
     return getattr(run, "consume", None) or (lambda values: run(*values))
+
+
+def viewed(base: torch.Tensor, views: Sequence[View]) -> torch.Tensor:
+    """A view of a tensor; offsets of `as_strided` count from the tensor's first element."""
+    view = base
+    for op, args, index in views:
+        if op is torch.ops.aten.as_strided.default:
+            args = (*args[:2], (args[2] if len(args) > 2 else 0) + view.storage_offset())
+        view = op(view, *args) if index is None else op(view, *args)[index]
+    return view

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wholestep.runtime.autograd_function import SECOND_TIME, NotDifferentiable
-from wholestep.runtime.replayed_views import viewed
+from wholestep.runtime.backward_programs import viewed
 from wholestep.torch_compat import set_versions
 from wholestep.trace.outputs.output_records import NO_GRADIENT, OutputAlias, View
 

@@ -1,17 +1,20 @@
-"""Lowered programs: of a whole step, or of a forward and its backward."""
+"""Lowered programs, of a whole step, or of a forward and its backward; the memory that calls and captures give up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import gc
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from torch import fx
 
 from wholestep.aot_autograd import Joint, Partitioned
-from wholestep.ir import StepGraph, info
+from wholestep.ir import InputKind, StepGraph, info
 from wholestep.packed_graph import Packed
 from wholestep.runtime.backward_programs import Backward, Run, consuming
+from wholestep.trace import Traced
 
 
 @dataclass
@@ -90,3 +93,65 @@ def saved_places(joint: Joint, halves: Partitioned) -> list[tuple[str, int]]:
             places.append(("output", extra))
             extra += 1
     return places
+
+
+# What lasts from call to call is somebody else's to free.
+LASTING: frozenset[InputKind] = frozenset(["parameter", "buffer", "state", "grad", "generator", "number"])
+
+
+@dataclass(frozen=True)
+class DonatedInputs:
+    """What each call gives up of a list of tensors that is its first argument.
+
+    Attributes:
+        items: indices of the inputs that nothing looks at again once the program has.
+        freed: those of them that a program reads, and may free.
+        kept: positions in the list that the replay of effects still looks at.
+    """
+
+    items: frozenset[int] = frozenset()
+    freed: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+
+    def take(self, given: list[Any], values: list[Any]) -> None:
+        """Takes out of the list, and of the values bound for a call, what the call gives up."""
+        given[:] = [tensor if i in self.kept else None for i, tensor in enumerate(given)]
+        for index in self.items:
+            values[index] = None
+
+
+def donated_inputs(traced: Traced, count: int, read: Collection[str]) -> DonatedInputs:
+    """What may be given up.
+
+    Args:
+        count: length of the list.
+        read: paths of what effects and result are made from.
+    """
+    signature = traced.step.signature
+    looked_at = {i for alias in traced.aliases if (i := alias.input) is not None} | set(signature.mutations.values())
+    looked_at |= {*traced.versions, *(i for i, *_ in traced.refused)}
+    looked_at |= {i for i, before, after in traced.storage_sizes if before != after}
+    paths = [f"args[0][{i}]" for i in range(count)]
+    kept = frozenset(i for i, path in enumerate(paths) if any(r.startswith(path) for r in read))
+    donated = {path for i, path in enumerate(paths) if i not in kept}
+    sources = [item.source.path for item in traced.inputs]
+    items = frozenset(i for i, path in enumerate(sources) if path in donated and i not in looked_at)
+    freed = frozenset(i for i in items if i < traced.n_inputs and signature.inputs[i].kind not in LASTING)
+    return DonatedInputs(items, freed, kept)
+
+
+try:
+    _trim: Any = ctypes.CDLL(None).malloc_trim  # of the GNU C library
+except (AttributeError, OSError):
+    _trim = None
+
+
+def give_back() -> None:
+    """Frees cycles among new objects (graphs, snapshots), then hands free pages back to the system.
+
+    A capture under `no_collection` has all of its objects among the new ones, which alone are searched. Without this,
+    the first steps of a GPT of 3 M parameters peak 20 MB higher.
+    """
+    gc.collect(0)
+    if _trim is not None:
+        _trim(0)

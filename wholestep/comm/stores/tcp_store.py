@@ -1,8 +1,8 @@
 """`TCPStore`: a table in the master's process, served to many clients over TCP.
 
 Every connection begins with a mutual challenge: each side proves that it knows the group's secret by an HMAC of
-the other's nonce, so that the secret itself never travels. Frames (`wire_protocol.py`) are bounded; `tcp_server.py` has
-the server.
+the other's nonce, so that the secret itself never travels. Frames are bounded; `tcp_server.py` has them
+and the server.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from datetime import timedelta
 
 from wholestep.comm.engines.c10d import torch_store_at
 from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, Store
-from wholestep.comm.stores.tcp_server import MAX_GREETING, Server
-from wholestep.comm.stores.wire_protocol import HELLO, MAX_FRAME, Connection, pack, proof
+from wholestep.comm.stores.tcp_server import HELLO, MAX_FRAME, MAX_GREETING, Connection, Server, pack, proof
 from wholestep.errors import DistNetworkError
 
 SECRET_VARIABLE = "WHOLESTEP_SECRET"

@@ -23,14 +23,13 @@ from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.codegen import emit
 from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory, tile_size
+from wholestep.lower.fusion.blocked_matmuls import split_fused_updates
 from wholestep.lower.fusion.compiled_regions import Awaited, with_kernels
 from wholestep.lower.fusion.execution_order import arrange
-from wholestep.lower.fusion.fused_updates import split_fused_updates
 from wholestep.lower.plan.arena import SHARED
 from wholestep.lower.plan.memory_plan import Plan, make_plan
 from wholestep.packed_graph import Packed
-from wholestep.passes.canonicalize import copy_step, expand_foreach, list_items, plain_views
-from wholestep.passes.common_subexpressions import same_host_numbers
+from wholestep.passes.canonicalize import copy_step, expand_foreach, list_items, plain_views, same_host_numbers
 from wholestep.torch_compat import below_autograd, full_precision, set_grad_mode
 
 _pointer = torch.Tensor.data_ptr

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
-from wholestep.lower.fusion.fusible import TILE
+from wholestep.lower.fusion.execution_order import TILE
 from wholestep.lower.plan.arena import SHARED
 from wholestep.torch_compat import storage_uses
 

@@ -1,13 +1,15 @@
 """Buffer reuse: in which memory each call is carried out, an earlier value's or new, in the order of execution.
 
 A value may overwrite another one when that one's other readers all come earlier, it has the very same layout, and the
-operator reads only the elements that it writes. New values of inputs have their places before (`input_memory`).
+operator reads only the elements that it writes. New values of inputs have their places before (`placement`).
+Operands of a `cat` (buckets of gradients) are computed in its result.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -16,13 +18,12 @@ from wholestep import comm
 from wholestep.functional import is_wait
 from wholestep.ir import GETITEM, info
 from wholestep.lower.fusion.blocked_matmuls import is_product
-from wholestep.lower.plan.concat_buffers import Part, find_parts
-from wholestep.lower.plan.in_place import may_write_over, way
+from wholestep.lower.plan.arena import ALIGN
 from wholestep.lower.plan.operator_facts import (
     aten,
     mutable_variant,
 )
-from wholestep.lower.plan.placement import Placement, Store
+from wholestep.lower.plan.placement import Placement, Store, may_write_over, way
 from wholestep.lower.plan.value_facts import (
     LEND_FROM,
     How,
@@ -33,8 +34,56 @@ from wholestep.lower.plan.value_facts import (
     origin_of,
     recyclable,
     tensor_operands,
+    writer,
+    writes_anywhere,
 )
 from wholestep.sizes import has_size
+
+
+class Part(NamedTuple):
+    """Where a value lies in the result of a `cat`: from element ``start`` on."""
+
+    whole: fx.Node
+    start: int
+
+
+def find_parts(
+    nodes: Iterable[fx.Node], root: dict[fx.Node, fx.Node], free: Callable[[fx.Node, fx.Node], bool]
+) -> dict[fx.Node, Part]:
+    """The values that can be written into a `cat` of flat tensors directly, where a kernel gives the same bits.
+
+    Args:
+        nodes: in order of execution.
+        root: node -> the node whose memory it is.
+        free: whether a value may lie in a given `cat`'s result: nobody reads it afterwards, nor is it placed yet.
+
+    Returns:
+        Value (a root) -> its place.
+    """
+    parts: dict[fx.Node, Part] = {}
+    for whole in nodes:
+        if whole.target is not aten.cat.default or info(whole).value.dim() != 1 or writer(whole) != "out":
+            continue
+        start = 0
+        operands: list[fx.Node] = list(whole.args[0])  # type: ignore[arg-type]
+        roots = [root[operand] for operand in operands]
+        times = Counter(roots)
+        for operand, owner in zip(operands, roots, strict=True):
+            value = info(operand).value
+            once = times[owner] == 1 and owner not in parts and _fills(operand, owner, whole)
+            aligned = start * value.itemsize % ALIGN == 0
+            if once and writer(owner) is not None and (aligned or writes_anywhere(owner)) and free(owner, whole):
+                parts[owner] = Part(whole, start)
+            start += value.numel()
+    return parts
+
+
+def _fills(operand: fx.Node, owner: fx.Node, whole: fx.Node) -> bool:
+    """True when an operand is all of its owner's memory, in the order in which it lies."""
+    value, held = info(operand).value, info(owner).value
+    if owner.op != "call_function" or not isinstance(held, torch.Tensor) or held.dtype != info(whole).value.dtype:
+        return False
+    return value.stride() == (1,) and value.numel() == held.numel() > 0 and dense(held)
 
 
 class BufferReuse:

@@ -15,9 +15,8 @@ from wholestep.lower.fusion.blocked_matmuls import rows_at_once
 from wholestep.lower.fusion.execution_order import Item
 from wholestep.lower.plan.arena import SHARED, GrowingArena, Slot, peak, place
 from wholestep.lower.plan.buffer_reuse import BufferReuse
-from wholestep.lower.plan.input_memory import InputMemory
 from wholestep.lower.plan.liveness import Liveness
-from wholestep.lower.plan.placement import Placement, Store
+from wholestep.lower.plan.placement import InputMemory, Placement, Store
 from wholestep.lower.plan.value_facts import origin_of
 from wholestep.sizes import plain
 

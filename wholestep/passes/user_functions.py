@@ -1,16 +1,20 @@
-"""A user's function on the graph as a pass: what it adds becomes calls of ATen operators with records of their own."""
+"""A user's functions as passes: on the graph, and in place of operators, by a table.
+
+What a function on the graph adds becomes calls of ATen operators with records of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 from wholestep.errors import GraphError
-from wholestep.inline import Inliner, run_on_fakes
-from wholestep.ir import NodeInfo, Phase, StepGraph, info, set_info
+from wholestep.inline import Inliner, Table, run_on_fakes
+from wholestep.ir import NodeInfo, Pass, Phase, StepGraph, dead_code, info, set_info
 from wholestep.torch_compat import OpOverload
 
 Transform = Callable[[fx.GraphModule], fx.GraphModule]
@@ -58,3 +62,23 @@ def _add_record(gm: fx.GraphModule, node: fx.Node, record: NodeInfo) -> None:
         inliner.stand_in(result)
     else:
         set_info(node, replace(record, value=result))
+
+
+def decompose(table: Table) -> Pass:
+    """A pass that replaces each operator of a table by what its function does.
+
+    Args:
+        table: operator overload -> a function of the same arguments, as torch's own tables are; it may change
+            rounding, and where it returns NotImplemented the operator stays.
+    """
+    return partial(_decompose, table)
+
+
+def _decompose(table: Table, step: StepGraph) -> StepGraph:
+    for node in list(step.graph.nodes):
+        if node.op == "call_function" and node.target in table:
+            inliner = Inliner(step.gm, node, replace(info(node), value=None), table)
+            result = run_on_fakes(node, table[node.target], inliner)
+            if result is not NotImplemented:
+                inliner.stand_in(result)
+    return dead_code(step)
