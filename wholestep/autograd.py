@@ -32,18 +32,8 @@ from wholestep.runtime import compiled_module
 from wholestep.spmd import PlanExecutor
 
 __all__ = [
-    "CompiledBackward",
-    "Joint",
-    "Partition",
-    "Partitioned",
-    "aot_function",
-    "aot_module",
-    "compiled_backward",
-    "default_partition",
-    "dynamo_backend",
-    "export_joint",
-    "min_cut_partition",
-    "split",
+    "CompiledBackward", "Joint", "Partition", "Partitioned", "aot_function", "aot_module", "compiled_backward",
+    "default_partition", "dynamo_backend", "export_joint", "min_cut_partition", "split",
 ]
 
 Table = Mapping[Any, Callable[..., Any]]

@@ -22,7 +22,7 @@ from wholestep.spmd.expand.expand import built
 from wholestep.spmd.expand.strategy import Build, Strategy
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
-from wholestep.spmd.rules.foreach import columns_of, is_on_lists, of_columns
+from wholestep.spmd.rules.pointwise import columns_of, is_on_lists, of_columns
 from wholestep.testing import run_ranks
 from wholestep.torch_compat import FakeTensorMode, below_autograd
 

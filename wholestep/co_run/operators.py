@@ -11,12 +11,7 @@ import torch
 
 from wholestep.functional import base_name, written_arguments
 from wholestep.torch_compat import HigherOrderOperator, OpOverload, has_native_kernel
-from wholestep.trace.operators.tables import (
-    GRAD_SENSITIVE,
-    HIDDEN_WRITES,
-    SHAPE_FROM_DATA,
-    is_differentiated_inside,
-)
+from wholestep.trace.operators.tables import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, is_differentiated_inside
 from wholestep.trace.record.caught_errors import refuses
 
 aten = torch.ops.aten

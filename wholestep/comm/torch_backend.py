@@ -24,7 +24,6 @@ from wholestep.comm.api.tracing import TracedWork
 from wholestep.comm.api.uneven_collectives import sparse_all_reduce
 from wholestep.comm.engines.c10d_adapters import TorchStore
 from wholestep.comm.engines.hierarchical import create_shared
-from wholestep.comm.engines.reference_reduce import fold
 from wholestep.comm.engines.work_queue import FutureCompleter
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
@@ -143,23 +142,6 @@ def _argument(what: str, values: Any, name: str, kind: ArgumentKind, root: str) 
     return None if root and not tensors else tensors
 
 
-def _same(what: str, values: Any) -> list[torch.Tensor]:
-    """Tensors of a list that stand for devices of a process: as in one call, of one layout, dtype and shape.
-
-    Raises:
-        ValueError: they differ, or there are none.
-    """
-    tensors = [values] if isinstance(values, torch.Tensor) else list(values)
-    if not tensors:
-        raise ValueError(f"ProcessGroupShm::{what}: requires non-empty tensor list")
-    for name, of in (("layout", "layout"), ("type", "dtype"), ("size", "shape")):
-        expected, *rest = (getattr(one, of) for one in tensors)
-        other = [found for found in rest if found != expected]
-        if other:
-            raise ValueError(f"ProcessGroupShm::{what}: invalid tensor {name}: expected {expected}, found {other[0]}")
-    return tensors
-
-
 def _checked(method: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> TorchWork:
@@ -172,12 +154,8 @@ def _checked(method: Callable[..., TorchWork]) -> Callable[..., TorchWork]:
 
 
 def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
-    """The group's method of a name: the public collective of a row of the table, in all overloads of torch's method.
-
-    Of several tensors in place, which stand for devices of a process, one is sent, or their own reduction, and all get
-    the result.
-    """
-    collective, in_place, alone = getattr(collectives, row.name), row.out == row.inp, row.out_kind is ArgumentKind.ONE
+    """The group's method of a name: the public collective of a row of the table, in all overloads of torch's method."""
+    collective, in_place = getattr(collectives, row.name), row.out == row.inp
     settings = ["opts", *["op"] * bool(row.root and row.reduces), "timeout"]
 
     def method(self: Any, *args: Any, **named: Any) -> TorchWork:
@@ -185,30 +163,17 @@ def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
         outputs, inputs, *rest = given[:1] * in_place + given
         named = dict(zip(settings, rest, strict=False)) | named
         opts, call = named.get("opts"), {"group": self._group, "async_op": True}
-        several = _same(name, outputs) if in_place and alone else []
         if row.reduces:
             call["op"] = _reduction(named.get("op", getattr(opts, "reduceOp", None if row.root else opts)))
         if row.root:
-            call[f"group_{row.root}"] = self._root(name, named.get("root", opts), max(1, len(several)))
-        if several and row.root != "dst":
-            place = getattr(opts, "rootTensor", 0)
-            inputs = (
-                fold([one.clone() for one in several], call["op"]) if several[1:] and row.reduces else several[place]
-            )
-        out = _argument(
-            name, inputs if several else outputs, "tensor" if in_place else "output", row.out_kind, row.root
-        )
-        call |= {
-            row.inp: _argument(name, inputs, "tensor" if in_place else "input", row.inp_kind, row.root),
-            row.out: out,
-        }
-        sparse = row is table.ALL_REDUCE and out.is_sparse
-        work = (sparse_all_reduce if sparse else collective)(**call)
-        others = [one for one in several if one is not out]
-        if work is not None and others:
-            work = All([work], several, lambda: [one.copy_(out) for one in others])
-        result = self._by_rank(out) if row.out_kind is ArgumentKind.ROWS else [out] if alone else out
-        return self._work(work, several or result or [], opts, named.get("timeout"))
+            call[f"group_{row.root}"] = self._root(name, named.get("root", opts))
+        out = _argument(name, outputs, "tensor" if in_place else "output", row.out_kind, row.root)
+        call |= {row.inp: _argument(name, inputs, "tensor" if in_place else "input", row.inp_kind, row.root)}
+        call[row.out] = out
+        work = (sparse_all_reduce if row is table.ALL_REDUCE and out.is_sparse else collective)(**call)
+        one = row.out_kind is ArgumentKind.ONE
+        result = self._by_rank(out) if row.out_kind is ArgumentKind.ROWS else [out] if one else out
+        return self._work(work, result or [], opts, named.get("timeout"))
 
     method.__name__ = name
     return _checked(method)
@@ -283,10 +248,10 @@ class ShmProcessGroup(_TorchGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._group._get_sequence_number_for_group()
 
-    def _root(self, what: str, given: Any, tensors: int = 1) -> int:
+    def _root(self, what: str, given: Any) -> int:
         root, place = getattr(given, "rootRank", given or 0), getattr(given, "rootTensor", 0)
-        if not 0 <= place < tensors:
-            raise ValueError(f"ProcessGroupShm::{what}: invalid root tensor: {place} is not in a list of {tensors}")
+        if place:
+            raise ValueError(f"ProcessGroupShm::{what}: invalid root tensor: {place} is not in a list of one")
         if not 0 <= root < self.size():
             raise ValueError(f"ProcessGroupShm::{what}: invalid root rank: {root} is not in a group of {self.size()}")
         return int(root)
@@ -300,32 +265,13 @@ class ShmProcessGroup(_TorchGroup):
     allreduce_coalesced = _method("allreduce_coalesced", table.ALL_REDUCE_COALESCED)
     reduce = _method("reduce", table.REDUCE)
     broadcast = _method("broadcast", table.BROADCAST)
-    _allgather_one = _method("allgather", table.ALL_GATHER)
+    allgather = _method("allgather", table.ALL_GATHER)
     _allgather_base = _method("_allgather_base", table.ALL_GATHER_INTO_TENSOR)
     reduce_scatter = _method("reduce_scatter", table.REDUCE_SCATTER)
     _reduce_scatter_base = _method("_reduce_scatter_base", table.REDUCE_SCATTER_TENSOR)
     gather = _method("gather", table.GATHER)
     scatter = _method("scatter", table.SCATTER)
     alltoall = _method("alltoall", table.ALL_TO_ALL)
-
-    @_checked
-    def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
-        """Of several tensors, for devices of a process, each row of outputs gets all tensors of all ranks."""
-        if isinstance(inputs, torch.Tensor) or len(inputs) < 2:
-            return self._allgather_one(outputs, inputs, opts, timeout)
-        tensors, flat = _same("allgather", inputs), [one for row in outputs for one in row]
-        count, needed = len(tensors), len(tensors) * self.size()
-        if [len(row) for row in outputs] != [needed] * count:
-            raise ValueError(
-                f"ProcessGroupShm::allgather: invalid output tensor list: the same length as of inputs, {count}, "
-                f"and lists of {needed} tensors are required, found {[len(row) for row in outputs]}"
-            )
-        _same("allgather", [tensors[0], *flat])
-        first, *others = outputs
-        by_rank = [list(first[i : i + count]) for i in range(0, needed, count)]
-        work = collectives.all_gather_coalesced(by_rank, tensors, self._group, async_op=True) or Finished()
-        spread = All([work], flat, lambda: [o.copy_(v) for row in others for o, v in zip(row, first, strict=True)])
-        return self._work(spread, list(outputs), opts, timeout)
 
     @_checked
     def allgather_coalesced(

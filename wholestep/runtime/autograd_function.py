@@ -15,12 +15,7 @@ from wholestep.ir import info
 from wholestep.lower.backends.interpreter import run_nodes
 from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
-from wholestep.torch_compat import (
-    dispatch_modes_active,
-    is_batched,
-    skipped_by_dynamo,
-    transforms_active,
-)
+from wholestep.torch_compat import dispatch_modes_active, is_batched, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative
 

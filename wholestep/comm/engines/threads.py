@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.comm.engines.reference_reduce import naive_reduce
+from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of, require_equal
 from wholestep.comm.stores.store import Store
 from wholestep.comm.work import Finished, Work, seconds
@@ -83,6 +84,7 @@ class ThreadGroup(ExchangeGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(rank, size)
         self.timeout, self._exchanges = timeout, 0
+        self._queues: dict[tuple[int, int], WorkQueue] = {}  # by sender and tag
         if rank == 0:
             self._key = secrets.token_hex(8)
             with _rendezvous_lock:
@@ -131,7 +133,33 @@ class ThreadGroup(ExchangeGroup):
         return Finished(tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
-        return _Receipt(self, tensors[0], src, tag)
+        """In a thread, one for all receives of one kind: their messages come in order."""
+        queue = self._queues.setdefault((src, tag), WorkQueue())
+        return queue.start("recv", lambda: self._take(tensors[0], src, tag), tensors, True)
+
+    @torch.no_grad()
+    def _take(self, tensor: torch.Tensor, src: int, tag: int) -> int:
+        """Receives a message and gives its sender."""
+        shared, limit = self._shared, seconds(self.timeout)
+        keys = [(rank, self._rank, tag) for rank in (range(self._size) if src < 0 else [src])]
+
+        def found() -> tuple[int, int, int] | None:
+            return next((key for key in keys if shared.mailboxes.get(key)), None)
+
+        with shared.changed:
+            came = shared.changed.wait_for(lambda: found() is not None or src in shared.left, limit)
+            key = found()
+            if key is None:
+                here = f"rank {self._rank} of group {self.group_name!r}: recv from rank {src}"
+                raise DistRankError(f"{here}: it has left") if came else DistTimeoutError(f"{here}: {limit:g} s passed")
+            message = shared.mailboxes[key].pop(0)
+        if message.numel() != tensor.numel() or message.dtype != tensor.dtype:
+            raise DistMismatchError(
+                f"recv from rank {key[0]}: {list(tensor.shape)} {tensor.dtype} is required, "
+                f"{list(message.shape)} {message.dtype} was sent"
+            )
+        tensor.copy_(message.view_as(tensor))
+        return key[0]
 
     def abort(self, reason: str) -> None:
         with self._shared.changed:
@@ -140,50 +168,14 @@ class ThreadGroup(ExchangeGroup):
             self._shared.changed.notify_all()
 
     def shutdown(self) -> None:
+        for queue in self._queues.values():
+            queue.close()
         with self._shared.changed:
             self._shared.left.add(self._rank)
             self._shared.changed.notify_all()
         with _rendezvous_lock:
             if len(self._shared.left) == self._size:
                 _rendezvous.pop(self._key, None)
-
-
-class _Receipt(Work):
-    """A receive between threads: takes the message when it is waited for."""
-
-    def __init__(self, group: ThreadGroup, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self._group, self._result, self._src, self._tag = group, [tensor], src, tag
-        self._done = False
-
-    def _find(self) -> tuple[int, int, int] | None:
-        me, boxes = self._group.rank(), self._group._shared.mailboxes
-        ranks = range(self._group.size()) if self._src < 0 else [self._src]
-        return next((key for rank in ranks if boxes.get(key := (rank, me, self._tag))), None)
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if self._done:
-            return True
-        limit = seconds(self._group.timeout if timeout is None else timeout)
-        shared, (tensor,) = self._group._shared, self._result or []
-        with shared.changed:
-            came = shared.changed.wait_for(lambda: self._find() is not None or self._src in shared.left, limit)
-            key = self._find()
-            if key is None:
-                here = f"rank {self._group.rank()} of group {self._group.group_name!r}: recv from rank {self._src}"
-                raise DistRankError(f"{here}: it has left") if came else DistTimeoutError(f"{here}: {limit:g} s passed")
-            message = shared.mailboxes[key].pop(0)
-        self._done, self.source = True, key[0]
-        if message.numel() != tensor.numel() or message.dtype != tensor.dtype:
-            raise DistMismatchError(
-                f"recv from rank {key[0]}: {list(tensor.shape)} {tensor.dtype} is required, "
-                f"{list(message.shape)} {message.dtype} was sent"
-            )
-        tensor.copy_(message.view_as(tensor))
-        return True
-
-    def is_completed(self) -> bool:
-        with self._group._shared.changed:
-            return self._done or self._find() is not None
 
 
 class NullGroup(ExchangeGroup):

@@ -19,10 +19,7 @@ from wholestep.functional import is_wait
 from wholestep.ir import GETITEM, info
 from wholestep.lower.fusion.blocked_matmuls import is_product
 from wholestep.lower.plan.arena import ALIGN
-from wholestep.lower.plan.operator_facts import (
-    aten,
-    mutable_variant,
-)
+from wholestep.lower.plan.operator_facts import aten, mutable_variant
 from wholestep.lower.plan.placement import Placement, Store, may_write_over, way
 from wholestep.lower.plan.value_facts import (
     LEND_FROM,

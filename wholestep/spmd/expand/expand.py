@@ -42,7 +42,7 @@ from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal, splits
 from wholestep.spmd.plans.global_view import StatePlacements
 from wholestep.spmd.rules import strategies
-from wholestep.spmd.rules.foreach import columns_of, is_on_lists, of_columns
+from wholestep.spmd.rules.pointwise import columns_of, is_on_lists, of_columns
 from wholestep.torch_compat import lazy_graph_module
 
 

@@ -16,7 +16,7 @@ from wholestep.functional import base_name
 from wholestep.ir import GETITEM, StepGraph, ancestors, info, is_effectful
 from wholestep.spmd.expand.graph_edits import is_view
 from wholestep.spmd.plans.global_view import owner_of
-from wholestep.spmd.rules.foreach import is_on_lists
+from wholestep.spmd.rules.pointwise import is_on_lists
 from wholestep.torch_compat import OpOverload
 
 Readers = Mapping[fx.Node, Sequence[fx.Node]]

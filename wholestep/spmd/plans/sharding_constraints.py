@@ -14,7 +14,7 @@ from wholestep.spmd.expand.calls import R
 from wholestep.spmd.expand.graph_edits import COPIES, Constraint, constrain, in_memory, is_view, readers
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.plans.global_view import matches
-from wholestep.spmd.rules.foreach import is_on_lists
+from wholestep.spmd.rules.pointwise import is_on_lists
 from wholestep.torch_compat import OpOverload
 
 # How much smaller what a parameter is used with must be for it to stay sharded: collectives have latency, and what is

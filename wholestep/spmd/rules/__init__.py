@@ -14,7 +14,7 @@ from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.strategy import Rule, Strategy
 from wholestep.spmd.placements import splits
 from wholestep.spmd.rules import indexing, layers, losses, pointwise, reductions, views
-from wholestep.spmd.rules.foreach import is_on_lists
+from wholestep.spmd.rules.pointwise import is_on_lists
 from wholestep.torch_compat import OpOverload
 
 _FILES = (reductions, layers, losses, indexing, views, pointwise)
