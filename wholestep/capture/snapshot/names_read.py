@@ -80,11 +80,14 @@ def set_on_entry(kind: type) -> frozenset[str]:
 
     An ``autocast`` that is kept between steps gets them when it is first entered, which makes it no other.
     """
+    set_first = entered_with(kind)
+    if not set_first:
+        return set_first
     methods = {name: member.__code__ for base in reversed(kind.__mro__) for name, member in vars(base).items()
                if isinstance(member, types.FunctionType)}  # fmt: skip
     others = {i.argval for name, code in methods.items() if name not in ("__enter__", "__exit__")
               for i in dis.get_instructions(code) if i.opname in _READS}  # fmt: skip
-    return entered_with(kind) - others
+    return set_first - others
 
 
 @functools.cache
