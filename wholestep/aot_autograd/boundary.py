@@ -14,7 +14,7 @@ from wholestep.torch_compat import FakeTensor
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.data_dependent_formulas import behind
 from wholestep.trace.outputs.collect_outputs import OutputCollector
-from wholestep.trace.outputs.tensor_state import is_leaf
+from wholestep.trace.outputs.output_records import is_leaf
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
 

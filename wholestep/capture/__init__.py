@@ -16,8 +16,7 @@ from wholestep.capture.effects.effects import Effect, forget, new_values, read_b
 from wholestep.capture.guards.binder import Binder, refuse_shared_parts, sharing
 from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.outside.torch_settings import setters
-from wholestep.capture.snapshot.garbage_collection import no_collection
-from wholestep.capture.snapshot.new_objects import new_objects
+from wholestep.capture.snapshot.garbage_collection import new_objects, no_collection
 from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot, snapshot, unguarded_in_sight
 from wholestep.capture.sources import Call

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wholestep.ir import StepGraph
+from wholestep.trace.numbers.decisions import Predicate
 from wholestep.trace.numbers.many_sizes import ManySizes
-from wholestep.trace.numbers.predicates import Predicate
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import Watch
 from wholestep.trace.outputs.output_records import Derivative, Differentiated, NewValue, OutputAlias

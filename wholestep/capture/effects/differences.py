@@ -13,15 +13,13 @@ from uuid import UUID
 import torch
 
 from wholestep.capture.effects import effects as changes
-from wholestep.capture.effects.recipes import recipe
-from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, nested
+from wholestep.capture.effects.recipes import Const, Existing, Made, New, Tree, Value, nested, recipe
 from wholestep.capture.guards.compared_values import is_plain
-from wholestep.capture.outside.lr_schedulers import Deferred, Pending
-from wholestep.capture.outside.stand_ins import REMEDY, AppendOnlyList, Stopped, taken
+from wholestep.capture.outside.stand_ins import REMEDY, AppendOnlyList, Deferred, Pending, Stopped, taken
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import Contents
+from wholestep.capture.snapshot.garbage_collection import kept_in_module
 from wholestep.capture.snapshot.names_read import entered_with
-from wholestep.capture.snapshot.new_objects import kept_in_module
 from wholestep.capture.snapshot.reachable import Container, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Globals, Source, Vars, Version

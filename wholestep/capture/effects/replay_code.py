@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.effects.effects import FUNCTIONS, SET_GRAD, Effect
-from wholestep.capture.effects.recipes import fill
-from wholestep.capture.effects.values import Const, Existing, Made, New, Tree, Value, is_late
+from wholestep.capture.effects.recipes import Const, Existing, Made, New, Tree, Value, fill, is_late
 from wholestep.capture.guards.code_writer import compiled
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.fast_path import FastPath

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from wholestep.capture.effects.effects import Effect, replaced_containers
+from wholestep.capture.effects.recipes import NOTHING, Value
 from wholestep.capture.effects.replay_code import Replay
-from wholestep.capture.effects.values import NOTHING, Value
 from wholestep.capture.guards.fast_path import FastPath
 from wholestep.capture.guards.guards import GuardFailure, compare
 from wholestep.capture.guards.identity_checks import memory

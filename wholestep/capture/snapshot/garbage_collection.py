@@ -1,11 +1,17 @@
-"""Garbage collection around captures: kept away while many objects are made, and not forgotten afterwards."""
+"""Garbage collection around captures: kept away while many objects are made, and not forgotten afterwards.
+
+Its lists tell which objects were made since a step began to be traced.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from wholestep.capture.sources import Attr, Source, module
 
 
 class _Counted:
@@ -59,3 +65,22 @@ def _collect_when_due() -> None:
     if 4 * sys.getallocatedblocks() > 5 * _Counted.blocks:
         gc.collect()
         _Counted.blocks = sys.getallocatedblocks()
+
+
+@contextmanager
+def new_objects() -> Iterator[Callable[[], set[int]]]:
+    """Gives a function that gives the ids of all objects made inside of the context so far.
+
+    Objects that the collector does not follow, which hold no others, are not among them.
+    """
+    with older_objects_frozen():
+        yield lambda: set(map(id, gc.get_objects()))
+
+
+def kept_in_module(value: Any) -> Source | None:
+    """The name under which a module holds an object, such as ``sys.stdout``, which may be another in a later call."""
+    for holder in list(sys.modules.values()):
+        for name, held in list(getattr(holder, "__dict__", {}).items()):
+            if held is value and name.isidentifier():
+                return Attr(module(holder.__name__), name)
+    return None

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep.capture.outside.lr_schedulers import Deferred, Noted, Pending, all_of, is_of_numbers
-from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped, restore
+from wholestep.capture.outside.stand_ins import (
+    AppendOnlyList,
+    Cached,
+    Deferred,
+    Noted,
+    Pending,
+    Stopped,
+    all_of,
+    is_of_numbers,
+    restore,
+)
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container, Reachable
 from wholestep.capture.sources import Item, Replacement, Root, Vars, lineage

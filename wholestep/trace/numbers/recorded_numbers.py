@@ -15,16 +15,20 @@ from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.ir import ancestors, info
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import current_autograd_node, is_one_operator, no_modes, saved_numbers
-from wholestep.trace.numbers.decisions import MOST, Decisions, RealValues, geometry, refuse_repeated
-from wholestep.trace.numbers.host_numbers import HostNode, make_host
-from wholestep.trace.numbers.predicates import (
+from wholestep.trace.numbers.decisions import (
     MAX_NODES,
+    MOST,
     OTHERWISE,
+    Decisions,
     Predicate,
+    RealValues,
     can_be_known,
     follows_from_numbers,
+    geometry,
+    refuse_repeated,
     unknown,
 )
+from wholestep.trace.numbers.host_numbers import HostNode, make_host
 from wholestep.trace.numbers.symbolic_sizes import is_size
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line

@@ -28,7 +28,7 @@ from wholestep.torch_compat import (
 from wholestep.trace import Traced
 from wholestep.trace.numbers.many_sizes import ManySizes
 from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size
-from wholestep.trace.outputs.canonical import fingerprint, words
+from wholestep.trace.record.finish import fingerprint, words
 from wholestep.trace.record.graph_builder import fake_value
 from wholestep.trace.record.inputs import TracedInput
 

@@ -1,4 +1,8 @@
-"""Facts of operators, from tables and schemas: which write, their functional variants, what must not be traced."""
+"""Facts of operators, from tables and schemas: which write, their functional variants, what must not be traced.
+
+Collectives of torch.distributed itself are recorded with their waits where they are functional, the others refused;
+those on a group of ours are `wholestep::` operators, and never asked about here.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ from typing import Any
 
 import torch
 
+from wholestep.errors import UnsupportedError
 from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
+from wholestep.torch_compat import OpOverload, has_native_kernel
 from wholestep.torch_compat import OpOverload as Overload
-from wholestep.torch_compat import has_native_kernel
+from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 
@@ -160,3 +166,22 @@ def is_scaled(func: Overload, args: Any, kwargs: Any) -> bool:
 def is_list_op(func: Overload) -> bool:
     """Whether it writes lists of tensors and gives nothing."""
     return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+
+_SHM = 'begin the group with torch.distributed.init_process_group("shm"), after import wholestep.comm.torch_backend'
+
+
+def is_wait(func: OpOverload) -> bool:
+    """Whether an operator waits for a collective, now or at the first use. It gives its argument.
+
+    Raises:
+        UnsupportedError: the operator is none that can be recorded.
+    """
+    name = base_name(func)
+    if func.namespace == "c10d":
+        what = f"torch.distributed's {name.rstrip('_')} on a group of its own engines, which no graph can show"
+        raise UnsupportedError(what, user_line(), f"{_SHM}; or compile without fullgraph=True")
+    if name in ("isend", "irecv") or func._schema.is_mutable:
+        what = f"torch.distributed's {func}, which works in memory of the step's until it is waited for"
+        remedy = "use all_reduce, all_gather_tensor and the like, or compile without fullgraph=True"
+        raise UnsupportedError(what, user_line(), remedy)
+    return name in ("wait_tensor", "_wrap_tensor_autograd")

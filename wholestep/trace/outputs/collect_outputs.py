@@ -12,8 +12,15 @@ from wholestep.errors import UnsupportedError
 from wholestep.nested import leaves
 from wholestep.trace.functionalize.aliases import Ref
 from wholestep.trace.numbers.symbolic_sizes import is_made
-from wholestep.trace.outputs.output_records import Counter, NewValue, OutputAlias, View
-from wholestep.trace.outputs.tensor_state import TensorState, counts_alone, is_leaf
+from wholestep.trace.outputs.output_records import (
+    Counter,
+    NewValue,
+    OutputAlias,
+    TensorState,
+    View,
+    counts_alone,
+    is_leaf,
+)
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
 

@@ -39,8 +39,8 @@ from wholestep.torch_compat import (
     set_versions,
 )
 from wholestep.trace.functionalize.storage_resize import OWNERS
+from wholestep.trace.numbers.decisions import OTHERWISE
 from wholestep.trace.numbers.host_numbers import HostNode, make_host, plain
-from wholestep.trace.numbers.predicates import OTHERWISE
 from wholestep.trace.numbers.recorded_numbers import PythonCall
 from wholestep.trace.numbers.symbolic_sizes import is_host, is_made
 from wholestep.trace.operators.data_dependent_formulas import as_eager_sums

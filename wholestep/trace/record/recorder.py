@@ -31,11 +31,10 @@ from wholestep.torch_compat import (
 from wholestep.trace.functionalize.mutations import Mutations
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.functionalize.view_operators import Views
-from wholestep.trace.numbers.decisions import Decisions, geometry
-from wholestep.trace.numbers.predicates import OTHERWISE, follows_from_numbers
+from wholestep.trace.numbers.decisions import OTHERWISE, Decisions, follows_from_numbers, geometry
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
-from wholestep.trace.operators import tables, torch_collectives
+from wholestep.trace.operators import tables
 from wholestep.trace.operators.kernel_checks import check, kernels_error
 from wholestep.trace.record.caught_errors import is_caught, refuses
 from wholestep.trace.record.graph_builder import GraphBuilder
@@ -92,7 +91,7 @@ class Recorder(TorchDispatchMode):
         func, args = MATERIALIZED.get(func, func), self._values_alone(func, args)
         try:
             args, kwargs = self._with_plain_numbers(func, args, kwargs)
-            if func.namespace in COLLECTIVE_NAMESPACES and torch_collectives.is_wait(func):
+            if func.namespace in COLLECTIVE_NAMESPACES and tables.is_wait(func):
                 return args[0]
             special = SPECIAL.get(func)
             if special is not None:

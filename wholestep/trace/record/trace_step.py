@@ -14,9 +14,8 @@ from wholestep.errors import CaptureError, DataDependentError, LeakError, Unsupp
 from wholestep.ir import Input
 from wholestep.nested import leaves
 from wholestep.torch_compat import FakeTensor, makes_subclass, no_modes, without_saved_tensor_hooks
-from wholestep.trace.numbers.decisions import Decisions
+from wholestep.trace.numbers.decisions import OTHERWISE, Decisions
 from wholestep.trace.numbers.host_numbers import is_for_plain
-from wholestep.trace.numbers.predicates import OTHERWISE
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_made
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import made_at
