@@ -10,8 +10,8 @@ import torch
 from tests.support.lower_programs import clone_inputs, program
 from wholestep.autograd import aot_function
 from wholestep.errors import LoweringError
-from wholestep.lower.backends.inductor import lower_callable, lower_inductor
 from wholestep.lower.backends.interpreter import interpret
+from wholestep.lower.backends.other_compilers import lower_callable, lower_inductor
 
 
 def test_inductor_gives_the_same_step() -> None:

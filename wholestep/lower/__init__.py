@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 from wholestep.ir import StepGraph
 from wholestep.lower.backends.aten import Program, lower_aten
-from wholestep.lower.backends.inductor import UserBackend, lower_callable, lower_inductor
 from wholestep.lower.backends.interpreter import lower_naive
-from wholestep.lower.backends.parts import Parts, part_numbers
+from wholestep.lower.backends.other_compilers import Parts, UserBackend, lower_callable, lower_inductor, part_numbers
 
 Backend = Literal["aten", "inductor", "naive"] | UserBackend
 
