@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from wholestep.aot_autograd import MemoryBudget, Partition, default_partition, min_cut_partition
 from wholestep.compiled import Compiled
-from wholestep.ir import Pass, StepGraph
+from wholestep.ir import Pass
 from wholestep.lower import Backend
 from wholestep.override import Override
 from wholestep.passes import bucket_parts, transformed
@@ -104,7 +104,9 @@ def compile(  # noqa: A001 - the ecosystem's name
         if isinstance(budget.amount, int):
             raise ValueError(f"memory_budget={memory_budget!r} is for whole steps: give a module a part, as 0.6")
         partition = functools.partial(min_cut_partition, memory_budget=budget.amount)
-    chain = [*passes, _as_pass(gm_transformation)] if gm_transformation is not None else list(passes)
+    chain = list(passes)
+    if gm_transformation is not None:
+        chain.append(functools.partial(transformed, transform=gm_transformation, name="gm_transformation"))
     chain += [bucket_parts] if split else []
 
     def make(callee: Callable[..., Any]) -> Compiled:
@@ -113,13 +115,6 @@ def compile(  # noqa: A001 - the ecosystem's name
         return Compiled(callee, options, module_override=module_override, dynamic=dynamic)
 
     return compiled_module(fn, make, again) if isinstance(fn, nn.Module) else make(fn)
-
-
-def _as_pass(transform: Callable[[fx.GraphModule], fx.GraphModule]) -> Pass:
-    def gm_transformation(step: StepGraph) -> StepGraph:
-        return transformed(step, transform, "gm_transformation")
-
-    return gm_transformation
 
 
 def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.GraphModule:

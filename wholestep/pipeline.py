@@ -246,8 +246,9 @@ def joint_of(step: StepGraph, traced: Traced) -> Joint:
 
 
 def _name(transform: Pass) -> str:
-    bound = getattr(transform, "func", transform)  # of a partial, which has a name of its own only if it was given one
-    return str(getattr(transform, "__name__", None) or getattr(bound, "__name__", bound))
+    named = getattr(transform, "__name__", None) or getattr(transform, "keywords", {}).get("name")
+    bound = getattr(transform, "func", transform)  # of a partial
+    return str(named or getattr(bound, "__name__", bound))
 
 
 def is_tracing() -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from wholestep.comm.engines.native_codes import OPS
-from wholestep.comm.process_group import Options, ProcessGroup
-from wholestep.comm.work import Work
 
 Tensors = list[torch.Tensor]
 ANY_RANK = -1  # as the source of a message
@@ -35,7 +34,7 @@ class Collective:
 
     Attributes:
         name: of the public function.
-        start: calls the group's method with contiguous outputs and inputs.
+        start: calls the method of a group, ours or torch's, with contiguous outputs and inputs, and its options.
         out, inp: the parameters that are written and read; one name where a tensor is both.
         out_kind, inp_kind: what they hold.
         operator: ``wholestep::…`` in a traced program, if not of that name; with an underscore it works in place.
@@ -45,7 +44,7 @@ class Collective:
     """
 
     name: str
-    start: Callable[[ProcessGroup, Tensors, Tensors, Options], Work]
+    start: Callable[[Any, Tensors, Tensors, Any], Any]
     out: str = "tensor"
     inp: str = "tensor"
     out_kind: ArgumentKind = ArgumentKind.ONE

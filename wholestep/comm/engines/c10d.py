@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
 
+from wholestep.comm.api import collective_table as table
 from wholestep.comm.diagnostics.debug_level import DebugLevel, get_debug_level
 from wholestep.comm.engines.c10d_adapters import EngineWork, LengthPrefixed, TorchStore, movable, reducible_as
 from wholestep.comm.engines.reference_reduce import average
@@ -43,17 +44,13 @@ _OPS: dict[RedOpType, Any] = {
 
 
 # Each other collective: its options, and its call.
-_CALLS: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "broadcast": (options.BroadcastOptions, lambda engine, outs, ins, made: engine.broadcast(outs, made)),
-    "all_gather": (options.AllgatherOptions, lambda engine, outs, ins, made: engine.allgather([outs], ins, made)),
-    "gather": (
-        options.GatherOptions, lambda engine, outs, ins, made: engine.gather([outs] if outs else [], ins, made)
-    ),
-    "scatter": (
-        options.ScatterOptions, lambda engine, outs, ins, made: engine.scatter(outs, [ins] if ins else [], made)
-    ),
-    "barrier": (options.BarrierOptions, lambda engine, outs, ins, made: engine.barrier(made)),
-}  # fmt: skip
+_CALLS: dict[str, tuple[Any, table.Collective]] = {
+    "broadcast": (options.BroadcastOptions, table.BROADCAST),
+    "all_gather": (options.AllgatherOptions, table.ALL_GATHER),
+    "gather": (options.GatherOptions, table.GATHER),
+    "scatter": (options.ScatterOptions, table.SCATTER),
+    "barrier": (options.BarrierOptions, table.BARRIER),
+}
 
 
 class _ForTorch(dist.Store):
@@ -242,9 +239,9 @@ class C10dGroup(ProcessGroup):
         words = description(self.sequence, op, part_of(op, outs, ins), opts)
         if op in ("all_reduce", "reduce", "reduce_scatter"):
             return self._reduce(op, words, outs, ins, opts)
-        kind, call = _CALLS[op]
+        kind, row = _CALLS[op]
         made, to, source = self._options(kind, opts), movable(outs), movable(ins)
-        return self._call(op, words, outs, lambda: call(self._engine, to, source, made))
+        return self._call(op, words, outs, lambda: row.start(self._engine, to, source, made))
 
     def _reduce(
         self, op: str, words: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options

@@ -74,8 +74,7 @@ def _wait(x: torch.Tensor) -> torch.Tensor:
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: str, *, async_op: bool = True) -> torch.Tensor:
-    work = collectives.all_reduce(x, op, group, async_op)
-    return x if work is None else _started(x, work)
+    return _started(x, collectives.all_reduce(x, op, group, async_op))
 
 
 def _reduce(x: torch.Tensor, dst: int, op: str, group: str) -> torch.Tensor:
@@ -95,13 +94,11 @@ def _barrier(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _all_gather(x: torch.Tensor, group: str, *, out: torch.Tensor, async_op: bool = True) -> torch.Tensor:
-    work = collectives.all_gather_into_tensor(out, x, group, async_op)
-    return out if work is None else _started(out, work)
+    return _started(out, collectives.all_gather_into_tensor(out, x, group, async_op))
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, group: str, *, out: torch.Tensor, async_op: bool = True) -> torch.Tensor:
-    work = collectives.reduce_scatter_tensor(out, x, op, group, async_op)
-    return out if work is None else _started(out, work)
+    return _started(out, collectives.reduce_scatter_tensor(out, x, op, group, async_op))
 
 
 def _all_to_all(x: torch.Tensor, to: list[int], of: list[int], group: str, *, out: torch.Tensor) -> torch.Tensor:

@@ -21,18 +21,6 @@ _FILES = (reductions, layers, losses, indexing, views, pointwise)
 TABLE: dict[str, Rule] = {name: rule for file in _FILES for name, rule in file.RULES.items()}
 
 
-# Operators that run whole on purpose, and why.
-WHOLE: dict[str, str] = {
-    "aten._local_scalar_dense": "the number that it reads is every rank's",
-    "aten.as_strided": "its strides are those of the whole's memory",
-    "aten.as_strided_scatter": "its strides are those of the whole's memory",
-    "aten.poisson": "how many numbers it draws depends on values",
-    "aten.binomial": "how many numbers it draws depends on values",
-    "aten._standard_gamma": "how many numbers it draws depends on values",
-    "aten.rrelu_with_noise_functional": "how many numbers it draws depends on values",
-}
-
-
 def name_of(target: object) -> str:
     """An operator's name in the table: ``aten.mm``; overloads share a row. ``functional(aten.x_)`` for pure forms."""
     if isinstance(target, OpOverload):
