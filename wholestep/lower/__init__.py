@@ -18,7 +18,7 @@ from wholestep.lower.backends.other_compilers import Parts, UserBackend, lower_c
 
 Backend = Literal["aten", "inductor", "naive"] | UserBackend
 
-LOWERINGS: dict[str, Callable[[StepGraph], Callable[..., list[Any]]]] = {
+LOWERINGS: dict[str, Callable[[StepGraph], Callable[..., Sequence[Any]]]] = {
     "aten": lower_aten,
     "inductor": lower_inductor,
     "naive": lower_naive,
