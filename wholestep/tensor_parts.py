@@ -97,7 +97,7 @@ def mark_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
 
 def mark_states(optimizer: torch.optim.Optimizer) -> None:
     """Says of the state that an optimizer has made beside a part that it is the same part: what has its shape."""
-    for parameter, state in optimizer.state.items():
+    for parameter, state in vars(optimizer).get("state", {}).items():  # none: a wrapper
         part = part_of(parameter) if isinstance(parameter, torch.Tensor) else None
         for value in state.values() if part is not None else ():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and part_of(value) is None:

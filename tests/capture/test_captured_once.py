@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +137,47 @@ def test_a_step_that_looks_at_the_state_finds_none_at_first(look: Any) -> None:
     for run in (step, ws.compile(step, fullgraph=True)):
         net, opt, x = parts()
         runs.append([run(net, opt, x) for _ in range(3)])
+    assert runs[0] == runs[1]
+
+
+WRAPPER = """
+import torch
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, base):
+        self.base, self.met = base, []
+
+    @property
+    def param_groups(self):
+        return self.base.param_groups
+
+    def zero_grad(self, set_to_none=True):
+        self.base.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.base.state[p]
+                self.met.append(len(state))
+                slow = state.setdefault("slow", p.clone())
+                p.lerp_(slow, 0.5 if "momentum_buffer" in state else 0.25)
+        self.base.step()
+"""
+
+
+def test_a_library_that_wraps_an_optimizer_finds_no_state_at_first(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its class has no groups and no state of its own."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "wrapping_optimizers.py").write_text(WRAPPER)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    wrapper = importlib.import_module("wrapping_optimizers").Wrapper
+
+    runs = []
+    for run in (zero_first, ws.compile(zero_first, fullgraph=True)):
+        net, opt, x = parts(lambda parameters: wrapper(optim.SGD(parameters, 0.1, momentum=0.9)))
+        losses = [run(net, opt, x) for _ in range(3)]
+        runs.append((losses, opt.met, [list(state) for state in opt.base.state.values()]))
     assert runs[0] == runs[1]
 
 

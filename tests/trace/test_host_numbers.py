@@ -223,6 +223,27 @@ def test_a_number_that_autograd_saves_is_an_input_of_the_backward_too():
     assert compiled.captures <= 2
 
 
+def caught(x: Tensor, p: float) -> tuple[Tensor, list[str]]:
+    total, said = 0.0, list[str]()
+    for number in (lambda: 1 / p, lambda: p**-400, lambda: 7.0 % p, lambda: math.sqrt(p), lambda: math.exp(1000 * p)):
+        try:
+            total += number()
+        except (ArithmeticError, ValueError) as error:
+            said.append(type(error).__name__)
+    return x * total, said
+
+
+def test_errors_of_numbers_are_caught_as_in_eager() -> None:
+    compiled, x = ws.compile(caught, fullgraph=True), torch.ones(3)
+    for p in (2.0, 0.5, 0.0, 0.25, -1.0, 0.0, 3.0):
+        assert _same(caught(x, p)[0], compiled(x, p)[0]) and caught(x, p)[1] == compiled(x, p)[1], p
+    with pytest.raises(ZeroDivisionError, match="float division by zero"):
+        ws.compile(lambda x, p: x / (1 / p), fullgraph=True)(x, 0.0)
+    of_tensor = ws.compile(lambda x, p: caught(x, p.item())[0])
+    for p in (2.0, 0.5, 0.0, 0.25):
+        assert _same(caught(x, p)[0], of_tensor(x, _held(p))), p
+
+
 @pytest.mark.parametrize("fn", [
     lambda x, n: (x + 0).random_(0, n + 5),
     lambda x, n: torch.tensordot(x, x, dims=n),

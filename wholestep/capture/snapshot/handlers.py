@@ -237,10 +237,10 @@ def _class(found: Reachable, kind: type, source: sources.Source) -> None:
 
 
 def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sources.Source) -> None:
-    """The numbers among an optimizer's settings are inputs of the step."""
+    """The numbers among an optimizer's settings are inputs of the step; a wrapper's are those of what it wraps."""
     found.owners.add(source.path)
     mark_states(optimizer)
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(vars(optimizer).get("param_groups", ())):
         where = sources.Item(sources.Item(sources.Vars(source), "param_groups"), index)
         found.trained |= set(map(id, group["params"]))
         for met in [found.tensors[id(p)] for p in group["params"] if id(p) in found.tensors]:  # plain tensors, too

@@ -9,13 +9,16 @@ dampened.)
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 
+from wholestep.capture.snapshot.names_read import NamesRead
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.tensor_parts import mark_part, part_of
 from wholestep.torch_compat import make_optimizer_state, no_modes, set_versions
@@ -72,8 +75,10 @@ class InitialState:
         if snap is None or not _LOOKING.isdisjoint(snap.reachable.names_read.names):
             return
         owners = {id(container.owner): container.owner for container in snap.containers}
+        if any(map(_looks_inside, owners.values())):
+            return
         for owner in owners.values():
-            if isinstance(owner, torch.optim.Optimizer) and not owner.state:
+            if isinstance(owner, torch.optim.Optimizer) and not vars(owner).get("state"):
                 self._made += _state_of(owner)
         for made in self._made:
             made.optimizer.state[made.parameter] = made.state
@@ -109,6 +114,20 @@ class InitialState:
         new = tuple(tensor for made in self._made for tensor, filled in made.fills if filled.is_new)
         set_versions(new, (0,) * len(new))
         self._made.clear()
+
+
+def _looks_inside(wrapper: Any) -> bool:
+    """Whether an optimizer of a library's that wraps others may look at their state in its own step."""
+    held = vars(wrapper).values() if hasattr(type(wrapper), "step") and hasattr(wrapper, "__dict__") else ()
+    if not any(isinstance(value, torch.optim.Optimizer) for value in held):
+        return False
+    names = NamesRead(("step", "zero_grad", "train", "eval"))
+    for kind in type(wrapper).__mro__:
+        for name, member in vars(kind).items() if not kind.__module__.startswith("torch.optim.") else ():
+            method = inspect.unwrap(getattr(member, "fget", member))
+            if isinstance(method, FunctionType) and not name.startswith("__"):
+                names.add(method, method=True)
+    return not _LOOKING.isdisjoint(names.settle())
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:

@@ -33,7 +33,9 @@ class NumberRecorder(Protocol):
 
     watch: Watch
 
-    def record(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any: ...
+    def record(
+        self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any, error: Exception | None = None
+    ) -> Any: ...
     def decide(self, node: fx.Node, line: str) -> Any: ...
     def token(self, number: HostNode) -> float: ...
     def escaped(self, number: HostNode, how: str) -> Any: ...
@@ -118,10 +120,10 @@ def _record(function: Callable[..., Any], *args: Any) -> Any:
     owner = next(a for a in args if isinstance(a, HOSTS))
     hints = [a.node.hint if isinstance(a, HOSTS) else a for a in args]
     try:
-        hint = function(*hints)
-    except (ArithmeticError, ValueError):  # the placeholder value is out of the function's domain
-        hint = 1.0
-    return owner.node.recorder.record(function, args, hint)
+        hint, failed = function(*hints), None
+    except (ArithmeticError, ValueError) as error:  # the value, if known, is out of the function's domain
+        hint, failed = 1.0, error
+    return owner.node.recorder.record(function, args, hint, failed)
 
 
 # What C++ computes with an integer before it needs it, such as the size of a padded tensor, by names of its own.

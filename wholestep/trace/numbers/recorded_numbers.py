@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from wholestep.trace.numbers.decisions import (
 )
 from wholestep.trace.numbers.host_numbers import HostNode, make_host
 from wholestep.trace.numbers.symbolic_sizes import is_size
+from wholestep.trace.record.caught_errors import is_caught
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line
 
@@ -86,11 +87,25 @@ class RecordedNumbers:
         """A Python float or int as an input of the step: the host number that stands for it."""
         return make_host(HostNode(self, self.inputs.number(source, value).node, value, known=True))
 
-    def record(self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any) -> Any:
-        """Adds a call of a Python function on host numbers; gives what stands for its result; a bool is decided on."""
+    def record(
+        self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any, error: Exception | None = None
+    ) -> Any:
+        """Adds a call of a Python function on host numbers; gives what stands for its result; a bool is decided on.
+
+        Args:
+            error: what it raises, where the numbers are those of this call.
+
+        Raises:
+            Exception: that error; where code around the call would catch it, whether it comes is decided on, too.
+        """
         hosts = [isinstance(getattr(a, "node", None), HostNode) for a in args]
         nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
         known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
+        for kind in errors_of(function):
+            if is_caught(kind) and self.record(raises(function, kind), args, isinstance(error, kind)):
+                raise error if known and error is not None else kind(f"{function.__name__} of a number")
+        if error is not None and known:
+            raise error
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
         if key not in self._recorded:  # pure functions of numbers: the same call is the same number
             self._recorded[key] = self.builder.emit(function, nodes, value=hint)
@@ -228,6 +243,31 @@ class RecordedNumbers:
 
 # Functions of several operators that hand their numbers on to one as they are.
 PASSING_ON = (torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm)
+
+
+
+def errors_of(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """What a function of numbers raises where they are out of its domain."""
+    if getattr(function, "__module__", "") == "math":
+        return ValueError, OverflowError
+    return (ZeroDivisionError,) if function in (operator.truediv, operator.floordiv, operator.mod) else \
+        (ZeroDivisionError, OverflowError) if function in (operator.pow, pow) else ()
+
+
+@cache
+def raises(function: Any, error: type[Exception]) -> Callable[..., bool]:
+    """Whether a function of numbers raises an error, as a node's target."""
+
+    def raising(*numbers: Any) -> bool:
+        try:
+            function(*numbers)
+        except (ArithmeticError, ValueError) as found:
+            return isinstance(found, error)
+        return False
+
+    raising.__name__ = raising.__qualname__ = f"{error.__name__}_of_{function.__name__}"
+    return raising
+
 
 _read_list = torch.Tensor.tolist  # not what a trace puts there
 
