@@ -407,6 +407,12 @@ IS_VIEW: Any = torch.Tensor._is_view
 # By which `torch.distributions` checks what it is given.
 IS_ALL_TRUE: Any = torch._is_all_true
 
+# What context managers keep of what they found on entry, by attribute names.
+FOUND_ON_ENTRY = frozenset({
+    "prev", "prev_cache_enabled", "prev_fastdtype", "prev_idx", "prev_stream", "prev_mode", "old_device", "record",
+    "_cupti_monitor_external_id", "_inference_mode_context",
+})
+
 # A tensor's hook tables, by the attribute names that set them again; None where no hook was ever added.
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 

@@ -36,6 +36,7 @@ from wholestep.torch_compat import (
     CUMPROD_BY_DATA,
     DESCRIBING_MODULES,
     FOREACH_SUPPORT,
+    FOUND_ON_ENTRY,
     FUNCTION_MODES,
     GET_BASE,
     GET_VERSION,
@@ -493,6 +494,16 @@ def test_without_modes_calls_are_real_and_unseen():
         assert heard.calls == calls and len(seen.ops) == ops
         assert isinstance(torch.ones(2), FakeTensor), "the modes are back"
     assert not isinstance(x, FakeTensor) and not x.requires_grad and x.tolist() == [2.0, 2.0]
+
+
+def test_what_context_managers_find_on_entry_lies_in_the_known_attributes():
+    for manager in (torch.autocast("cpu"), torch.no_grad(), torch.enable_grad(), torch.device("cpu"),
+                    torch.inference_mode(), torch.utils._device.DeviceContext("cpu"),
+                    torch.autograd.profiler.record_function("x")):  # fmt: skip
+        before = dict(getattr(manager, "__dict__", {}))
+        with manager:
+            now = getattr(manager, "__dict__", {})
+            assert {name for name in now if name not in before or now[name] is not before[name]} <= FOUND_ON_ENTRY
 
 
 def test_a_tensors_hooks_lie_in_the_known_tables():

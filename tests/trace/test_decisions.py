@@ -266,7 +266,7 @@ def test_a_container_that_each_call_makes_anew_is_followed() -> None:
 
     def step(x: Tensor) -> Tensor:
         y = model(x)
-        model.notes = defaultdict(dict, last={"loss": y.detach().sum()}, rows=deque([x.shape[0]]))
+        model.notes = defaultdict(dict, last={"loss": y.detach().sum()}, rows=[x.shape[0]])
         return y.detach()
 
     compiled = ws.compile(step, fullgraph=True)

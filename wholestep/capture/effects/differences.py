@@ -19,7 +19,7 @@ from wholestep.capture.outside.stand_ins import REMEDY, AppendOnlyList, Deferred
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import Contents
 from wholestep.capture.snapshot.garbage_collection import kept_in_module
-from wholestep.capture.snapshot.names_read import entered_with
+from wholestep.capture.snapshot.names_read import set_on_entry
 from wholestep.capture.snapshot.reachable import Container, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Globals, Source, Vars, Version
@@ -60,7 +60,7 @@ def outcome(
             tree = described.tree(list, dict(enumerate(new)), source.text)
             effects.append(changes.Effect(source, changes.EXTEND, value=tree))
     outcome = described.value(result, "the step's result")
-    return [*effects, *(_call(n.source, "step", n.args) for n in snap.substitutes.noted)], outcome
+    return [*effects, *(_call(source, "step", args) for source, args in snap.substitutes.noted)], outcome
 
 
 class _Described:
@@ -247,7 +247,7 @@ def _entry_differences(
     for key, value in now.items():
         if key in before and _unchanged(value, before[key]):
             continue
-        if not is_plain(value) and key in entered_with(type(container.owner)):  # type: ignore[arg-type]
+        if not is_plain(value) and key in set_on_entry(type(container.owner)):  # type: ignore[arg-type]
             continue  # a handle of C that only the `with` statement under way needs: `torch.inference_mode()`
         new = described.value(value, snap.reachable.child(container, key).text)
         yield changes.Effect(source, put, described.value(key, source.text) if is_mapping else Const(key), new)

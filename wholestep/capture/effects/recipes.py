@@ -3,14 +3,14 @@
 A recipe is how an object that the step made is made again: a function, its arguments, contents and attributes.
 
 No method of a user's class runs: what is in an object is read and put back past them. What only C knows how to make
-(iterators, partials, exceptions) has none: the Python of a step that leaves such runs at each call.
+(iterators, partials, exceptions, deques) has none: the Python of a step that leaves such runs at each call.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +157,7 @@ def fill(made: Any, items: Any = None, attributes: Any = None, fields: Any = Non
         object.__setattr__(made, name, value)
 
 
-_ADDING: dict[type, Callable[..., None]] = {list: list.extend, set: set.update, deque: deque.extend}
+_ADDING: dict[type, Callable[..., None]] = {list: list.extend, set: set.update}
 
 
 def recipe(value: Any) -> Recipe | None:
@@ -195,16 +195,6 @@ def _dict(value: dict[Any, Any]) -> Recipe:
     return Recipe(type(value).__new__, (type(value),), contents(value), fields=fields)
 
 
-def _deque(value: deque[Any]) -> Recipe:
-    return Recipe(_new_deque, (type(value), value.maxlen), contents(value))
-
-
-def _new_deque(kind: type, length: int | None) -> Any:
-    made: Any = deque.__new__(kind)
-    deque.__init__(made, (), length)
-    return made
-
-
 def _function(value: types.FunctionType) -> Recipe:
     names = ("__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__")
     fields = {name: getattr(value, name) for name in names}
@@ -235,7 +225,6 @@ RECIPES: dict[Any, Callable[[Any], Recipe]] = {
     tuple: _tuple,
     set: lambda v: Recipe(set.__new__, (type(v),), contents(v)),
     frozenset: lambda v: Recipe(frozenset.__new__, (type(v), contents(v))),
-    deque: _deque,
     types.SimpleNamespace: lambda v: Recipe(types.SimpleNamespace.__new__, (type(v),)),
     types.FunctionType: _function,
     types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),

@@ -145,8 +145,6 @@ def guards(reached: Reachable) -> list[Guard]:
             found.append(Guard(source, "number", type(value)))
         else:
             _value_guard(reached, source, value, found)
-    found += [Guard(known.source, "identity", weakref.ref(known.tensor)) for known in reached.tensors.values()
-              if identity(known.source) in reached.names_read.names]  # fmt: skip
     for container in reached.containers:
         if container.kind is kinds.TENSOR:
             found.append(Guard(container.source, "tensor", reached.metadata[id(container.value)]))
@@ -163,11 +161,6 @@ def guards(reached: Reachable) -> list[Guard]:
             elif key not in container.ignored:
                 _value_guard(reached, source, value, found)
     return found
-
-
-def identity(source: Source) -> str:
-    """What stands among the names that a step uses where it asks for a tensor's `id()`."""
-    return f"id({source.path})"
 
 
 def _number_type(key: Any, value: Any) -> Any:

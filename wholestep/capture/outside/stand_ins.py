@@ -17,7 +17,6 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -190,15 +189,6 @@ for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow
     setattr(Pending, f"__{_name}__", _compute)
 
 
-@dataclass(frozen=True, eq=False)
-class Noted:
-    """One `scheduler.step(…)` that the captured step made."""
-
-    scheduler: LRScheduler
-    source: Source
-    args: tuple[Any, ...]
-
-
 def is_of_numbers(value: Any, kinds: Container[type]) -> bool:
     """Whether a scheduler may set a value of this kind anew: a number of certain types, or several."""
     several = value if isinstance(value, (list, tuple)) else [value]
@@ -215,7 +205,7 @@ def all_of(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 class Deferred:
     """Takes the place of a scheduler's `step` while a step is captured."""
 
-    def __init__(self, scheduler: LRScheduler, source: Source, note: Callable[[Noted], None]) -> None:
+    def __init__(self, scheduler: LRScheduler, source: Source, note: Callable[..., None]) -> None:
         self.scheduler, self.source, self.note = scheduler, source, note
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -224,4 +214,4 @@ class Deferred:
                 f"{self.source}.step was given a value that is only known when the step runs",
                 remedy="return the value, and call scheduler.step(value) after the compiled step",
             )
-        self.note(Noted(self.scheduler, self.source, args))
+        self.note(self.scheduler, self.source, args)

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from wholestep.capture.snapshot.user_code import is_user_class
+from wholestep.torch_compat import FOUND_ON_ENTRY
 
-_READS = ("LOAD_ATTR", "LOAD_METHOD")
 # Functions that are Python's only where code reads them as globals: `model.eval()` is none.
 _BUILT_IN = frozenset({"eval", "exec", "vars", "dir"})
 _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
@@ -74,33 +74,13 @@ def imports(code: types.CodeType) -> bool:
     return found or not named(code).isdisjoint(("import_module", "__import__", "modules"))
 
 
-@functools.cache
 def set_on_entry(kind: type) -> frozenset[str]:
     """The attributes of one of torch's context managers that only tell `__exit__` what `__enter__` found.
 
     An ``autocast`` that is kept between steps gets them when it is first entered, which makes it no other.
     """
-    set_first = entered_with(kind)
-    if not set_first:
-        return set_first
-    methods = {name: member.__code__ for base in reversed(kind.__mro__) for name, member in vars(base).items()
-               if isinstance(member, types.FunctionType)}  # fmt: skip
-    others = {i.argval for name, code in methods.items() if name not in ("__enter__", "__exit__")
-              for i in dis.get_instructions(code) if i.opname in _READS}  # fmt: skip
-    return set_first - others
-
-
-@functools.cache
-def entered_with(kind: type) -> frozenset[str]:
-    """The attributes of one of torch's context managers that `__enter__` sets before it has read them."""
-    enter = getattr(kind, "__enter__", None)
-    if not kind.__module__.startswith("torch.") or not isinstance(enter, types.FunctionType):
-        return frozenset()
-    first: dict[str, str] = {}  # what `__enter__` does first with an attribute
-    for i in dis.get_instructions(enter.__code__):
-        if i.opname in (*_READS, "STORE_ATTR"):
-            first.setdefault(i.argval, i.opname)
-    return frozenset(name for name, operation in first.items() if operation == "STORE_ATTR")
+    of_torch = kind.__module__.startswith("torch.") and hasattr(kind, "__enter__")
+    return FOUND_ON_ENTRY if of_torch else frozenset()
 
 
 class NamesRead:

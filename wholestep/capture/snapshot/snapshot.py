@@ -152,19 +152,6 @@ class Snapshot:
         trained = [found for key, found in self.tensors.items() if key in self.reachable.trained]
         return [found for found in trained if found.source.text not in sources]
 
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter that no argument leads to: which one it is counts then."""
-        found = self.find(tensor)
-        if found is None:
-            return True
-        *_, root = lineage(found.source)
-        if not tensor.requires_grad or isinstance(root, Root) and root.argument is not None:
-            return False
-        name = guarding.identity(found.source)
-        self.names |= {name}
-        self.reachable.names_read.names.add(name)
-        return True
-
     def _is_argument(self, source: Source) -> bool:
         """Whether a source is an argument, or inside of one that is no module or optimizer."""
         *_, root = above = [*lineage(source)]

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.outside.stand_ins import (
     AppendOnlyList,
     Cached,
     Deferred,
-    Noted,
     Pending,
     Stopped,
     all_of,
@@ -25,7 +25,7 @@ from wholestep.capture.outside.stand_ins import (
 )
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container, Reachable
-from wholestep.capture.sources import Item, Replacement, Root, Vars, lineage
+from wholestep.capture.sources import Item, Replacement, Root, Source, Vars, lineage
 from wholestep.capture.substitutes.detached_aliases import DetachedAliases
 from wholestep.capture.substitutes.unsharded_views import PartsOf, UnshardedViews
 from wholestep.patches import Patches, is_put_into
@@ -43,7 +43,7 @@ class Substitutes:
         stand_ins: what stands for the numbers that are inputs, in their order.
         lifted: (id of a container, key) -> what is there now.
         lists: what stands for those that the step is known to append to.
-        noted: calls of schedulers.
+        noted: calls of schedulers, as source and arguments.
         spread: whether each rank may come to hold a part of any tensor.
     """
 
@@ -53,7 +53,7 @@ class Substitutes:
         self.stand_ins: list[object] = []
         self.lifted: dict[tuple[int, Any], Any] = {}
         self.lists: list[AppendOnlyList] = []
-        self.noted: list[Noted] = []
+        self.noted: list[tuple[Source, tuple[Any, ...]]] = []
         self.spread = False
         self._patches = Patches()
         self._unsharded = UnshardedViews((), None)
@@ -190,19 +190,19 @@ class Substitutes:
             if isinstance(vars(scheduler).get("step"), Deferred):
                 del vars(scheduler)["step"]
 
-    def _note(self, noted: Noted) -> None:
+    def _note(self, scheduler: LRScheduler, place: Source, args: tuple[Any, ...]) -> None:
         """A scheduler's step was called: until it really is, nobody may read what it sets."""
-        self.noted.append(noted)
+        self.noted.append((place, args))
         found, refused = self._reachable, self._reachable.outside.refused
         for number in found.numbers:
             group: Any = number.container.value if number.container is not None else None
-            if any(group is g for g in noted.scheduler.optimizer.param_groups):
+            if any(group is g for g in scheduler.optimizer.param_groups):
                 source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
                 self.lifted[id(group), number.key] = group[number.key] = Pending(source, group[number.key], refused)
         kinds_of = {int, float, *map(type, self.stand_ins)}
-        moved = set(map(id, all_of(noted.scheduler)))
-        for scheduler, source in found.schedulers:
-            state = vars(scheduler) if id(scheduler) in moved else {}
+        moved = set(map(id, all_of(scheduler)))
+        for one, source in found.schedulers:
+            state = vars(one) if id(one) in moved else {}
             for key, value in state.items():
                 if is_of_numbers(value, kinds_of):
                     self.lifted[id(state), key] = state[key] = Pending(Item(Vars(source), key), value, refused)

@@ -35,7 +35,7 @@ class Mutations:
     def record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose schema says that it writes; gives back the very tensors that it was given."""
         if func is aten._fused_moving_avg_obs_fq_helper.default:
-            _refuse_resizing(*args, **kwargs)
+            _refuse_resizing(tables.positional(func, args, kwargs))
         in_loop = tables.is_list_op(func)
         if in_loop and self._overlap(args, kwargs):
             count = len(args[0])
@@ -175,13 +175,10 @@ class Mutations:
             )
 
 
-def _refuse_resizing(
-    x: torch.Tensor, observer_on: Any, fake_quant_on: Any, low: torch.Tensor, high: torch.Tensor, scale: torch.Tensor,
-    zero_point: torch.Tensor, averaging_const: float, quant_min: int, quant_max: int, ch_axis: int,
-    per_row_fake_quant: bool = False, *symmetric: Any,
-) -> None:  # fmt: skip
+def _refuse_resizing(given: list[Any]) -> None:
     """Refuses fake quantisation by rows whose statistics have another size yet: its kernel resizes them at its will."""
-    if per_row_fake_quant and any(each.shape != (x.shape[ch_axis],) for each in (low, high, scale, zero_point)):
+    (x, _, _, *statistics), axis, by_rows = given[:7], given[10], given[11]
+    if by_rows and any(each.shape != (x.shape[axis],) for each in statistics):
         what = "fake quantisation by rows resizes its statistics when it first observes"
         raise UnsupportedError(what, user_line(), "run the model once before the step is compiled")
 

@@ -81,21 +81,6 @@ class Predicate:
         return f"{self.text}: expected {self.expected}, found {found} (decided at {self.line})"
 
 
-def predicate(
-    node: fx.Node, nodes: set[fx.Node], inputs: Sequence[TracedInput], constants: dict[str, torch.Tensor],
-    expected: Any, text: str, line: str,
-) -> Predicate:  # fmt: skip
-    """A guard on the value of a node, which follows from some nodes."""
-    graph, copies = copy_graph([old for old in node.graph.nodes if old in nodes])
-    for copied in graph.nodes:
-        copied.args = decided(copied.args)
-        copied.meta.clear()  # records hold fake tensors, and are of no use here
-    graph.output(copies[node])
-    places = {item.node: index for index, item in enumerate(inputs)}
-    positions = tuple(places[old] for old in copies if old.op == "placeholder")
-    return Predicate(lazy_graph_module(constants, graph), positions, expected, text, line)
-
-
 def follows_from_numbers(nodes: Iterable[fx.Node]) -> bool:
     """Whether the values of nodes follow from Python's numbers alone, so that they are the same at each call."""
     needed = ancestors(nodes, MAX_NODES)
@@ -253,8 +238,15 @@ class RealValues:
                     "use torch.where, decide outside of the step, or give every rank the whole batch: "
                     "batch=ws.Replicate()",
                 )
-        items = self.inputs.items
-        return predicate(node, nodes, items, self.builder.constants, found, in_words(node, nodes, items), line)
+        graph, copies = copy_graph([old for old in node.graph.nodes if old in nodes])
+        for copied in graph.nodes:
+            copied.args = decided(copied.args)
+            copied.meta.clear()  # records hold fake tensors, and are of no use here
+        graph.output(copies[node])
+        places = {item.node: index for index, item in enumerate(self.inputs.items)}
+        positions = tuple(places[old] for old in copies if old.op == "placeholder")
+        text = in_words(node, nodes, self.inputs.items)
+        return Predicate(lazy_graph_module(self.builder.constants, graph), positions, found, text, line)
 
     def expect(self, operand: Any, found: Any, line: str, read: Any = None) -> None:
         """Ends the program where an operand has another value than was found."""

@@ -67,14 +67,12 @@ class HostNode:
     def is_symbolic(self) -> bool:
         return True
 
+    has_hint = is_symbolic
+
     def is_nested_int(self) -> bool:
         return False
 
-    def is_constant(self) -> bool:
-        return False
-
-    def has_hint(self) -> bool:
-        return True
+    is_constant = is_nested_int
 
     def maybe_as_int(self) -> int | None:
         return None if isinstance(self.fx_node, fx.Node) else self.hint

@@ -16,23 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from wholestep.errors import UnsupportedError
-from wholestep.ir import info
 from wholestep.patches import suspended
-from wholestep.torch_compat import (
-    CUMPROD_BY_DATA,
-    empty_fake,
-    node_sequence_number,
-    saved_as_it_is,
-    saved_numbers,
-    with_autograd,
-)
-from wholestep.trace.functionalize.aliases import new_root
+from wholestep.torch_compat import CUMPROD_BY_DATA, saved_as_it_is, saved_numbers, with_autograd
 from wholestep.trace.patches.engine_hook import running
 from wholestep.trace.record.provenance import user_line
 
 Engine = Callable[..., Any]
-
-_OPERATORS = torch.ops.aten.prod.default, torch.ops.aten.prod.dim_int, torch.ops.aten.cumprod.default
 
 _library = torch.library.Library("wholestep_formulas", "FRAGMENT")
 
@@ -85,7 +74,8 @@ for _schema, (_kernel, _fake) in _SCHEMAS.items():
 def _of_product(node: Any, grad: Tensor, made: Tensor) -> Any:
     x = saved_as_it_is(node, "self")
     if x is None:
-        x = _operand(node, made)
+        what = "the gradient of a product of what a hook of saved tensors has packed, as in a checkpoint"
+        raise UnsupportedError(what, user_line(), "compute the product outside of it")
     if x.dim() == 0 or x.numel() == 0:
         return None
     dim: Any = saved_numbers(node, "dim")[0]
@@ -93,20 +83,6 @@ def _of_product(node: Any, grad: Tensor, made: Tensor) -> Any:
         dim %= x.dim()
         grad = grad.unsqueeze(dim) if saved_numbers(node, "keepdim")[0] is False else grad
     return torch.ops.wholestep_formulas.product_gradient(node.name(), grad, x.to(grad.dtype), dim)
-
-
-def _operand(node: Any, made: Tensor) -> Tensor:
-    """What a product was taken of, where a hook packed it, as in a checkpoint, whose hook may be called once only."""
-    emit, value = made.wholestep_ref.storage.emit, made.wholestep_ref.storage.value  # type: ignore[attr-defined]
-    for call in value.graph.nodes:
-        seq = info(call).seq if call.target in _OPERATORS and info(call).phase == "forward" else None
-        if seq == node_sequence_number(node):
-            given = info(call.args[0]).value
-            fake = empty_fake(given.fake_mode, given)
-            new_root(fake, call.args[0], emit)
-            return fake
-    what = "the gradient of a product of what a hook of saved tensors has packed, before the step"
-    raise UnsupportedError(what, user_line(), "compute the product inside of the step")
 
 
 def _of_filling(node: Any, grad: Tensor, made: Tensor) -> None:

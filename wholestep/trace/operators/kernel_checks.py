@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,9 @@ from wholestep.trace.functionalize.aliases import Geometry, elements
 aten = torch.ops.aten
 
 
-def _is_outside(tensor: torch.Tensor, dim: int, index: int) -> bool:
-    size = tensor.size(dim) if tensor.dim() else 0
-    return tensor.dim() > 0 and type(size) is int and type(index) is int and not -size <= index < size
-
-
 def _gives_fractions(tensor: torch.Tensor, other: Any, rounding_mode: str | None = None) -> bool:
     """True division of whole numbers, for whose results an integer tensor has no place."""
     return not tensor.is_floating_point() and not tensor.is_complex() and rounding_mode is None
-
-
-def _is_empty(tensor: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> bool:
-    """Along a dimension of size 0, kernels refuse any index."""
-    return 0 in tensor.shape
 
 
 def check_view(place: Geometry, shape: Sequence[int]) -> None:
@@ -48,20 +38,10 @@ def check_strided(
             torch.empty(there, dtype=tensor.dtype).as_strided(shape, stride, start)
 
 
-# Operator -> whether its kernel is asked whether it takes the arguments.
-_ASKED: dict[Any, Callable[..., bool]] = {
-    aten.select.int: _is_outside,
-    **dict.fromkeys((aten.div_.Scalar, aten.div_.Tensor), _gives_fractions),
-    aten._grouped_mm.default: lambda *args, **kwargs: True,
-    **dict.fromkeys((aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor), _is_empty),
-    **dict.fromkeys((aten.index_fill.int_Scalar, aten.index_fill.int_Tensor), _is_empty),
-}
-
-
 def check(func: OpOverload, args: Any, kwargs: Any) -> None:
     """Raises what a kernel does where fake tensors would let its arguments pass."""
-    asked = _ASKED.get(func)
-    said = kernels_error(func, args, kwargs) if asked is not None and asked(*args, **kwargs) else None
+    divides = func in (aten.div_.Scalar, aten.div_.Tensor) and _gives_fractions(*args, **kwargs)
+    said = kernels_error(func, args, kwargs) if divides else None
     if said is not None:
         raise said
 

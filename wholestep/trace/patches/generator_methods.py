@@ -52,18 +52,10 @@ def methods(recorder: Recorder) -> list[Replacement]:
             builder.root(fake, builder.emit(functional.get_rng_state, operand(generator), value=value))
         return fake
 
-    def like(generator: Generator, given: torch.Tensor) -> torch.Tensor:
-        """A state for a trial, where a tensor has the form of one."""
-        state = _get_state(generator)
-        fits = given.shape == state.shape and given.dtype == state.dtype
-        return state if fits else torch.empty(given.shape, dtype=given.dtype)
-
     def set_state(generator: Generator, new_state: torch.Tensor) -> Generator:
-        with no_modes():  # eager's errors
-            if isinstance(new_state, torch.Tensor):
-                _set_state(Generator(generator.device), like(generator, new_state))
-            else:
-                _set_state(generator, new_state)
+        with no_modes():
+            if not isinstance(new_state, torch.Tensor):
+                _set_state(generator, new_state)  # eager's error
             read = recorder.inputs.read(new_state)
             builder.emit(functional.set_rng_state, (read, *operand(generator)), value=())
         return generator

@@ -65,7 +65,7 @@ def _number_of(function: Callable[[Any], int], inputs: Inputs) -> Callable[[Any]
 
     def is_another(value: Any) -> bool:
         if isinstance(value, torch.Tensor):
-            return is_made(value) or not world.is_known(value)
+            return is_made(value) or world.find(value) is not None
         if function is hash and type(value).__hash__ is not object.__hash__:
             return any(map(is_another, value if isinstance(value, (tuple, frozenset)) else tensors_below(value)))
         if is_plain(value) or isinstance(value, (*PERSISTENT, *_CODE)):

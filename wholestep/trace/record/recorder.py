@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         except CaptureError as error:
             self.numbers.refused(error)
             raise
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, IndexError) as error:
             kind = fake_refusal(error) if isinstance(error, RuntimeError) else None
             if kind is None:
                 said = kernels_error(func, args, kwargs)
