@@ -189,29 +189,6 @@ for _way in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Count, _way, _comparison(getattr(int, _way)))
 
 
-class Identity(Count):
-    """`id()` or `hash()` of an object that may be another one at each call.
-
-    It may be kept, that of a tensor returned, and be a key; Python may ask whether two objects are one.
-    """
-
-    what, remedy = "the id() or hash() of an object", "use it as a key, or compare it with another object's"
-
-    def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
-        same = isinstance(other, Identity) and compare in (int.__eq__, int.__ne__)
-        return compare(self, other) if same else super()._compare(compare, None)
-
-
-    def known(self) -> Any:
-        """Refuses to be known."""
-        return super()._compare(int.__eq__, None)
-
-
-for _way in ({*dir(int)} - {*dir(object)}) | {"__repr__", "__str__", "__format__"}:
-    if callable(getattr(int, _way)):
-        setattr(Identity, _way, lambda number, *others: number.known())
-
-
 class UnderGrad(Wrapped):
     """An operator whose kernel asks whether gradients are wanted, run as if they were."""
 

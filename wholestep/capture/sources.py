@@ -251,13 +251,6 @@ class Version(Child):
     step = staticmethod(lambda tensor, less: tensor._version - less)
 
 
-class Identity(Child):
-    """`id()` of a tensor, which is its `hash()` too."""
-
-    paths, texts = "id({0.path})", "id({0.text})"
-    step = staticmethod(lambda tensor, key: id(tensor))
-
-
 class Referent(Child):
     """What `referent` gives."""
 

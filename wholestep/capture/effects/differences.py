@@ -23,9 +23,8 @@ from wholestep.capture.snapshot.names_read import set_on_entry
 from wholestep.capture.snapshot.reachable import Container, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Globals, Source, Vars, Version
-from wholestep.capture.sources import Identity as IdentityOf
 from wholestep.errors import LeakError, UnsupportedError
-from wholestep.functional import Count, Identity
+from wholestep.functional import Count
 from wholestep.patches import is_added, unpatched
 from wholestep.torch_compat import HOOK_TABLES, is_fakes_own
 
@@ -92,11 +91,7 @@ class _Described:
             raise UnsupportedError(f"{where} was given a scheduler's own attributes", remedy="read them outside")
         if isinstance(value, Count):
             found = self.snap.find(value.tensor)
-            if isinstance(value, Identity) and found is None:
-                value.known()
             assert found is not None
-            if isinstance(value, Identity):
-                return Existing(IdentityOf(found.source), value)
             return Existing(Version(found.source, found.tensor._version - int(value)), value)
         if type(value) is torch.SymBool:
             return Const(bool(value))  # a guard, as where Python decides on it

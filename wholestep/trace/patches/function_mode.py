@@ -6,9 +6,7 @@ is done here by operators.
 
 from __future__ import annotations
 
-import copy
 import itertools
-import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.functional import Count, Identity, Required
+from wholestep.functional import Count, Required
 from wholestep.nested import leaves, map_leaves
 from wholestep.patches import Replacement
 from wholestep.torch_compat import (
@@ -71,9 +69,6 @@ class TorchCalls(TorchFunctionMode):
 
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
-        for given in args:
-            if type(given) is Identity:
-                given.known()
         if name in ESCAPES and args and isinstance(args[0], torch.Tensor):
             return self._escape(name, func, args)
         if name == "storage_offset" and not _is_ours(sys._getframe(2)):
@@ -166,13 +161,8 @@ class TorchCalls(TorchFunctionMode):
     def _origin(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
         if not is_made(tensor) and self.inputs.world.find(tensor) is not None and not _is_ours(sys._getframe(3)):
-            answer, original = self.inputs.ask(tensor, ORIGIN[func]), self.inputs.world.substitutes.original(tensor)
-            if func != GET_BASE:
-                return answer
-            if original._base is not None and self.inputs.world.find(original._base) is not None:
-                what = "the step asks whether a tensor from outside is a view of another: no guard compares that"
-                raise UnsupportedError(what, user_line(), "ask outside, and pass the answer")
-            return original._base
+            what = "the step asks whether a tensor from outside is a view, or was made in inference mode"
+            raise UnsupportedError(what, user_line(), "ask outside, and pass the answer")
         return self.call(func, args, kwargs)
 
     def _cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -268,28 +258,6 @@ class TorchCalls(TorchFunctionMode):
         tensor.copy_(torch.where(mask, new, tensor))
         return None
 
-    def _deepcopy(self, func: Any, args: tuple[torch.Tensor, dict[int, Any]], kwargs: Any) -> torch.Tensor:
-        """`copy.deepcopy(t)`, which copies memory without the dispatcher's knowing."""
-        tensor, memo = args
-        if id(tensor) in memo:
-            return memo[id(tensor)]  # type: ignore[no-any-return]
-        if not tensor.is_leaf:
-            what = "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
-            raise RuntimeError(f"{what} at the moment")
-        with no_modes():
-            ref = self.inputs.ref(tensor)
-        if math.prod(ref.geometry.shape) != math.prod(ref.whole.geometry.shape):
-            what = "a deep copy of a part of a tensor's memory, which copies the whole"
-            raise UnsupportedError(what, user_line(), "copy it with tensor.clone()")
-        with torch.no_grad():
-            copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        with no_modes():
-            set_versions((copied,), (1,))  # as eager counts the giving of memory
-        memo[id(tensor)] = copied
-        if tensor.grad is not None:
-            copied.grad = copy.deepcopy(tensor.grad, memo)
-        return copied
-
     def _set_data(self, func: Any, args: tuple[torch.Tensor, torch.Tensor], kwargs: Any) -> None:
         """`t.data = new`: the tensor leaves its memory for the new one's."""
         tensor, new = args
@@ -309,7 +277,7 @@ class TorchCalls(TorchFunctionMode):
             return  # its own memory, as `module.to(dtype)` gives it where nothing is to be converted
         made = [one for one in self.recorder.builder.watch.alive() if hasattr(one, "wholestep_ref") and one is not new]
         shown = any(one.wholestep_ref.storage is ours.storage for one in made)
-        if ref.storage.input is not None or ours.parent is not None or shown:
+        if ref.storage.input is not None or ref.parent is not None or ours.parent is not None or shown:
             raise UnsupportedError(
                 "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",
                 user_line(),
@@ -321,10 +289,7 @@ class TorchCalls(TorchFunctionMode):
         with no_modes():
             set_versions((tensor,), (version,))
         ref.storage.moved = ours.storage.left = True
-        if ref.parent is None:
-            new.wholestep_ref = ours  # type: ignore[attr-defined]
-        else:  # one of several that are given parts of one memory
-            ref.storage.given.append((ours.storage, ours.storage.generation))
+        new.wholestep_ref = ours  # type: ignore[attr-defined]
 
 
 # Functions that read the memory of arguments in C++, where no mode sees it: their positions and names.
@@ -342,6 +307,7 @@ REFUSED: dict[Any, tuple[str, str]] = {
         (*PACKED_SEQUENCES, *RECURRENT),
         ("takes or makes a packed sequence, whose shapes depend on its lengths", "use padded tensors and masks"),
     ),
+    torch.Tensor.__deepcopy__: ("copies memory past the dispatcher", "copy outside of the step, or clone()"),
     torch.Tensor.is_set_to: ("tells whether tensors are the same memory", "compare them outside of the step"),
     **dict.fromkeys(COMPRESSED, ("makes a tensor that no fake one can stand for", "use dense tensors")),
 }
@@ -350,8 +316,7 @@ REFUSED: dict[Any, tuple[str, str]] = {
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 
 # What says whether an input is a view, of what, and in which mode it was made.
-ORIGIN = {GET_BASE: "base", IS_VIEW: "being a view", torch.is_inference: "inference mode",
-          torch.Tensor.is_inference: "inference mode"}  # fmt: skip
+ORIGIN = (GET_BASE, IS_VIEW, torch.is_inference, torch.Tensor.is_inference)
 # Functions of torch's Python API -> what is done in their place.
 HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys((GET, SET, DELETE), TorchCalls._gradient),
@@ -363,7 +328,6 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys(BY_VALUE, TorchCalls._by_value),
     **dict.fromkeys(REFUSED, TorchCalls._refuse),
     SET_DATA: TorchCalls._set_data,
-    torch.Tensor.__deepcopy__: TorchCalls._deepcopy,
     torch.Tensor.__getitem__: TorchCalls._get_item,
     torch.Tensor.__setitem__: TorchCalls._set_item,
     **{getattr(functional, name): TorchCalls._cross_entropy  # of which `as_eager_sums` speaks

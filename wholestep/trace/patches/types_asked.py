@@ -21,7 +21,6 @@ from wholestep.capture.snapshot.snapshot import tensors_below
 from wholestep.capture.snapshot.user_code import origin
 from wholestep.capture.sources import lineage
 from wholestep.errors import DataDependentError
-from wholestep.functional import Identity
 from wholestep.patches import Replacement
 from wholestep.torch_compat import FakeTensor
 from wholestep.trace.numbers.host_numbers import HostFloat, HostInt
@@ -75,8 +74,12 @@ def _number_of(function: Callable[[Any], int], inputs: Inputs) -> Callable[[Any]
         return of_call or isinstance(value, (dict, list, tuple, set, frozenset))
 
     def ask(value: Any) -> int:
-        number = function(value)
-        return Identity(number).of(value) if is_another(value) else number
+        if is_another(value):
+            what = f"the step asks for the {function.__name__}() of an object, another number at each call"
+            refused = DataDependentError(what, user_line(), "use another key, or ask outside of the step")
+            world.reachable.outside.refused.append(refused)
+            raise refused
+        return function(value)
 
     return ask
 

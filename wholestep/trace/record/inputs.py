@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from wholestep.capture import Snapshot, TensorInput
-from wholestep.capture.guards.compared_values import metadata
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.fake_evaluate import results
 from wholestep.functional import OFFSETS
@@ -18,7 +17,6 @@ from wholestep.ir import InputKind, wrapped_as
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
     HOOK_TABLES,
-    IS_VIEW,
     FakeTensor,
     FakeTensorMode,
     address_of,
@@ -32,8 +30,7 @@ from wholestep.trace.record.provenance import user_line
 
 # What Python may ask a tensor from outside without reading it, and how it is answered.
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
-    "storage offset": torch.Tensor.storage_offset, "being a view": IS_VIEW, "inference mode": torch.Tensor.is_inference,
-    "base": lambda tensor: None if tensor._base is None else metadata(tensor._base),
+    "storage offset": torch.Tensor.storage_offset,
     "bytes of memory": lambda tensor: tensor.untyped_storage().nbytes(),
     "elements of memory": lambda tensor: flat_memory(tensor).numel(),
 }  # fmt: skip
@@ -251,15 +248,6 @@ class Inputs:
             raise UnsupportedError(f"the storage offset of {item.source}, of symbolic size, is read", user_line())
         if item is not None and not item.members:
             self.asked[id(item), "storage offset"] = item
-
-    def ask(self, tensor: torch.Tensor, question: str) -> Any:
-        """The answer to one of `QUESTIONS` about an input, which decides what the step does: it becomes a guard."""
-        with no_modes():  # Python asks, with the recorder on
-            item = self.of(tensor)
-        if isinstance(item.value, FakeTensor):
-            raise UnsupportedError(f"the step asks {item.source}, of symbolic size, for its {question}", user_line())
-        self.asked[id(item), question] = item
-        return QUESTIONS[question](self.world.substitutes.original(tensor))
 
     def counted_from_first(self, func: Any, args: Any) -> Any:
         """The arguments of an operator, with its offset from the operand's first element, as graphs have it."""
