@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -32,7 +33,7 @@ class Jax:
     """A model of linear layers, some with relu after them, and AdamW, as one jitted function."""
 
     def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-        layers = [*model.layers]  # type: ignore[union-attr]
+        layers = [*model.layers.children()]  # type: ignore[operator, union-attr]
         linear = [place for place, layer in enumerate(layers) if isinstance(layer, nn.Linear)]
         relu = tuple(place + 1 < len(layers) and isinstance(layers[place + 1], nn.ReLU) for place in linear)
         self.weights = [
@@ -69,6 +70,10 @@ class Jax:
         return float(value)
 
 
+def _loss_of(step: Callable[..., torch.Tensor], *args: Any) -> float:
+    return float(step(*args))
+
+
 def forms(build: Callable[[], Any]) -> dict[str, Callable[[], float]]:
     """name -> one step, of all ways to run a model."""
     found: dict[str, Callable[[], float]] = {}
@@ -79,7 +84,7 @@ def forms(build: Callable[[], Any]) -> dict[str, Callable[[], float]]:
         torch.manual_seed(0)
         model, batch = build()
         opt = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, **options)
-        found[name] = lambda step=step, args=(model, opt, batch): float(step(*args))
+        found[name] = partial(_loss_of, step, model, opt, batch)
     torch.manual_seed(0)
     found["JAX"] = Jax(*build())
     return found
