@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import wholestep as ws
-from wholestep.errors import UnsupportedError
+from wholestep.errors import CaptureError, UnsupportedError
 
 
 def test_a_result_has_the_attributes_that_the_step_gave_it() -> None:
@@ -23,7 +23,9 @@ def test_a_result_has_the_attributes_that_the_step_gave_it() -> None:
         y.tag, y.others = 3, [x + 1, y]
         return y
 
-    compiled = ws.compile(step, fullgraph=True)
+    with pytest.raises(CaptureError, match="with an attribute of its own, tag"):
+        ws.compile(step, fullgraph=True)(torch.ones(2))
+    compiled = ws.compile(step)
     for call in range(3):
         found = compiled(torch.full((2,), float(call)))
         assert found.tag == 3 and found.others[1] is found
@@ -75,7 +77,9 @@ def test_weak_references_to_what_the_step_makes() -> None:
         return y
 
     model = nn.Linear(1, 1)
-    compiled = ws.compile(step, fullgraph=True)
+    with pytest.raises(CaptureError, match="cannot be made again at each call"):
+        ws.compile(step, fullgraph=True)(torch.ones(2))
+    compiled = ws.compile(step)
     for _ in range(2):
         y = compiled(torch.ones(2))
         assert held["new"]() is y and held["old"]() is model

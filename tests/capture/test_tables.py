@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wholestep.capture.guards import identity_checks
-from wholestep.capture.guards.identity_checks import ANY, _match, match, native
+from wholestep.capture.guards.compared_values import ANY, _match, match, native
 
 FORMS = [_match] if native is None else [_match, match]
 ONE, OTHER = object(), object()
@@ -42,7 +41,7 @@ def test_both_forms_agree(was, now, ordered):
 
 
 def test_bad_arguments():
-    if identity_checks.native is not None:
+    if native is not None:
         with pytest.raises(TypeError):
             match([(1, 2, 3)], [])
         with pytest.raises(TypeError):

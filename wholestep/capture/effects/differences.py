@@ -101,7 +101,7 @@ class _Described:
             found = self.snap.find(value)
             if found is not None:
                 return Existing(found.source, value)
-            return self._attributed(self._new(value), where) if self.is_new(value) else Const(value)
+            return self._without_attributes(value, where) if self.is_new(value) else Const(value)
         if is_plain(value) and not self._is_of_numbers(value):
             return Const(value)
         if id(value) in self.snap.reachable.first:
@@ -127,12 +127,12 @@ class _Described:
     def _new(self, value: Any) -> New:
         return self.new.setdefault(id(value), New(value, len(self.new)))
 
-    def _attributed(self, new: New, where: str) -> New:
-        given = {name: v for name, v in vars(new.value).items() if not is_fakes_own(name)}
-        if given and new.attributes is None:
-            new.attributes = Tree(dict, (), ())  # which may hold the tensor itself
-            new.attributes = self.tree(dict, given, where)
-        return new
+    def _without_attributes(self, value: torch.Tensor, where: str) -> New:
+        given = [name for name in vars(value) if not is_fakes_own(name)]
+        if given:
+            raise _leak(value, f"{where} was given a tensor made in the step with an attribute of its own, {given[0]}",
+                        "keep what it says beside the tensor, in a tuple or a dict")
+        return self._new(value)
 
     def _made(self, value: Any, where: str) -> Value:
         """An object that the step made, or one from before that was out of its sight."""

@@ -9,7 +9,6 @@ No method of a user's class runs: what is in an object is read and put back past
 from __future__ import annotations
 
 import types
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,15 +23,10 @@ from wholestep.capture.sources import Source, base_of, contents
 
 @dataclass(eq=False)
 class New:
-    """A tensor (or a number computed from lifted ones) that the step makes; ``index`` counts the distinct ones.
-
-    Attributes:
-        attributes: what the step's code has put into the tensor's attributes.
-    """
+    """A tensor (or a number computed from lifted ones) that the step makes; ``index`` counts the distinct ones."""
 
     value: Any
     index: int
-    attributes: Tree | None = None
 
     def __str__(self) -> str:
         return f"new[{self.index}]"
@@ -105,9 +99,7 @@ def nested(values: Sequence[Value]) -> Iterator[Value]:
             continue
         seen.add(id(value))
         yield value
-        if isinstance(value, New) and value.attributes is not None:
-            todo.append(value.attributes)
-        elif isinstance(value, Tree):
+        if isinstance(value, Tree):
             todo += reversed((*value.keys, *value.values))
         elif isinstance(value, Made):
             todo += reversed((*value.args, *value.parts))
@@ -210,12 +202,6 @@ def _tuple(value: tuple[Any, ...]) -> Recipe:
     return Recipe(tuple.__new__, (type(value), items))
 
 
-def _reference(value: weakref.ref[Any]) -> Recipe:
-    if type(value) is not weakref.ref or value.__callback__ is not None:
-        raise TypeError("what a weak reference calls when its object is gone is not known")
-    return Recipe(weakref.ref, (value(),), attributes={})
-
-
 _HEAP = 1 << 9  # of a type's flags: made by Python code
 # What stays as it is, although it could be made again.
 CONSTANT: tuple[type, ...] = (type, types.ModuleType, types.CodeType, torch.Generator)
@@ -229,5 +215,4 @@ RECIPES: dict[Any, Callable[[Any], Recipe]] = {
     types.FunctionType: _function,
     types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),
     types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),
-    weakref.ref: _reference,
 }

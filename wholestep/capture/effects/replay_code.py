@@ -91,12 +91,7 @@ class Replay:
 
     def _value(self, value: Value) -> str:
         if isinstance(value, New):
-            name = f"made[{value.index}]"
-            if value.attributes is not None and id(value) not in self.built:
-                self.built[id(value)] = name
-                lines = self.late if is_late(value) else self.reads
-                lines.append(f"fill({name}, None, {self._value(value.attributes)})")
-            return name
+            return f"made[{value.index}]"
         if isinstance(value, Const):
             return self._constant(value.value)
         if isinstance(value, Existing) and value.late:

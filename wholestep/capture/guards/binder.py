@@ -17,9 +17,9 @@ import torch
 from wholestep.capture.effects.effects import Effect, replaced_containers
 from wholestep.capture.effects.recipes import NOTHING, Value
 from wholestep.capture.effects.replay_code import Replay
+from wholestep.capture.guards.compared_values import memory
 from wholestep.capture.guards.fast_path import FastPath
 from wholestep.capture.guards.guards import GuardFailure, compare
-from wholestep.capture.guards.identity_checks import memory
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.snapshot import Snapshot, snapshot
 from wholestep.capture.sources import Source

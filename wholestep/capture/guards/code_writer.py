@@ -8,8 +8,7 @@ from operator import call
 from types import CodeType
 from typing import Any
 
-from wholestep.capture.guards.compared_values import global_state
-from wholestep.capture.guards.identity_checks import identical, match, memory, same_plain
+from wholestep.capture.guards.compared_values import global_state, identical, match, memory, same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.sources import is_exact, item

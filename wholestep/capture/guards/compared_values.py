@@ -1,4 +1,7 @@
-"""What of the world is compared by value: plain values, the metadata of tensors, the settings of torch."""
+"""What of the world is compared: plain values, metadata and settings by value; in the fast path, identity in bulk.
+
+`PersistentTensors` are the tensors of persistent objects, at the last call that passed.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import datetime
 import enum
 import math
 import uuid
+import weakref
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from decimal import Decimal
 from fractions import Fraction
+from operator import call, is_
 from pathlib import PurePath
 from re import Pattern
 from typing import Any
@@ -16,7 +22,7 @@ from typing import Any
 import numpy
 import torch
 
-from wholestep.torch_compat import attention_kernels, default_device, einsum_flags, global_hooks
+from wholestep.torch_compat import address_of, attention_kernels, default_device, einsum_flags, global_hooks
 
 PLAIN: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
@@ -67,3 +73,113 @@ def is_data(value: Any) -> bool:
 def is_one_of_a_kind(kind: type) -> bool:
     """True for classes (the package's own) whose instances are not looked into but told apart by identity."""
     return bool(getattr(kind, "guard_identity", False))
+
+try:
+    from wholestep.capture.guards import _tables as native
+except ImportError:  # not built
+    native = None  # type: ignore[assignment]
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """Address of a tensor's storage; 0 for none (empty, meta, sparse)."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        return 0
+    return address_of(tensor.untyped_storage())
+
+
+def identical(left: Any, right: Any) -> bool:
+    """True when two iterables of equal length hold the very same objects."""
+    return all(map(is_, left, right))
+
+
+def _match(tables: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]], empty: list[Any]) -> bool:
+    """Whether dictionaries hold what they held, and others nothing.
+
+    Args:
+        tables: dictionary, keys, values, and whether the order of keys counts; `ANY` stands for any value.
+    """
+    return not any(empty) and all(
+        len(table) == len(keys) and (not ordered or tuple(table) == keys) and
+        all(key in table and (value is ANY or table[key] is value) for key, value in zip(keys, values, strict=True))
+        for table, keys, values, ordered in tables
+    )  # fmt: skip
+
+
+ANY = native.ANY if native is not None else object()
+match = native.match if native is not None else _match
+
+
+def same_plain(found: Any, expected: Any) -> bool:
+    """True for equal plain values of one type; 0.0 and -0.0 are two, NaN is one."""
+    return found is expected or (type(found) is type(expected) and bool(found == expected) and
+                                 (found != 0 or repr(found) == repr(expected)))
+
+
+def _weakly(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    return (lambda: None) if tensor is None else weakref.ref(tensor)
+
+
+class PersistentTensors:
+    """The tensors of persistent objects, at the last call that passed.
+
+    Another tensor with equal metadata may take the container of one of them; `rebind` checks it and remembers it. None
+    is kept alive between two calls.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool) -> None:
+        self.last: list[Any] = tensors
+        self._weak: list[Callable[[], torch.Tensor | None]] = []
+        self._gone = [None] * len(tensors)
+        self.meta = [(metadata(t), bool(vars(t))) for t in tensors]
+        self.watched = watched
+        self.mutated = mutated
+        self.written = written  # the step writes to a per-call tensor: then all memory counts
+        self.ids: set[int] = set()
+        self.memory: set[int] = set()
+        self._sharing: list[int] = []
+        self._remember()
+        self.sharing = self._sharing
+
+    def _remember(self) -> None:
+        self.ids = {id(t) for t in self.last}
+        self._weak = [_weakly(t) for t in self.last]
+        addresses = [0 if t is None else memory(t) for t in self.last]
+        self.memory = {a for i, a in enumerate(addresses) if a and (self.written or i in self.mutated)}
+        first: dict[int, int] = {}
+        self._sharing = [first.setdefault(a, i) if a in self.memory else i for i, a in enumerate(addresses)]
+
+    def let_go(self) -> None:
+        """Ends a call."""
+        self.last[:] = self._gone
+
+    def recall(self) -> None:
+        """Begins a call: what is still there is known again."""
+        self.last[:] = map(call, self._weak)
+
+    def rebind(self, tensors: list[torch.Tensor]) -> bool:
+        """Takes new tensors in container of the last ones, when a program cannot tell them apart."""
+        for tensor, last, meta in zip(tensors, self.last, self.meta, strict=True):
+            if tensor is not last and last is not None and last.requires_grad:
+                return False  # an optimizer may still hold, or know by key, the one that was there
+            plain = isinstance(tensor, torch.Tensor) and not vars(tensor)
+            if tensor is not last and not (plain and (metadata(tensor), False) == meta):
+                return False
+        if len({id(t) for t in tensors}) != len(self.ids):
+            return False
+        old, self.last[:] = list(self.last), tensors
+        self._remember()
+        if self._sharing == self.sharing:
+            return True
+        self.last[:] = old
+        self._remember()
+        return False
+
+
+def sharing_pattern(addresses: list[int], written: list[bool], persistent: list[torch.Tensor]) -> list[int]:
+    """For each per-call tensor, the first tensor in the same memory; only memory that the step writes counts."""
+    first: dict[int, int] = {}
+    for i, address in enumerate((*map(memory, persistent), *addresses)):
+        if address:
+            first.setdefault(address, i)
+    base = len(persistent)
+    return [first.get(a, base + i) for i, a in enumerate(addresses)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from wholestep.capture.guards.code_writer import CodeWriter
-from wholestep.capture.guards.identity_checks import PersistentTensors, memory, sharing_pattern
+from wholestep.capture.guards.compared_values import PersistentTensors, memory, sharing_pattern
 from wholestep.capture.guards.per_call_objects import PerCallObjects
 from wholestep.capture.guards.persistent_objects import PersistentObjects
 from wholestep.capture.snapshot.reachable import NumberInput

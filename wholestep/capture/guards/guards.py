@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.guards.compared_values import META, is_one_of_a_kind, is_plain
-from wholestep.capture.guards.identity_checks import same_plain
+from wholestep.capture.guards.compared_values import META, is_one_of_a_kind, is_plain, same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import GETTERS, OPERATORS
 from wholestep.capture.snapshot.reachable import Container, Reachable

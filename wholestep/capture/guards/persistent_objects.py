@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.capture.guards.code_writer import CodeWriter
-from wholestep.capture.guards.identity_checks import ANY
+from wholestep.capture.guards.compared_values import ANY
 from wholestep.capture.guards.per_call_objects import PERSISTENT, PerCallObjects
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container

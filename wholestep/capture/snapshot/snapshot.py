@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from wholestep.capture.guards import guards as guarding
-from wholestep.capture.guards.compared_values import is_plain
+from wholestep.capture.guards.compared_values import is_plain, memory
 from wholestep.capture.guards.guards import Guard
-from wholestep.capture.guards.identity_checks import memory
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.walk import begin, reachable, walk

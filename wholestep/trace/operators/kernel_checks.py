@@ -15,11 +15,6 @@ from wholestep.trace.functionalize.aliases import Geometry, elements
 aten = torch.ops.aten
 
 
-def _gives_fractions(tensor: torch.Tensor, other: Any, rounding_mode: str | None = None) -> bool:
-    """True division of whole numbers, for whose results an integer tensor has no place."""
-    return not tensor.is_floating_point() and not tensor.is_complex() and rounding_mode is None
-
-
 def check_view(place: Geometry, shape: Sequence[int]) -> None:
     """Eager's error for a shape that a tensor cannot be seen in; fakes of expanded and of overlapping ones give one."""
     with no_modes():
@@ -40,9 +35,8 @@ def check_strided(
 
 def check(func: OpOverload, args: Any, kwargs: Any) -> None:
     """Raises what a kernel does where fake tensors would let its arguments pass."""
-    divides = func in (aten.div_.Scalar, aten.div_.Tensor) and _gives_fractions(*args, **kwargs)
-    said = kernels_error(func, args, kwargs) if divides else None
-    if said is not None:
+    divides = func in (aten.div_.Scalar, aten.div_.Tensor)  # which gives fractions, for which integers have no place
+    if divides and not args[0].is_floating_point() and (said := kernels_error(func, args, kwargs)) is not None:
         raise said
 
 
