@@ -40,6 +40,8 @@ import numpy
 import torch
 
 from wholestep import patches
+from wholestep.capture.outside import shared_generators
+from wholestep.capture.outside.shared_generators import OF_C, SHARED, looked_up
 from wholestep.capture.outside.torch_settings import READERS, Settings
 from wholestep.capture.snapshot.user_code import is_library, is_system, origin
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
@@ -91,7 +93,6 @@ DRAWS = Verdict(
 )  # fmt: skip
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-_OF_C: Any = random.Random.__mro__[1]  # the class of C in whose methods those of Python's generators end
 RANDOM: tuple[type, ...] = (random.Random, numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator)
 
 
@@ -142,32 +143,21 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
     }),
     (WATCHES, {weakref.finalize: ("__init__",)}),
     # `gauss` gives every other number from an attribute
-    (DRAWS, {owner: _methods(owner) for owner in (_OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),
+    (DRAWS, {owner: _methods(owner) for owner in (OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),
 ]  # fmt: skip
 # These ask for the time unless they are given one, as an argument at this place.
 _GIVEN = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
-# What modules have bound to the random generators of all, which are looked up in their classes anew at each call.
-_PYTHONS: Any = random.random
-_NUMPYS: Any = numpy.random.rand
-_SHARED = (_PYTHONS.__self__, "random"), (_NUMPYS.__self__, "numpy.random")
-_BOUND = [(module, name, method) for module in (random, numpy.random) for name, method in vars(module).items()
-          if any(getattr(method, "__self__", None) is generator for generator, _ in _SHARED)]  # fmt: skip
 _SHORT = {os.path: "os.path"}
 # By what Python learns the levels of loggers.
 LEVELS: tuple[tuple[Any, str], ...] = (
     (logging.Logger, "isEnabledFor"), (logging.Logger, "getEffectiveLevel"), (logging, "getLogger"))
 
 
-def looked_up(method: Any) -> Callable[..., Any]:
-    """A bound method that is looked up anew at each call."""
-    return lambda *args, **kwargs: getattr(method.__self__, method.__name__)(*args, **kwargs)
-
-
 def _moves(name: str, generator: Any, *args: Any) -> bool:
     """Whether a method moves a random generator: it does not where it puts back what is there, as Dynamo does."""
     if name not in ("setstate", "set_state"):
         return True
-    state = _OF_C.getstate(generator) if isinstance(generator, _OF_C) else generator.get_state()
+    state = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
     return str(state) != str(args[0])
 
 
@@ -213,12 +203,13 @@ class Outside:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.refused: list[CaptureError] = []
-        self.generators: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in _SHARED}
+        self.generators: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in SHARED}
         self.settings = Settings(self.refused)
         self.environment: dict[str, Any] = self.settings.read
         for name in READERS.keys() & names:
             self.settings.note(name, READERS[name])
         self._logged: list[tuple[logging.Logger, logging.LogRecord]] = []
+        self.states = shared_generators.States(False)
 
     @property
     def names(self) -> frozenset[str]:
@@ -231,11 +222,12 @@ class Outside:
         Args:
             named: names that the step's code uses, among which are those of all that it asks.
         """
+        self.states = shared_generators.States(True)
         for verdict, owners in TABLE:
             yield from ((owner, name, self._refusing(verdict, owner, name))
                         for owner, names in owners.items() for name in names
                         if name in vars(owner) and (verdict is not ASKS or name in named or owner is SYSTEMS))
-        yield from ((module, name, looked_up(method)) for module, name, method in _BOUND)
+        yield from ((module, name, looked_up(method)) for module, name, method in shared_generators.names())
         yield type(os.environ), "__getitem__", lambda environ, key: self._read(environ, key)
         yield from ((owner, name, self._of_level(owner, name)) for owner, name in LEVELS)
         yield logging.Logger, "handle", lambda logger, record: self._log(logger, record)
@@ -244,6 +236,9 @@ class Outside:
 
     def raise_refused(self) -> None:
         """Raises what the step was refused with first."""
+        moved = self.states.put_back()
+        if moved and not self.refused:
+            self.refused.append(self._error(DRAWS, f"draws from {moved}"))
         if self.refused:
             raise self.refused.pop(0)  # with it goes what its traceback holds
 
@@ -253,8 +248,11 @@ class Outside:
             logger, record = self._logged.pop(0)
             logger.handle(record)
 
+    def _error(self, verdict: Verdict, does: str) -> CaptureError:
+        return verdict.error(f"the step {does}, {verdict.what}", remedy=verdict.remedy)
+
     def _refuse(self, verdict: Verdict, does: str) -> None:
-        error = verdict.error(f"the step {does}, {verdict.what}", remedy=verdict.remedy)
+        error = self._error(verdict, does)
         self.refused.append(error)
         raise error
 

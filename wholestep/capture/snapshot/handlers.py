@@ -35,7 +35,8 @@ from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_data, is_one_of_a_kind, metadata
-from wholestep.capture.outside.external_calls import RANDOM, looked_up
+from wholestep.capture.outside.external_calls import RANDOM
+from wholestep.capture.outside.shared_generators import looked_up
 from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals

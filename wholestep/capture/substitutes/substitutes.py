@@ -216,6 +216,7 @@ class Substitutes:
         while self.lists:
             restore(self.lists.pop())
         self._patches.restore()
+        self._reachable.outside.states.put_back()
         self.lifted.clear()
         self.stand_ins.clear()
         self.noted.clear()
