@@ -428,12 +428,10 @@ def default_device() -> torch.device:
 # By which Python learns what function modes are active, of which tracing is one.
 FUNCTION_MODES = ("_get_current_function_mode", "_get_current_function_mode_stack", "_len_torch_function_stack")
 
-# torch.optim's functions that update a list of parameters one by one, where their optimizers find them.
+# Where torch's optimizers find the functions that update a list of parameters one by one.
 SINGLE_TENSOR_UPDATES = [
-    (module, name)
+    (module, f"_single_tensor_{path.rpartition('.')[2].lstrip('_')}")
     for path, module in sorted(sys.modules.items()) if path.startswith("torch.optim.")
-    for name, function in vars(module).items()
-    if name.startswith("_single_tensor_") and function.__module__ == path
 ]  # fmt: skip
 
 # Where the gradient clipping functions find the one that tells whether tensors are of types that have foreach forms.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +117,23 @@ def kept_momentum(seed: int) -> World:
         return torch.stack(rows) - before
 
     return World(step, [(torch.randn(3, 4),) for _ in range(3)], {"model": model, "opt": opt})
+
+
+def test_a_function_of_the_users_in_torchs_place_is_given_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that scales by the norm of all gradients, which rows alone would not have."""
+
+    def scaled(params: list[Tensor], grads: list[Tensor], *args: Any, lr: float, **kwargs: Any) -> None:
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for p, grad in zip(params, grads, strict=True):
+            p.sub_(grad / norm * lr)
+
+    monkeypatch.setattr(sys.modules[optim.SGD.__module__], "_single_tensor_sgd", scaled)
+
+    def make(seed: int) -> World:
+        model = net()
+        return trained(model, optim.SGD(model.parameters(), lr=0.1))
+
+    assert_same_run(make, steps=3)
 
 
 WORLDS: list[tuple[Make, int]] = [

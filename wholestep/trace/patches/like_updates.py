@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -63,9 +64,11 @@ class LikeUpdates:
         self.recorder, self.inputs, self.graph = recorder, recorder.inputs, recorder.builder.graph
 
     def patches(self) -> Iterator[Replacement]:
-        """What is patched while a step is traced."""
+        """What is patched while a step is traced: torch's own functions, not what somebody has put there."""
         for owner, name in SINGLE_TENSOR_UPDATES:
-            yield owner, name, partial(self._each, getattr(owner, name))
+            update = vars(owner).get(name)
+            if isinstance(update, FunctionType) and update.__code__.co_filename == owner.__file__:
+                yield owner, name, partial(self._each, update)
 
     def _each(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         columns = [a for a in args if type(a) is list and len(a) == len(args[0])]
