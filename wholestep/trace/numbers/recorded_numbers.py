@@ -120,7 +120,7 @@ class RecordedNumbers:
     def item(self, tensor: torch.Tensor) -> Any:
         """`.item()`: a host number, or the decision at once for a boolean."""
         kind = tensor.dtype
-        value = False if kind == torch.bool else 1.0 if kind.is_floating_point else 1  # until it is known
+        value = False if kind == torch.bool else 0.5 if kind.is_floating_point else 1  # until it is known
         node = self.builder.emit(aten._local_scalar_dense.default, (self.inputs.read(tensor),), value=value)
         from_python = self.call is not None and self.call.function is torch.Tensor.item
         if kind == torch.bool or (self.decisions == "all" and (kind.is_complex or not from_python)):

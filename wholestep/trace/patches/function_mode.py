@@ -161,8 +161,13 @@ class TorchCalls(TorchFunctionMode):
     def _origin(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
         if not is_made(tensor) and self.inputs.world.find(tensor) is not None and not _is_ours(sys._getframe(3)):
-            what = "the step asks whether a tensor from outside is a view, or was made in inference mode"
-            raise UnsupportedError(what, user_line(), "ask outside, and pass the answer")
+            answer, original = self.inputs.ask(tensor, ORIGIN[func]), self.inputs.world.substitutes.original(tensor)
+            if func != GET_BASE:
+                return answer
+            if original._base is not None and self.inputs.world.find(original._base) is not None:
+                what = "the step asks whether a tensor from outside is a view of another: no guard compares that"
+                raise UnsupportedError(what, user_line(), "ask outside, and pass the answer")
+            return original._base
         return self.call(func, args, kwargs)
 
     def _cross_entropy(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -316,7 +321,8 @@ REFUSED: dict[Any, tuple[str, str]] = {
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 
 # What says whether an input is a view, of what, and in which mode it was made.
-ORIGIN = (GET_BASE, IS_VIEW, torch.is_inference, torch.Tensor.is_inference)
+ORIGIN = {GET_BASE: "base", IS_VIEW: "being a view", torch.is_inference: "inference mode",
+          torch.Tensor.is_inference: "inference mode"}  # fmt: skip
 # Functions of torch's Python API -> what is done in their place.
 HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys((GET, SET, DELETE), TorchCalls._gradient),

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from torch import fx
 from wholestep.fake_evaluate import evaluate, is_plain
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
-from wholestep.nested import leaves, map_leaves
+from wholestep.nested import map_leaves
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, sequence_number
 from wholestep.trace.functionalize.aliases import Ref, new_root
 from wholestep.trace.numbers.symbolic_sizes import Sizes, held
@@ -58,18 +55,10 @@ class GraphBuilder:
         """Adds a call; runs it on the fake values of its arguments unless the value is given."""
         kwargs = kwargs or {}
         if value is None:
-            value = self.on_fakes(target, args, kwargs, evaluate)
+            value = evaluate(self.fake_mode, target, args, kwargs)
         if self.sizes is not None:
             args, kwargs = map_leaves(held, args), map_leaves(held, kwargs)
         return set_info(self.graph.call_function(target, args, kwargs), self._record(value))
-
-    def on_fakes(self, target: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """What a call gives on fakes; a number among them that is not known yet is one that the operator takes."""
-        unknown = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if _is_unknown(leaf)]
-        for number in (None, *_IN_RANGE) if unknown else ():
-            with suppress(ValueError, RuntimeError):  # its kernel will check the number itself
-                return run(self.fake_mode, target, *map_leaves(partial(_tried, unknown, number), (args, kwargs)))
-        return run(self.fake_mode, target, args, kwargs)
 
     def note_module(self) -> int:
         """Notes whose module the autograd node belongs to that was made last; gives its sequence number.
@@ -134,18 +123,6 @@ class GraphBuilder:
             with self.fake_mode, torch.no_grad(), below_autograd():
                 return value.detach()
         return empty_fake(self.fake_mode, value)
-
-
-# What stands for a number that comes from a tensor where an operator does not take the 1 that stands there otherwise.
-_IN_RANGE = (0.5, 2.0, 0.0, -1.0)
-
-
-def _is_unknown(leaf: Any) -> bool:
-    return isinstance(leaf, fx.Node) and leaf.op == "call_function" and isinstance(fake_value(leaf), float)
-
-
-def _tried(unknown: list[Any], number: float | None, leaf: Any) -> Any:
-    return leaf if number is None or all(leaf is not one for one in unknown) else number
 
 
 def fake_value(leaf: Any) -> Any:

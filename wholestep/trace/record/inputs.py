@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from wholestep.capture import Snapshot, TensorInput
+from wholestep.capture.guards.compared_values import metadata
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.fake_evaluate import results
 from wholestep.functional import OFFSETS
@@ -17,8 +18,8 @@ from wholestep.ir import InputKind, wrapped_as
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
     HOOK_TABLES,
+    IS_VIEW,
     FakeTensor,
-    FakeTensorMode,
     address_of,
     fake_of,
     generator_id,
@@ -30,7 +31,8 @@ from wholestep.trace.record.provenance import user_line
 
 # What Python may ask a tensor from outside without reading it, and how it is answered.
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
-    "storage offset": torch.Tensor.storage_offset,
+    "storage offset": torch.Tensor.storage_offset, "being a view": IS_VIEW, "inference mode": torch.Tensor.is_inference,
+    "base": lambda tensor: None if tensor._base is None else metadata(tensor._base),
     "bytes of memory": lambda tensor: tensor.untyped_storage().nbytes(),
     "elements of memory": lambda tensor: flat_memory(tensor).numel(),
 }  # fmt: skip
@@ -249,6 +251,15 @@ class Inputs:
         if item is not None and not item.members:
             self.asked[id(item), "storage offset"] = item
 
+    def ask(self, tensor: torch.Tensor, question: str) -> Any:
+        """The answer to one of `QUESTIONS` about an input, which decides what the step does: it becomes a guard."""
+        with no_modes():  # Python asks, with the recorder on
+            item = self.of(tensor)
+        if isinstance(item.value, FakeTensor):
+            raise UnsupportedError(f"the step asks {item.source}, of symbolic size, for its {question}", user_line())
+        self.asked[id(item), question] = item
+        return QUESTIONS[question](self.world.substitutes.original(tensor))
+
     def counted_from_first(self, func: Any, args: Any) -> Any:
         """The arguments of an operator, with its offset from the operand's first element, as graphs have it."""
         place = OFFSETS.get(func, len(args))
@@ -270,13 +281,10 @@ class Inputs:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operator on fakes."""
-        out = self.builder.on_fakes(func, args, kwargs, self._results)
+        out = results(self.builder.fake_mode, func, map_leaves(self.fake, args), map_leaves(self.fake, kwargs))
         made = (t for t in leaves(out) if isinstance(t, torch.Tensor) and not hasattr(t, "wholestep_ref"))
         self.builder.watch.add(made)
         return out
-
-    def _results(self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-        return results(mode, func, map_leaves(self.fake, args), map_leaves(self.fake, kwargs))
 
     def describe(self, tensor: torch.Tensor) -> str:
         """What errors call a tensor."""
