@@ -12,8 +12,8 @@ import torch
 from tests.comm.test_faults import end_world, until_it_fails, world_of
 from tests.comm.test_plan_cache import never
 from wholestep import comm
+from wholestep.comm import flight_recorder
 from wholestep.comm.api import issue
-from wholestep.comm.diagnostics import flight_recorder
 from wholestep.testing import run_ranks
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))  # `make test-long`

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import comm
+from wholestep.comm import flight_recorder
 from wholestep.comm.api import collectives, issue, plan_cache
-from wholestep.comm.diagnostics import flight_recorder
 from wholestep.testing import run_ranks
 
 

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from wholestep import comm
-from wholestep.comm import shared_tensors
-from wholestep.comm.diagnostics import flight_recorder
+from wholestep.comm import flight_recorder, shared_tensors
 from wholestep.comm.stores import tcp_server, tcp_store
 from wholestep.comm.stores.store_barrier import exchange
 from wholestep.comm.stores.tcp_server import HELLO, MAX_FRAME, pack

@@ -54,15 +54,16 @@ from wholestep.comm.api.object_collectives import (
 )
 from wholestep.comm.api.p2p import P2POp, batch_isend_irecv, irecv, isend, monitored_barrier, recv, send
 from wholestep.comm.api.rendezvous import default_store, destroy_process_group, init_process_group, new_group
-from wholestep.comm.diagnostics.debug_level import (
+from wholestep.comm.flight_recorder import diagnose, dump
+from wholestep.comm.ops.functional_collectives import SCHEMAS as OPERATORS
+from wholestep.comm.process_group import (
     DebugLevel,
+    Options,
+    ProcessGroup,
     get_debug_level,
     set_debug_level,
     set_debug_level_from_env,
 )
-from wholestep.comm.diagnostics.flight_recorder import diagnose, dump
-from wholestep.comm.ops.functional_collectives import SCHEMAS as OPERATORS
-from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType, ReduceOp, premul_sum
 from wholestep.comm.shared_tensors import empty
 from wholestep.comm.stores.store import FileStore, HashStore, PrefixStore, Store

@@ -1,4 +1,4 @@
-"""The group of ranks, what a backend may implement, and what becomes of groups in a fork.
+"""The group of ranks, what a backend may implement and compare, and what becomes of groups in a fork.
 
 A backend is a subclass of `ProcessGroup` with some of the collective methods, or with `_run`, which they all come to;
 a method takes lists of tensors and an `Options`, starts the collective and returns a `Work`. Tensors that reach it are
@@ -8,6 +8,7 @@ contiguous.
 from __future__ import annotations
 
 import ctypes
+import enum
 import os
 import weakref
 from collections.abc import Sequence
@@ -248,3 +249,40 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+VARIABLE = "TORCH_DISTRIBUTED_DEBUG"
+
+
+class DebugLevel(enum.Enum):
+    """OFF; INFO: notes where groups are made; DETAIL: every backend compares all ranks' calls before one goes on."""
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+_level = DebugLevel.OFF
+
+
+def set_debug_level_from_env() -> None:
+    """Takes the level from TORCH_DISTRIBUTED_DEBUG: OFF (also when unset), INFO or DETAIL, in any case.
+
+    Raises:
+        ValueError: another value.
+    """
+    value = os.environ.get(VARIABLE, "OFF")
+    if value.upper() not in DebugLevel.__members__:
+        raise ValueError(f"The value of {VARIABLE} must be OFF, INFO or DETAIL, found {value!r}")
+    set_debug_level(DebugLevel[value.upper()])
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Sets the level for groups made from here on."""
+    global _level
+    _level = level
+
+
+def get_debug_level() -> DebugLevel:
+    """The level in force."""
+    return _level

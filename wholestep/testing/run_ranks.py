@@ -19,7 +19,7 @@ import torch
 
 from wholestep import comm
 from wholestep.comm.api.groups import World, set_thread_world
-from wholestep.comm.diagnostics.flight_recorder import FOLDER_VARIABLE
+from wholestep.comm.flight_recorder import FOLDER_VARIABLE
 
 GRACE = 5.0  # seconds the other ranks get to report after one has failed
 

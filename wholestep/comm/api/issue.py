@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from wholestep.comm import flight_recorder
 from wholestep.comm.api import checks, tracing
 from wholestep.comm.api.backends_registry import DeviceGroup
 from wholestep.comm.api.collective_table import ANY_RANK, RECV, SEND, ArgumentKind, Collective
 from wholestep.comm.api.groups import get_group, get_group_rank
 from wholestep.comm.api.plan_cache import learn
-from wholestep.comm.diagnostics import flight_recorder
 from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType, ReduceOp, as_op
 from wholestep.comm.work import All, Work

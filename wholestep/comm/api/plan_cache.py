@@ -15,9 +15,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from wholestep.comm import flight_recorder
 from wholestep.comm.api.backends_registry import DeviceGroup
 from wholestep.comm.api.collective_table import Collective
-from wholestep.comm.diagnostics import flight_recorder
 from wholestep.comm.engines.native_codes import ALL_TO_ALL, MEAN, OPS, RECV, SEND, message_error
 from wholestep.comm.engines.shm import ShmGroup, ShmWork
 from wholestep.comm.process_group import ProcessGroup

@@ -17,14 +17,15 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
 
 from wholestep.comm.api import collective_table as table
-from wholestep.comm.diagnostics.debug_level import DebugLevel, get_debug_level
 from wholestep.comm.engines.c10d_adapters import EngineWork, LengthPrefixed, TorchStore, movable, reducible_as
 from wholestep.comm.engines.reference_reduce import average
 from wholestep.comm.process_group import (
     DEFAULT_TIMEOUT,
+    DebugLevel,
     Options,
     ProcessGroup,
     description,
+    get_debug_level,
     in_bytes,
     in_words,
     part_of,

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from wholestep.comm.diagnostics import flight_recorder
+from wholestep.comm import flight_recorder
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.shared_tensors import native, no_room

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-from wholestep.comm.diagnostics.debug_level import DebugLevel, get_debug_level
+from wholestep.comm.process_group import DebugLevel, get_debug_level
 from wholestep.comm.shared_tensors import native, no_room, unnamed_file
 from wholestep.comm.stores.store import Store
 from wholestep.comm.stores.store_barrier import forget, give_up, leave_together, store_based_barrier
