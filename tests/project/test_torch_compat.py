@@ -44,6 +44,7 @@ from wholestep.torch_compat import (
     IS_ALL_TRUE,
     IS_VIEW,
     PACKED_SEQUENCES,
+    SINGLE_TENSOR_UPDATES,
     UNSCALE_GRADIENTS,
     BatchNorm,
     FakeTensor,
@@ -1076,6 +1077,11 @@ def test_optimizers_make_the_state_of_a_group_apart(kind: str, monkeypatch: pyte
     optimizer.step()
     assert made.keys() == optimizer.state[parameter].keys() and bool(made) is (kind != "SGD")
     assert all(len(value.unique()) == 1 and 5.0 not in value for value in made.values())
+
+
+def test_functions_that_update_a_list_one_by_one_are_where_their_optimizers_find_them():
+    found = {name for module, name in SINGLE_TENSOR_UPDATES if callable(getattr(module, name, None))}
+    assert {"_single_tensor_adam", "_single_tensor_adamw", "_single_tensor_adafactor", "_single_tensor_sgd"} <= found
 
 
 def test_what_is_saved_is_given_to_no_hooks_from_outside():
