@@ -1081,7 +1081,7 @@ def test_optimizers_make_the_state_of_a_group_apart(kind: str, monkeypatch: pyte
 
 def test_functions_that_update_a_list_one_by_one_are_where_their_optimizers_find_them():
     found = {name for module, name in SINGLE_TENSOR_UPDATES if callable(getattr(module, name, None))}
-    assert {"_single_tensor_adam", "_single_tensor_adamw", "_single_tensor_adafactor", "_single_tensor_sgd"} <= found
+    assert {"_single_tensor_adadelta", "_single_tensor_adafactor", "_single_tensor_adam", "_single_tensor_sgd"} <= found
 
 
 def test_what_is_saved_is_given_to_no_hooks_from_outside():
