@@ -52,6 +52,24 @@ def test_messages_like_earlier_ones_go_past_python():
         assert op in ("send", "recv") and state == "completed" and here
 
 
+def messages_of_any_layout():
+    """Into every second column, and as complex numbers: what came, with what lies between."""
+    rank, found = comm.get_rank(), []
+    for dtype in (torch.float32, torch.complex64):
+        mine, came = torch.arange(6).view(3, 2).t().to(dtype) + rank, torch.full((2, 6), -1.0, dtype=dtype)
+        other = 1 - rank
+        for work in comm.batch_isend_irecv([comm.P2POp(comm.isend, mine, other),
+                                            comm.P2POp(comm.irecv, came[:, ::2], other)]):  # fmt: skip
+            work.wait()
+        found += [torch.equal(came[:, ::2], mine - rank + other), bool((came[:, 1::2] == -1).all())]
+    return found
+
+
+@pytest.mark.parametrize("engine", ["thread", "shm", "gloo"])
+def test_messages_of_any_layout(engine):
+    assert run_ranks(messages_of_any_layout, 2, engine) == [[True] * 4] * 2
+
+
 def messages_that_fail():
     rank, late = comm.get_rank(), comm.new_group(timeout=timedelta(seconds=1))
     two, three = torch.ones(2), torch.ones(3)
