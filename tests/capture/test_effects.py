@@ -362,3 +362,22 @@ def test_sizes_are_kept_in_objects_of_the_standard_library(kind: str) -> None:
         want = OF_SIZES[kind](size)
         assert type(holder.kept) is type(want)
         assert repr(getattr(holder.kept, "__dict__", holder.kept)) == repr(getattr(want, "__dict__", want))
+
+
+def test_attributes_and_keys_that_are_set_anew_come_last() -> None:
+    def step(holder: SimpleNamespace, table: OrderedDict[str, Any], x: torch.Tensor) -> torch.Tensor:
+        first = holder.first
+        del holder.first, holder.kept
+        holder.kept, holder.first = x * 2, first  # as `clear()` of a module that keeps what it saw last
+        table.move_to_end("b", last=False)
+        table["c"] = table.pop("c")
+        return holder.kept.sum()
+
+    runs: list[Any] = []
+    for run in (step, ws.compile(step, fullgraph=True)):
+        holder = SimpleNamespace(first=1, kept=None, seen=0)
+        table = OrderedDict[str, Any](a=torch.ones(1), b=2, c=[], d=0)
+        for call in range(4):
+            holder.seen = call  # no code of the step names it
+            runs.append([float(run(holder, table, torch.ones(2) * call)), *vars(holder), *table, holder.seen])
+    assert runs[:4] == runs[4:]

@@ -6,7 +6,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 from uuid import UUID
 
@@ -207,7 +207,7 @@ def _differences(snap: Snapshot, container: Container, described: _Described) ->
         container.changed = True
         if kind is kinds.TENSOR:
             yield from _tensor_differences(container, now, described)
-        elif kind in (kinds.LIST, kinds.SET, kinds.DEQUE) or _reordered(now, before):
+        elif kind in (kinds.LIST, kinds.SET, kinds.DEQUE):
             yield _new_contents(container, now, before, described)
         else:
             yield from _entry_differences(snap, container, now, before, described)
@@ -218,9 +218,9 @@ def _differences(snap: Snapshot, container: Container, described: _Described) ->
 
 def _new_contents(container: Container, now: Contents, before: Contents, described: _Described) -> changes.Effect:
     kind, source = container.kind, container.source
-    tree = described.tree(dict if kind is kinds.MAPPING else list, now, source.text)
+    tree = described.tree(list, now, source.text)
     grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
-    added = tree.values[len(before):] if grown and kind is not kinds.MAPPING else ()
+    added = tree.values[len(before):] if grown else ()
     new = [v.value for v in nested(added) if isinstance(v, New)]
     new += [v.value for v in added if isinstance(v, Existing) and v.late]
     if new or (added and kind is not kinds.SET):
@@ -237,10 +237,11 @@ def _entry_differences(
         put, delete = changes.SET_ITEM, changes.DEL_ITEM
     elif isinstance(source, (Vars, Globals)):
         put, delete = changes.SET_NAME, changes.DEL_NAME
-    for key in [key for key in before if key not in now]:
+    moved = _moved(now, before)
+    for key in [key for key in before if key not in now or key in moved]:
         yield changes.Effect(source, delete, described.value(key, source.text) if is_mapping else Const(key))
     for key, value in now.items():
-        if key in before and _unchanged(value, before[key]):
+        if key in before and _unchanged(value, before[key]) and key not in moved:
             continue
         if not is_plain(value) and key in set_on_entry(type(container.owner)):  # type: ignore[arg-type]
             continue  # a handle of C that only the `with` statement under way needs: `torch.inference_mode()`
@@ -256,10 +257,11 @@ def _same_entry(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
     return _unchanged(now[0], before[0]) and _unchanged(now[1], before[1])
 
 
-def _reordered(now: Contents, before: Contents) -> bool:
-    """True when setting and deleting single keys would leave another order than the step left."""
-    order = [*(key for key in before if key in now), *(key for key in now if key not in before)]
-    return not all(map(_unchanged, order, now))
+def _moved(now: Contents, before: Contents) -> dict[Any, None]:
+    """The keys that were there before and were put in anew: behind those that are in their old order."""
+    rest = iter(before)
+    kept = len([*takewhile(lambda key: any(_unchanged(key, other) for other in rest), now)])
+    return dict.fromkeys(key for key in [*now][kept:] if key in before)
 
 
 def _tensor_differences(container: Container, now: Contents, described: _Described) -> Iterator[changes.Effect]:

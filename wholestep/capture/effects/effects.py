@@ -32,7 +32,7 @@ DEL_ATTR = Change("del {source}.{name}", "del {container}.{name}")
 SET_NAME = Change("{source}.{name} = {value}", "{container}[{name!r}] = {value}")
 DEL_NAME = Change("del {source}.{name}", "{container}.pop({name!r}, None)")
 SET_GRAD = Change("{source}.grad = {value}", "{container}.grad = {value}")
-# All of a list, set, deque or reordered dict, which stays the same object; the key is its kind.
+# All of a list, set or deque, which stays the same object; the key is its kind.
 SET_CONTENTS = Change("{source}[:] = {value}", "refill({key}, {container}, {value})")
 # A list or deque that the step appends to and does not read.
 EXTEND = Change("{source} += {value}", "base_of({container}).extend({container}, {value})")
@@ -69,7 +69,7 @@ class Effect:
 
 def refill(kind: kinds.ContainerKind, container: Any, built: Any) -> None:
     """Makes the contents of a container those of a new one."""
-    kind.write(container, dict(built) if isinstance(built, dict) else dict(enumerate(built)))
+    kind.write(container, dict(enumerate(built)))
 
 
 # What statements call.
