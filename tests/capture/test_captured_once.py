@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_state_is_there_before_the_first_capture(name: str) -> None:
         step(*world.args[index % len(world.args)])
     expected = 2 if name in TWO else 1
     assert (step.captures, len(step.recompiles)) == (expected, expected - 1), step.recompiles
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_momentum_that_a_first_call_makes_and_updates_counts_the_updates(options: dict[str, bool]) -> None:
+    def counted(compile: Callable[[Any], Any]) -> list[int]:
+        net, opt, x = parts(partial(optim.SGD, lr=0.1, momentum=0.9, **options))
+
+        def step(x: Tensor) -> None:
+            net(x).sum().backward()
+            opt.step()
+            opt.step()
+
+        compiled = compile(step)
+        return [(compiled(x), opt.state[net[0].weight]["momentum_buffer"]._version)[1] for _ in range(3)]
+
+    assert counted(ws.compile) == counted(lambda step: step)
 
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])

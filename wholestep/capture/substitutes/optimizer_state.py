@@ -34,14 +34,14 @@ class _Filled:
     Attributes:
         dims: its parameter's dimensions, by which its sizes are (None: a size of 1), in contiguous memory; None where
             it has the parameter's shape and strides.
-        is_new: whether eager makes it with its first value, so that this is no write to it.
+        unwritten: how often the first update writes to it, where eager makes it with its value by then.
     """
 
     value: float
     dtype: torch.dtype
     device: torch.device
     dims: tuple[int | None, ...] | None
-    is_new: bool = False
+    unwritten: int = 0
 
     def make(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor; like a parameter it is not filled yet, as memory is not there before it is written."""
@@ -111,8 +111,9 @@ class InitialState:
 
     def keep(self) -> None:
         """The first run has succeeded: the state stays."""
-        new = tuple(tensor for made in self._made for tensor, filled in made.fills if filled.is_new)
-        set_versions(new, (0,) * len(new))
+        new = [(tensor, filled.unwritten) for made in self._made for tensor, filled in made.fills if filled.unwritten]
+        for tensor, unwritten in new:
+            set_versions((tensor,), (max(0, tensor._version - unwritten),))
         self._made.clear()
 
 
@@ -174,7 +175,7 @@ def _described(optimizer: torch.optim.Optimizer, index: int, parameter: torch.Te
             return None
     if kind.step is torch.optim.SGD.step and group["momentum"]:
         # its buffer is at first a copy of the gradient: ``-0.0 * momentum + gradient``, where nothing is dampened
-        first = _Filled(-0.0, tiny.dtype, tiny.device, None, is_new=True)
+        first = _Filled(-0.0, tiny.dtype, tiny.device, None, unwritten=0 if group["fused"] else 2)
         return None if group["dampening"] else {"momentum_buffer": first}
     described: _Described = {key: _filled(value, tiny) for key, value in trial.state[tiny].items()}
     return None if any(described[key] is None is not value for key, value in trial.state[tiny].items()) else described
