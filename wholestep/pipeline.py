@@ -148,7 +148,8 @@ def build(
             signature.donated = donated.freed
         program = _program(traced, options, known, overrides)
         if traced.many is not None:
-            traced.many = None if program.sizes.specialized else traced.many.planned(program.sizes)
+            traced.many.decisions = program.sizes
+            traced.many = None if program.sizes.specialized else traced.many
         inputs = signature.inputs[: traced.n_inputs]
         values = [original(item.value) for item in traced.inputs[: len(inputs)]]
         mutated = [traced.inputs[i].source for i in signature.mutations.values()]

@@ -45,7 +45,7 @@ def outcome(
     """
     reached = snap.reachable
     reached.outside.raise_refused()  # the step went on past it
-    snap.names |= reached.outside.names
+    snap.names = snap.names.union(reached.outside.environment)
     snap.substitutes.hand_back()
     reached.add_given()
     described = _Described(snap, is_new)

@@ -97,7 +97,7 @@ class Binder:
 
     def _lacks(self, later: Snapshot) -> GuardFailure | None:
         there = {f.source.path for f in later.tensors.values()} | {n.source.path for n in later.numbers}
-        there |= {source.path for _, source in later.generators.values()}
+        there |= {source.path for _, source in later.reachable.generators.values()}
         missing = [source for source in self.inputs if source.path not in there]
         return GuardFailure(f"{missing[0]}: expected to be there, found missing") if missing else None
 

@@ -211,11 +211,6 @@ class Outside:
         self._logged: list[tuple[logging.Logger, logging.LogRecord]] = []
         self.states = shared_generators.States(False)
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Those of the variables and settings."""
-        return frozenset(self.environment)
-
     def replacements(self, named: Set[str]) -> Iterator[Replacement]:
         """What stands in the place of functions that ask and act.
 

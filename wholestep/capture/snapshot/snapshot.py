@@ -126,11 +126,6 @@ class Snapshot:
         known = [*self.tensors.items(), *self.substitutes.aliases.found.items()]
         return {key: f.tensor._version for key, f in known if not f.tensor.is_inference()}
 
-    @property
-    def generators(self) -> dict[int, tuple[torch.Generator, Source]]:
-        """The random generators that the step can see."""
-        return self.reachable.generators
-
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""
         names: dict[int, str] = {}
@@ -187,7 +182,7 @@ class Snapshot:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""
         torch.set_grad_enabled(self._grad_mode)
         torch.clear_autocast_cache()
-        self.substitutes.shard()
+        self.substitutes.unsharded.back()  # tensors have their own data again
         self.reachable.add_given()
         failures: list[Exception] = []
         for container in self.containers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Container as Ids
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -43,6 +42,7 @@ class Substitutes:
         stand_ins: what stands for the numbers that are inputs, in their order.
         lifted: (id of a container, key) -> what is there now.
         lists: what stands for those that the step is known to append to.
+        unsharded: what stands for whole tensors.
         noted: calls of schedulers, as source and arguments.
         spread: whether each rank may come to hold a part of any tensor.
     """
@@ -56,18 +56,13 @@ class Substitutes:
         self.noted: list[tuple[Source, tuple[Any, ...]]] = []
         self.spread = False
         self._patches = Patches()
-        self._unsharded = UnshardedViews((), None)
+        self.unsharded = UnshardedViews((), None)
         self._originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def parts(self) -> dict[int, Part]:
         """id of a tensor -> what it holds of the whole one that it stands for."""
-        return self._unsharded.parts
-
-    @property
-    def ids(self) -> Ids[int]:
-        """The ids of the tensors that stand in the place of others now."""
-        return self.aliases.found.keys()
+        return self.unsharded.parts
 
     def original(self, value: Any) -> Any:
         """The tensor that an alias took the place of while the step was traced; any other value as it is."""
@@ -87,9 +82,9 @@ class Substitutes:
         """
         found = self._reachable
         found.outside.raise_refused()
-        self._unsharded = UnshardedViews(found.tensors.values(), parts)
+        self.unsharded = UnshardedViews(found.tensors.values(), parts)
         self.spread = parts is not None or bool(self.parts)
-        self._unsharded.put()
+        self.unsharded.put()
         replaced = {id(old): new for old, new in self._replaced}
         self.aliases = aliases = DetachedAliases(found.tensors.values() if differentiable else (), replaced)
         for key, tensor in found.tensors.items():
@@ -206,10 +201,6 @@ class Substitutes:
             for key, value in state.items():
                 if is_of_numbers(value, kinds_of):
                     self.lifted[id(state), key] = state[key] = Pending(Item(Vars(source), key), value, refused)
-
-    def shard(self) -> None:
-        """Gives tensors their own data back."""
-        self._unsharded.back()
 
     def restore(self) -> None:
         """Takes everything out of its place but what containers hold, which the snapshot puts back."""

@@ -16,7 +16,7 @@ from wholestep.nested import map_leaves
 from wholestep.torch_compat import FakeTensor, OpOverload
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.operators import tables
-from wholestep.trace.operators.tables import Variant, all_args
+from wholestep.trace.operators.tables import Variant
 from wholestep.trace.record.graph_builder import fake_value
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line
@@ -102,12 +102,12 @@ class Mutations:
 
     def _written(self, func: Any, args: Any, kwargs: Any, positions: tuple[int, ...]) -> list[torch.Tensor]:
         """The tensors that a call writes, in schema order."""
-        bound = all_args(func, args, kwargs)
+        bound = tables.positional(func, args, kwargs)
         tensors: list[torch.Tensor] = []
         for position in positions:
             if position == 1 and tables.is_fused(func) and not tables.is_scaled(func, args, kwargs):
                 continue  # gradients are only written when they are unscaled
-            item = bound.get(position)
+            item = bound[position]
             tensors.extend([item] if isinstance(item, torch.Tensor) else [t for t in item or () if t is not None])
         return tensors
 
@@ -134,7 +134,7 @@ class Mutations:
 
     def _like_written(self, func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], ...]:
         """The value of a fused optimizer's functional variant, whose kernel looks at the scale of the gradients."""
-        bound = all_args(func, args, kwargs)
+        bound = tables.positional(func, args, kwargs)
         with self.builder.fake_mode:
             return tuple([torch.empty_like(fake_value(n)) for n in bound[i]] for i in written_arguments(func))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 
 from wholestep.errors import UnsupportedError
 from wholestep.nested import map_leaves
+from wholestep.torch_compat import no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.numbers.symbolic_sizes import is_made
-from wholestep.trace.operators.kernel_checks import check_strided, check_view
 from wholestep.trace.operators.tables import functional_view
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line
@@ -23,6 +24,24 @@ aten = torch.ops.aten
 # Views of the whole tensor, of the same shape: the result is the same `Ref`.
 TRANSPARENT = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
 RESIZES = {aten.resize_.default, aten.resize_as_.default}
+
+
+def check_view(place: Geometry, shape: Sequence[int]) -> None:
+    """Eager's error for a shape that a tensor cannot be seen in; fakes of expanded and of overlapping ones give one."""
+    with no_modes():
+        torch.empty_strided(place.shape, place.stride, device="meta").view(shape)
+
+
+def check_strided(
+    tensor: torch.Tensor, memory: torch.Tensor, shape: Any, stride: Any, storage_offset: int | None = None
+) -> None:
+    """Eager's error for elements outside of the memory, which is that of another tensor; fakes give them."""
+    start = tensor.storage_offset() if storage_offset is None else storage_offset
+    last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    there = memory.untyped_storage().nbytes() // tensor.element_size()
+    if last >= there and elements(shape):
+        with no_modes():
+            torch.empty(there, dtype=tensor.dtype).as_strided(shape, stride, start)
 
 
 class Views:

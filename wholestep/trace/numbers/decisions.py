@@ -163,13 +163,8 @@ class RealValues:
     def __init__(self, inputs: Inputs) -> None:
         self.inputs, self.builder = inputs, inputs.builder
         self._values: dict[fx.Node, Any] = {}
-        self._decided: list[fx.Node] = []
+        self.decided: list[fx.Node] = []
         self._states: dict[torch.Generator, torch.Tensor] = {}  # where the draws so far have moved generators to
-
-    @property
-    def count(self) -> int:
-        """How many decisions there are so far."""
-        return len(self._decided)
 
     def of(self, node: fx.Node, line: str) -> Any:
         """The value of a node, which runs what it follows from, and all draws so far in their order.
@@ -253,16 +248,16 @@ class RealValues:
         nodes = operand if isinstance(operand, list) else [operand]
         order = {n: i for i, n in enumerate(nodes[0].graph.nodes)}
         text = in_words(nodes[0], ancestors(nodes, MAX_NODES), self.inputs.items)
-        latest = max([*nodes, *self._decided[-1:]], key=order.__getitem__)
-        target = Decided(found, len(self._decided), text, line, read)
+        latest = max([*nodes, *self.decided[-1:]], key=order.__getitem__)
+        target = Decided(found, len(self.decided), text, line, read)
         with nodes[0].graph.inserting_after(latest):
             node = nodes[0].graph.call_function(target, (operand,))
-        self._decided.append(set_info(node, replace(info(latest), value=None)))
+        self.decided.append(set_info(node, replace(info(latest), value=None)))
 
     def forget(self) -> None:
         """Lets go of all values."""
         self._values.clear()
-        self._decided.clear()
+        self.decided.clear()
 
 
 def refuse_repeated(nodes: Any, line: str) -> None:

@@ -27,7 +27,7 @@ class ManySizes:
 
     Args:
         sizes: the symbols of its trace.
-        decisions: what was decided on them since; lowering adds to it.
+        decisions: what was decided on them since, by lowering too, which may have been of an equal trace.
         asked: calls, with arguments and results, of whose kernels the layouts of the results must be asked.
         aliases: the tensors that outlive the step.
         inputs: by the path of their source, tensors of the call that the program is made for.
@@ -48,11 +48,6 @@ class ManySizes:
         self._conditions: tuple[list[str], Any] = [], decisions.function([])
         made_for = self._key([inputs[path] for path in self.in_order])
         self._served: dict[Any, list[OutputAlias] | str] = {made_for: aliases}
-
-    def planned(self, decisions: SizeDecisions) -> ManySizes:
-        """These, with what was decided on them when the program was planned, which may have been for an equal trace."""
-        self.decisions = decisions
-        return self
 
     @property
     def paths(self) -> frozenset[str]:

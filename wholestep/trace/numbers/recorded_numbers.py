@@ -171,7 +171,7 @@ class RecordedNumbers:
 
     def may_decide(self, truth: bool) -> bool:
         """Whether the program may depend on a value that it computes: on a bool, or on another one."""
-        return self.decisions == "all" or (truth and self.decisions == "bools" and self.real.count < MOST)
+        return self.decisions == "all" or (truth and self.decisions == "bools" and len(self.real.decided) < MOST)
 
     def shape(self, node: fx.Node, line: str) -> Any:
         """The geometry of a call's result, as it is now."""

@@ -1,7 +1,8 @@
 """Facts of operators, from tables and schemas: which write, their functional variants, what must not be traced.
 
 Collectives of torch.distributed itself are recorded with their waits where they are functional, the others refused;
-those on a group of ours are `wholestep::` operators, and never asked about here.
+those on a group of ours are `wholestep::` operators, and never asked about here. What
+kernels refuse, they say themselves: fake tensors use other words, or let it pass.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 
 from wholestep.errors import UnsupportedError
+from wholestep.fake_layouts import CannotTry, scratch_tensors
 from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
-from wholestep.torch_compat import OpOverload, has_native_kernel
-from wholestep.torch_compat import OpOverload as Overload
+from wholestep.torch_compat import OpOverload, has_native_kernel, no_modes
 from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
@@ -93,7 +94,7 @@ class Variant:
 
 
 @cache
-def functional_variant(op: Overload) -> Variant:
+def functional_variant(op: OpOverload) -> Variant:
     """The functional variant of an operator that writes: found by schema, else the operator on clones.
 
     An in-place ``mul_.Tensor`` has ``mul.Tensor``; ``add.out`` has ``add.Tensor`` without ``out``.
@@ -116,7 +117,7 @@ def functional_variant(op: Overload) -> Variant:
     return Variant(Functionalized(op))
 
 
-def _returns_written(op: Overload, candidate: Overload) -> bool:
+def _returns_written(op: OpOverload, candidate: OpOverload) -> bool:
     """The candidate's results are the new values of the written arguments, one for one."""
     written = [op._schema.arguments[i] for i in written_arguments(op)]
     returns = candidate._schema.returns
@@ -126,44 +127,39 @@ def _returns_written(op: Overload, candidate: Overload) -> bool:
 
 
 @cache
-def functional_view(op: Overload) -> Any:
+def functional_view(op: OpOverload) -> Any:
     """The view that an operator like `transpose_` turns its argument into; None when it is not one."""
     found = (o for o in overloads("aten", base_name(op)[:-1]) if o.is_view and parameters(o) == parameters(op))
     return next(found, None)
 
 
-def positional(func: Overload, args: Any, kwargs: Any) -> list[Any]:
+def positional(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     """Positional and keyword arguments in the order of the schema; None for what is not given."""
     names = [a.name for a in func._schema.arguments]
     return [*args, *(kwargs.get(name) for name in names[len(args) :])]
 
 
-def all_args(func: Overload, args: Any, kwargs: Any) -> dict[int, Any]:
-    """Position -> argument, however it was passed."""
-    return dict(enumerate(positional(func, args, kwargs)))
-
-
-def defaults(func: Overload, variant: Variant, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
+def defaults(func: OpOverload, variant: Variant, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments that an operator has a default for and its functional variant has not."""
-    if not isinstance(variant.target, Overload):
+    if not isinstance(variant.target, OpOverload):
         return {}
     needed = {a.name for a in variant.target._schema.arguments if not a.has_default_value()}
     rest = func._schema.arguments[given:]
     return {a.name: a.default_value for a in rest if a.has_default_value() and a.name in needed - set(kwargs)}
 
 
-def is_fused(func: Overload) -> bool:
+def is_fused(func: OpOverload) -> bool:
     """Whether it is one of the fused optimizers."""
     return func._schema.name.startswith("aten::_fused_")
 
 
-def is_scaled(func: Overload, args: Any, kwargs: Any) -> bool:
+def is_scaled(func: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether a fused optimizer is given a `grad_scale`."""
     pairs = zip(func._schema.arguments, positional(func, args, kwargs), strict=True)
     return any(argument.name == "grad_scale" and given is not None for argument, given in pairs)
 
 
-def is_list_op(func: Overload) -> bool:
+def is_list_op(func: OpOverload) -> bool:
     """Whether it writes lists of tensors and gives nothing."""
     return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
 
@@ -185,3 +181,24 @@ def is_wait(func: OpOverload) -> bool:
         remedy = "use all_reduce, all_gather_tensor and the like, or compile without fullgraph=True"
         raise UnsupportedError(what, user_line(), remedy)
     return name in ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def check(func: OpOverload, args: Any, kwargs: Any) -> None:
+    """Raises what a kernel does where fake tensors would let its arguments pass."""
+    divides = func in (aten.div_.Scalar, aten.div_.Tensor)  # which gives fractions, for which integers have no place
+    if divides and not args[0].is_floating_point() and (said := kernels_error(func, args, kwargs)) is not None:
+        raise said
+
+
+def kernels_error(func: OpOverload, args: Any, kwargs: Any) -> Exception | None:
+    """What eager raises where an operator has failed on fake tensors: its kernel is tried on real ones."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return None
+    with no_modes():
+        try:
+            func(*scratch_tensors(args), **scratch_tensors(kwargs))
+        except CannotTry:
+            return None
+        except Exception as error:
+            return error.with_traceback(None)
+    return None

@@ -111,7 +111,7 @@ class Inputs:
         key = generator_id(generator)
         if key == generator_id(torch.default_generator):
             return None
-        found = self.world.generators.get(key)
+        found = self.world.reachable.generators.get(key)
         if found is None:
             what = "a random operator with a generator that the step makes, or that is out of its sight"
             raise UnsupportedError(what, user_line(), "make it before the step")
@@ -195,7 +195,7 @@ class Inputs:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
             what = f"{found.source} holds a {kind} tensor between calls"
             raise UnsupportedError(what, user_line(), "use dense tensors")
-        begins_inside = found.detached or tensor._base is not None or id(tensor) in self.world.substitutes.ids
+        begins_inside = found.detached or tensor._base is not None or id(tensor) in self.world.substitutes.aliases.found
         if tensor.requires_grad and not tensor.is_leaf and not begins_inside:
             raise UnsupportedError(
                 f"{found.source} is the result of an earlier differentiable computation",

@@ -35,7 +35,6 @@ from wholestep.trace.numbers.decisions import OTHERWISE, Decisions, follows_from
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
 from wholestep.trace.operators import tables
-from wholestep.trace.operators.kernel_checks import check, kernels_error
 from wholestep.trace.record.caught_errors import is_caught, refuses
 from wholestep.trace.record.graph_builder import GraphBuilder
 from wholestep.trace.record.inputs import Inputs
@@ -99,13 +98,13 @@ class Recorder(TorchDispatchMode):
             args, kwargs = map_leaves(self._for_graph, args), map_leaves(self._for_graph, kwargs)
             if self.numbers.tokens:
                 args, kwargs = self.numbers.with_numbers(func, args, kwargs)
-            check(func, args, kwargs)
+            tables.check(func, args, kwargs)
             if (error := refuses(func)) is not None and is_caught(error):
                 what = f"the step catches the {error.__name__} that {func} raises on some data"
                 raise UnsupportedError(what, user_line(), "check the data before it, or compile without fullgraph=True")
             if tables.is_differentiated_inside(func):
                 _refuse_gradients(func, args, kwargs)
-            if func in tables.HIDDEN_WRITES and tables.all_args(func, args, kwargs)[tables.TRAINING_FLAG]:
+            if func in tables.HIDDEN_WRITES and tables.positional(func, args, kwargs)[tables.TRAINING_FLAG]:
                 return self.mutations.record_undeclared(func, args, kwargs)
             if func._schema.is_mutable:
                 in_place_view = torch.Tag.inplace_view in func.tags
@@ -118,7 +117,7 @@ class Recorder(TorchDispatchMode):
         except (ValueError, RuntimeError, IndexError) as error:
             kind = fake_refusal(error) if isinstance(error, RuntimeError) else None
             if kind is None:
-                said = kernels_error(func, args, kwargs)
+                said = tables.kernels_error(func, args, kwargs)
                 if said is not None:
                     raise said from error
                 raise
