@@ -250,11 +250,15 @@ def one(n):
 @functools.cache
 def both(n):
     return [torch.ones(n), (torch.zeros(n),)]
+
+@functools.lru_cache
+def numbers(n, *more):
+    return [n * 2.0]
 """
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("name", ["one", "both"])
+@pytest.mark.parametrize("name", ["one", "both", "numbers"])
 def test_nothing_made_in_a_step_stays_in_a_librarys_cache(name: str, fails: bool, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "site-packages" / "tables.py"
     file.parent.mkdir()
@@ -265,8 +269,10 @@ def test_nothing_made_in_a_step_stays_in_a_librarys_cache(name: str, fails: bool
     sys.modules[spec.name] = tables
     spec.loader.exec_module(tables)
 
+    count = torch.tensor(3)
+
     def step(x: Tensor) -> Tensor:
-        table = getattr(tables, name)(3)
+        table = getattr(tables, name)(count.item(), "more") if name == "numbers" else getattr(tables, name)(3)
         if fails and x.sum() > 0:
             raise ArithmeticError("of the step")
         return x * (table if name == "one" else table[0])
@@ -279,5 +285,6 @@ def test_nothing_made_in_a_step_stays_in_a_librarys_cache(name: str, fails: bool
                 ws.compile(step, fullgraph=True)(torch.ones(3))
         fails = False
         assert type(step(torch.ones(3))) is Tensor  # eager goes on
+        assert name != "numbers" or tables.numbers(4, "more") == [8.0]
     finally:
         del sys.modules[spec.name]

@@ -89,6 +89,8 @@ def _contents(values: Iterable[Any], levels: int) -> Iterator[Any]:
 
 
 def _is_traced(value: Any) -> bool:
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):  # whose comparisons ask the trace
+        return True
     return isinstance(value, FakeTensor) and hasattr(value, "wholestep_ref")
 
 
