@@ -54,6 +54,11 @@ def test_breaks_by_name():
     assert one == two and len(one) == 2 and one[0] == pytest.approx(one[1], abs=1e-5)
 
 
+def test_ranks_of_one_process_run_backward_at_the_same_time():
+    losses = run_ranks(programs.reads_in_step, 2, "thread")
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
 def test_whole_graphs_are_asked_for_by_name():
     mesh = ws.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     compiled = ws.compile(programs.logging_step, mesh=mesh, plan=ws.DataParallel("dp"), fullgraph=True)

@@ -302,6 +302,23 @@ def breaks_by_name() -> list[Any]:
     return found
 
 
+def reads_in_step() -> list[float]:
+    """What a step under a plan reads after a backward which ranks that are threads run at one time."""
+    weights, found = [nn.Parameter(torch.ones(3)) for _ in range(8)], []
+
+    def step(x: torch.Tensor) -> None:
+        torch.stack([weight * x for weight in weights]).sum().backward()
+        if nn.utils.clip_grad_norm_(weights, 1.0) > 0.3:
+            found.append(weights[0].grad.sum().item())
+        for weight in weights:
+            weight.grad = None
+
+    compiled = ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"))
+    for call in range(4):
+        compiled(torch.full((3,), float(comm.get_rank() + call)))
+    return found
+
+
 def goes_on_after_an_error(where: str) -> tuple[list[Any], list[Any]]:
     """What each of six calls gives, of which one raises on rank 1, in a hook or in the step; then the parameters."""
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from wholestep.errors import DistError, PlanError
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import NodeInfo
 from wholestep.nested import map_leaves
-from wholestep.patches import Replacement
+from wholestep.patches import Replacement, original
 from wholestep.pipeline import Options
 from wholestep.spmd import BufferBroadcast
 from wholestep.torch_compat import below_autograd, empty_fake, no_modes, storage_id
@@ -199,7 +199,7 @@ class Ranks:
 
     def _backward(self) -> Callable[..., None]:
         """`torch.autograd.backward`, which says which gradients it leaves."""
-        run, mark = torch.autograd.backward, self._queue.mark
+        run, mark = original(torch.autograd, "backward"), self._queue.mark
 
         def backward(*args: Any, **kwargs: Any) -> None:
             old = {key: (leaf.grad, leaf.grad._version) for key, leaf in self._leaves.items() if leaf.grad is not None}
