@@ -15,8 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+import wholestep as ws
 from wholestep.autograd import CompiledBackward, compiled_backward
 from wholestep.errors import UnsupportedError
+from wholestep.lower.fusion import chains
 from wholestep.testing import CompileCounter
 
 
@@ -321,3 +323,14 @@ def test_what_the_forward_saved_is_freed_as_the_backward_goes():
 def _watch(out: torch.Tensor) -> None:
     storage = StorageWeakRef(out.untyped_storage())
     ALIVE.append(lambda: not storage.expired())
+
+
+def test_a_backward_that_is_lowered_while_another_is_captured_tries_its_kernels() -> None:
+    """Lowering is no part of the step: trials of kernels draw from generators of their own."""
+    chains._FOUND.clear()
+    step = ws.compile(lambda x: x.sin().cos(), fullgraph=True)
+    with compiled_backward(CompileCounter()) as context:
+        x = torch.ones(2, 3, requires_grad=True)
+        step(x).sum().backward()  # its gradient repeats one number, which is another layout than the first one's
+    assert context.eager == {} and context.captures == 1
+    assert torch.equal(x.grad, -x.detach().sin().sin() * x.detach().cos())

@@ -3,7 +3,7 @@
 Takes a `Traced` step, the binder that capture made for it and a callable on flat inputs. Gives an `Entry`:
 called, it checks guards, fetches inputs, runs, and leaves results, gradients, state and version counters
 as eager execution would.
-May import: aot_autograd, capture, functional, ir, lower, packed_graph, tensor_parts, torch_compat, trace.
+May import: aot_autograd, capture, functional, ir, lower, packed_graph, patches, tensor_parts, torch_compat, trace.
 """
 
 from wholestep.runtime.backward_programs import Backward

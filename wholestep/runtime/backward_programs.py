@@ -20,6 +20,7 @@ from wholestep.aot_autograd.tangent_layouts import (
     without_last_views,
 )
 from wholestep.ir import StepGraph, info
+from wholestep.patches import suspended
 from wholestep.torch_compat import no_modes
 from wholestep.trace.outputs.output_records import View
 
@@ -152,7 +153,7 @@ class Backward:
     def _lowered(self, made: SpecializedBackward) -> Served:
         made = without_last_views(self.halves, made) if self.exact else made
         plain = [Result(place, place) for place in range(len(self.halves.backward.outputs))]
-        with no_modes():
+        with suspended(), no_modes():  # in a backward that is traced, too
             run = self.lower(made.graph)
         return Served(made.graph, run, made.results, plain=list(made.results) == plain)
 
