@@ -159,7 +159,7 @@ STEPS: dict[str, Callable[[torch.Tensor], Any]] = {
 # What a replay makes anew; the Python of the other steps runs at each call.
 REPLAYED = (
     "closure", "argument in a closure", "defaults", "recursive", "counter", "attributes of a function", "subclasses",
-    "cycle", "method", "slots", "containers", "results", "number", "objects",
+    "cycle", "weak", "method", "slots", "containers", "results", "number", "objects",
 )  # fmt: skip
 
 

@@ -105,6 +105,8 @@ class Storage:
         first: the node that gave the root its first content.
         moved: whether it became the memory of a tensor from outside, by ``p.data = t``.
         left: whether a tensor from outside, whose memory it is, was given other memory, which a replay copies into it.
+        given: memories of tensors from outside that parts of it were copied to, as ``p.data = t[:n]`` would have let
+            both be one, with their generations then.
     """
 
     value: fx.Node
@@ -115,6 +117,7 @@ class Storage:
     first: fx.Node = field(init=False)
     moved: bool = False
     left: bool = False
+    given: list[tuple[Storage, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.first = self.value
@@ -163,6 +166,9 @@ class Ref:
 
     def read(self) -> fx.Node:
         """The node that holds this tensor's content now."""
+        if any(other.generation != then for other, then in self.storage.given):
+            what = "a read of memory that an assignment to .data gave to another tensor, which was written since"
+            raise UnsupportedError(what, user_line(), "read the tensor that was given it")
         outdated: list[Ref] = []
         ref: Ref | None = self
         while ref is not None and (ref.node is None or ref.generation != ref.storage.generation):

@@ -6,7 +6,9 @@ is done here by operators.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -263,6 +265,28 @@ class TorchCalls(TorchFunctionMode):
         tensor.copy_(torch.where(mask, new, tensor))
         return None
 
+    def _deepcopy(self, func: Any, args: tuple[torch.Tensor, dict[int, Any]], kwargs: Any) -> torch.Tensor:
+        """`copy.deepcopy(t)`, which copies memory without the dispatcher's knowing."""
+        tensor, memo = args
+        if id(tensor) in memo:
+            return memo[id(tensor)]  # type: ignore[no-any-return]
+        if not tensor.is_leaf:
+            what = "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            raise RuntimeError(f"{what} at the moment")
+        with no_modes():
+            ref = self.inputs.ref(tensor)
+        if math.prod(ref.geometry.shape) != math.prod(ref.whole.geometry.shape):
+            what = "a deep copy of a part of a tensor's memory, which copies the whole"
+            raise UnsupportedError(what, user_line(), "copy it with tensor.clone()")
+        with torch.no_grad():
+            copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with no_modes():
+            set_versions((copied,), (1,))  # as eager counts the giving of memory
+        memo[id(tensor)] = copied
+        if tensor.grad is not None:
+            copied.grad = copy.deepcopy(tensor.grad, memo)
+        return copied
+
     def _set_data(self, func: Any, args: tuple[torch.Tensor, torch.Tensor], kwargs: Any) -> None:
         """`t.data = new`: the tensor leaves its memory for the new one's."""
         tensor, new = args
@@ -282,7 +306,7 @@ class TorchCalls(TorchFunctionMode):
             return  # its own memory, as `module.to(dtype)` gives it where nothing is to be converted
         made = [one for one in self.recorder.builder.watch.alive() if hasattr(one, "wholestep_ref") and one is not new]
         shown = any(one.wholestep_ref.storage is ours.storage for one in made)
-        if ref.storage.input is not None or ref.parent is not None or ours.parent is not None or shown:
+        if ref.storage.input is not None or ours.parent is not None or shown:
             raise UnsupportedError(
                 "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",
                 user_line(),
@@ -294,7 +318,10 @@ class TorchCalls(TorchFunctionMode):
         with no_modes():
             set_versions((tensor,), (version,))
         ref.storage.moved = ours.storage.left = True
-        new.wholestep_ref = ours  # type: ignore[attr-defined]
+        if ref.parent is None:
+            new.wholestep_ref = ours  # type: ignore[attr-defined]
+        else:  # one of several that are given parts of one memory
+            ref.storage.given.append((ours.storage, ours.storage.generation))
 
 
 # Functions that read the memory of arguments in C++, where no mode sees it: their positions and names.
@@ -312,7 +339,6 @@ REFUSED: dict[Any, tuple[str, str]] = {
         (*PACKED_SEQUENCES, *RECURRENT),
         ("takes or makes a packed sequence, whose shapes depend on its lengths", "use padded tensors and masks"),
     ),
-    torch.Tensor.__deepcopy__: ("copies memory past the dispatcher", "copy outside of the step, or clone()"),
     torch.Tensor.is_set_to: ("tells whether tensors are the same memory", "compare them outside of the step"),
     **dict.fromkeys(COMPRESSED, ("makes a tensor that no fake one can stand for", "use dense tensors")),
 }
@@ -334,6 +360,7 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys(BY_VALUE, TorchCalls._by_value),
     **dict.fromkeys(REFUSED, TorchCalls._refuse),
     SET_DATA: TorchCalls._set_data,
+    torch.Tensor.__deepcopy__: TorchCalls._deepcopy,
     torch.Tensor.__getitem__: TorchCalls._get_item,
     torch.Tensor.__setitem__: TorchCalls._set_item,
     **{getattr(functional, name): TorchCalls._cross_entropy  # of which `as_eager_sums` speaks
