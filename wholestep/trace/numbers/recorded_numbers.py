@@ -245,13 +245,13 @@ class RecordedNumbers:
 PASSING_ON = (torch.batch_norm, torch.instance_norm, torch.nn.functional.batch_norm, torch.nn.functional.instance_norm)
 
 
-
 def errors_of(function: Callable[..., Any]) -> tuple[Any, ...]:
     """What a function of numbers raises where they are out of its domain."""
     if getattr(function, "__module__", "") == "math":
         return ValueError, OverflowError
-    return (ZeroDivisionError,) if function in (operator.truediv, operator.floordiv, operator.mod) else \
-        (ZeroDivisionError, OverflowError) if function in (operator.pow, pow) else ()
+    if function in (operator.pow, pow):
+        return ZeroDivisionError, OverflowError
+    return (ZeroDivisionError,) if function in (operator.truediv, operator.floordiv, operator.mod) else ()
 
 
 @cache

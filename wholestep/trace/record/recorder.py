@@ -272,6 +272,13 @@ def _lift_fresh(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
     return constant
 
 
+def _split(recorder: Recorder, tensor: torch.Tensor, size: Any, dim: int = 0) -> Any:
+    """`split`; of nothing, it is one part of nothing, on which fake tensors of torch 2.11 fail."""
+    if tensor.shape[dim] == 0:
+        return recorder.views.record(aten.split_with_sizes.default, (tensor, [0], dim), {})
+    return recorder.views.record(aten.split.Tensor, (tensor, size, dim), {})
+
+
 def _conj(recorder: Recorder, tensor: Any) -> Any:
     if isinstance(tensor, torch.Tensor):
         return recorder.views.record(aten._conj.default, (tensor,), {})
@@ -281,7 +288,8 @@ def _conj(recorder: Recorder, tensor: Any) -> Any:
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
     # no views to autograd, which they are in memory
-    aten.unsafe_split.Tensor: lambda recorder, *args: recorder.views.record(aten.split.Tensor, args, {}),
+    aten.unsafe_split.Tensor: _split,
+    aten.split.Tensor: _split,
     aten.unsafe_split_with_sizes.default:
         lambda recorder, *args: recorder.views.record(aten.split_with_sizes.default, args, {}),
     aten._conj.default: _conj,
