@@ -1,6 +1,7 @@
 """What clients, unauthenticated connections, forks and dead servers can do to a store; ranks that do not all come."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import random
@@ -216,6 +217,25 @@ def test_a_server_without_descriptors_waits_for_some():
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.wait(20) == 0
+
+
+def test_a_client_that_has_authenticated_gives_way_to_none(store, monkeypatch):
+    """A listener that lacks descriptors while it waits drops the oldest unauthenticated of that moment."""
+    accept, accepted = tcp_server.Server._accept, iter([True, False, True])
+
+    def once(server):
+        if next(accepted, True):
+            return accept(server)
+        while not all(server.connections.values()):  # authenticated since the listener has looked last
+            time.sleep(0.01)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(tcp_server.Server, "_accept", once)
+    monkeypatch.setattr(tcp_server, "PAUSE", 0.0)
+    comm.TCPStore("localhost", store.port, timeout=LONG).close()  # the call that waits is of the former method
+    client = comm.TCPStore("localhost", store.port, timeout=LONG)
+    comm.TCPStore("localhost", store.port, timeout=LONG).close()  # served after the failure
+    assert client.add("n", 1) == 1
 
 
 # Interrupts, forks, dead servers ----------------------------------------------------------------------------------

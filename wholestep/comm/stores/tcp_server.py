@@ -157,6 +157,7 @@ class Server:
     def __init__(self, listener: socket.socket, secret: str) -> None:
         self._listener, self._secret, self._keys = listener, secret, HashStore()
         self.connections: dict[Connection, bool] = {}
+        self._lock = threading.Lock()
         self._most = max(1, min(MAX_UNAUTHENTICATED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._running = True
         self._thread = threading.Thread(target=self._accept_all, name="wholestep-store", daemon=True)
@@ -179,16 +180,13 @@ class Server:
     def _accept_all(self) -> None:
         with self._listener:
             while self._running:
-                unauthenticated = [one for one, known in list(self.connections.items()) if not known]
-                if len(unauthenticated) >= self._most:
-                    self._drop(unauthenticated[0])
+                self._drop_unauthenticated(self._most)
                 try:
                     self._accept()
                 except ConnectionError:  # it has gone already
                     pass
                 except (OSError, RuntimeError):  # no descriptor, memory or thread; others wait in the listener's queue
-                    if unauthenticated:
-                        self._drop(unauthenticated[0])
+                    self._drop_unauthenticated(1)
                     time.sleep(PAUSE if self._running else 0)
 
     def _accept(self) -> None:
@@ -200,6 +198,13 @@ class Server:
             self._drop(connection)
             connection.close()
             raise
+
+    def _drop_unauthenticated(self, many: int) -> None:
+        """Ends the oldest unauthenticated connection, where there are so ``many``."""
+        with self._lock:  # none that is authenticated in between
+            unauthenticated = [one for one, known in list(self.connections.items()) if not known]
+            if len(unauthenticated) >= many:
+                self._drop(unauthenticated[0])
 
     def _drop(self, connection: Connection) -> None:
         """Ends a connection; its thread closes it."""
@@ -227,8 +232,11 @@ class Server:
         if not hmac.compare_digest(shown, proof(self._secret, b"client", nonce)):
             connection.send(pack(b"error", b"wrong secret"), end)
             raise ValueError("wrong secret")
+        with self._lock:
+            if connection not in self.connections:
+                raise OSError("the connection gave way to others")
+            self.connections[connection] = True
         connection.send(pack(b"ok", proof(self._secret, b"server", other)), end)
-        self.connections[connection] = True
 
     def _answer(self, connection: Connection, command: str, key: str, values: list[bytes]) -> list[bytes]:
         """The fields of the answer to a request."""
