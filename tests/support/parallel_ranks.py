@@ -168,20 +168,6 @@ def mistakes() -> dict[str, str]:
         wrapped = DistributedDataParallel(RowsRead(), broadcast_buffers=False)
         wrapped(torch.tensor([1, 2])).sum().backward()
 
-    def hooked(hook: Any) -> None:
-        group = comm.new_group()  # which ends when the hook fails
-        wrapped = DistributedDataParallel(nn.Linear(8, 2), process_group=group)
-        wrapped.register_comm_hook(group, hook)
-        loss_of(wrapped(torch.ones(2, 8))).backward()
-
-    def raising(state: Any, bucket: GradBucket) -> torch.futures.Future:
-        raise ValueError(f"no more of bucket {bucket.index()}")
-
-    def short(state: Any, bucket: GradBucket) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(bucket.buffer()[:3])
-        return future
-
     rank = comm.get_rank()
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     note("sparse", lambda: sparse.register_comm_hook(None, parallel.allreduce_hook))
@@ -195,13 +181,39 @@ def mistakes() -> dict[str, str]:
     note("unused", unused)
     note("used twice", lambda: used_twice(2))
     note("later twice", lambda: used_twice(1, 1, 2))
-    note("shape", lambda: hooked(short))
-    note("raises", lambda: hooked(raising))
-    note("raises on one", lambda: hooked(raising if rank else parallel.allreduce_hook))
-    note("short on one", lambda: hooked(short if rank else parallel.allreduce_hook))
-    note("no future", lambda: hooked(lambda state, bucket: bucket.buffer()))
-    note("no hook", lambda: hooked(3))
+    note("no hook", lambda: DistributedDataParallel(nn.Linear(8, 2)).register_comm_hook(None, 3))
     return found
+
+
+def raising(state: Any, bucket: GradBucket) -> torch.futures.Future:
+    raise ValueError(f"no more of bucket {bucket.index()}")
+
+
+def short(state: Any, bucket: GradBucket) -> torch.futures.Future:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(bucket.buffer()[:3])
+    return future
+
+
+HOOKS_THAT_FAIL: dict[str, tuple[Any, Any]] = {  # those of rank 0 and of rank 1
+    "raises": (raising, raising),
+    "raises on one": (parallel.allreduce_hook, raising),
+    "shape": (short, short),
+    "short on one": (parallel.allreduce_hook, short),
+    "no future": (lambda state, bucket: bucket.buffer(),) * 2,
+}
+
+
+def failing_hook(name: str) -> str:
+    """The error where a hook fails that sends over a group of its own."""
+    wrapped, others = DistributedDataParallel(nn.Linear(8, 2)), comm.new_group()
+    wrapped.register_comm_hook(others, HOOKS_THAT_FAIL[name][comm.get_rank()])
+    try:
+        loss_of(wrapped(torch.ones(2, 8))).backward()
+    except (RuntimeError, TypeError, ValueError) as error:
+        comm.destroy_process_group()  # all groups have ended with it
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def ignores_and_saves() -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.groups import world
 from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.api.uneven_collectives import sparse_all_reduce
 from wholestep.comm.ops.functional_collectives import cores_are_busy
@@ -283,12 +284,13 @@ class GradientReducer:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """The other ranks, which wait for what a hook sends, are told why it has failed here."""
+        """The other ranks, which wait for what a hook sends over whichever group, are told why it has failed here."""
         try:
             yield
         except Exception as failure:
             if self.hook is not None and not isinstance(failure, comm.DistError):
-                self.group.abort(f"its communication hook has failed with {type(failure).__name__}: {failure}")
+                for group in {self.group, *world().groups.values()}:
+                    group.abort(f"its communication hook has failed with {type(failure).__name__}: {failure}")
             raise
 
     def _hooked(self, given: tuple[Hook, Any], number: int, flat: torch.Tensor) -> torch.futures.Future:

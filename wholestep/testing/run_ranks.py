@@ -153,8 +153,9 @@ def _rank_main(pipe: Connection, rank: int, size: int, transport: str, address: 
         comm.init_process_group(transport, address, timedelta(seconds=60), size, rank)
         fn, args = pickle.loads(work)
         reply = _reply(True, fn(*args), "")
-        comm.barrier()
-        comm.destroy_process_group()
+        if comm.is_initialized():
+            comm.barrier()
+            comm.destroy_process_group()
     except BaseException as failure:  # noqa: BLE001 - whatever ended the rank goes to the caller
         reply = _reply(False, failure, traceback.format_exc())
     with contextlib.suppress(OSError):
