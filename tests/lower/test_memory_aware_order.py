@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -47,9 +49,13 @@ def test_a_value_that_is_read_later_or_returned_is_not_freed(kept_by: str) -> No
     assert (code.index("sum(") < code.index("mm(")) == (kept_by == "nobody")
 
 
-def sharded_program() -> list[str]:
-    """What a rank with a core for its collectives runs when parameters and gradients are sharded, line by line."""
-    blocking_collectives.cores_are_busy = lambda group: False
+def sharded_program(busy: bool) -> tuple[list[str], int, list[torch.Tensor]]:
+    """A program whose parameters and gradients are sharded, line by line, its arena's bytes and what it computes.
+
+    Args:
+        busy: whether ranks compute on all cores, so that none is left for collectives.
+    """
+    blocking_collectives.cores_are_busy = lambda group: busy
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -58,16 +64,26 @@ def sharded_program() -> list[str]:
         model(x).square().mean().backward()
 
     compiled = ws.compile(step, mesh=mesh, plan=ws.FullyShard("dp", gather="always"), fullgraph=True)
-    compiled(torch.randn(2048, 256))
-    return compiled.code.splitlines()  # type: ignore[no-any-return]
+    compiled(torch.randn(512, 256))
+    (program,) = compiled._known.programs.values()
+    return compiled.code.splitlines(), program.run.arena_bytes, [p.grad for p in model.parameters()]
 
 
-def test_waits_stay_late() -> None:
-    """A wait takes nothing and frees a gradient, and yet: what runs before it overlaps the collective."""
-    lines = run_ranks(sharded_program, 2)[0]
+def collectives_of(lines: list[str]) -> list[str]:
+    return [found[1] for line in lines if (found := re.search(r"(all_gather|reduce_scatter|all_reduce)\w*\(", line))]
+
+
+def test_collectives_overlap_where_a_core_is_free_and_else_run_where_they_are_waited_for() -> None:
+    """A wait takes nothing and frees a gradient, and yet stays late: what runs before it overlaps the collective."""
+    (lines, arena, found), (busy, less, same) = (run_ranks(sharded_program, 2, args=(busy,))[0] for busy in (0, 1))
     last_product = max(i for i, line in enumerate(lines) if "torch.mm(" in line)
     waits = [i for i, line in enumerate(lines) if "wait(reduce_scatter" in line]
     assert len(waits) == 4 and min(waits) > last_product
+    gathers = [i for i, line in enumerate(busy) if "all_gather_blocking(" in line]
+    assert len(gathers) == 7 and all("mm(" in "".join(busy[i + 1 : i + 3]) for i in gathers)
+    assert collectives_of(busy) == collectives_of(lines)  # so that ranks may differ
+    assert less < arena
+    assert all(map(torch.equal, found, same))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

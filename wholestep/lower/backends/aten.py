@@ -24,6 +24,7 @@ from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.codegen import emit
 from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory, tile_size
 from wholestep.lower.fusion.blocked_matmuls import split_fused_updates
+from wholestep.lower.fusion.blocking_collectives import late_starts
 from wholestep.lower.fusion.compiled_regions import Awaited, with_kernels
 from wholestep.lower.fusion.execution_order import arrange
 from wholestep.lower.plan.arena import SHARED
@@ -64,7 +65,7 @@ def plan_of(step: StepGraph, held: frozenset[str] = frozenset(), fused: bool = F
     """
     graph = same_host_numbers(expand_foreach(list_items(copy_step(with_kernels(step, fused)))))
     graph = split_fused_updates(dead_code(plain_views(dead_code(graph))))
-    return make_plan(graph, arrange(graph), held)
+    return make_plan(graph, late_starts(arrange(graph), step.signature.same_order), held)
 
 
 class Program:
