@@ -552,6 +552,12 @@ def matrix_product() -> int:
     return _address("sgemm_")
 
 
+@cache
+def openmp() -> list[int]:
+    """Addresses in the OpenMP within torch: a parallel region, a thread's number there, of how many, and the most."""
+    return [*map(_address, ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads"))]
+
+
 def _address(name: str) -> int:
     folder = Path(torch.__file__).parent / "lib"
     try:

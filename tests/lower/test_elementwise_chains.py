@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -136,14 +136,25 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_big_tensors_are_left_to_torchs_threads(two_threads: None) -> None:
+@pytest.mark.parametrize("phase", ["forward", "optimizer"])
+def test_big_tensors_are_shared_among_torchs_threads(two_threads: None, phase: Literal["forward", "optimizer"]) -> None:
     b = optimizer_builder()
+    b.phase = phase
     x, y = (b.input(name, torch.randn(411, 1021), "parameter") for name in "xy")
     size = b.call(aten.sqrt.default, b.call(aten.mul.Tensor, y, y))
     new = b.call(aten.addcdiv.default, b.call(aten.mul.Tensor, x, 0.9), y, size)
     step, real = b.finish([new], {0: 0})
-    compare(step, real)
-    assert not any(chains.chain_step(node) for node in step.graph.nodes if node.op == "call_function")
+    code = compare(step, real, calls=2).code
+    assert "chain_0(" in code and "torch.mul(" not in code
+
+
+def test_without_torchs_openmp(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Big tensors are left to torch's kernels, which run on several threads."""
+    monkeypatch.setattr(chains, "_has_threads", lambda: False)
+    b = optimizer_builder()
+    x = b.input("x", torch.randn(411, 1021), "parameter")
+    step, real = b.finish([b.call(aten.mul.Tensor, x, b.call(aten.neg.default, x))], {0: 0})
+    assert "chain_" not in compare(step, real).code
 
 
 def test_wrong_chains_are_refused() -> None:

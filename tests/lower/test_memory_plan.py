@@ -47,7 +47,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@pytest.mark.parametrize("size", [4, 1 << 18])  # beyond 2**18 elements, the products are computed by tiles
+@pytest.mark.parametrize("size", [4, 1 << 18])  # from 2**18 elements on, the products are a chain
 def test_donated_inputs_are_free_after_their_last_use(size: int) -> None:
     b = Builder()
     x, y, z = [b.input(name, torch.randn(size), "tensor") for name in "xyz"]

@@ -106,6 +106,7 @@ from wholestep.torch_compat import (
     nll_loss_backward,
     no_modes,
     node_sequence_number,
+    openmp,
     parse_schema,
     plain_subclasses,
     plain_torch_function,
@@ -683,6 +684,12 @@ def test_the_blas_is_that_of_torchs_products():
         as_it_is, one, zero = ctypes.c_char_p(b"n"), *(ctypes.byref(ctypes.c_float(f)) for f in (1, 0))
         kernel(as_it_is, as_it_is, m, n, k, one, y.data_ptr(), m, x.data_ptr(), k, zero, made.data_ptr(), m)
         assert torch.equal(made, x @ y)
+
+
+def test_threads_are_those_of_torchs_openmp():
+    parallel, number, _, most = openmp()
+    assert parallel and number, "chains run on one thread"
+    assert ctypes.CFUNCTYPE(ctypes.c_int)(most)() == torch.get_num_threads()
 
 
 def test_the_precision_of_products_is_what_torch_was_set_to():

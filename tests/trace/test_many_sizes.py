@@ -97,7 +97,7 @@ def test_a_size_for_which_planning_decides_otherwise_has_another_program() -> No
     def fn(x: Tensor) -> list[Tensor]:
         return [((x * 2 + 1).relu() * 3).sum(0)]
 
-    sizes = (100, 120, 300, 400, 110, 310)  # by tiles from 2^18 elements on
+    sizes = (100, 120, 300, 400, 110, 310)  # in chains from 2^18 elements on
     compiled = check(fn, [(torch.randn(n, 1024),) for n in sizes], 2)
     assert compiled.recompiles == []
     assert any("262144" in str(guard) for guard in compiled.guards)

@@ -55,7 +55,7 @@ def list_items(step: StepGraph) -> StepGraph:
 def expand_foreach(step: StepGraph) -> StepGraph:
     """Replaces ``_foreach_*`` nodes by one node per tensor, as the CPU kernels do inside.
 
-    Afterwards chains and tiles see the same nodes for a plain and for a foreach optimizer.
+    Afterwards chains see the same nodes for a plain and for a foreach optimizer.
     """
     for node in list(step.graph.nodes):
         if not isinstance(node.target, OpOverload) or node.target.name() not in _SINGLE:

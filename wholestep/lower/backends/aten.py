@@ -22,7 +22,7 @@ from wholestep.errors import LoweringError
 from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.codegen import emit
-from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory, tile_size
+from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory
 from wholestep.lower.fusion.blocked_matmuls import split_fused_updates
 from wholestep.lower.fusion.blocking_collectives import late_starts
 from wholestep.lower.fusion.compiled_regions import Awaited, with_kernels
@@ -35,7 +35,6 @@ from wholestep.torch_compat import below_autograd, full_precision, set_grad_mode
 
 _pointer = torch.Tensor.data_ptr
 OFTEN = 4  # calls at which memory was elsewhere, after which it is no longer bound
-_NONE = torch.empty(0)
 # Sizes for which a program keeps its views of the arena; to make them anew takes some milliseconds.
 MOST_SIZES = 64
 
@@ -102,7 +101,6 @@ class Program:
         self._ids: list[int] = []
         self._pointers: list[int] = []
         self._arena: dict[str, torch.Tensor] = {}
-        self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self._unbind()
         filename = f"wholestep program {id(self)}"  # in brackets, it would have to be split into lines at once
         below = "\n" * (source.text.count("\n") + 1)
@@ -127,10 +125,9 @@ class Program:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that it holds between calls: arenas, scratch memory for tiles, blocks kept for big results."""
-        scratch = sum(buffer.nbytes for buffer in self._scratch.values())
+        """Bytes that it holds between calls: arenas, blocks kept for big results."""
         recycler = self._source.namespace.get("fresh")
-        return self.arena_bytes + scratch + (recycler.nbytes if isinstance(recycler, Recycler) else 0)
+        return self.arena_bytes + (recycler.nbytes if isinstance(recycler, Recycler) else 0)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Runs one step."""
@@ -165,10 +162,9 @@ class Program:
                 set_grad_mode(True)
 
     def release_memory(self) -> None:
-        """Gives back arena, scratch and memory kept for results; the next call takes them anew."""
+        """Gives back arena and memory kept for results; the next call takes them anew."""
         with self._lock:
             self._unbind()
-            self._scratch = {}
             self._arena = {device: memory for device, memory in self._arena.items() if device == SHARED}
             self._loans.forget()
             if "fresh" in self._source.namespace:
@@ -218,14 +214,10 @@ class Program:
         for device, size in self._sizes.items():
             if device not in self._arena:
                 self._arena[device] = arena_memory(max(size, 1), device)
-        tile = tile_size()
-        for key in self._source.scratch:
-            if self._scratch.get(key, _NONE).numel() != tile:
-                self._scratch[key] = torch.empty(tile, dtype=key[0])
         lasting = self._viewed(inputs)[:-2] if self._viewed else ()
         self._tensors, self._ids = self._watched(lasting), [*map(id, lasting)]
         self._pointers = [*map(_pointer, lasting)]
-        memory = {"inputs": inputs, "arena": self._arena, "scratch": self._scratch, "tile": tile}
+        memory = {"inputs": inputs, "arena": self._arena}
         memory["offsets"] = self._growing.offsets if self._growing else []
         names = self._source.namespace | memory
         exec(self._compiled, names)

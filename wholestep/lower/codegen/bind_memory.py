@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from wholestep import comm
-from wholestep.lower.fusion.execution_order import TILE
 from wholestep.lower.plan.arena import SHARED
 from wholestep.torch_compat import storage_uses
 
@@ -37,27 +36,6 @@ def at(arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.d
 def filled(number: Any, shape: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
     """A constant of one number."""
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(number)
-
-
-def tile_size() -> int:
-    """Elements of one tile: `TILE` on one thread, four for each of several.
-
-    Two threads meet at the end of each call; a step of 6 M parameters, as a part of eager's time, took 0.93 with half
-    a `TILE` for each, 0.69 with one, 0.46 with four, 0.53 with eight, and 0.52 without tiles.
-    """
-    threads = torch.get_num_threads()
-    return TILE if threads == 1 else 4 * threads * TILE
-
-
-def tiles(value: torch.Tensor, tile: int) -> tuple[torch.Tensor, ...]:
-    """A contiguous tensor as flat pieces of ``tile`` elements."""
-    return value.view(-1).split(tile)
-
-
-def pieces(buffer: torch.Tensor, count: int, tile: int) -> list[torch.Tensor]:
-    """The same scratch buffer for each tile of ``count`` elements, cut short for the last one."""
-    rest = count % tile
-    return [buffer] * (count // tile) + ([buffer[:rest]] if rest else [])
 
 
 class Recycler:

@@ -87,7 +87,7 @@ class CallWriter:
                 self.source.assign(name, f"lend_{name}()")
             elif store.kind == "fresh":
                 self.source.assign(name, self._new_memory(node, spec))
-        return self.source.in_tile.get(name, name)
+        return self.source.in_rows.get(name, name)
 
     def _new_memory(self, node: fx.Node, spec: str) -> str:
         value, least = info(node).value, RECYCLE_GRADIENTS_FROM if self.plan.step.signature.donated else RECYCLE_FROM
@@ -185,7 +185,7 @@ class CallWriter:
         tensors = [o for o in node.all_input_nodes if isinstance(info(o).value, torch.Tensor)]
         names = {target, *map(self.source.name, tensors)}
         fixed = self.source.lasting >= names and self.source.sized.isdisjoint(names)
-        step = straight_step(node) if fixed and not self.source.in_tile else None
+        step = straight_step(node) if fixed and not self.source.in_rows else None
         if step is None:
             return None
         first, *others = map(self.source.name, step.operands)
@@ -204,7 +204,7 @@ class CallWriter:
         found = out_variant(op, device_key(info(node).value))  # type: ignore[arg-type]
         assert found is not None, op
         overload, extra, (out,) = found
-        if in_parts(node) and not self.source.in_tile:
+        if in_parts(node) and not self.source.in_rows:
             left, right = (self.source.arg(a) for a in node.args)
             with self.source.loop(["some", "part"], f"parts({left}, {target})"):
                 self.source.line(f"torch.mm(some, {right}, out=part)", node)
@@ -253,7 +253,7 @@ class CallWriter:
         self.write_mutable(node, self.copies(node))
 
     def _given(self, copy: str | None, value: Any) -> str:
-        return self.source.arg(value) if copy is None else self.source.in_tile.get(copy, copy)
+        return self.source.arg(value) if copy is None else self.source.in_rows.get(copy, copy)
 
     def write_mutable(self, node: fx.Node, swap: dict[tuple[str, int | None], str]) -> None:
         """A call that writes its arguments, or copies in their place."""

@@ -1,8 +1,8 @@
 """Code generation: straight-line Python, one line for each kernel, from a plan.
 
 The text defines ``run(inputs)``, the step, and then makes what lasts between calls: views of parameters, of state and
-of the arena, lists of them, compiled chains. It is executed, with the inputs, the arena and the scratch memory among
-its globals, when memory is bound.
+of the arena, lists of them, compiled chains. It is executed, with the inputs and the arena among its globals, when
+memory is bound.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ class Generated:
         of_sizes: that of what is made for each size.
         namespace: globals for it.
         viewed: indices of inputs whose memory is bound ahead.
-        scratch: dtype and number of each scratch buffer.
     """
 
     text: str
     of_sizes: str
     namespace: dict[str, Any]
     viewed: list[int]
-    scratch: set[tuple[torch.dtype, int]]
 
 
 def emit(plan: Plan, moving: Container[int] = ()) -> Generated:
@@ -81,11 +79,7 @@ def emit(plan: Plan, moving: Container[int] = ()) -> Generated:
     kernels, total = sum(how in KERNELS for how in plan.reuse.how.values()), sum(plan.arena.values())
     sizes = f"{kernels} kernels, arena {total:,} bytes (most alive at once {plan.peak:,})"
     text = source.text(f"after {plan.step.stage}: {sizes}")
-    # chains have scratch memory of their own
-    tiled = {node for item in plan.items if item.kind == "tile" for node in item.nodes}
-    in_cache = [s for s in plan.reuse.stores if s.kind == "scratch" and s.values[0] in tiled]
-    scratch = {(info(s.values[0]).value.dtype, s.index) for s in in_cache}
-    return Generated(text, source.text_of_sizes(), source.namespace, viewed, scratch)
+    return Generated(text, source.text_of_sizes(), source.namespace, viewed)
 
 
 def _write_inputs(source: ProgramText, moving: Container[int]) -> list[int]:
@@ -176,33 +170,6 @@ class GroupWriter:
     def __init__(self, calls: CallWriter) -> None:
         self.calls, self.source, self.plan, self.reuse = calls, calls.source, calls.plan, calls.reuse
 
-    def tile(self, index: int, nodes: list[fx.Node]) -> None:
-        """A loop over pieces that stay in the cache, with torch's kernels inside."""
-        shape, count = info(nodes[0]).value.shape, info(nodes[0]).value.numel()
-        over: dict[str, str] = {}  # variable -> expression for its tiles
-        lasts = True
-        for node in nodes:
-            operands = [o for o in node.all_input_nodes if isinstance(info(o).value, torch.Tensor)]
-            for one in [*(o for o in operands if info(o).value.shape == shape), node]:
-                name, store = self.source.name(one), self.reuse.store[one]
-                if name in over:
-                    continue
-                if store.in_cache:
-                    over[name] = f"pieces(scratch[{info(one).value.dtype}, {store.index}], {count}, tile)"
-                else:
-                    if one is node:
-                        self.calls.destination(node)
-                    over[name] = f"tiles({name}, tile)"
-                    lasts = lasts and name in self.source.lasting
-        tiles = f"zip({commas(over.values())})"
-        if lasts:
-            tiles = self.source.bind(f"tiles_{index}", f"list({tiles})")
-        self.source.in_tile = {name: f"{name}_t" for name in over}
-        with self.source.loop([*self.source.in_tile.values()], tiles, f"{count:,} elements by tiles", not lasts):
-            for node in nodes:
-                self.calls.write(node)
-        self.source.in_tile = {}
-
     def chain(self, index: int, nodes: list[fx.Node]) -> None:
         """One call of a compiled kernel; the operators that it runs follow as comments."""
         memory: dict[str, None] = {}  # names, in order
@@ -274,8 +241,8 @@ class GroupWriter:
             variables = [f"({', '.join(variables)})", *(f"{one}_t" for one in beside)]
         if lasts:
             parts = self.source.bind(f"parts_{index}", f"list({parts})")
-        self.source.in_tile = {left: "some", name: "part"} | {one: f"{one}_t" for one in beside}
+        self.source.in_rows = {left: "some", name: "part"} | {one: f"{one}_t" for one in beside}
         with self.source.loop(variables, parts, frees=not lasts):
             self.calls.write(product)
             yield
-        self.source.in_tile = {}
+        self.source.in_rows = {}

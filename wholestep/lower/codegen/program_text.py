@@ -16,7 +16,7 @@ from torch import fx
 
 from wholestep.functional import OFFSETS, base_name, clone_as_it_lies
 from wholestep.ir import info
-from wholestep.lower.codegen.bind_memory import at, cells, filled, pieces, tiles
+from wholestep.lower.codegen.bind_memory import at, cells, filled
 from wholestep.lower.codegen.literals import INDENT, LONGEST, commas, commented, keyword, literal, targets
 from wholestep.lower.fusion.blocked_matmuls import by_rows, parts
 from wholestep.lower.fusion.chains import Named, chain
@@ -32,7 +32,7 @@ from wholestep.torch_compat import OpOverload, direct_call
 NUMBER_AS_TENSOR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 _WORDS = re.compile(r"\w+")
 _HELPERS = {
-    "direct": direct_call, "at": at, "filled": filled, "cells": cells, "tiles": tiles, "pieces": pieces,
+    "direct": direct_call, "at": at, "filled": filled, "cells": cells,
     "chain": chain, "straight": straight, "by_rows": by_rows, "parts": parts, "clone_as_it_lies": clone_as_it_lies,
 }  # fmt: skip
 
@@ -53,7 +53,7 @@ class ProgramText:
         lasting: variables that the binding makes.
         sized: those among them that it makes for each size; and the symbols.
         assigned: variables that the step has assigned so far.
-        in_tile: what a variable is called inside of the loop over tiles being written.
+        in_rows: what a variable is called inside of the loop over rows being written.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -62,7 +62,7 @@ class ProgramText:
         self.namespace: dict[str, Any] = {"__name__": "wholestep.program", "torch": torch, "math": math, **_HELPERS}
         self.lasting: set[str] = set()
         self.assigned: set[str] = set()
-        self.in_tile: dict[str, str] = {}
+        self.in_rows: dict[str, str] = {}
         self._step: list[str | list[str]] = []
         self._binding: list[str] = []
         self._binding_of_sizes: list[str] = []
@@ -175,7 +175,7 @@ class ProgramText:
         """An argument of a call."""
         if isinstance(value, fx.Node):
             name = self.name(value)
-            return self.in_tile.get(name, name)
+            return self.in_rows.get(name, name)
         if isinstance(value, (list, tuple)):
             return f"[{commas(map(self.arg, value))}]"
         if isinstance(value, (torch.Tensor, torch.Generator)):

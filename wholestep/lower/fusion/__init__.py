@@ -1,1 +1,1 @@
-"""Which calls run together and in which order: elementwise chains, tiles, blocks of rows."""
+"""Which calls run together and in which order: elementwise chains, blocks of rows."""

@@ -75,8 +75,8 @@ def in_parts(node: fx.Node) -> bool:
     On one thread 5000 x 5000 elements take 0.65 of the time with 20 rows of a batch, 0.77 with 64 and 0.97 with 128;
     several threads share out the whole product better than its parts (0.98 to 1.16).
     """
-    one = torch.get_num_threads() == 1 and info(node).value.device.type == "cpu"
-    return one and is_product(node) and info(node).value.numel() >= WHOLE and _pays(node) and _same_bits(node)
+    here = is_product(node) and info(node).value.device.type == "cpu"
+    return here and info(node).value.numel() >= WHOLE and _pays(node) and _same_bits(node)
 
 
 def parts(left: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -88,7 +88,7 @@ def parts(left: torch.Tensor, out: torch.Tensor) -> Iterator[tuple[torch.Tensor,
 def _pays(node: fx.Node) -> bool:
     left, right = node.args
     value = info(node).value
-    if left is right or value.numel() < LEAST or value.shape[0] <= rows_at_once(value):
+    if torch.get_num_threads() > 1 or left is right or value.numel() < LEAST or value.shape[0] <= rows_at_once(value):
         return False
     factors = sum(info(one).value.numel() for one in (left, right))  # type: ignore[arg-type]
     return info(left).value.shape[1] <= INNER and 4 * factors <= value.numel()  # type: ignore[arg-type, no-any-return]
@@ -163,7 +163,7 @@ def _by_rows(node: fx.Node, lists: dict[str, list[Any]], index: int) -> bool:
 
     The kernel writes gradients where it unscales them; results that are gradients are read by whoever wants them whole.
     """
-    if torch.get_num_threads() > 1 or _bound(node).get("grad_scale") is not None:
+    if _bound(node).get("grad_scale") is not None:
         return False
     gradient, first = lists["grads"][index], info(lists["self"][index]).value
     cut = [items[index] for name, items in lists.items() if name != "state_steps" and items]

@@ -21,13 +21,13 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.torch_compat import mkl_square_root, no_modes
+from wholestep.torch_compat import mkl_square_root, no_modes, openmp
 
 try:
     from wholestep.lower.fusion import _chain as native
-except ImportError:  # not built: torch's kernels, and tiles, serve instead
+except ImportError:  # not built: torch's kernels serve instead
     native = None  # type: ignore[assignment]
-if not hasattr(native, "run_straight"):  # built from older source
+if not hasattr(native, "use_openmp"):  # built from older source
     native = None  # type: ignore[assignment]
 
 aten = torch.ops.aten
@@ -69,12 +69,17 @@ _KERNELS: dict[Any, tuple[tuple[str, ...], int]] = {
 _ARITHMETIC = {aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.mul.Tensor: "mul", aten.div.Tensor: "div"}
 
 
+def is_elementwise(node: fx.Node) -> bool:
+    """True for a call of an operator that chains know."""
+    return node.target in _ARITHMETIC or node.target in _KERNELS
+
+
 def chain_step(node: fx.Node) -> Step | None:
     """A call as an operator of a chain; None when it cannot be one."""
     value = info(node).value
     if native is None or not isinstance(value, torch.Tensor) or not _whole(value, value):
         return None
-    if value.numel() >= SHARED_FROM and torch.get_num_threads() > 1:
+    if torch.get_num_threads() > 1 and not _has_threads() and value.numel() >= SHARED_FROM:
         return None
     if not value.dim() and getattr(node.args[0], "op", "") != "placeholder":  # not an optimizer's count of steps
         return None
@@ -134,6 +139,15 @@ def kernel_of(node: fx.Node, step: Step) -> str | None:
         with no_modes():
             _FOUND[key] = next((k for k in _available(step.kernels) if _same_bits(node, step, k, tensor)), None)
     return _FOUND[key]
+
+
+@functools.cache
+def _has_threads() -> bool:
+    """Whether chains run on torch's own threads."""
+    addresses = openmp()
+    if all(addresses):
+        native.use_openmp(*addresses)
+    return all(addresses)
 
 
 @functools.cache

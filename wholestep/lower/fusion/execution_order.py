@@ -1,12 +1,11 @@
-"""The order of execution: which calls run one by one, and which together as a chain or tile by tile.
+"""The order of execution: which calls run one by one, and which together as a chain.
 
-Three groupings change the order of nodes, never their bits:
+Two groupings change the order of nodes, never their bits:
 
 - a `chain` is the optimizer's arithmetic on one parameter, run by one compiled kernel (see `chains`), with the product
   of matrices that is its gradient where nobody else reads that (see `blocked_matmuls`); one chain counts all steps;
-- an `update` is a fused optimizer's call on one parameter, with the product that is its gradient (see there);
-- a `tile` group is a chain of other operators over big tensors of one shape. It runs on 64 K elements after another,
-  so that memory is passed over once instead of once for each operator.
+  of forward and backward, elementwise calls in a row over large tensors of one shape;
+- an `update` is a fused optimizer's call on one parameter, with the product that is its gradient (see there).
 
 Random and other effectful nodes keep their order.
 """
@@ -24,82 +23,22 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.functional import Decided, base_name, is_collective
+from wholestep.functional import Decided, is_collective
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import product_of, product_of_update
-from wholestep.lower.fusion.chains import chain_step
+from wholestep.lower.fusion.chains import chain_step, is_elementwise
 from wholestep.lower.fusion.memory_aware_order import move_forward
-from wholestep.lower.plan.operator_facts import aten, inplace_variant, is_pointwise, out_variant
 from wholestep.nested import leaves
 
-TILE = 1 << 16  # elements of one tile: 256 KB a tensor in float32, so that a chain's tensors stay in the cache
-TILE_FROM = 1 << 18  # elements from which a chain is tiled: 1 MB in float32
-
-# Operators that may be tiled if their vector and scalar code agree (see `_same_bits`).
-TILE_OPS = {
-    "add", "sub", "mul", "div", "neg", "abs", "sqrt", "lerp", "addcmul", "addcdiv", "maximum", "minimum",
-    "relu", "threshold_backward", "clamp_min", "clamp_max", "where",
-}  # fmt: skip
-
-
-def tileable(node: fx.Node) -> bool:
-    """True for elementwise calls over big contiguous CPU tensors of one shape (and single numbers)."""
-    value, op = info(node).value, node.target
-    if not is_pointwise(op) or not isinstance(value, torch.Tensor) or base_name(op) not in TILE_OPS:  # type: ignore[arg-type]
-        return False
-    if value.numel() < TILE_FROM or value.device.type != "cpu" or not value.is_contiguous():
-        return False
-    if value.dtype not in (torch.float32, torch.float64) or node.kwargs.get("alpha", 1) != 1:
-        return False
-    for operand in (info(o).value for o in node.all_input_nodes):
-        if isinstance(operand, torch.Tensor) and operand.dim():
-            if operand.shape != value.shape or not operand.is_contiguous() or operand.device.type != "cpu":
-                return False
-        elif not isinstance(operand, (torch.Tensor, int, float)):
-            return False
-    writable = out_variant(op, "CPU") is not None or inplace_variant(op) is not None  # type: ignore[arg-type]
-    return writable and _same_bits(op, node)
-
-
-_SAME_BITS: dict[Any, bool] = {}
-
-
-def _same_bits(op: Any, node: fx.Node) -> bool:
-    """True when an operator's vector code and the scalar code of its loop ends agree bit by bit.
-
-    Tiles put the loop's end elsewhere than the whole tensor does. Tried once per operator and dtypes, on
-    4096 random values, whole against slices shorter than a vector.
-    """
-    values = [info(a).value if isinstance(a, fx.Node) else a for a in node.args]
-    key = (op, *((v.dtype, v.dim() > 0) if isinstance(v, torch.Tensor) else type(v) for v in values))
-    if key not in _SAME_BITS:
-        generator = torch.Generator().manual_seed(0)
-        low = 0.1 if op is aten.sqrt.default else -0.5
-        trial: list[Any] = [0.37 if isinstance(a, fx.Node) else a for a in node.args]
-        for index, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                trial[index] = (torch.rand(4096, generator=generator) + low).to(value.dtype)
-                trial[index] = trial[index] if value.dim() else trial[index][0]
-        keywords = {k: 0.37 if isinstance(v, fx.Node) else v for k, v in node.kwargs.items()}
-        parts = [
-            op(*[a[i : i + 7] if isinstance(a, torch.Tensor) and a.dim() else a for a in trial], **keywords)
-            for i in range(0, 4096, 7)
-        ]
-        _SAME_BITS[key] = bool(torch.equal(op(*trial, **keywords), torch.cat(parts)))
-    return _SAME_BITS[key]
+LARGE = 1 << 18  # elements from which calls of a forward or backward are a chain: memory is passed over once, 1 MB each
 
 
 @dataclass
 class Item:
     """One unit of execution: a single node, or a group that runs together."""
 
-    kind: Literal["single", "chain", "update", "tile"]
+    kind: Literal["single", "chain", "update"]
     nodes: list[fx.Node]
-
-    @property
-    def by_pieces(self) -> bool:
-        """True when all nodes work on one piece of their operands after another."""
-        return self.kind in ("chain", "tile")
 
 
 def arrange(step: StepGraph) -> list[Item]:
@@ -138,12 +77,10 @@ class _Grouping:
             self.effects |= self._reached(node.all_input_nodes)
             self.taint[node] = self.effects
             return
-        if info(node).phase == "optimizer" and chain_step(node) is not None:
-            key: Any = ("chain", value.shape, value.dtype)
+        if _is_chained(node) and chain_step(node) is not None:
+            key: Any = ("chain", value.shape)
         elif product_of_update(node) is not None:
             key = ("update", node)
-        elif tileable(node):
-            key = ("tile", value.shape, value.dtype)
         else:
             self.taint[node] = self._reached([*node.all_input_nodes, *self._decided_before(node)])
             return
@@ -232,7 +169,8 @@ class _Grouping:
         item_of: dict[fx.Node, int] = {}
         for node in self.nodes:
             group = self.group_of.get(node, -1)
-            if group < 0 or (len(self.members[group]) < 2 and self.keys[group][0] != "chain"):
+            alone = group >= 0 and len(self.members[group]) < 2
+            if group < 0 or (alone and (self.keys[group][0] != "chain" or info(node).phase != "optimizer")):
                 item_of[node] = len(items)
                 items.append(Item("single", [node]))
             elif self.members[group][0] is node:
@@ -262,6 +200,14 @@ def _decisions(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
         for operand in (one for one in on if isinstance(one, fx.Node) and one.op == "call_function"):
             found.setdefault(operand, []).append(node)
     return found
+
+
+def _is_chained(node: fx.Node) -> bool:
+    """True for what runs as a chain where it can: calls of an optimizer, and others that wait for memory."""
+    value = info(node).value
+    if not is_elementwise(node) or not isinstance(value, torch.Tensor):
+        return False
+    return info(node).phase == "optimizer" or value.numel() >= LARGE
 
 
 def has_order(node: fx.Node) -> bool:

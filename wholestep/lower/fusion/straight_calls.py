@@ -29,7 +29,8 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 
 def straight_step(node: fx.Node) -> Step | None:
     """A call as a straight one; None when it cannot be one."""
-    if not isinstance(info(node).value, torch.Tensor) or info(node).value.numel() > LARGEST:
+    largest = LARGEST if torch.get_num_threads() == 1 else SHARED_FROM - 1
+    if not isinstance(info(node).value, torch.Tensor) or info(node).value.numel() > largest:
         return None
     step = chain_step(node)
     if step is not None:
@@ -44,7 +45,7 @@ def straight_step(node: fx.Node) -> Step | None:
     values = [info(node).value, *(info(o).value for o in operands)]  # type: ignore[arg-type]
     if any(v.dtype is not torch.float32 or v.device.type != "cpu" or v.numel() > LARGEST for v in values):
         return None
-    if kernel == "sum" and values[1].numel() >= SHARED_FROM and torch.get_num_threads() > 1:
+    if kernel == "sum" and values[1].numel() > largest:
         return None
     layouts = tuple([(tuple(v.shape), v.stride()) for v in values])
     return Step((kernel,), operands) if _same_bits(kernel, layouts, full_precision()) else None  # type: ignore[arg-type]

@@ -88,13 +88,11 @@ class BufferReuse:
 
     Attributes:
         parts: values that are computed in the result of a later `cat`.
-        scratch: for each item that works by pieces, how many scratch buffers it has.
     """
 
     def __init__(self, placed: Placement) -> None:
         self.placed, self.live, self.root = placed, placed.live, placed.root
         self.store, self.how, self.name = placed.store, placed.how, placed.name
-        self.scratch: Counter[int] = Counter()
         self.parts: dict[fx.Node, Part] = find_parts(self.live.nodes, self.root, self._may_be_part)
         for node in self.live.nodes:
             self._place(node)
@@ -163,10 +161,10 @@ class BufferReuse:
         if node in self.parts and how is not None:
             return self._place_part(node, self.parts[node], how)
         escaping, item = node in self.live.escaping, self.live.item_of[node]
-        tiled = self.live.items[item].by_pieces
+        chained = self.live.items[item].kind == "chain"
         lent = node in self.live.lendable and not has_size(value) and recyclable(value, LEND_FROM)
         # the first operand of a copy need not exist any more
-        into = tiled or node.target is aten.copy.default or (how == "out" and (lent or recyclable(value)))
+        into = chained or node.target is aten.copy.default or (how == "out" and (lent or recyclable(value)))
         over = None
         if how is not None and not escaping:
             over = next((o for o in tensor_operands(node) if self._reusable(o, node, how)), None)
@@ -183,9 +181,8 @@ class BufferReuse:
             self.placed.new(node, "lent" if lent else "fresh")
         elif self.live.items[item].kind != "single" and is_product(node):
             self.placed.new(node, "rows")
-        elif tiled and self.live.within_item(node):
-            self.placed.new(node, "scratch", self.scratch[item])
-            self.scratch[item] += 1
+        elif chained and self.live.within_item(node):
+            self.placed.new(node, "scratch")
         elif not self._in_own_rows(node, how):
             self.placed.new(node, "arena")
 

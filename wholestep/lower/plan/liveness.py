@@ -163,11 +163,11 @@ class Liveness:
         return all(self.item_of.get(reader) == self.item_of[node] for reader in self.readers[node])
 
     def read_time(self, reader: fx.Node, root: fx.Node) -> int:
-        """The position up to which a reader reads; a tile's single numbers are read by every tile."""
+        """The position up to which a reader reads; a chain's single numbers are read by every block."""
         item = self.items[self.item_of[reader]] if reader is not self.output else None
         if item is None or item.kind == "single":
             return self.position[reader]
-        if item.by_pieces and not is_product(reader):
+        if item.kind == "chain" and not is_product(reader):
             shape = info(reader).value.shape
             if all(info(o).value.shape == shape for o in reader.all_input_nodes if self.root[o] is root):
                 return self.position[reader]

@@ -36,8 +36,8 @@ class Store:
 
     Attributes:
         kind: an input's own; "constant"; "arena"; "lent" by the arena to a result; "fresh" memory for a result; what a
-            "kernel" allocates; "scratch" of a group that works by pieces; "rows" of a product that such a group reads.
-        index: of the input, or of the scratch buffer.
+            "kernel" allocates; "scratch" of a chain; "rows" of a product that a group reads by rows.
+        index: of the input.
         values: the roots that lie in it, the first as large as it.
         slot: when it is in use, and where in the arena it lies.
     """
@@ -130,7 +130,7 @@ def may_write_over(live: Liveness, node: fx.Node, root: fx.Node, how: How) -> bo
     if over_first or how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
         return len(mine) == 1 and mine[0] is node.args[0]
     item = live.items[live.item_of[node]]
-    if item.by_pieces and live.read_time(node, root) != live.position[node]:
+    if item.kind == "chain" and live.read_time(node, root) != live.position[node]:
         return False
     if info(node).value.is_complex():  # compiled twice, with and without overlap, which round products otherwise
         return how == "copy"

@@ -10,6 +10,7 @@
 
 #define BLOCK 256        /* elements: operands and what is asked for ahead stay in the first cache; 512 took 1.3 times as long */
 #define ALONE_FROM 65536 /* elements from which other Python threads may run meanwhile */
+#define GRAIN 32768      /* elements for each of torch's threads, at least: what torch gives its own kernels */
 
 /* Operands may be the very same memory as the result, never shifted against it. */
 #define EACH _Pragma("GCC ivdep") for (Py_ssize_t i = 0; i < n; i++)
@@ -118,7 +119,7 @@ enum { MEMORY, SCRATCH, GIVEN, PART }; /* an address; a block of the chain's own
 typedef struct {
     const chain_t *chain;
     const int64_t *given;
-    Py_ssize_t first, end;
+    Py_ssize_t begin, first, end; /* where the part begins; the elements to work on */
     int64_t part;
     float *scratch;
 } call_t;
@@ -127,7 +128,7 @@ static float *at(const call_t *call, int64_t index, Py_ssize_t from) {
     if (index < 0) return NULL;
     const place_t *p = &call->chain->place[index];
     if (p->kind == SCRATCH) return call->scratch + p->value * BLOCK;
-    if (p->kind == PART) return (float *)(uintptr_t)call->part + (from - call->first);
+    if (p->kind == PART) return (float *)(uintptr_t)call->part + (from - call->begin);
     return (float *)(uintptr_t)(p->kind == GIVEN ? call->given[p->value] : p->value) + from;
 }
 
@@ -154,6 +155,31 @@ static void work(call_t *call) {
                                    at(call, s->c, from), number ? *number : 0, other ? *other : 0);
         }
     }
+}
+
+/* torch's own threads, by the OpenMP that it has loaded: a second one would have threads of its own beside them. */
+static struct {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    int (*number)(void), (*count)(void), (*most)(void);
+} openmp;
+
+/* Whole blocks for each thread: the bits of one thread, whose blocks they are. */
+static void work_on_share(void *data) {
+    call_t call = *(call_t *)data;
+    Py_ssize_t begin = call.first, end = call.end, count = openmp.count();
+    Py_ssize_t share = ((end - begin + count - 1) / count + BLOCK - 1) / BLOCK * BLOCK;
+    call.first = begin + share * openmp.number();
+    call.end = end - call.first < share ? end : call.first + share;
+    if (call.first < end) work(&call);
+}
+
+static void work_together(call_t *call) {
+    Py_ssize_t most = openmp.parallel ? openmp.most() : 1, grains = (call->end - call->first + GRAIN - 1) / GRAIN;
+    if (most > grains) most = grains;
+    if (most > 1)
+        openmp.parallel(work_on_share, call, (unsigned)most, 0);
+    else
+        work(call);
 }
 
 void run_chain(const chain_t *c) {
@@ -224,17 +250,17 @@ static PyObject *call(PyObject *const *args, Py_ssize_t n, int in_parts) {
     if (PyErr_Occurred()) return NULL;
     call_t made = {.chain = c, .given = numbers + before, .end = c->count};
     if (in_parts) {
-        made.first = numbers[1], made.end = numbers[1] + numbers[2], made.part = numbers[3];
+        made.begin = made.first = numbers[1], made.end = numbers[1] + numbers[2], made.part = numbers[3];
         if (made.first < 0 || numbers[2] < 0 || numbers[2] > c->count - made.first) {
             PyErr_SetString(PyExc_ValueError, "a part that the chain does not have");
             return NULL;
         }
     }
     if (made.end - made.first < ALONE_FROM) {
-        work(&made);
+        work_together(&made);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        work(&made);
+        work_together(&made);
         Py_END_ALLOW_THREADS
     }
     Py_RETURN_NONE;
@@ -258,7 +284,19 @@ static PyObject *py_use_mkl(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* use_openmp(addresses of GOMP_parallel, omp_get_thread_num, omp_get_num_threads, omp_get_max_threads) */
+static PyObject *py_use_openmp(PyObject *self, PyObject *args) {
+    (void)self;
+    unsigned long long at[4];
+    if (!PyArg_ParseTuple(args, "KKKK", at, at + 1, at + 2, at + 3)) return NULL;
+    openmp.number = (int (*)(void))(uintptr_t)at[1], openmp.count = (int (*)(void))(uintptr_t)at[2];
+    openmp.most = (int (*)(void))(uintptr_t)at[3];
+    openmp.parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))(uintptr_t)at[0];
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef METHODS[] = {
+    {"use_openmp", py_use_openmp, METH_VARARGS, NULL},
     {"use_mkl", py_use_mkl, METH_VARARGS, NULL},
     {"chain", py_chain, METH_VARARGS, NULL},
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
