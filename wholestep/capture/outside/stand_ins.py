@@ -14,14 +14,12 @@ effect `CALL` makes the real call after the program has run. Until then the numb
 from __future__ import annotations
 
 import functools
-import types
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.sources import Item, Source
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 
@@ -130,30 +128,13 @@ def restore(stand_in: AppendOnlyList) -> None:
         original.extend(before)
 
 
-class Cached:
-    """Stands for a function with `functools.cache`: what is made while the step is traced must not stay in there."""
+class Cached(Stopped):
+    """Stands for a function with `functools.cache`, which gives what no guard sees: has its attributes, and refuses."""
 
-    function: Any
-    source: Any
 
-    def __init__(self, function: Any, source: Any) -> None:
-        given = {name: getattr(function, name) for name in functools.WRAPPER_ASSIGNMENTS}
-        vars(self).update(given | vars(function), function=function, source=source,
-                          cache_info=function.cache_info, cache_clear=function.cache_clear)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        value = self.function(*args, **kwargs)
-        if not is_plain(value):
-            what = f"{self.source} keeps in its cache what is no plain value, where no guard sees it"
-            raise UnsupportedError(what, remedy="keep it in an attribute or a dict, or call it outside of the step")
-        return value
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise UnsupportedError(f"the step sets {vars(self)['source']}.{name}, of a function with a cache",
-                               remedy="keep it in an attribute of another object, or in a dict")
+for _name in ("__call__", "__setattr__"):
+    setattr(Cached, _name, refusing(UnsupportedError, "the step calls or changes {}, a function with a cache",
+                                    "call it outside of the step, or keep what it gives in an attribute or a dict"))
 
 
 class Pending:

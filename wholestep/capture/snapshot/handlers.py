@@ -110,8 +110,7 @@ def _held(found: Reachable, method: Any, source: sources.Source) -> None:
 
 
 def _cached(found: Reachable, function: Any, source: sources.Source) -> None:
-    found.stand_ins[id(function)] = functools.partial(Cached, function, source)
-    found.queue(function.__wrapped__, sources.Attr(source, "__wrapped__"))
+    found.stand_ins[id(function)] = functools.partial(Cached, function, source, found.outside.refused)
 
 
 def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: sources.Source) -> None:

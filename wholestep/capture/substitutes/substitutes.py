@@ -12,16 +12,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.outside.stand_ins import (
-    AppendOnlyList,
-    Cached,
-    Deferred,
-    Pending,
-    Stopped,
-    all_of,
-    is_of_numbers,
-    restore,
-)
+from wholestep.capture.outside import stand_ins as standing_in
+from wholestep.capture.outside.stand_ins import AppendOnlyList, Deferred, Pending, StandIn
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container, Reachable
 from wholestep.capture.sources import Item, Replacement, Root, Source, Vars, lineage
@@ -70,8 +62,7 @@ class Substitutes:
 
     def standing(self) -> list[Any]:
         """What stands in the place of tensors, iterators, lists and cached functions."""
-        kinds_of = Stopped, Cached, AppendOnlyList
-        return [v for v in self.aliases.of.values() if type(v) in kinds_of or isinstance(v, torch.Tensor)]
+        return [v for v in self.aliases.of.values() if isinstance(v, (StandIn, torch.Tensor))]
 
     def put(self, parts: PartsOf | None, differentiable: bool = True) -> None:
         """Puts whole shapes, detached aliases and stand-ins in place; `lift` gives those among the arguments.
@@ -195,17 +186,17 @@ class Substitutes:
                 source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
                 self.lifted[id(group), number.key] = group[number.key] = Pending(source, group[number.key], refused)
         kinds_of = {int, float, *map(type, self.stand_ins)}
-        moved = set(map(id, all_of(scheduler)))
+        moved = set(map(id, standing_in.all_of(scheduler)))
         for one, source in found.schedulers:
             state = vars(one) if id(one) in moved else {}
             for key, value in state.items():
-                if is_of_numbers(value, kinds_of):
+                if standing_in.is_of_numbers(value, kinds_of):
                     self.lifted[id(state), key] = state[key] = Pending(Item(Vars(source), key), value, refused)
 
     def restore(self) -> None:
         """Takes everything out of its place but what containers hold, which the snapshot puts back."""
         while self.lists:
-            restore(self.lists.pop())
+            standing_in.restore(self.lists.pop())
         self._patches.restore()
         self._reachable.outside.states.put_back()
         self.lifted.clear()

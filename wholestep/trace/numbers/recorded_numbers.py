@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,14 +96,16 @@ class RecordedNumbers:
             error: what it raises, where the numbers are those of this call.
 
         Raises:
-            Exception: that error; where code around the call would catch it, whether it comes is decided on, too.
+            Exception: that error.
+            DataDependentError: code around the call would catch one, which another call's numbers may give.
         """
         hosts = [isinstance(getattr(a, "node", None), HostNode) for a in args]
         nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
         known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
-        for kind in errors_of(function):
-            if is_caught(kind) and self.record(raises(function, kind), args, isinstance(error, kind)):
-                raise error if known and error is not None else kind(f"{function.__name__} of a number")
+        if any(map(is_caught, errors_of(function))):
+            what = f"the step catches what may be raised where numbers are others, by {function.__name__}"
+            remedy = "check them before, or compile without fullgraph=True"
+            raise self.refused(DataDependentError(what, user_line(), remedy))
         if error is not None and known:
             raise error
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
@@ -252,21 +254,6 @@ def errors_of(function: Callable[..., Any]) -> tuple[Any, ...]:
     if function in (operator.pow, pow):
         return ZeroDivisionError, OverflowError
     return (ZeroDivisionError,) if function in (operator.truediv, operator.floordiv, operator.mod) else ()
-
-
-@cache
-def raises(function: Any, error: type[Exception]) -> Callable[..., bool]:
-    """Whether a function of numbers raises an error, as a node's target."""
-
-    def raising(*numbers: Any) -> bool:
-        try:
-            function(*numbers)
-        except (ArithmeticError, ValueError) as found:
-            return isinstance(found, error)
-        return False
-
-    raising.__name__ = raising.__qualname__ = f"{error.__name__}_of_{function.__name__}"
-    return raising
 
 
 _read_list = torch.Tensor.tolist  # not what a trace puts there

@@ -67,20 +67,15 @@ def trace_step(
     if begin is not None:
         begin(recorder)
     try:
-        return _recorded(recorder, fn, args, kwargs, world, differentiate, reentrant)
+        return _recorded(recorder, fn, args, kwargs, differentiate, reentrant)
     finally:
         recorder.forget()
 
 
 def _recorded(
-    recorder: Recorder,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    world: Snapshot,
-    differentiate: Differentiate | None,
-    reentrant: bool,
+    recorder: Recorder, fn: Callable[..., Any], args: Any, kwargs: Any, differentiate: Any, reentrant: bool
 ) -> Traced:
+    world = recorder.inputs.world
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter"]  # some may come to require grad
     gradients = ReplacedGradients(parameters)
     before = world.versions()
