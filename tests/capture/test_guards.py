@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 import wholestep as ws
 from wholestep.capture import Binder, GuardFailure, snapshot
 from wholestep.capture.snapshot.snapshot import Snapshot
+from wholestep.errors import CaptureError
 
 
 def bound(fn: Callable[..., Any], *args: Any, mutated: tuple[str, ...] = (), **kwargs: Any) -> tuple[Snapshot, Binder]:
@@ -347,26 +349,22 @@ def test_a_step_that_reads_by_computed_names_guards_all() -> None:
     assert reason(binder, trainer, "done") == "L['trainer'].done: expected 0, found 1"
 
 
-def test_a_tensor_that_only_a_library_reads_is_found_when_met() -> None:
+@pytest.mark.parametrize("returned", [False, True])
+def test_a_step_whose_tensor_only_a_library_reads_runs_python(returned: bool) -> None:
     class Holder:
         def __init__(self) -> None:
-            self.unnamed = {"deep": [torch.ones(2)]}
-            self.count = 0
+            self.unnamed = torch.ones(2)
 
-    holder = Holder()
-    snap = snapshot(lambda h: h, (holder,))
-    assert not snap.tensors
-    tensor = holder.unnamed["deep"][0]
-    found = snap.find(tensor)
-    assert found is not None and str(found.source) == "L['h'].unnamed['deep'][0]"
-    assert snap.find(torch.ones(1)) is None
-    binder = Binder(snap, [found.source])
-    assert binder((holder,), {}) == [tensor]
-    holder.count += 1
-    holder.unnamed["deep"][0] = torch.zeros(2)
-    assert passes(binder, holder)[0] is holder.unnamed["deep"][0]
-    holder.unnamed["deep"][0] = torch.zeros(3)
-    assert reason(binder, holder) == "L['h'].unnamed['deep'][0] shape: expected [2], found [3]"
+    def step(holder: Holder) -> Any:
+        value = inspect.getmembers(holder)[-1][1]
+        return [value] if returned else value * 2
+
+    compiled, holder = ws.compile(step), Holder()
+    for value in (1.0, 2.0, 3.0):
+        holder.unnamed = torch.full((2,), value)
+        assert torch.equal(compiled(holder)[0], step(holder)[0]) and (compiled(holder)[0] is holder.unnamed) is returned
+    with pytest.raises(CaptureError, match="out of its sight" if returned else "none of its arguments"):
+        ws.compile(step, fullgraph=True)(holder)
 
 
 def test_values_of_a_users_module() -> None:

@@ -101,7 +101,10 @@ class _Described:
             found = self.snap.find(value)
             if found is not None:
                 return Existing(found.source, value)
-            return self._without_attributes(value, where) if self.is_new(value) else Const(value)
+            if not self.is_new(value):
+                what = f"{where} was given a tensor from before the step, which is out of its sight"
+                raise UnsupportedError(what, remedy="pass it to the step as an argument")
+            return self._without_attributes(value, where)
         if is_plain(value) and not self._is_of_numbers(value):
             return Const(value)
         if id(value) in self.snap.reachable.first:

@@ -20,8 +20,6 @@ from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.walk import begin, reachable, walk
 from wholestep.capture.sources import Attr, Call, Replacement, Root, Source, lineage
 from wholestep.capture.substitutes.substitutes import Substitutes
-from wholestep.errors import UnsupportedError
-from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import HOOK_TABLES, set_versions
 
 # Path of a module below the outermost one in sight, and the module -> the module to trace in its place.
@@ -55,9 +53,8 @@ class Snapshot:
             self._replace(replace)
         self.substitutes = Substitutes(self.reachable, self.replaced)
         self.replaced_gradients: frozenset[str] = frozenset()
-        self._hidden: dict[int, str] | None = None
-        self._versions: list[tuple[torch.Tensor, int, Any]] = []
-        self._count_versions()
+        counted = [f.tensor for f in self.tensors.values() if not f.tensor.is_inference()]
+        self._versions = [(tensor, tensor._version, tensor.grad_fn) for tensor in counted]
         self._grad_mode = torch.is_grad_enabled()
         self._guards: list[Guard] | None = None
 
@@ -84,42 +81,9 @@ class Snapshot:
     # what was found ------------------------------------------------------------------------------------
 
     def find(self, tensor: torch.Tensor) -> TensorInput | None:
-        """Where a tensor was found; None for one that the step made itself.
-
-        A tensor in an attribute that only a library reads is looked for when it is met, and its attribute then
-        counts as named by the step.
-        """
+        """Where a tensor was found; None for one that the step made itself, or that is out of its sight."""
         found = self.tensors.get(id(tensor)) or self.substitutes.aliases.found.get(id(tensor))
-        if found is None and self.reachable.hidden:
-            name = self._out_of_sight().get(id(tensor))
-            if name is not None:
-                self.names |= {name}
-                self.reachable.names_read.names.add(name)
-                walk(self.reachable)
-                self._count_versions()
-                self._hidden = None
-                found = self.tensors.get(id(tensor))
-                if found is not None and part_of(found.tensor) is not None:
-                    raise UnsupportedError(
-                        f"{found.source}, of which each rank holds a part, is only found when it is used",
-                        remedy="pass it to the step as an argument",
-                    )
         return found if found is not None and found.tensor is tensor else None
-
-    def _out_of_sight(self) -> dict[int, str]:
-        """id of each tensor below an attribute that no code names -> that attribute."""
-        if self._hidden is None:
-            self._hidden = {}
-            for container, key, _ in self.reachable.hidden:
-                for held in tensors_below(container.before[key]):
-                    self._hidden.setdefault(id(held), key)
-        return self._hidden
-
-    def _count_versions(self) -> None:
-        """Notes version counters and histories of tensors met since the last time."""
-        known = len(self._versions)
-        new = [f.tensor for f in self.tensors.values() if not f.tensor.is_inference()][known:]
-        self._versions += [(tensor, tensor._version, tensor.grad_fn) for tensor in new]
 
     def versions(self) -> dict[int, int]:
         """id of each tensor that the step may be given, detached aliases included -> its version counter."""
