@@ -1,6 +1,7 @@
 """A compiled step: which of its programs serves a call, and when a new one is captured.
 
-May import: capture, co_run, deferred_init, errors, override, pipeline, report, runtime, step_log, torch_compat, trace.
+May import: capture, capturer, co_run, deferred_init, errors, override, pipeline, report, runtime, step_log,
+torch_compat, trace.
 """
 
 from __future__ import annotations
@@ -8,9 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,21 +17,17 @@ import torch
 from torch import fx
 
 from wholestep import pipeline
-from wholestep.capture import Guard, GuardFailure, InitialState, materialize_fakes, no_collection, snapshot
+from wholestep.capture import Guard, GuardFailure, no_collection, snapshot
+from wholestep.capturer import Capturer
 from wholestep.co_run import CoRun, is_deferring
-from wholestep.deferred_init import allocated, any_deferred, fill, record_of
-from wholestep.errors import PACKAGE, BreakError, CaptureError, LazyError, UnsupportedError, WholestepError
-from wholestep.override import Override, Overrides
+from wholestep.deferred_init import fill
+from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
+from wholestep.override import Override
 from wholestep.report import Explanation, Stage, explain, explain_segments
-from wholestep.runtime import Entries, Entry, Program, give_back
+from wholestep.runtime import Entries, Entry, Program
 from wholestep.step_log import Logged, collecting
 from wholestep.torch_compat import modes_active, needs_memory, skipped_by_dynamo, transforms_active
-from wholestep.trace import Traced
-from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
-from wholestep.trace.record.provenance import line_of
-
-# A step that keeps needing new captures is misused: better an error than minutes lost in silence.
-MAX_ENTRIES = 32
+from wholestep.trace.numbers.dynamic_shapes import shapes
 
 
 @skipped_by_dynamo
@@ -89,15 +84,9 @@ class Compiled:
 
     def reset(self) -> None:
         """Forgets all captures, and which modules are replaced."""
-        self._overrides = Overrides(self._module_override)
+        self._capturer = Capturer(*self.__getstate__())
         self._entries = Entries()
-        templates = self._dynamic is not False and self._executor.plain
-        many = self._options.many_sizes and not self._module_override
-        how = pipeline.capture, bool(self._dynamic), many
-        self._known = pipeline.Known(templates=Templates(*how) if templates else None)
         self.eager_calls = 0
-        self._varying: frozenset[str] = frozenset()
-        self._fixed: frozenset[str] = frozenset()
         self.recompiles: list[str] = []
         self.breaks: list[str] = []
         self._co_run: CoRun | None = None
@@ -185,14 +174,15 @@ class Compiled:
         try:
             outcome = run(entry, args, kwargs, ready)
             if type(outcome) is GuardFailure:
-                if outcome.outcomes and self._known.templates is not None and self._known.templates.reason == "":
+                templates = self._capturer.known.templates
+                if outcome.outcomes and templates is not None and templates.reason == "":
                     return outcome
                 raise WholestepError(f"internal error: guards failed on the call they were made from: {outcome.reason}")
-            if self._known.initial is not None:
-                self._known.initial.keep()
+            if self._capturer.known.initial is not None:
+                self._capturer.known.initial.keep()
             return outcome
         finally:
-            self._undo()
+            self._capturer.undo()
 
     @property
     def _may_break(self) -> bool:
@@ -209,13 +199,13 @@ class Compiled:
         """Whether passes or a backend of the user's own have failed, which running the step otherwise would hide."""
         options = self._options
         given = bool(options.passes) or callable(options.backend) or options.memory_budget is not None
-        return given and self._known.traced and not isinstance(error, CaptureError)
+        return given and self._capturer.known.traced and not isinstance(error, CaptureError)
 
     def _break(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured, and all those to come that no program serves."""
         if isinstance(error, LazyError):  # the call that gives lazy modules their parameters
             return self._fn(*args, **kwargs)
-        for tensor in self._deferred(args, kwargs):
+        for tensor in self._capturer.deferred(args, kwargs):
             fill(tensor)
         _let_go(error)
         co_run = CoRun(self._fn, collecting(self._fn), self._options)
@@ -231,12 +221,6 @@ class Compiled:
         self.breaks.append(reason)
         return co_run(*args, **kwargs)
 
-    def _undo(self) -> None:
-        """Takes out the optimizer state made for a capture that failed, or whose first run did."""
-        if self._known.initial is not None:
-            self._known.initial.drop()
-            self._known.initial = None
-
     @property
     def _replaceable(self) -> bool:
         """Whether eager gives the same as a program, and the user has asked for no program of a kind."""
@@ -247,9 +231,9 @@ class Compiled:
 
     def _prefer(self, entry: Entry) -> None:
         """Puts an entry first; programs of those that go are known no more."""
-        templates = self._known.templates
-        for gone in self._entries.prefer(entry, templates is not None and bool(templates.known)):
-            self._known.programs = {k: p for k, p in self._known.programs.items() if p is not gone.program}
+        known = self._capturer.known
+        for gone in self._entries.prefer(entry, known.templates is not None and bool(known.templates.known)):
+            known.programs = {k: p for k, p in known.programs.items() if p is not gone.program}
 
     def _run(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None
@@ -272,97 +256,12 @@ class Compiled:
             raise
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure) -> Entry:
-        if (len(self._entries) if self._known.templates is None else self._known.templates.captures) >= MAX_ENTRIES:
-            way = "keep the number that changes in a tensor"
-            if " shape: " in failure.reason:
-                way = "pad to a few sizes" if self._dynamic is None else "compile with dynamic=None, pad to a few sizes"
-            raise CaptureError(
-                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {failure.reason}",
-                remedy=f"{way}, or compile a smaller part of the step",
-            )
-        if self._known.templates is not None:
-            self._known.templates.decided = failure.outcomes
-        for program in self._known.programs.values():
-            program.release_memory()  # their arenas are empty between calls, and tracing needs memory too
-        try:
-            with no_collection():  # hundreds of thousands of small objects, few of them garbage
-                entry = self._build(args, kwargs, failure.varying - self._fixed)
-        except BaseException as error:
-            self._undo()
-            if isinstance(error, RecursionError) and _is_ours(error):
-                what = "arguments, state or results of the step are nested too deeply for Python's recursion limit"
-                remedy = "nest them less deeply, or raise sys.setrecursionlimit()"
-                raise UnsupportedError(what, line_of(error), remedy) from None
-            if isinstance(error, CaptureError) and not error.where:  # of what the step can see, or found at its end
-                error.locate(line_of(error))
-            raise
-        give_back()
-        reason = failure.reason
-        templates = self._known.templates
-        if templates is not None:
-            reason = "; ".join([reason if templates.reason is None else templates.reason, *templates.notes])
-            entry.shapes = {shapes((args, kwargs))}
+        entry = self._capturer.entry(args, kwargs, failure, len(self._entries))
+        reason = self._capturer.reason(failure)
         if self._entries and reason:
             self.recompiles.append(reason)
         self._prefer(entry)
         return entry
-
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
-        """Captures with a number that was another before as an input, or as it is where that cannot be."""
-        def make(inputs: frozenset[str]) -> Entry:
-            how = self._options, self._known, inputs, self._taking(), self._overrides.transforming
-            with allocated(self._deferred(args, kwargs)):
-                entry = pipeline.build(self._fn, args, kwargs, *how)
-            pipeline.refuse_leaks(entry)
-            return entry
-
-        entry, inputs = None, self._varying | varying
-        if not varying <= self._varying:
-            with suppress(Exception):  # a size, an index, a text: or the step's own error, which comes again
-                entry = make(inputs)
-            if entry is None:
-                inputs = self._varying
-                for path in sorted(varying) if len(varying) > 1 else ():
-                    inputs |= self._can_vary(args, kwargs, inputs, path)
-                self._fixed |= varying - inputs
-        if entry is None:
-            entry = make(inputs)
-        self._varying = inputs
-        return entry
-
-    def _deferred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Tensors that the step can see and that have no values yet."""
-        seen = snapshot(self._fn, args, kwargs).tensors.values() if any_deferred() else ()
-        return [found.tensor for found in seen if record_of(found.tensor) is not None]
-
-    def _taking(self, overrides: Overrides | None = None) -> pipeline.TakeSnapshot:
-        """How this step takes snapshots, in which modules are replaced; by default as they were so far."""
-        replacing = overrides or self._overrides
-        return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
-
-    def _can_vary(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
-    ) -> frozenset[str]:
-        """The path, if the number there can be an input."""
-        try:
-            pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.decisions, take=self._taking())
-        except Exception:
-            return frozenset()
-        return frozenset([path])
-
-    def _dry_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, bool]:
-        """A capture that no call is served from, and whether it is of real tensors."""
-        given, executor = args, self._executor
-        fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
-        take = self._taking() if args is given else self._taking(Overrides(self._module_override))
-        how = self._varying, self._options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
-        initial = InitialState(take(fn, args, kwargs))
-        try:
-            if args is given and self._options.decisions != "none":
-                initial.fill()
-            return pipeline.capture(fn, args, kwargs, *how)[1], args is given
-        finally:
-            initial.drop()
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """What a call would do, before it does: collectives, bytes, memory, and where they come from.
@@ -388,21 +287,13 @@ class Compiled:
             if self._co_run is not None:
                 return explain_segments(self._title, self._co_run.segments, self._co_run.eager, self.breaks)
             try:
-                traced, real = self._dry_capture(args, kwargs)
+                whole, step = self._capturer.of_one_rank(args, kwargs)
             except CaptureError as error:
                 if not self._may_break:
                     raise
                 return explain_segments(self._title, [], "", [str(error)])
-            key = executor.key(traced.step, traced.fingerprint)
-            program = self._known.programs.get(key)
-            step = program.step if program is not None else self._known.steps.get(key)
-            if step is None:
-                step = pipeline.of_one_rank(traced, self._options, self._overrides.transforming)
-                if real:  # not copies that stand for fake tensors
-                    self._known.steps[key] = step
-            whole = traced.step if executor.view else None
             said = self.captures, self.recompiles, self.eager_calls
-            return explain(self._title, step, whole, executor.axes, *said)
+            return explain(self._title, step, whole if executor.view else None, executor.axes, *said)
 
     def stages(self, *args: Any, **kwargs: Any) -> list[Stage]:
         """What each pass makes of the graph of a call: print one to see the difference. Nothing runs, as in `explain`.
@@ -417,11 +308,7 @@ class Compiled:
             CaptureError: the step cannot be captured.
         """
         with self._lock, no_collection():
-            traced, _ = self._dry_capture(args, kwargs)
-            found: list[Stage] = []
-            for name, step in pipeline.stages_of_one_rank(traced, self._options, self._overrides.transforming):
-                found.append(Stage.of(name, step, found[-1] if found else None))
-            return found
+            return self._capturer.stages(args, kwargs)
 
     def _latest(self) -> Program:
         if not self._entries:
@@ -431,7 +318,7 @@ class Compiled:
     @property
     def specialized(self) -> list[str]:
         """The sizes that are no symbols although they vary, or ``dynamic=True`` wants it, and the line that decided."""
-        return list(self._known.templates.specialized) if self._known.templates is not None else []
+        return list(self._capturer.known.templates.specialized) if self._capturer.known.templates is not None else []
 
     @property
     def backwards(self) -> list[str]:
@@ -469,9 +356,3 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__context__
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether it is this package that has gone too deep, and none of the user's functions."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return sum(file.startswith(PACKAGE) for file in files) > len(files) // 3

@@ -110,7 +110,7 @@ def test_the_arena_is_what_the_program_takes():
     opt, step = adamw(model), ws.compile(train_step, fullgraph=True)
     said = step.explain(model, opt, x)
     step(model, opt, x)
-    program = next(iter(step._known.programs.values()))
+    program = next(iter(step._capturer.known.programs.values()))
     assert said.memory.arena == program.run.arena_bytes
     live = sum(v for k, v in said.memory.by_class.items() if k in ("activations", "gradients", "other"))
     assert live > 0.8 * program.run.arena_bytes  # and what kernels allocate besides
@@ -136,7 +136,7 @@ def explained_and_run() -> tuple[list[str], list[str], str, bool]:
         same = all(torch.equal(before[k], v) for k, v in model.state_dict().items()) and not opt.state
         said = str(found)
     step(model, opt, x)
-    ran = communication(step._known.programs[next(iter(step._known.programs))].step, {})
+    ran = communication(step._capturer.known.programs[next(iter(step._capturer.known.programs))].step, {})
     ran = [call.what.split("::")[1].split("(")[0] for call in ran]
     return sorted(kinds) if said else [], sorted(ran), said, same
 

@@ -42,7 +42,7 @@ def keeps_old(net: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor) -> An
 
 def watched(step: Any, look: Callable[[], None]) -> None:
     """Has ``look`` called right before each program of a compiled step runs."""
-    for program in step._known.programs.values():
+    for program in step._capturer.known.programs.values():
         run = program.run
 
         def looking(*values: Any, run: Any = run) -> Any:

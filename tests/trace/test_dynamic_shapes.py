@@ -120,7 +120,7 @@ def test_a_branch_on_a_size_is_a_guard() -> None:
     for size in (4, 6, 10, 20, 3):
         x = torch.randn(size, 2)
         assert torch.equal(compiled(x), fn(x))
-    assert compiled._known.templates.captures == 2
+    assert compiled._capturer.known.templates.captures == 2
     (reason,) = compiled.recompiles
     assert reason.startswith("L['x'].shape[0] <= 8: expected True, found False, as L['x'].shape[0] is 10 (decided at")
     assert "test_dynamic_shapes.py" in reason
@@ -229,7 +229,7 @@ def test_many_sizes_leave_a_bounded_number_of_programs() -> None:
     compiled = ws.compile(lambda x: x * 2, dynamic=True, fullgraph=True, passes=[unchanged])
     for size in range(2, 80):
         compiled(torch.ones(size))
-    assert compiled.captures == MAX_SIZES == len(compiled._known.programs) and compiled.recompiles == []
+    assert compiled.captures == MAX_SIZES == len(compiled._capturer.known.programs) and compiled.recompiles == []
 
 
 def test_a_mesh_is_refused() -> None:

@@ -128,7 +128,7 @@ def test_memory_grows_with_the_largest_size_and_is_one_arena(monkeypatch: pytest
         return [(y @ y.t()).sum(0)]
 
     compiled = check(fn, [(torch.randn(n, 5),) for n in (4, 30, 8, 40, 12, 7, 5, 40, 4)], 1)
-    (program,) = compiled._known.programs.values()
+    (program,) = compiled._capturer.known.programs.values()
     assert len(program.run._runs) == 3 and program.run.rebinds <= 3
     assert 2 * 40 * 5 * 4 <= program.run.arena_bytes <= 2 * 2 * 40 * 40 * 4
     program.release_memory()

@@ -84,9 +84,9 @@ class Placement:
         self.copies: dict[int, list[tuple[int, fx.Node]]] = {}
         self.unpacked: dict[fx.Node, list[tuple[fx.Node, int, int]]] = {}
 
-    def new(self, node: fx.Node, kind: Any, index: int = -1) -> Store:
+    def new(self, node: fx.Node, kind: Any) -> Store:
         """Memory for a value alone."""
-        store = self.store[node] = Store(kind, index, [node])
+        store = self.store[node] = Store(kind, values=[node])
         self.stores.append(store)
         return store
 

@@ -1,0 +1,186 @@
+"""Captures of one step: an entry for a call that no other serves, and what each capture leaves for the next.
+
+May import: capture, deferred_init, errors, ir, override, pipeline, report, runtime, trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from wholestep import pipeline
+from wholestep.capture import GuardFailure, InitialState, materialize_fakes, no_collection, snapshot
+from wholestep.deferred_init import allocated, any_deferred, record_of
+from wholestep.errors import PACKAGE, CaptureError, UnsupportedError
+from wholestep.ir import StepGraph
+from wholestep.override import Override, Overrides
+from wholestep.report import Stage
+from wholestep.runtime import Entry, give_back
+from wholestep.trace import Traced
+from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
+from wholestep.trace.record.provenance import line_of
+
+# A step that keeps needing new captures is misused: better an error than minutes lost in silence.
+MAX_ENTRIES = 32
+
+
+class Capturer:
+    """Captures a step, as often as it takes.
+
+    Attributes:
+        known: programs, graphs and optimizer state that earlier captures have left.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: pipeline.Options,
+        take: pipeline.TakeSnapshot,
+        module_override: Sequence[Override],
+        dynamic: bool | None,
+    ) -> None:
+        self._fn, self._options, self._take, self._dynamic = fn, options, take, dynamic
+        self._module_override, self._overrides = module_override, Overrides(module_override)
+        templates = dynamic is not False and options.executor.plain
+        how = pipeline.capture, bool(dynamic), options.many_sizes and not module_override
+        self.known = pipeline.Known(templates=Templates(*how) if templates else None)
+        self._varying: frozenset[str] = frozenset()
+        self._fixed: frozenset[str] = frozenset()
+
+    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure, count: int) -> Entry:
+        """An entry that serves a call.
+
+        Args:
+            failure: why no other one serves it.
+            count: how many others there are.
+        """
+        templates = self.known.templates
+        if (count if templates is None else templates.captures) >= MAX_ENTRIES:
+            way = "keep the number that changes in a tensor"
+            if " shape: " in failure.reason:
+                way = "pad to a few sizes" if self._dynamic is None else "compile with dynamic=None, pad to a few sizes"
+            raise CaptureError(
+                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {failure.reason}",
+                remedy=f"{way}, or compile a smaller part of the step",
+            )
+        if templates is not None:
+            templates.decided = failure.outcomes
+        for program in self.known.programs.values():
+            program.release_memory()  # their arenas are empty between calls, and tracing needs memory too
+        try:
+            with no_collection():  # hundreds of thousands of small objects, few of them garbage
+                entry = self._build(args, kwargs, failure.varying - self._fixed)
+        except BaseException as error:
+            self.undo()
+            if isinstance(error, RecursionError) and _is_ours(error):
+                what = "arguments, state or results of the step are nested too deeply for Python's recursion limit"
+                remedy = "nest them less deeply, or raise sys.setrecursionlimit()"
+                raise UnsupportedError(what, line_of(error), remedy) from None
+            if isinstance(error, CaptureError) and not error.where:  # of what the step can see, or found at its end
+                error.locate(line_of(error))
+            raise
+        give_back()
+        if templates is not None:
+            entry.shapes = {shapes((args, kwargs))}
+        return entry
+
+    def reason(self, failure: GuardFailure) -> str:
+        """Why the last entry was needed."""
+        templates = self.known.templates
+        if templates is None:
+            return failure.reason
+        return "; ".join([failure.reason if templates.reason is None else templates.reason, *templates.notes])
+
+    def undo(self) -> None:
+        """Takes out the optimizer state made for a capture that failed, or whose first run did."""
+        if self.known.initial is not None:
+            self.known.initial.drop()
+            self.known.initial = None
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
+        """Captures with a number that was another before as an input, or as it is where that cannot be."""
+        def make(inputs: frozenset[str]) -> Entry:
+            how = self._options, self.known, inputs, self._taking(), self._overrides.transforming
+            with allocated(self.deferred(args, kwargs)):
+                entry = pipeline.build(self._fn, args, kwargs, *how)
+            pipeline.refuse_leaks(entry)
+            return entry
+
+        entry, inputs = None, self._varying | varying
+        if not varying <= self._varying:
+            with suppress(Exception):  # a size, an index, a text: or the step's own error, which comes again
+                entry = make(inputs)
+            if entry is None:
+                inputs = self._varying
+                for path in sorted(varying) if len(varying) > 1 else ():
+                    inputs |= self._can_vary(args, kwargs, inputs, path)
+                self._fixed |= varying - inputs
+        if entry is None:
+            entry = make(inputs)
+        self._varying = inputs
+        return entry
+
+    def deferred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Tensors that the step can see and that have no values yet."""
+        seen = snapshot(self._fn, args, kwargs).tensors.values() if any_deferred() else ()
+        return [found.tensor for found in seen if record_of(found.tensor) is not None]
+
+    def _taking(self, overrides: Overrides | None = None) -> pipeline.TakeSnapshot:
+        """How this step takes snapshots, in which modules are replaced; by default as they were so far."""
+        replacing = overrides or self._overrides
+        return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
+
+    def _can_vary(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
+    ) -> frozenset[str]:
+        """The path, if the number there can be an input."""
+        try:
+            pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.decisions, take=self._taking())
+        except Exception:
+            return frozenset()
+        return frozenset([path])
+
+    def _dry_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, bool]:
+        """A capture that no call is served from, and whether it is of real tensors."""
+        given, executor = args, self._options.executor
+        fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
+        take = self._taking() if args is given else self._taking(Overrides(self._module_override))
+        how = self._varying, self._options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
+        initial = InitialState(take(fn, args, kwargs))
+        try:
+            if args is given and self._options.decisions != "none":
+                initial.fill()
+            return pipeline.capture(fn, args, kwargs, *how)[1], args is given
+        finally:
+            initial.drop()
+
+    def of_one_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StepGraph, StepGraph]:
+        """What a call's capture records, and the graph that this rank would run of it. Nothing runs."""
+        traced, real = self._dry_capture(args, kwargs)
+        key = self._options.executor.key(traced.step, traced.fingerprint)
+        program = self.known.programs.get(key)
+        step = program.step if program is not None else self.known.steps.get(key)
+        if step is None:
+            step = pipeline.of_one_rank(traced, self._options, self._overrides.transforming)
+            if real:  # not copies that stand for fake tensors
+                self.known.steps[key] = step
+        return traced.step, step
+
+    def stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Stage]:
+        """What each pass makes of the graph of a call."""
+        traced, _ = self._dry_capture(args, kwargs)
+        found: list[Stage] = []
+        for name, step in pipeline.stages_of_one_rank(traced, self._options, self._overrides.transforming):
+            found.append(Stage.of(name, step, found[-1] if found else None))
+        return found
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether it is this package that has gone too deep, and none of the user's functions."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return sum(file.startswith(PACKAGE) for file in files) > len(files) // 3
