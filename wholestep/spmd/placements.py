@@ -82,6 +82,12 @@ def splits(placement: Placement, shape: Sequence[int], group: AxisGroup) -> bool
     return not (group.even and is_unequal(placement, shape, group))
 
 
+def fills(placement: Shard, shape: Sequence[int], group: AxisGroup) -> bool:
+    """Whether every rank of an axis has something of a tensor."""
+    start, stop = piece(shape[placement.dim], group.size, group.size - 1)
+    return start < stop
+
+
 def split_evenly(placement: Placement, shape: Sequence[int], group: AxisGroup) -> Placement:
     """The placement; where an axis may not split its dimension, another dimension that it may; else the whole."""
     others = [Shard(dim) for dim in range(len(shape))] if isinstance(placement, Shard) else []

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from wholestep.comm.ops.functional_collectives import piece
 from wholestep.functional import Functionalized, operator_of
 from wholestep.inline import Inliner, run_on_fakes
 from wholestep.ir import NodeInfo, info, set_info
@@ -119,17 +118,6 @@ def with_arguments(target: Any, args: Any, kwargs: Any, /, **changed: Any) -> tu
         else:
             kwargs[name] = value
     return tuple(args), kwargs
-
-
-def holds_on_all(call: Call, length: int) -> bool:
-    """True when every rank has something of a dimension: some kernels refuse tensors without elements."""
-    start, stop = piece(length, call.group.size, call.group.size - 1)
-    return start < stop
-
-
-def some_hold_none(call: Call, operand: int, dim: int) -> bool:
-    """True when a rank may have nothing of an operand's dimension: what is done about it then is done on all ranks."""
-    return not holds_on_all(call, call.values[operand].shape[dim])
 
 
 class Decomposition(NamedTuple):

@@ -20,7 +20,7 @@ from wholestep.comm.ops.functional_collectives import piece
 from wholestep.fake_evaluate import evaluate
 from wholestep.ir import add_call, info, set_info
 from wholestep.nested import tensors_of
-from wholestep.spmd.expand.calls import Call, R, arguments_of, exchanged, holds_on_all, with_arguments
+from wholestep.spmd.expand.calls import Call, R, arguments_of, exchanged, with_arguments
 from wholestep.spmd.expand.graph_edits import Writer
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Op, Partial, Placement, Shard, local_shape
@@ -208,21 +208,6 @@ def beside(call: Call, *dims: int) -> Iterator[Strategy]:
     count = call.values[0].dim()
     letters: list[str | None] = [None if i in {d % count for d in dims} else a for i, a in enumerate(alphabet(count))]
     yield from Dims([letters] * len(call.values), [letters] * len(call.results)).strategies(call)
-
-
-def nonempty(rule: Rule) -> Rule:
-    """The strategies with which each rank has something of what is split: some kernels refuse tensors without elements.
-
-    Those that are decomposed run other kernels.
-    """
-
-    def some(call: Call) -> Iterator[Strategy]:
-        for strategy in rule(call):
-            split = [v.shape[p.dim] for v, p in zip(call.values, strategy.ins, strict=True) if isinstance(p, Shard)]
-            if isinstance(strategy.emit, Decomposed) or all(holds_on_all(call, length) for length in split):
-                yield strategy
-
-    return some
 
 
 def linear(rule: Rule, *groups: tuple[int, ...], when: Callable[[Call], bool] = lambda call: True) -> Rule:

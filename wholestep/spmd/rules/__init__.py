@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from wholestep.functional import Functionalized, UnderGrad
+from wholestep.functional import Functionalized, UnderGrad, is_view
 from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.strategy import Rule, Strategy
-from wholestep.spmd.placements import splits
+from wholestep.spmd.placements import Shard, fills, splits
 from wholestep.spmd.rules import indexing, layers, losses, pointwise, reductions, views
 from wholestep.spmd.rules.pointwise import is_on_lists
 from wholestep.torch_compat import OpOverload
@@ -54,12 +54,19 @@ def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:
 
 
 def strategies(call: Call) -> Iterable[Strategy]:
-    """The ways in which a call can run on parts, as the axis may split its tensors."""
+    """The ways in which a call can run on parts, as the axis may split its tensors.
+
+    Of parts of which a rank has none only elementwise calls and views are made: some kernels refuse tensors without
+    elements, and so few are gathered at once.
+    """
     rule = rule_of(call.target)
     found = () if rule is None else rule(call)
-    return [one for one in found if _is_served(one, call)] if call.group.even else found
+    named = name_of(call.target) in pointwise.RULES
+    may_be_none = named or rule is pointwise.pointwise or is_view(call.target)
+    return [one for one in found if _is_served(one, call, may_be_none)]
 
 
-def _is_served(strategy: Strategy, call: Call) -> bool:
+def _is_served(strategy: Strategy, call: Call, may_be_none: bool) -> bool:
     pairs = (*zip(strategy.ins, call.values, strict=True), *zip(strategy.outs, call.results, strict=True))
-    return all(splits(placement, value.shape, call.group) for placement, value in pairs)
+    split = [(placement, value.shape) for placement, value in pairs if isinstance(placement, Shard)]
+    return all(splits(*one, call.group) and (may_be_none or fills(*one, call.group)) for one in split)

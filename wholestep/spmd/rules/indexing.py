@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.expand.calls import Call, R, some_hold_none
+from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.strategy import (
     Build,
     Dims,
@@ -64,15 +64,10 @@ def _picked(
         after: how many dimensions the result has after those of the indices; None: it has those of the indices alone.
     """
     local, others = _own(build, ins[at], call.values[0].shape[dim], 0)
-    made = build.same(call, [_with_some(build, call, ins[0], dim), *ins[1:at], local, *ins[at + 1 :]])
+    made = build.same(call, [*ins[:at], local, *ins[at + 1 :]])
     if after is not None:
         others = build.call(aten.view.default, others, [*info(others).value.shape, *[1] * after])
     return [build.call(aten.masked_fill.Scalar, made, others, 0)]
-
-
-def _with_some(build: Build, call: Call, node: fx.Node, dim: int) -> fx.Node:
-    """What the call's first operand is here, with something to pick where a rank may have nothing of it."""
-    return build.pad(node, dim, 0, 1) if some_hold_none(call, 0, dim) else node
 
 
 def _placed(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int, at: int = 1) -> list[fx.Node]:

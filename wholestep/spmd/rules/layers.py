@@ -22,7 +22,6 @@ from wholestep.spmd.expand.strategy import (
     alphabet,
     linear,
     linear_strategies,
-    nonempty,
     trailing,
 )
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
@@ -97,8 +96,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(["aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"], linear(_over_last)),
     "aten.native_group_norm": _groups,
     "aten.native_group_norm_backward": linear(_groups),
-    **dict.fromkeys(["functional(aten.native_batch_norm)", "aten.native_batch_norm"], nonempty(_batch_norm)),
-    "aten.native_batch_norm_backward": linear(nonempty(_batch_norm)),
+    **dict.fromkeys(["functional(aten.native_batch_norm)", "aten.native_batch_norm"], _batch_norm),
+    "aten.native_batch_norm_backward": linear(_batch_norm),
 }
 
 
@@ -152,7 +151,7 @@ def planes(count: int) -> Rule:
         names: Names = [*alphabet(call.values[0].dim() - count), *[None] * count]
         yield from Dims([names] * len(call.values), [names] * len(call.results)).strategies(call)
 
-    return nonempty(rule)
+    return rule
 
 
 def _first(call: Call) -> Iterator[Strategy]:
@@ -167,14 +166,14 @@ _MAXIMA = ["max_pool{}d_with_indices", "adaptive_max_pool{}d", "fractional_max_p
 _ON, _LINEAR_ON = {n: planes(n) for n in (1, 2, 3)}, {n: linear(planes(n)) for n in (1, 2, 3)}
 
 RULES |= {
-    "aten.convolution": nonempty(_convolution),
-    "aten.convolution_backward": linear(nonempty(_convolution_backward)),
+    "aten.convolution": _convolution,
+    "aten.convolution_backward": linear(_convolution_backward),
     **{f"aten.{kind}{n}d{end}": _LINEAR_ON[n] for kind in _KINDS for n in (1, 2, 3) for end in ("", "_backward")},
     **{f"aten.{kind.format(n)}": _ON[n] for kind in _MAXIMA for n in (2, 3)},
     **{f"aten.{kind.format(n)}_backward": _LINEAR_ON[n] for kind in _MAXIMA for n in (2, 3)},
     **{f"aten._upsample_{k}2d_aa{end}": _LINEAR_ON[2] for k in ("bilinear", "bicubic") for end in ("", "_backward")},
     **dict.fromkeys(["aten.pixel_shuffle", "aten.pixel_unshuffle"], _LINEAR_ON[3]),
-    **dict.fromkeys(["aten.im2col", "aten.col2im", "aten.grid_sampler_2d", "aten.grid_sampler_3d"], nonempty(_first)),
+    **dict.fromkeys(["aten.im2col", "aten.col2im", "aten.grid_sampler_2d", "aten.grid_sampler_3d"], _first),
 }
 
 
@@ -207,8 +206,8 @@ def _attention(call: Call) -> Iterator[Strategy]:
 _KERNELS = ["_scaled_dot_product_flash_attention_for_cpu"]
 
 RULES |= {
-    **{f"aten.{kernel}": nonempty(_attention) for kernel in _KERNELS},
-    **{f"aten.{kernel}_backward": linear(nonempty(_attention)) for kernel in _KERNELS},
+    **{f"aten.{kernel}": _attention for kernel in _KERNELS},
+    **{f"aten.{kernel}_backward": linear(_attention) for kernel in _KERNELS},
 }
 
 
@@ -225,5 +224,5 @@ def _layer(call: Call) -> Iterator[Strategy]:
 
 
 RULES |= dict.fromkeys(
-    ["aten.mkldnn_rnn_layer", "under_grad(aten.mkldnn_rnn_layer)", "aten.mkldnn_rnn_layer_backward"], nonempty(_layer)
+    ["aten.mkldnn_rnn_layer", "under_grad(aten.mkldnn_rnn_layer)", "aten.mkldnn_rnn_layer_backward"], _layer
 )

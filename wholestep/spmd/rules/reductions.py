@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.expand.calls import Call, R, can_decompose, holds_on_all
+from wholestep.spmd.expand.calls import Call, R, can_decompose
 from wholestep.spmd.expand.strategy import (
     Build,
     Decomposed,
@@ -58,8 +58,7 @@ def reduction(
         letters = alphabet(len(shape))
         result = [None if i in gone else a for i, a in enumerate(letters) if keep or i not in gone]
         dims = [dim for dim in gone if dim < len(shape)]
-        fit = [letters[dim] for dim in dims if op in ("sum", "product") or holds_on_all(call, shape[dim])]
-        how: dict[str, Op] = dict.fromkeys(fit, op) if op is not None else {}
+        how: dict[str, Op] = {} if op is None else dict.fromkeys([letters[dim] for dim in dims], op)
         yield from Dims([letters], [result] * len(call.results), how).strategies(call)
         for dim in dims if emit is not None and when(call) else ():
             yield Strategy((Shard(dim),), (to,) * len(call.results), emit)
