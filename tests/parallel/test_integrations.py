@@ -24,6 +24,9 @@ def test_lightning(tmp_path):
         assert each["automatic"] == each["manual"] == (True, 6), "the bits of Lightning's own, a reduction a step"
         assert each["automatic logs"] and each["manual logs"]
         assert each["resumed"]
+        assert each["automatic sharded"] and each["manual sharded"] and each["sharded resumed"], "under fully_shard"
+        assert each["sharded saved"] == [(8, 6), (4, 6), (8, 6)], "whole tensors, of parts"
+        assert "FullyShardStrategy: scale is in no module under fully_shard" in each["loose"]
         assert each["logged"] == ["metrics.csv"], "by rank 0 alone"
         assert each["synced"] == (["torch.bfloat16", "wholestep"], "torch")
         assert "did not receive grad for rank" in each["unused"] and "spare.weight, spare.bias" in each["unused"]
@@ -47,7 +50,8 @@ def test_accelerate(tmp_path):
 
 def test_the_trainer(tmp_path):
     for each in run_ranks(accelerate_ranks.trainer_checks, 2, args=(free_port(), str(tmp_path))):
-        flags = {"weights": True, "losses": True, "unused allowed": True, "resumed": True, "parts": True}
+        flags = {"weights": True, "losses": True, "unused allowed": True, "resumed": True}
+        flags |= {"sharded": True, "sharded resumed": True, "sharded saved": True}
         assert each == flags | {"wrapper": "wholestep", "reductions": 4}
 
 

@@ -14,7 +14,7 @@ import transformers
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch import nn
 
-from wholestep import comm
+from wholestep import comm, full_state_dict
 from wholestep.parallel import fully_shard
 from wholestep.parallel.integrations.accelerate import Accelerator
 from wholestep.parallel.integrations.transformers import Trainer
@@ -149,10 +149,10 @@ def accelerate_checks(port: int, folder: str) -> dict[str, Any]:
 
 
 def trained(
-    kind: Any, folder: Path, resume: bool = False, **settings: Any
+    kind: Any, folder: Path, resume: bool = False, shards: bool = False
 ) -> tuple[list[torch.Tensor], list[float], Any]:
     """Weights and the losses that were logged."""
-    torch.manual_seed(int(os.environ["RANK"]))
+    torch.manual_seed(0 if shards else int(os.environ["RANK"]))
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=50, **sizes))
     ids = torch.randint(0, 50, (64, 8), generator=torch.Generator().manual_seed(3))
@@ -160,11 +160,13 @@ def trained(
     arguments = transformers.TrainingArguments(
         str(folder), use_cpu=True, max_steps=4, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         max_grad_norm=0.1, learning_rate=1e-2, save_steps=2, logging_steps=1, disable_tqdm=True, report_to=[],
-        **settings,
     )  # fmt: skip
+    if shards:
+        fully_shard(model)
     trainer = kind(model, arguments, train_dataset=data)
     trainer.train(str(folder / "checkpoint-2") if resume else None)
-    return state(model), [one["loss"] for one in trainer.state.log_history if "loss" in one], trainer
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    return list(full_state_dict(model).values()) if shards else state(model), losses, trainer
 
 
 def trainer_checks(port: int, folder: str) -> dict[str, Any]:
@@ -174,12 +176,13 @@ def trainer_checks(port: int, folder: str) -> dict[str, Any]:
     ours, losses, trainer = trained(Trainer, Path(folder, "ours"))
     resumed, *_ = trained(Trainer, Path(folder, "ours"), resume=True)
     wrapper = trainer.model_wrapped
-    try:
-        refused = str(trainer.accelerator.prepare_model(fully_shard(nn.Linear(2, 2))))
-    except ValueError as error:
-        refused = str(error)
+    sharded, sharded_losses, parts = trained(Trainer, Path(folder, "parts"), shards=True)
+    sharded_resumed, *_ = trained(Trainer, Path(folder, "parts"), resume=True, shards=True)
+    saved = type(parts.model).from_pretrained(str(Path(folder, "parts", "checkpoint-4")))
     return {
-        "parts": "each rank has a part of its own of weight, bias" in refused,
+        "sharded": torch.allclose(torch.tensor(losses), torch.tensor(sharded_losses), atol=1e-4),
+        "sharded resumed": equal(sharded, sharded_resumed),
+        "sharded saved": equal(sharded, state(saved)),
         "weights": equal(stock, ours),
         "losses": losses == stock_losses and len(losses) == 4,
         "wrapper": type(wrapper).__module__.split(".")[0],

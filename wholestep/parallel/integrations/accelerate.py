@@ -31,8 +31,6 @@ class Accelerator(accelerate.Accelerator):
     `save_state` has the ranks write their parts.
     """
 
-    serves_parts = True  # whoever saves by other means than ours says no
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -50,8 +48,7 @@ class Accelerator(accelerate.Accelerator):
                 "use accelerate.Accelerator, or leave its plugin out"
             )
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
-        sharded = self.serves_parts and isinstance(model, FSDPModule)
-        if sharded or not any(one.requires_grad for one in prepared.parameters()):
+        if isinstance(model, FSDPModule) or not any(one.requires_grad for one in prepared.parameters()):
             return prepared
         join_world(self.device, self.num_processes)
         settings = self.ddp_handler.to_kwargs() if self.ddp_handler else {}

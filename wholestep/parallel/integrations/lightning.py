@@ -1,4 +1,4 @@
-"""Lightning: ``Trainer(strategy=DDPStrategy())`` with the `DDPStrategy` of this file."""
+"""Lightning: ``Trainer(strategy=DDPStrategy())`` with `DDPStrategy` or `FullyShardStrategy` of this file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from torch import nn
 
 from wholestep.parallel.comm_hooks.post_local_sgd import PeriodicModelAverager, PostLocalSGDState
 from wholestep.parallel.distributed_data_parallel import DistributedDataParallel
-from wholestep.parallel.integrations import extra_needed, join_world
+from wholestep.parallel.integrations import extra_needed, join_world, take_parts
+from wholestep.parallel.sharded_modules import FSDPModule, fully_shard
 from wholestep.parallel.sync_batchnorm import SyncBatchNorm
+from wholestep.spmd import full_state_dict
+from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import BatchNorm
 
 try:
@@ -93,6 +96,60 @@ class DDPStrategy(strategies.DDPStrategy):
         """Leaves the module unwrapped."""
         self.model = self.lightning_module
         super().teardown()
+
+
+class FullyShardStrategy(DDPStrategy):
+    """Lightning's module under `wholestep.parallel.fully_shard`: as `configure_model` says, else each child.
+
+    Arguments are those of `fully_shard`. Checkpoints are those of one process, with whole tensors, which every rank
+    gathers. Values are those that each rank's module has: seed all of them alike.
+
+    Raises:
+        ValueError: a parameter that is to be trained is in no module under `fully_shard`.
+    """
+
+    def setup(self, trainer: Any) -> None:
+        """Divides the module, before optimizers are made."""
+        strategies.Strategy.setup(self, trainer)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
+        if not any(isinstance(one, FSDPModule) for one in model.modules()):
+            for child in model.children():
+                if next(child.parameters(), None) is not None:
+                    fully_shard(child, **self._ddp_kwargs)
+        left = [name for name, one in model.named_parameters() if one.requires_grad and part_of(one) is None]
+        if left:
+            raise ValueError(
+                f"{type(self).__module__}.FullyShardStrategy: {', '.join(left)} is in no module under fully_shard, so "
+                "nothing would reduce its gradients: put it into a module, or call fully_shard in configure_model"
+            )
+        return model
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While gradients are accumulated, nothing is sent."""
+        sharded = [one for one in self.lightning_module.modules() if isinstance(one, FSDPModule)]
+        for one in sharded:
+            one.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for one in sharded:
+                one.set_requires_gradient_sync(True)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """With whole tensors."""
+        return full_state_dict(self.lightning_module)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """With whole tensors."""
+        return full_state_dict(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Of whole tensors, the parts."""
+        for optimizer in self.optimizers:
+            optimizer.register_load_state_dict_pre_hook(take_parts)
+        super().load_optimizer_state_dict(checkpoint)
 
 
 class _WithManualBackwards(_ForwardRedirection):
