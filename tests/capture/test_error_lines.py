@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], dict[str, Any], str]] = 
     "generator": (kept_generator, {}, "containers"),
     "numpy": (lambda x: numpy.asarray(MODEL(x).detach()), {}, ""),
     "data pointer": (lambda x: MODEL(x).data_ptr(), {}, ""),
-    "save": (lambda x: torch.save(MODEL(x), "file"), {}, "outside"),
+    "save": (lambda x: torch.save(MODEL(x), "file"), {}, "after the step"),
 }
 
 

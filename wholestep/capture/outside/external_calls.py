@@ -20,6 +20,7 @@ import locale
 import logging
 import os
 import pathlib
+import pickle
 import queue
 import random
 import secrets
@@ -92,6 +93,12 @@ DRAWS = Verdict(
     "off in its settings (SpecAugment: a probability of 0)", lambda *_: True,
 )  # fmt: skip
 
+# What no graph can hold, whoever calls it.
+MAKES = Verdict(UnsupportedError, "whose result no fake tensor can stand for",
+                "make it outside of the step, or compile without fullgraph=True", lambda *_: True)  # fmt: skip
+EVALUATES = MAKES._replace(what="which evaluates its closure as often as the data ask for",
+                           remedy="use another optimizer, or compile without fullgraph=True")  # fmt: skip
+
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
 RANDOM: tuple[type, ...] = (random.Random, numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator)
 
@@ -136,8 +143,13 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
              "putenv"),
         subprocess.Popen: ("__init__",),
         socket.socket: ("send", "sendall", "sendto", "connect"),
-        time: ("sleep",),
+        time: ("sleep",), torch: ("save",), pickle: ("dump", "dumps"),
     }),
+    (MAKES, {
+        torch.nested: tuple(name for name in torch.nested.__all__ if name != "to_padded_tensor"),
+        torch.jit: ("trace", "trace_module"),
+    }),
+    (EVALUATES, {torch.optim.LBFGS: ("step",)}),
     (STARTS, {
         threading.Thread: ("start",), threading.Event: ("set",), queue.Queue: ("put",), queue.SimpleQueue: ("put",),
     }),
@@ -199,6 +211,7 @@ class Outside:
         refused: why it cannot be replayed; code of its own may have caught that.
         generators: random generators of Python and NumPy that were there before, and their sources, by their ids.
         environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
+        ended: whether nothing is refused any more; who wraps what stood in a class meanwhile may keep it for good.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -210,6 +223,7 @@ class Outside:
             self.settings.note(name, READERS[name])
         self._logged: list[tuple[logging.Logger, logging.LogRecord]] = []
         self.states = shared_generators.States(False)
+        self.ended = False
 
     def replacements(self, named: Set[str]) -> Iterator[Replacement]:
         """What stands in the place of functions that ask and act.
@@ -217,7 +231,7 @@ class Outside:
         Args:
             named: names that the step's code uses, among which are those of all that it asks.
         """
-        self.states = shared_generators.States(True)
+        self.states, self.ended = shared_generators.States(True), False
         for verdict, owners in TABLE:
             yield from ((owner, name, self._refusing(verdict, owner, name))
                         for owner, names in owners.items() for name in names
@@ -236,6 +250,11 @@ class Outside:
             self.refused.append(self._error(DRAWS, f"draws from {moved}"))
         if self.refused:
             raise self.refused.pop(0)  # with it goes what its traceback holds
+
+    def end(self) -> None:
+        """Ends the trace."""
+        self.ended = True
+        self.states.put_back()
 
     def log(self) -> None:
         """Logs what libraries have logged meanwhile."""
@@ -256,7 +275,9 @@ class Outside:
         says = f"calls {f'{_SHORT.get(owner, owner.__name__)}.{name}'.removeprefix('builtins.')}()"
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if verdict is DRAWS:
+            if self.ended:
+                pass
+            elif verdict is DRAWS:
                 if id(args[0]) in self.generators and _moves(name, *args):
                     self._refuse(verdict, f"draws from {self.generators[id(args[0])][1]}, a {type(args[0]).__name__}")
             elif (place is None or len(args) <= place) and verdict.applies(owner, _caller()):

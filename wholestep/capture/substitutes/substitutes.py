@@ -198,7 +198,7 @@ class Substitutes:
         while self.lists:
             standing_in.restore(self.lists.pop())
         self._patches.restore()
-        self._reachable.outside.states.put_back()
+        self._reachable.outside.end()
         self.lifted.clear()
         self.stand_ins.clear()
         self.noted.clear()

@@ -36,7 +36,6 @@ from wholestep.torch_compat import (
 from wholestep.trace.numbers.host_numbers import AWARE, aware_choice
 from wholestep.trace.numbers.symbolic_sizes import is_made, is_size
 from wholestep.trace.operators.data_dependent_formulas import behind, by_data
-from wholestep.trace.operators.tables import NO_NESTED
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
 from wholestep.trace.patches import generator_methods, types_asked
 from wholestep.trace.patches.engine_hook import handled
@@ -121,8 +120,6 @@ def _is_overridden(relevant_args: Any) -> bool:
     return any(type(v) not in _PLAIN and hasattr(type(v), "__torch_function__") for v in relevant_args)
 
 
-LBFGS_REMEDY = "use another optimizer: LBFGS evaluates its closure as often as the data ask for"
-
 def _size_aware(recorder: Recorder) -> list[Replacement]:
     """Functions of Python on numbers, which record what they do with host numbers.
 
@@ -150,9 +147,6 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
     return [*functions, *((torch.SymInt, name, method(name)) for name in methods)]
 
 
-TRACING = ("trace", "trace_module")
-NESTED = [name for name in torch.nested.__all__ if name != "to_padded_tensor"]  # what makes nested tensors
-
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 
 
@@ -160,19 +154,6 @@ def _refused_operator(*_: Any, **__: Any) -> Any:
     """A higher-order operator, `torch.cond` among them, which in eager Dynamo runs."""
     remedy = "write it as a Python loop or branch, or with torch.where, or compile without fullgraph=True"
     raise UnsupportedError("the step calls a higher-order operator, which tracing cannot follow", user_line(), remedy)
-
-
-def _refused(owner: Any, name: str, remedy: str, tracing: list[bool]) -> Replacement:
-    """A function that refuses while ``tracing`` holds something: who wraps it meanwhile may keep it for good."""
-    found, what = original(owner, name), f"{owner.__name__}.{name}"
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not tracing:
-            return found(*args, **kwargs)
-        raise UnsupportedError(f"{what} inside of a captured step", user_line(), remedy)
-
-    call.hooked = True  # type: ignore[attr-defined]  # an optimizer made in the step would wrap it
-    return owner, name, call
 
 
 def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -219,7 +200,6 @@ def patched_python(
         reentrant: see `trace_step`.
         more: what else is patched.
     """
-    tracing = [True]
     replacements: list[Replacement] = [
         *more,
         *_size_aware(recorder),
@@ -230,10 +210,6 @@ def patched_python(
         *types_asked.patches(recorder.inputs, recorder.builder.sizes is not None),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
-        *(_refused(torch.nested, name, NO_NESTED, tracing) for name in NESTED),
-        _refused(torch, "save", "save outside of the step", tracing),
-        _refused(torch.optim.LBFGS, "step", LBFGS_REMEDY, tracing),
-        *(_refused(torch.jit, name, "make the TorchScript outside of the step", tracing) for name in TRACING),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),
         (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
         (BatchNorm, "forward", reading(vars(BatchNorm)["forward"], float=_number_of)),
@@ -251,7 +227,4 @@ def patched_python(
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
     inside = functools.partial(_inside, recorder.inputs.world.reachable.outside.settings)
     with patched(replacements, recorder.builder.provenance.thread.is_here), handled(inside):
-        try:
-            yield
-        finally:
-            tracing.clear()
+        yield
