@@ -380,6 +380,9 @@ dispatch_modes_off: Callable[[], AbstractContextManager[Any]] = _disable_current
 function_modes_disabled: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 """Context manager: no function mode of this thread sees what is called."""
 
+function_modes_enabled: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
+"""Context manager: they see it again."""
+
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """How many modes of this thread see calls of torch's Python API."""
 

@@ -47,7 +47,7 @@ class Node:
     """A call after all calls before it.
 
     Attributes:
-        results: what it gave.
+        results: what it gave; of an optimizer's update how often it wrote each tensor.
         next: key of a call -> its node; None for one that runs at once.
         programs: slots whose memory is alive -> what serves a flush here.
         seen: such slots, with the numbers of the first flush here.
@@ -68,11 +68,12 @@ class Signatures:
 
     Attributes:
         count: how many nodes there are.
+        whole_updates: updates of lists of parameters are one call each; unless one decides on numbers.
     """
 
     def __init__(self) -> None:
         self._roots: dict[Any, Node] = {}
-        self.count = 0
+        self.count, self.whole_updates = 0, True
 
     def root(self) -> Node:
         """Before the first call of a segment that begins now."""

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from wholestep.co_run.optimizer_updates import Update
 from wholestep.co_run.prefix_tree import Node, Signatures
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.rank_program import RankProgram
 from wholestep.co_run.ranks import Ranks
-from wholestep.co_run.reads import ExposedMemory, flushing
+from wholestep.co_run.reads import ExposedMemory
 from wholestep.co_run.segment import Segment, SegmentProgram, same
 from wholestep.errors import CaptureError, DistError, PlanError
 from wholestep.patches import Replacement, patched
@@ -103,7 +104,7 @@ class CoRun:
         try:
             with (
                 begun as replaced,
-                patched([*flushing(queue.read, queue.exposed.add, queue.run_at_once), *replaced], here),
+                patched([*queue.replacements(), *replaced], here),
             ):
                 try:
                     with queue:
@@ -166,7 +167,10 @@ class CoRun:
             try:
                 program = SegmentProgram(segment, tensors, numbers, varying, self._options)
             except Exception as error:  # nothing has run yet: a segment that cannot be compiled runs as it is
-                self.refused.append(f"{type(error).__name__}: {error}")
+                if any(type(function) is Update for function, *_ in segment.calls):
+                    self._signatures.whole_updates = False
+                else:
+                    self.refused.append(f"{type(error).__name__}: {error}")
                 node.refused.add(key)
                 return None
         node.programs[key] = program

@@ -20,10 +20,18 @@ from torch.fx.node import map_arg
 from wholestep.errors import CaptureError
 from wholestep.ir import NodeInfo, info, is_effectful, set_info
 from wholestep.nested import tensors_of
-from wholestep.patches import Replacement
+from wholestep.patches import Replacement, original
 from wholestep.torch_compat import SINGLE_TENSOR_UPDATES, no_modes
 from wholestep.trace.functionalize.aliases import Ref
 from wholestep.trace.record.recorder import Recorder
+
+
+def single_tensor_updates() -> Iterator[tuple[Any, str, FunctionType]]:
+    """torch's own functions that update a list of parameters, not what somebody has put there, and where they are."""
+    for owner, name in SINGLE_TENSOR_UPDATES:
+        update = original(owner, name) if hasattr(owner, name) else None
+        if isinstance(update, FunctionType) and update.__code__.co_filename == owner.__file__:
+            yield owner, name, update
 
 
 @dataclass
@@ -64,11 +72,8 @@ class LikeUpdates:
         self.recorder, self.inputs, self.graph = recorder, recorder.inputs, recorder.builder.graph
 
     def patches(self) -> Iterator[Replacement]:
-        """What is patched while a step is traced: torch's own functions, not what somebody has put there."""
-        for owner, name in SINGLE_TENSOR_UPDATES:
-            update = vars(owner).get(name)
-            if isinstance(update, FunctionType) and update.__code__.co_filename == owner.__file__:
-                yield owner, name, partial(self._each, update)
+        """What is patched while a step is traced."""
+        return ((owner, name, partial(self._each, update)) for owner, name, update in single_tensor_updates())
 
     def _each(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         columns = [a for a in args if type(a) is list and len(a) == len(args[0])]
