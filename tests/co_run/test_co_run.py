@@ -102,6 +102,64 @@ def test_a_schedule_compiles_nothing_more(deferring):
     assert len(step.segments) == 1 and not step.refused
 
 
+OPTIMIZERS = {
+    **{kind.__name__: {} for kind in (torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW,
+                                      torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
+                                      torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD)},
+    "SGD, momentum": {"momentum": 0.9, "weight_decay": 0.1},
+    "Adam, amsgrad": {"amsgrad": True, "weight_decay": 0.1},
+    "AdamW, rate in a tensor": {"lr": torch.tensor(0.01)},
+    "RMSprop, centered": {"centered": True, "momentum": 0.5},
+    "AdamW, foreach": {"foreach": True},
+}  # fmt: skip
+
+
+def trained(optimizer, compiled):
+    """What a step, which reads the count of updates too, leaves; rates and decays change from call to call."""
+    model, _, x = regression()
+    options = {"lr": 0.01} | OPTIMIZERS[optimizer]
+    opt, log = getattr(torch.optim, optimizer.partition(",")[0])(model.parameters(), **options), []
+
+    def counting(model, opt, x, log):
+        reading(model, opt, x, log)
+        log.extend(float(state["step"]) for state in opt.state.values() if "step" in state)
+
+    step = co_run(counting) if compiled else counting
+    for call in range(9):
+        if call > 5 and "tensor" not in optimizer:
+            opt.param_groups[0]["lr"] = 0.01 / call
+        if call > 6:
+            opt.param_groups[0]["weight_decay"] = 0.01 * call
+        step(model, opt, x, log)
+    tensors = [*model.parameters(), *(v for s in opt.state.values() for v in s.values() if isinstance(v, torch.Tensor))]
+    return log, [t.tolist() for t in tensors], [t._version for t in tensors], step
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_updates_are_as_in_eager_with_their_counts_of_writes(deferring, optimizer):
+    *eager, _ = trained(optimizer, False)
+    *ours, step = trained(optimizer, True)
+    assert ours == eager and not step.refused
+
+
+def test_an_update_of_a_list_of_parameters_is_one_call(deferring):
+    model, opt, x = regression()
+
+    def without(model, opt, x, log):
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.zero_grad()
+        log.append(loss.item())
+
+    counts = []
+    for step in map(co_run, (without, reading)):
+        for _ in range(4):
+            step(model, opt, x, [])
+        ((calls, *_),) = step.segments
+        counts.append(calls)
+    assert counts[1] == counts[0] + 1
+
+
 def test_memory_of_results_is_not_shared_between_calls(deferring):
     step = co_run(lambda x: (x.sum().item(), x * 2, x.t() + 1))
     found = [step(torch.full((2, 3), float(i))) for i in range(5)]

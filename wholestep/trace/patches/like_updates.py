@@ -73,9 +73,17 @@ class LikeUpdates:
 
     def patches(self) -> Iterator[Replacement]:
         """What is patched while a step is traced."""
-        return ((owner, name, partial(self._each, update)) for owner, name, update in single_tensor_updates())
+        return ((owner, name, partial(self._update, update)) for owner, name, update in single_tensor_updates())
 
-    def _each(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _update(self, update: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        place = self.recorder.builder.provenance
+        place.optimizers += 1  # also where no optimizer's step calls
+        try:
+            self._each(update, args, kwargs)
+        finally:
+            place.optimizers -= 1
+
+    def _each(self, update: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         columns = [a for a in args if type(a) is list and len(a) == len(args[0])]
         if len(args[0]) < 2 or torch.is_grad_enabled():
             return update(*args, **kwargs)
