@@ -178,6 +178,10 @@ VARIANTS = {
         "ws.compile(our DDP), AdamW(fused=True)", 2, "ours-dp-gradients", model=_ours_ddp_compiled,
         optimizer=_fused_adamw,
     ),
+    "ours-module-unreduced": Variant(
+        "ws.compile(model) that reduces nothing, AdamW(fused=True)", 2, "ours-dp-gradients",
+        model=lambda model: cast(nn.Module, ws.compile(model)), optimizer=_fused_adamw,
+    ),
     "ours-dp-gradients": Variant(
         "wholestep, DataParallel of forward and backward, AdamW(fused=True)", 2, "ddp-of-fused",
         step=_spread_gradients, optimizer=_fused_adamw,

@@ -1,7 +1,8 @@
 """A script that trains with a `Checkpointer`, on any number of ranks, and writes down its losses.
 
-Arguments: the directory of the run, the number of steps, and what becomes of the run: "" or, at its first start alone,
-"raise", "kill" or "exit" of the last rank in the middle; "sleep" for steps that take a moment.
+Arguments: the directory of the run, the number of steps, and what becomes of the run: "" or, of the last rank in the
+middle of its first start, "raise" or "kill"; "terminate" for "raise" and later, after a restart, SIGTERM; "sleep" for steps
+that take a moment.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(folder: str, steps: int, fault: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     checkpoints = Checkpointer(Path(folder) / "saved", model, optimizer, every=3, keep=2, scheduler=scheduler)
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     for step in range(checkpoints.resume(), steps):
         noise = random.random() + float(numpy.random.rand()) + float(torch.rand(()))  # the same on all ranks
         rows = torch.randn(12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
@@ -43,11 +44,13 @@ def main(folder: str, steps: int, fault: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        if first and step == steps // 2 and rank == size - 1:
-            if fault == "raise":
+        if rank == size - 1 and (step, start) == (steps // 2, "0"):
+            if fault in ("raise", "terminate"):
                 raise RuntimeError("a fault")
-            if fault in ("kill", "terminate"):
-                os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGTERM)
+            if fault == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        if rank == size - 1 and (step, start, fault) == (steps - 6, "1", "terminate"):
+            os.kill(os.getpid(), signal.SIGTERM)
         mean = loss.detach()
         comm.all_reduce(mean, "avg")
         if rank == 0:
