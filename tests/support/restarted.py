@@ -1,8 +1,8 @@
 """A script that trains with a `Checkpointer`, on any number of ranks, and writes down its losses.
 
 Arguments: the directory of the run, the number of steps, and what becomes of the run: "" or, of the last rank in the
-middle of its first start, "raise" or "kill"; "terminate" for "raise" and, after a restart, SIGTERM; "sleep" for steps that
-take a moment.
+middle of its first start, "raise" or "kill"; "terminate" for "raise" and, after a restart, SIGTERM; "sleep" for slow
+steps.
 """
 
 from __future__ import annotations
