@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
+import re
 import types
 from collections.abc import Iterable, Iterator
 
@@ -19,6 +21,7 @@ from wholestep.torch_compat import FOUND_ON_ENTRY
 # Functions that are Python's only where code reads them as globals: `model.eval()` is none.
 _BUILT_IN = frozenset({"eval", "exec", "vars", "dir"})
 _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
+_FIELD = re.compile(r"\.([^\W\d]\w*)")  # as in "{0.name}"
 # Code that names one of these can read any attribute.
 READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "replace", "attrgetter", "eval",
                        "exec", "deepcopy", "copy", "dir", "__getattribute__", "__getstate__"})
@@ -62,9 +65,10 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=8192)
 def named(code: types.CodeType) -> frozenset[str]:
-    """Every name that code uses, and the strings in it, which may be names."""
-    names = frozenset(name for inner in _codes(code) for name in
-                      (*inner.co_names, *(c for c in inner.co_consts if isinstance(c, str))))  # fmt: skip
+    """Every name that code uses, and the strings in it, which may be names, or formats that name attributes."""
+    strings = {c for inner in _codes(code) for c in inner.co_consts if isinstance(c, str)}
+    fields = (_FIELD.findall(text) for text in strings if "{" in text)
+    names = frozenset(itertools.chain(strings, *fields, *(inner.co_names for inner in _codes(code))))
     return names if "builtins" in names else names - (_BUILT_IN - {*global_names(code)})
 
 
