@@ -144,7 +144,7 @@ READ: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "event": (lambda: 1 + STOP.is_set(), STOP.set),
     "weak reference": (lambda: WEAK().scale, lambda: setattr(HELD, "scale", 2.0)),  # type: ignore[union-attr]
     "weak proxy": (lambda: PROXY.scale, lambda: setattr(HELD, "scale", 3.0)),
-    "format": (lambda: float("{0.width}".format(HELD)), lambda: setattr(HELD, "width", 4.0)),  # noqa: UP032
+    "format": (lambda: float("{.width}".format(HELD)), lambda: setattr(HELD, "width", 4.0)),  # noqa: UP032
     "read-only mapping": (lambda: SHOWN["a"], lambda: TABLE.__setitem__("a", 5.0)),
     "environment": (lambda: float(os.environ.get("WHOLESTEP_SCALE", "1")),
                     lambda: os.environ.__setitem__("WHOLESTEP_SCALE", "5")),
