@@ -65,7 +65,7 @@ def sharded_program(busy: bool) -> tuple[list[str], int, list[torch.Tensor]]:
 
     compiled = ws.compile(step, mesh=mesh, plan=ws.FullyShard("dp", gather="always"), fullgraph=True)
     compiled(torch.randn(512, 256))
-    (program,) = compiled._known.programs.values()
+    (program,) = compiled._capturer.known.programs.values()
     return compiled.code.splitlines(), program.run.arena_bytes, [p.grad for p in model.parameters()]
 
 

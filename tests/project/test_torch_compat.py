@@ -79,6 +79,7 @@ from wholestep.torch_compat import (
     full_precision,
     function_modes,
     function_modes_disabled,
+    function_modes_enabled,
     function_modes_off,
     generator_id,
     global_hooks,
@@ -961,7 +962,9 @@ def test_modes_are_counted_and_kept_away():
         torch.ones(2)
         with function_modes_disabled():
             torch.ones(2)
-    assert mode.calls == 1
+            with function_modes_enabled():
+                torch.ones(2)
+    assert mode.calls == 2
     with Doubling():
         assert torch.ones(()).item() != 1
         with dispatch_modes_off():

@@ -188,6 +188,8 @@ class Queue(UnwrappedDispatchMode):
                 self._path.append(node)
                 self._node = node
                 return None
+            self._new.clear()
+            self.flush()  # slots that the arguments got are none
         return function(*args, **kwargs)
 
     def _defers_update(self, tensors: list[torch.Tensor]) -> bool:
