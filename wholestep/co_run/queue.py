@@ -195,7 +195,11 @@ class Queue(UnwrappedDispatchMode):
     def _defers_update(self, tensors: list[torch.Tensor]) -> bool:
         if self._ranks is not None or not self._signatures.whole_updates or torch.is_grad_enabled():
             return False
-        if self._paused or self._running or self._undeferred or any(t.is_inference() for t in tensors):
+        if self._paused or self._running or self._undeferred:
+            return False
+        if any(type(t) not in _PLAIN or t.layout is not _STRIDED or t.is_inference() for t in tensors):
+            return False
+        if len({storage_id(storage_of(t)) for t in tensors}) < len(tensors):  # which may count writes together
             return False
         return not (self.exposed and self.exposed.holds(tensors))
 
