@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support import cuda_attention  # noqa: F401 - the kernels
 from tests.support.spmd_rules import Sample
 from wholestep.functional import Functionalized, UnderGrad
 
@@ -294,6 +295,24 @@ def attention() -> Iterator[Any]:
             yield forward, q, k, v, 0.0, causal, keywords
             out, sums = forward(q, k, v, 0.0, causal, **keywords)
             yield backward, t(*out.shape).float(), q, k, v, out, sums, 0.0, causal, keywords
+    names = [f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
+    flash, efficient, cudnn = (getattr(aten, name).default for name in names)
+    to_flash, to_efficient, to_cudnn = (getattr(aten, f"{name}_backward").default for name in names)
+    for causal, few in ((True, 6), (False, 2)):
+        q, k, v = (t(5, count, 7, 8).float() for count in (6, few, few))
+        yield flash, q, k, v, 0.0, causal
+        out, sums, _, _, *lengths, seed, offset, _ = flash(q, k, v, 0.0, causal)
+        yield to_flash, t(*out.shape).float(), q, k, v, out, sums, None, None, *lengths, 0.0, causal, seed, offset
+    for bias in (None, t(1, 6, 7, 7).float(), t(5, 6, 7, 7).float()):
+        q, k, v = (t(5, 6, 7, 8).float() for _ in range(3))
+        yield efficient, q, k, v, bias, True
+        out, sums, seed, offset = efficient(q, k, v, bias, True)
+        wanted = [True, True, True, bias is not None]
+        yield to_efficient, t(*out.shape).float(), q, k, v, bias, out, sums, seed, offset, 0.0, wanted
+        yield cudnn, q, k, v, bias, True
+        out, sums, _, _, *lengths, seed, offset, _ = cudnn(q, k, v, bias, True)
+        states = out, sums, seed, offset, bias, None, None, *lengths
+        yield to_cudnn, t(*out.shape).float(), q, k, v, *states, 0.0, False
 
 
 def losses() -> Iterator[Any]:

@@ -6,6 +6,8 @@ Of convolutions, pooling and resampling, space is not split: what reads a neighb
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -177,37 +179,51 @@ RULES |= {
 }
 
 
-def _names(call: Call) -> dict[str, Names]:
+_ON_CPU = "aten._scaled_dot_product_flash_attention_for_cpu"
+_ON_CUDA = [f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")]
+
+
+def _names(call: Call, t: str | None) -> dict[str, Names]:
     """Names for the dimensions of each argument: batch b, heads h, queries t; keys and sizes are not split."""
     values = call.by_name(call.values)
-    query = values["query"]
-    batch, heads, length = query.shape[:3]
-    t = None if call.argument("is_causal") else "t"  # which keys a query sees is a matter of its place
+    query, keys = values["query"], values["key"].shape[2]
     ours, theirs = ["b", "h", t, None], ["b", "h", None, None]
-    found: dict[str, Names] = {"query": ours, "out": ours, "grad_out": ours, "key": theirs, "value": theirs,
-                               "logsumexp": ["b", "h", t]}  # fmt: skip
-    if "attn_mask" in values:
-        mask, keys = values["attn_mask"], values["key"].shape[2]
-        found["attn_mask"] = trailing(mask, ours, [batch, heads, length, keys])
-    return found
+    found: dict[str, Names] = {name: [None] * value.dim() for name, value in values.items()}
+    found |= {"query": ours, "out": ours, "grad_out": ours, "grad_out_": ours, "key": theirs, "value": theirs}
+    for name in ("attn_mask", "attn_bias"):
+        if name in values:
+            found[name] = trailing(values[name], ours, [*query.shape[:3], keys])
+    sums = values["logsumexp"] if "logsumexp" in values else call.results[1]
+    return found | {"logsumexp": ["b", "h", t, None][: sums.dim()]}
 
 
-def _attention(call: Call) -> Iterator[Strategy]:
-    """Forward and backward. Heads of keys may be fewer: each serves some heads of queries, and goes with them."""
-    names, values = _names(call), call.by_name(call.values)
-    results = ["query", "key", "value"] if "grad_out" in values else ["query", "logsumexp"]
-    dims = Dims([names[name] for name in values], [names[name] for name in results], {"t": "sum"})
-    yield from dims.strategies(call)
+def _attention(call: Call, by_queries: bool = False) -> Iterator[Strategy]:
+    """Forward and backward. Heads of keys may be fewer: each serves some heads of queries, and goes with them.
+
+    Args:
+        by_queries: whether queries can be split, of kernels that are not told how many there are.
+    """
+    if call.argument("dropout_p"):  # what is drawn follows from the place in the whole
+        return
+    # which keys a query sees is a matter of its place
+    values, t = call.by_name(call.values), "t" if by_queries and not call.argument("is_causal") else None
+    names = _names(call, t)
+    results = ["query", "key", "value", "attn_bias"] if "out" in values else ["query", "logsumexp"]
+    outs = [names[name] for name, _ in zip(results, call.results, strict=False)]
+    rest = (R,) * (len(call.results) - len(outs))  # seeds, which nothing is drawn by, and what is empty
+    dims = Dims([names[name] for name in values], outs, dict.fromkeys("bht", "sum"))
+    found = list(dims.strategies(replace(call, result=call.results[: len(outs)])))
     few, by_heads = values["key"].shape[1], dims.strategy("h")
     if few != values["query"].shape[1] and few % call.group.size == 0 and by_heads is not None:
-        yield by_heads
+        found.append(by_heads)
+    yield from (replace(one, outs=(*one.outs, *rest)) for one in found)
 
 
-_KERNELS = ["_scaled_dot_product_flash_attention_for_cpu"]
+_KERNELS: dict[str, Rule] = {_ON_CPU: partial(_attention, by_queries=True), **dict.fromkeys(_ON_CUDA, _attention)}
 
 RULES |= {
-    **{f"aten.{kernel}": _attention for kernel in _KERNELS},
-    **{f"aten.{kernel}_backward": linear(_attention) for kernel in _KERNELS},
+    **_KERNELS,
+    **{f"{kernel}_backward": linear(rule) for kernel, rule in _KERNELS.items()},
 }
 
 
