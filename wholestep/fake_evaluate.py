@@ -100,6 +100,8 @@ def _is_small(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -
         return False  # results may be large
     if any(type(n) is not int for tensor in operands for n in tensor.shape):
         return False
+    if any(tensor.device.type != "cpu" for tensor in operands):  # a GPU's take longer, and may fail after the call
+        return False
     return sum((tensor.numel() + tensor.storage_offset()) * tensor.itemsize for tensor in operands) <= _SMALL
 
 

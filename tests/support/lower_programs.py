@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
+from wholestep.fake_evaluate import run
 from wholestep.functional import Functionalized
 from wholestep.ir import GETITEM, Input, NodeInfo, Signature, StepGraph, check, info, set_info
+from wholestep.nested import tensors_of
+from wholestep.passes.canonicalize import copy_step
 from wholestep.torch_compat import FakeTensorMode
 
 aten = torch.ops.aten
@@ -346,6 +350,28 @@ def program(name: str, optimizer: str = "adamw", **options: Any) -> tuple[StepGr
         )
     ids = torch.randint(256, (2, 17))
     return training_step(Gpt(), cross_entropy, [ids[:, :-1], ids[:, 1:]], optimizer, **options)
+
+
+def on_cuda(step: StepGraph, state_too: bool = True) -> StepGraph:
+    """A copy whose values are fake tensors on a GPU.
+
+    Args:
+        state_too: whether counts of steps are, as those of fused optimizers.
+    """
+    step = copy_step(step)
+    for node in step.graph.nodes:
+        value = info(node).value if node.op != "output" else None
+        if node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) and (value.dim() or state_too):
+            with value.fake_mode:  # type: ignore[attr-defined]
+                made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+            set_info(node, replace(info(node), value=made))
+        elif node.op == "call_function" and not isinstance(value, (int, float)):
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("cuda:0")}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: info(n).value)
+            mode = next(tensors_of(value)).fake_mode  # type: ignore[attr-defined]
+            set_info(node, replace(info(node), value=run(mode, node.target, args, kwargs)))
+    return check(step, "test")
 
 
 def clone_inputs(inputs: list[Any]) -> list[Any]:

@@ -13,7 +13,11 @@ from itertools import accumulate
 import numpy as np
 
 SHARED = "shared"  # the arena of buffers on which the shared-memory transport works in place
-ALIGN = 64  # bytes: a cache line, and what torch's own allocator gives
+
+
+def alignment(device: str) -> int:
+    """Bytes at whose multiples torch's own allocators begin tensors: a GPU's libraries choose kernels by it."""
+    return 64 if device in ("cpu", SHARED) else 512
 
 
 @dataclass
@@ -57,7 +61,7 @@ def place(slots: Sequence[Slot]) -> dict[str, int]:
         mine = [slot for slot in slots if slot.device == device]
         host = [part for slot in slots if slot.device == SHARED for part in slot.parts()] if device == "cpu" else []
         wall = sizes.get(SHARED, 0) if host else 0
-        sizes[device] = _place_all(mine, host, wall) - wall
+        sizes[device] = _place_all(mine, host, wall, alignment(device)) - wall
         for slot in mine if host else ():
             if slot.offset < wall:
                 slot.device = SHARED
@@ -66,32 +70,32 @@ def place(slots: Sequence[Slot]) -> dict[str, int]:
     return sizes
 
 
-def _place_all(slots: list[Slot], host: list[Slot], wall: int) -> int:
+def _place_all(slots: list[Slot], host: list[Slot], wall: int, align: int) -> int:
     """Places slots above a wall, or below it beside those that are there already; gives the end of all."""
     by_size = [*host, *sorted(slots, key=lambda s: (-s.nbytes, s.start))]
     starts, ends, lows, highs = (np.zeros(len(by_size), dtype=np.int64) for _ in range(4))
     total = wall
     for count, slot in enumerate(by_size):
-        size = max(ALIGN, -(-slot.nbytes // ALIGN) * ALIGN)
+        size = max(align, -(-slot.nbytes // align) * align)
         if count >= len(host):
             alive = (starts[:count] <= slot.end) & (ends[:count] >= slot.start)
             taken = (wall if slot.guest else 0, wall)  # what lies on both sides of the wall lies in no arena
             low, high = np.append(lows[:count][alive], taken[0]), np.append(highs[:count][alive], taken[1])
-            slot.offset = _lowest_tight_gap(low, high, size)
+            slot.offset = _lowest_tight_gap(low, high, size, align)
         starts[count], ends[count] = slot.start, slot.end
         lows[count], highs[count] = slot.offset, slot.offset + size
         total = max(total, slot.offset + size)
     return total
 
 
-def _lowest_tight_gap(lows: np.ndarray, highs: np.ndarray, size: int) -> int:
+def _lowest_tight_gap(lows: np.ndarray, highs: np.ndarray, size: int, align: int) -> int:
     """The aligned start of the smallest gap of at least ``size`` between occupied ranges, else after their end.
 
     The ranges are pieces of a bucket, too, which end anywhere.
     """
     order = np.argsort(lows, kind="stable")
     lows = lows[order]
-    reached = -(-np.maximum.accumulate(highs[order]) // ALIGN) * ALIGN
+    reached = -(-np.maximum.accumulate(highs[order]) // align) * align
     begins = np.concatenate(([0], reached[:-1]))
     gaps = lows - begins
     fits = np.flatnonzero(gaps >= size)

@@ -18,7 +18,7 @@ from wholestep import comm
 from wholestep.functional import is_wait
 from wholestep.ir import GETITEM, info
 from wholestep.lower.fusion.blocked_matmuls import is_product
-from wholestep.lower.plan.arena import ALIGN
+from wholestep.lower.plan.arena import alignment
 from wholestep.lower.plan.operator_facts import aten, mutable_variant
 from wholestep.lower.plan.placement import Placement, Store, may_write_over, way
 from wholestep.lower.plan.value_facts import (
@@ -68,7 +68,7 @@ def find_parts(
         for operand, owner in zip(operands, roots, strict=True):
             value = info(operand).value
             once = times[owner] == 1 and owner not in parts and _fills(operand, owner, whole)
-            aligned = start * value.itemsize % ALIGN == 0
+            aligned = start * value.itemsize % alignment(str(value.device)) == 0
             if once and writer(owner) is not None and (aligned or writes_anywhere(owner)) and free(owner, whole):
                 parts[owner] = Part(whole, start)
             start += value.numel()
